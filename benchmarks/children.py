@@ -37,12 +37,12 @@ class Child:
         self._name = name
         self._process, self._input, self._output = process, process.stdin, process.stdout
 
-    def tell(self, value: object) -> None:
+    def send(self, value: object) -> None:
         """Send ``value``."""
         self._input.write(f"{_encode(value)}\n".encode())
 
     async def read(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
-        """Its next line. Raises ``ChildEndedError``, ``TimeoutError``."""
+        """The child's next answer. Raises ``ChildEndedError``, ``TimeoutError``."""
         async with asyncio.timeout(timeout_s):
             line = await self._output.readline()
         if not line:
@@ -51,7 +51,7 @@ class Child:
 
     async def ask(self, value: object, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         """Send ``value``; return the answer. Raises as ``read`` does."""
-        self.tell(value)
+        self.send(value)
         return await self.read(timeout_s)
 
     async def stop(self) -> None:
@@ -84,7 +84,7 @@ def argument(number: int = 0) -> Any:
 
 
 async def orders() -> AsyncIterator[Any]:
-    """In a child: what it is told, until its standard input ends."""
+    """In a child: the values that its parent sends, until standard input ends."""
     reader = asyncio.StreamReader(_MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():

@@ -1,4 +1,4 @@
-"""Sends one request at a time to one router, and tells where its time went."""
+"""Sends one request at a time to one router, and measures where its time went."""
 
 from __future__ import annotations
 

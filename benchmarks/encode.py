@@ -226,7 +226,7 @@ class TtftFigures:
 
 
 async def measure_ttft(stack: Stack, rounds: Iterable[int]) -> TtftFigures:
-    """Ask for each ``Prompt`` in each of ``rounds``, of which the first two warm the workers up.
+    """Ask for each ``Prompt`` in each of ``rounds``; the first two rounds warm the workers up.
 
     Raises:
         grpc.aio.AioRpcError: a request failed.

@@ -1,7 +1,7 @@
 """How long a router that just started needs until it knows which blocks its workers hold.
 
 Each worker is a process of this module, which ``measure_rebuild`` starts. It answers StreamKvSnapshot, the only part of
-a worker that a router needs to rebuild its index. It tells its port, and ends with its standard input.
+a worker that a router needs to rebuild its index. It prints its port, and ends when its standard input ends.
 """
 
 from __future__ import annotations

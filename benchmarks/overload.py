@@ -215,7 +215,7 @@ class Extremes:
     """The largest values seen at the samples taken every two seconds.
 
     Attributes:
-        queued_requests: requests waiting in the router.
+        queued_requests: requests queued in the router.
         decode_blocks: blocks in use at the decode worker.
         prefill_held_blocks: blocks that the prefill worker held for hand-offs.
     """

@@ -180,7 +180,7 @@ async def _record(program: str, pid: int, seconds: float) -> _Recording:
         path = Path(directory) / "stacks"
         options = {"pid": pid, "duration": round(seconds), "rate": _SAMPLES_PER_S, "format": "raw", "output": path}
         before, began = _thread_cpu_s(pid), time.monotonic()
-        # Waiting threads partly look busy to the profiler; a thread that holds the interpreter is busy.
+        # Waiting threads partly count as busy in the profiler; a thread that holds the interpreter is busy.
         process = await asyncio.create_subprocess_exec(
             *(program, "record", "--gil", "--function", *(f"--{name}={value}" for name, value in options.items())),
             stdout=asyncio.subprocess.PIPE,

@@ -1,7 +1,7 @@
-"""One process of load: it gets a job, makes its load, and counts when it is told to (see ``benchmarks.relay_load``).
+"""One process of load: it gets a job, makes its load, and counts on command (see ``benchmarks.relay_load``).
 
 It uses raw stubs, and ``Tally`` does little work for each token, so the load costs little compared to what it measures.
-``Requester`` sends requests by each of the ways. What they do it tells a ``Listener``, each load's own.
+``Requester`` sends requests by each of the ways. It reports what they do to a ``Listener``; each load has its own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main() -> None:
 
 
 async def _run() -> None:
-    told = orders()
-    job = build(Job, await anext(told))
+    commands = orders()
+    job = build(Job, await anext(commands))
     if job.load is Load.BURST:
         answer(await run_burst(job))
         return
@@ -50,7 +50,7 @@ async def _run() -> None:
     load = StreamLoad(job, tally) if job.load is Load.STREAMS else RequestLoad(job, tally)
     try:
         answer(await load.open())
-        async for command in told:
+        async for command in commands:
             if command == Command.BEGIN:
                 tally.begin()
             answer(tally.read())
@@ -59,7 +59,7 @@ async def _run() -> None:
 
 
 class Listener:
-    """Takes what the requests of a load do, of which ``key`` names one; it ignores what the load does not look at."""
+    """Receives what the requests of a load do (``key`` names one); ignores what the load does not read."""
 
     def accepted(self, count: int) -> None:
         """So many more requests run."""
@@ -410,7 +410,7 @@ class RequestLoad(Listener):
 
 
 class Burst(Listener):
-    """Requests that are opened all at once, each of which has to get every token once, in order.
+    """Requests that are opened all at once; each has to get every token once, in order.
 
     Attributes:
         outcome: how they ended so far.

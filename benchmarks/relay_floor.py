@@ -8,7 +8,7 @@ writes one message to its only client stream. With ``generate`` it writes a smal
 streams: those whose turn it is.
 
 *Requests*: clients ask in a closed loop. Their starts are as long as real ones with prompts of
-token ids. The router passes them to the worker on one stream: all waiting starts go in one message. It answers each
+token ids. The router passes them to the worker on one stream: all queued starts go in one message. It answers each
 request as the real router would. With ``generate``, placement, tokens and end are a message each on the request's own
 stream. With ``session``, they are parts of the messages of one stream that all requests share, at most one message a
 tick. ``place`` is a unary call; the client then sends the placement to the worker. Each request has its turn in one of
@@ -130,7 +130,7 @@ class _Role(StrEnum):
 
 
 class _Order(StrEnum):
-    """What a process can be told."""
+    """What the parent can order a process to do."""
 
     LOAD = "load"  # make the load; the processes start in this state
     REST = "rest"  # make no load: another measurement has the machine
@@ -185,22 +185,22 @@ class BareRelay:
     async def begun(self) -> None:
         """Wait until all are connected and warm, then rest. Raises ``RuntimeError``, ``TimeoutError``: they failed."""
         await self._children[_Role.ROUTER].read(_TIMEOUT_S)
-        self._tell_all(_Order.REST)
+        self._send_all(_Order.REST)
 
     async def window(self) -> None:
         """Measure one more window. Raises ``RuntimeError``, ``TimeoutError``: a process failed, or was silent."""
-        self._tell_all(_Order.LOAD)
+        self._send_all(_Order.LOAD)
         await asyncio.sleep(SETTLE_S)
         worker_pid = self._children[_Role.WORKER].pid
         worker_cpu_s = process_cpu_s(worker_pid)
-        told = await self._children[_Role.ROUTER].ask(_Order.MEASURE, self._windows.window_s + _TIMEOUT_S)
+        window = await self._children[_Role.ROUTER].ask(_Order.MEASURE, self._windows.window_s + _TIMEOUT_S)
         worker_cpu_s = process_cpu_s(worker_pid) - worker_cpu_s
-        self._tell_all(_Order.REST)
-        self.found.append(BareWindow(**told, worker_cpu_s=worker_cpu_s))
+        self._send_all(_Order.REST)
+        self.found.append(BareWindow(**window, worker_cpu_s=worker_cpu_s))
 
-    def _tell_all(self, order: _Order) -> None:
+    def _send_all(self, order: _Order) -> None:
         for child in self._children.values():
-            child.tell(order)
+            child.send(order)
 
 
 @asynccontextmanager
@@ -267,7 +267,7 @@ class _Part:
             yield step
 
     async def begin(self) -> None:
-        """In the router: tell that all are connected and warm."""
+        """In the router: report that all are connected and warm."""
         await asyncio.sleep(self.job.windows.warm_up_s)
         answer("begin")
 

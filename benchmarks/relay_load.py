@@ -45,10 +45,10 @@ class Load(StrEnum):
 
 
 class Command(StrEnum):
-    """What a client can be told after its job."""
+    """What the parent can order a client to do after its job."""
 
     BEGIN = "begin"  # count from now on
-    END = "end"  # tell what was counted
+    END = "end"  # report what was counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class RelayStack(Stack):
         super().__init__(_topology(self._directory / "workers"), log, on_progress, adapt=self._adapt_plan)
 
     async def __aenter__(self) -> RelayStack:
-        """Start both, and wait until the router places requests. Raises as ``Stack`` does."""
+        """Start both, and wait until the router has all workers. Raises as ``Stack`` does."""
         await super().__aenter__()
         self.pids = {ROUTER: self.pids[ROUTER], DECODE: self.pids[_WORKER_ID]}
         return self

@@ -1,4 +1,4 @@
-"""The JSON that every benchmark writes: the command, the code's revision, place and time, and the results."""
+"""The JSON that every benchmark writes: the command, the code's revision, machine and time, and the results."""
 
 from __future__ import annotations
 

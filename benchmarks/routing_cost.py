@@ -49,7 +49,7 @@ class PolicyCost:
     Attributes:
         snapshot_us: building the snapshot of the ranks for the policy.
         assign_us: the policy's choice, with the look-up if it asks for one.
-        total_us: a request's whole way through the queue, ``snapshot`` and ``assign`` included: waiting line, matches,
+        total_us: a request's whole way through the queue, ``snapshot`` and ``assign`` included: queue, matches,
             booking, prediction, release. Hashing its blocks is not included.
     """
 

@@ -62,7 +62,7 @@ class Stack:
         return self._running.router_address
 
     async def __aenter__(self) -> Stack:
-        """Start everything and wait until the router places requests at every worker.
+        """Start everything and wait until the router assigns requests to every worker.
 
         Raises:
             ConfigError: the topology can't be started.

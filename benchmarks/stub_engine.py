@@ -67,7 +67,7 @@ class WholeSteps(StepPacer):
     """Gives each step its whole time from when it really began.
 
     The mock engine's pacer deducts the time by which the step before was late. Only a worker that does both steps of a
-    request can do so, which would make a handed-off request look dearer than it is.
+    request can do so, which would overstate the cost of a handed-off request.
     """
 
     def begin(self, *, is_continued: bool) -> None:

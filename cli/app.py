@@ -1,4 +1,4 @@
-"""The ``quartet`` command: the table of its subcommands, each of which is imported when it is called."""
+"""The ``quartet`` command: the table of its subcommands; each is imported when it is called."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COMMANDS = {
     ),
     "doctor": (
         "cli.doctor.command",
-        "Look at this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong.",
+        "Check this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong.",
     ),
 }
 

@@ -92,7 +92,7 @@ def up(
 async def wait_ready(
     router_address: str, worker_ids: Collection[str], report: Callable[[str], None]
 ) -> Sequence[WorkerStatus]:
-    """Wait until the router and the workers serve, and the router places requests at all of these workers.
+    """Wait until the router and the workers serve, and the router assigns requests to all of these workers.
 
     ``report`` gets what is missing, whenever that changes.
 

@@ -94,7 +94,7 @@ def print_summary(console: Console, title: str, results: Sequence[PointResult]) 
 
 
 class _Current:
-    """The load that runs, and its sums at the last look."""
+    """The load that runs, and its sums at the last refresh."""
 
     def __init__(self, title: str, recorder: Recorder, window: Window) -> None:
         self.title = title

@@ -1,7 +1,7 @@
 """When requests are sent: the kinds of load, the window in which requests count, and a loop for each kind.
 
-A closed loop keeps a number of clients busy. An open loop sends requests when they are due, whatever has become of the
-earlier ones; durations then count from when a request was *due*. So a late client, or a server that makes it late,
+A closed loop keeps a number of clients busy. An open loop sends requests when they are due, even if earlier ones
+still run; durations then count from when a request was *due*. So a late client, or a server that makes it late,
 shows in the figures; counted from the sending, the wait would be missing just where it is longest (coordinated
 omission).
 """

@@ -65,11 +65,11 @@ class Hop(StrEnum):
     """One part of a request's time, in the order in which the parts happen."""
 
     TOKENIZE = "tokenize"  # template and tokenizer
-    ROUTER_QUEUE = "router_queue"  # waiting in the router for room
-    PREFILL_QUEUE = "prefill_queue"  # waiting in the prefill worker
+    ROUTER_QUEUE = "router_queue"  # in the router's queue, until there is room
+    PREFILL_QUEUE = "prefill_queue"  # in the prefill worker's queue
     PREFILL = "prefill"  # the rest of the prefill hop: computing the prompt, and the network both ways
     TRANSFER = "transfer"  # moving KV blocks
-    DECODE_QUEUE = "decode_queue"  # waiting in the decode worker, the transfer excluded
+    DECODE_QUEUE = "decode_queue"  # in the decode worker's queue, the transfer excluded
     DECODE = "decode"  # the rest of the time that the router saw: computing the tokens, and their way to it
     OUTSIDE = "outside"  # the time that the router did not see: network, this client, and its delay in sending
 

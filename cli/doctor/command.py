@@ -53,12 +53,12 @@ def machine(
     etcd_key: Annotated[Path | None, typer.Option("--etcd-key", help="Its private key.", rich_help_panel=_TLS)] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong."""
+    """Check this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong."""
     if context.invoked_subcommand is not None:
         return
     with reporting_errors():
         check = _etcd_check(etcd, etcd_ca, etcd_cert, etcd_key)
-        _report(asyncio.run(_look(check)), as_json=as_json)
+        _report(asyncio.run(_check_all(check)), as_json=as_json)
 
 
 @doctor.command()
@@ -91,12 +91,12 @@ def show(findings: Sequence[Finding], *, as_json: bool) -> None:
         table.add_column(name, no_wrap=True)
     table.add_column("message", overflow="fold")
     for finding in findings:
-        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.check), _told(finding))
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.check), _description(finding))
     console.print(table)
     console.print(_sum(findings))
 
 
-async def _look(etcd: EtcdCheck) -> list[Finding]:
+async def _check_all(etcd: EtcdCheck) -> list[Finding]:
     checks: dict[str, Check] = {
         "packages": check_packages,
         "etcd": etcd,
@@ -144,7 +144,7 @@ def _line(finding: Finding) -> str:
     return f"{finding.verdict:<9}{finding.check:<{_CHECK_WIDTH}} {finding.message}{advice}"
 
 
-def _told(finding: Finding) -> Text:
+def _description(finding: Finding) -> Text:
     return Text(finding.message + (f"\n-> {finding.advice}" if finding.advice else ""))
 
 

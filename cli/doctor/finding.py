@@ -33,7 +33,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        check: what was looked at, in a word or two.
+        check: what was checked, in a word or two.
         verdict: how bad it is.
         message: what was seen.
         advice: what to do; empty if there is nothing to do.
@@ -131,9 +131,7 @@ async def _run(name: str, check: Check, timeout_s: float) -> Sequence[Finding]:
         async with asyncio.timeout(timeout_s):
             return await check()
     except TimeoutError:
-        return [
-            wrong(name, f"no answer within {timeout_s:g} s", "what it asked hangs: look at the kernel's log (dmesg)")
-        ]
+        return [wrong(name, f"no answer within {timeout_s:g} s", "a system call hangs: see the kernel's log (dmesg)")]
     except Exception as error:  # noqa: BLE001 - a check ends here; the other findings must be shown
         _log.exception("the check of %s failed", name)
         return [wrong(name, f"the check itself failed: {error!r}", "report it: that is a fault of `quartet doctor`")]

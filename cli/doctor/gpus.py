@@ -65,8 +65,8 @@ async def check_gpus() -> Sequence[Finding]:
     query = f"--query-gpu={','.join(_FIELDS)}"
     run = await run_program([program, query, "--format=csv,noheader,nounits"], timeout_s=_DRIVER_TIMEOUT_S)
     if run.exit_code != 0:
-        told = f"nvidia-smi {run.end}{run.last_words}"
-        return [wrong("GPUs", told, "the driver is not loaded or hangs: see dmesg, restart the host")]
+        found = f"nvidia-smi {run.end}{run.last_words}"
+        return [wrong("GPUs", found, "the driver is not loaded or hangs: see dmesg, restart the host")]
     gpus = parse_gpus(run.lines)
     if not gpus:
         return [ok("GPUs", "the driver knows of none: the engines `torch` (on the CPU) and `mock` run")]
@@ -102,15 +102,15 @@ def parse_gpus(lines: Sequence[str]) -> list[Gpu]:
 
 
 def judge_torch(view: TorchView, num_gpus: int) -> list[Finding]:
-    """Whether PyTorch sees all ``num_gpus`` GPUs, and the GPUs each other."""
+    """Whether PyTorch sees all ``num_gpus`` GPUs, and whether the GPUs see each other."""
     num_seen = len(view.peers)
     if view.cuda is None:
         message = f"{view.version} is built without CUDA: the engine `torch` runs on the CPU here"
         return [warning("torch on GPUs", message, "install a build with CUDA from PyTorch's own index")]
-    told = f"{view.version}, CUDA {view.cuda}, sees {num_seen} of {num_gpus} GPUs"
+    found = f"{view.version}, CUDA {view.cuda}, sees {num_seen} of {num_gpus} GPUs"
     if num_seen == 0:
-        return [wrong("torch on GPUs", told, "its CUDA is newer than the driver, or CUDA_VISIBLE_DEVICES hides them")]
-    findings = [ok("torch on GPUs", told)]
+        return [wrong("torch on GPUs", found, "its CUDA is newer than the driver, or CUDA_VISIBLE_DEVICES hides them")]
+    findings = [ok("torch on GPUs", found)]
     apart = [f"{a}-{b}" for a, b in combinations(range(num_seen), 2) if not (view.peers[a][b] and view.peers[b][a])]
     if apart:
         advice = "between them all goes through host memory: pair prefill with decode on others, or see ACS and IOMMU"
@@ -129,7 +129,7 @@ def parse_links(lines: Sequence[str], num_gpus: int) -> dict[tuple[int, int], st
         if head.startswith("GPU") and head[3:].isdigit() and len(cells) >= num_gpus:
             row = int(head[3:])
             links.update({(row, column): cells[column] for column in range(row + 1, num_gpus)})
-    # The header looks like a row whose links are the columns' names.
+    # The header has the form of a row; its links are the columns' names.
     return {pair: link for pair, link in links.items() if not link.startswith("GPU")}
 
 
@@ -139,12 +139,12 @@ def judge_links(links: dict[tuple[int, int], str]) -> list[Finding]:
         return []
     kinds = sorted(set(links.values()))
     slow = [kind for kind in kinds if kind in _SLOW_LINKS]
-    told = f"between GPUs: {', '.join(kinds)}"
+    found = f"between GPUs: {', '.join(kinds)}"
     if not slow:
-        return [ok("GPU links", told)]
+        return [ok("GPU links", found)]
     pairs = ", ".join(f"{a}-{b}" for (a, b), kind in links.items() if kind in slow)
     advice = f"{pairs} go {_SLOW_LINKS[slow[-1]]}: share a model's layers, or pair prefill with decode, among others"
-    return [warning("GPU links", told, advice)]
+    return [warning("GPU links", found, advice)]
 
 
 def _devices() -> list[str]:
@@ -155,10 +155,10 @@ async def _torch(num_gpus: int) -> list[Finding]:
     run = await run_program([sys.executable, "-c", _ASK_TORCH], timeout_s=_TORCH_TIMEOUT_S)
     for line in run.lines:
         if line.startswith(_MARK):
-            told = json.loads(line.removeprefix(_MARK))
-            return judge_torch(TorchView(told["version"], told["cuda"], tuple(map(tuple, told["peers"]))), num_gpus)
-    told = f"asking PyTorch for the GPUs {run.end}{run.last_words}"
-    return [wrong("torch on GPUs", told, "python -c 'import torch; torch.cuda.init()'")]
+            found = json.loads(line.removeprefix(_MARK))
+            return judge_torch(TorchView(found["version"], found["cuda"], tuple(map(tuple, found["peers"]))), num_gpus)
+    found = f"asking PyTorch for the GPUs {run.end}{run.last_words}"
+    return [wrong("torch on GPUs", found, "python -c 'import torch; torch.cuda.init()'")]
 
 
 def _described(gpu: Gpu) -> str:

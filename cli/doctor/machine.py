@@ -48,15 +48,15 @@ async def check_limits() -> Sequence[Finding]:
 
 def judge_cpus(num_usable: int, num_present: int, quota: float | None) -> Finding:
     """Whether there are enough CPUs; ``quota``: CPUs' worth of time that a control group allows."""
-    told = f"{num_usable} of {num_present} usable"
+    found = f"{num_usable} of {num_present} usable"
     if quota is not None:
-        told += f"; a quota of {quota:g}"
+        found += f"; a quota of {quota:g}"
     if min(num_usable, quota or num_usable) < _MIN_CPUS:
-        return warning("CPUs", told, "each worker and the router want a core of their own: streams will stutter")
+        return warning("CPUs", found, "each worker and the router want a core of their own: streams will stutter")
     if quota is not None and quota < num_usable / 2:
         advice = "libraries start a thread for each CPU they see, and are then throttled: set engine.num_threads"
-        return warning("CPUs", told, advice)
-    return ok("CPUs", told)
+        return warning("CPUs", found, advice)
+    return ok("CPUs", found)
 
 
 def judge_open_files(soft: int, hard: int) -> Finding:
@@ -71,8 +71,8 @@ def judge_open_files(soft: int, hard: int) -> Finding:
 def judge_monotonic(resolution_s: float) -> Finding:
     """Whether latencies can be measured."""
     if resolution_s > _MAX_RESOLUTION_S:
-        told = f"ticks every {resolution_s * 1e3:g} ms"
-        return warning("monotonic clock", told, "latencies below that are not to be trusted")
+        found = f"ticks every {resolution_s * 1e3:g} ms"
+        return warning("monotonic clock", found, "latencies below that are not to be trusted")
     return ok("monotonic clock", f"resolution {resolution_s * 1e9:g} ns")
 
 
@@ -115,25 +115,25 @@ async def check_memory() -> Sequence[Finding]:
 
 def judge_shm(size_bytes: int, free_bytes: int) -> Finding:
     """Whether ``/dev/shm`` has room for the processes of one TensorRT-LLM or NCCL group."""
-    told = f"{size(size_bytes)}, {size(free_bytes)} free"
+    found = f"{size(size_bytes)}, {size(free_bytes)} free"
     if size_bytes < _MIN_SHM_BYTES:
         advice = (
             "several GPUs (TensorRT-LLM's MPI ranks, NCCL) need more: --shm-size=8g or --ipc=host for the container"
         )
-        return warning("/dev/shm", told, advice)
+        return warning("/dev/shm", found, advice)
     if free_bytes < _MIN_SHM_BYTES // 4:
-        return warning("/dev/shm", told, "see what lies there that no process uses any more: ls -l /dev/shm")
-    return ok("/dev/shm", told)
+        return warning("/dev/shm", found, "see what lies there that no process uses any more: ls -l /dev/shm")
+    return ok("/dev/shm", found)
 
 
 def judge_memory(total_bytes: int, available_bytes: int, limit_bytes: int | None) -> Finding:
     """Whether there is enough memory; ``limit_bytes``: what the control group allows."""
-    told = f"{size(available_bytes)} of {size(total_bytes)} available"
+    found = f"{size(available_bytes)} of {size(total_bytes)} available"
     if limit_bytes is not None:
-        told += f"; this control group may use {size(limit_bytes)}"
+        found += f"; this control group may use {size(limit_bytes)}"
     if min(available_bytes, limit_bytes or available_bytes) < _MIN_AVAILABLE_BYTES:
-        return warning("memory", told, "a worker on the engine `torch` wants some 2 GiB beside its weights and pool")
-    return ok("memory", told)
+        return warning("memory", found, "a worker on the engine `torch` wants some 2 GiB beside its weights and pool")
+    return ok("memory", found)
 
 
 def judge_locked(limit_bytes: int, *, has_rdma: bool) -> Finding:

@@ -1,4 +1,4 @@
-"""Checks of etcd and of ports: does an etcd answer, could one be started here, who has the ports of Quartet."""
+"""Checks of etcd and of ports: does an etcd answer, could one be started here, what has Quartet's ports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EtcdCheck:
         [endpoint] = config.endpoints
         if await etcd_answers(config):
             facts = await ask_facts(config)
-            version = "its version is not told over HTTP" if facts.version is None else f"version {facts.version}"
+            version = "it gives no version over HTTP" if facts.version is None else f"version {facts.version}"
             return [ok("etcd", f"{endpoint} answers; {version}"), *judge_skew(endpoint, facts.skew_s)]
         if self.is_chosen:
             advice = "start it, or name another one: --etcd, ETCD_ENDPOINTS"
@@ -146,8 +146,8 @@ def is_free(port: int) -> bool:
 async def _startable(endpoint: str) -> Finding:
     binary = find_etcd()
     if binary is None:
-        told = f"nothing answers at {endpoint}, and `quartet up` finds no etcd to start"
-        return wrong("etcd", told, "`make tools` gets one; or install etcd-server, or set ETCD_ENDPOINTS")
+        found = f"nothing answers at {endpoint}, and `quartet up` finds no etcd to start"
+        return wrong("etcd", found, "`make tools` gets one; or install etcd-server, or set ETCD_ENDPOINTS")
     run = await run_program([str(binary), "--version"], timeout_s=_VERSION_TIMEOUT_S)
     if run.exit_code != 0 or not run.lines:
         return wrong("etcd", f"{binary} --version {run.end}", "`make tools` gets one that runs here")

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from cli.doctor.finding import Finding, ProgramRun, ok, run_program, warning, wrong
 from quartet.engine.trtllm.doctor import (
     ABSENT,
+    NEEDS_A_MODEL,
     OTHER_VERSIONS,
     PROGRESS,
-    UNTOLD,
     VERSION,
     Fact,
     Lack,
@@ -49,7 +49,7 @@ def judge_report(report: Report) -> list[Finding]:
         *map(_lack, report.lacks),
         *map(_default, report.other_defaults),
         *map(_fact, report.facts),
-        ok("uncertain", f"shows only with a model: {'; '.join(UNTOLD)}"),
+        ok("uncertain", f"shows only with a model: {'; '.join(NEEDS_A_MODEL)}"),
     ]
 
 
@@ -102,7 +102,7 @@ def _judge_failure(run: ProgramRun, timeout_s: float) -> Finding:
     said = _last_words(run.lines)
     if run.exit_code is None:
         advice = "MPI may wait for its launcher or the network; give it longer with --timeout, or import it by hand"
-        return wrong(_NAME, f"looking at it did not end within {timeout_s:g} s{said}", advice)
+        return wrong(_NAME, f"its inspection did not end within {timeout_s:g} s{said}", advice)
     advice = "import it by hand: python -c 'import tensorrt_llm'; mpi4py, CUDA's libraries or its torch may not fit it"
     return wrong(_NAME, f"its import {run.end}{said}", advice)
 

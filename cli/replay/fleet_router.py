@@ -82,14 +82,14 @@ class FleetRouter:
         self._load_age_s = load_age_s
         self._peers = peers
         self._index = PrefixIndex()
-        self._waiting: list[ReplayedRequest] = []
+        self._queue: list[ReplayedRequest] = []
         self._accounts = {rank: _Account() for rank in workers}
         self._reports = {rank: deque[tuple[float, WorkerState]]() for rank in workers}
         self._known = {rank: (0.0, worker.state()) for rank, worker in workers.items()}
 
-    def arrive(self, waiting: ReplayedRequest) -> None:
+    def arrive(self, replayed: ReplayedRequest) -> None:
         """Queue a request."""
-        self._waiting.append(waiting)
+        self._queue.append(replayed)
 
     def on_events(self, rank: Rank, events: Sequence[KvEvent]) -> None:
         """A worker's cache has changed."""
@@ -100,56 +100,56 @@ class FleetRouter:
         if self._load_age_s:
             self._reports[rank].append((now, self._workers[rank].state()))
 
-    def first_token(self, waiting: ReplayedRequest) -> None:
+    def first_token(self, replayed: ReplayedRequest) -> None:
         """A request that was sent has its first token."""
-        assert waiting.placement is not None, "it was sent"
-        self._accounts[waiting.placement.prefills_at].num_unanswered_tokens -= waiting.num_missing_tokens
+        assert replayed.placement is not None, "it was sent"
+        self._accounts[replayed.placement.prefills_at].num_unanswered_tokens -= replayed.num_missing_tokens
 
-    def ended(self, waiting: ReplayedRequest) -> None:
+    def ended(self, replayed: ReplayedRequest) -> None:
         """A request that was sent has its last token."""
-        assert waiting.placement is not None, "it was sent"
-        account = self._accounts[waiting.placement.decode]
-        account.num_prompt_blocks -= self._num_blocks(waiting.pending.num_tokens)
-        account.release(waiting.number)
+        assert replayed.placement is not None, "it was sent"
+        account = self._accounts[replayed.placement.decode]
+        account.num_prompt_blocks -= self._num_blocks(replayed.pending.num_tokens)
+        account.release(replayed.number)
 
     def pump(self, now: float) -> list[ReplayedRequest]:
-        """Let the policy assign waiting requests; return those to send."""
+        """Let the policy assign queued requests; return those to send."""
         self.poll_at = inf
-        if not self._waiting:
+        if not self._queue:
             return []
-        for waiting in self._waiting:
-            waiting.pending = replace(waiting.pending, num_cached_tokens=self._num_cached_tokens(waiting.pending))
+        for replayed in self._queue:
+            replayed.pending = replace(replayed.pending, num_cached_tokens=self._num_cached_tokens(replayed.pending))
         snapshot = Snapshot(
             prefill=[self._candidate(rank, now) for rank in self._prefill_ranks],
             decode=[self._candidate(rank, now) for rank in self._decode_ranks],
             now=now,
             peers=self._peers,
         )
-        decision = self._policy.assign([waiting.pending for waiting in self._waiting], snapshot)
+        decision = self._policy.assign([replayed.pending for replayed in self._queue], snapshot)
         sent, kept = list[ReplayedRequest](), list[ReplayedRequest]()
-        for waiting, placement in zip(self._waiting, decision.placements, strict=True):
+        for replayed, placement in zip(self._queue, decision.placements, strict=True):
             if placement is None:
-                kept.append(waiting)
+                kept.append(replayed)
             else:
-                self._book(waiting, placement, now)
-                sent.append(waiting)
-        self._waiting = kept
+                self._book(replayed, placement, now)
+                sent.append(replayed)
+        self._queue = kept
         if kept and decision.poll_again_in_s is not None:
             self.poll_at = now + decision.poll_again_in_s
         return sent
 
-    def _book(self, waiting: ReplayedRequest, placement: Placement, now: float) -> None:
+    def _book(self, replayed: ReplayedRequest, placement: Placement, now: float) -> None:
         rank = placement.prefills_at
-        pending = waiting.pending
-        waiting.placement, waiting.sent_at = placement, now
-        waiting.num_missing_tokens = pending.num_tokens - placement.num_cached_tokens
+        pending = replayed.pending
+        replayed.placement, replayed.sent_at = placement, now
+        replayed.num_missing_tokens = pending.num_tokens - placement.num_cached_tokens
         self._index.predict(rank, pending.sequence_hashes, now + _PREDICTION_LIFE_S)
-        self._accounts[rank].num_unanswered_tokens += waiting.num_missing_tokens
+        self._accounts[rank].num_unanswered_tokens += replayed.num_missing_tokens
         if self._load_age_s:
-            self._accounts[rank].unreported.append(waiting)
+            self._accounts[rank].unreported.append(replayed)
         decode = self._accounts[placement.decode]
         decode.num_prompt_blocks += self._num_blocks(pending.num_tokens)
-        decode.reserve(waiting.number, self._num_blocks(pending.num_reserved_tokens))
+        decode.reserve(replayed.number, self._num_blocks(pending.num_reserved_tokens))
 
     def _candidate(self, rank: Rank, now: float) -> ReplayCandidate:
         state, account = self._latest(rank, now), self._accounts[rank]

@@ -19,7 +19,7 @@ MakePolicy: TypeAlias = Callable[[random.Random], Policy]
 
 @dataclass(kw_only=True, slots=True)
 class ReplayCandidate(Candidate):
-    """What a replay's router knows of one rank, with what only ``DynamoPolicy`` goes by.
+    """What a replay's router knows of one rank, with the fields that only ``DynamoPolicy`` reads.
 
     Attributes:
         num_unanswered_tokens: missing tokens of the router's requests there that have no first token yet.
@@ -33,8 +33,8 @@ class ReplayCandidate(Candidate):
 class DynamoPolicy:
     """Assigns each request in turn to the rank where ``scale * prefill + decode`` is least, in blocks.
 
-    *prefill*: tokens of this prompt that are not cached there, and of the requests there that have no first token yet,
-    each of which counts in full until then. *decode*: blocks of the prompts there, with this one's.
+    *prefill*: tokens of this prompt that are not cached there, and of the requests there that have no first token yet;
+    each request counts in full until then. *decode*: blocks of the prompts there, with this one's.
 
     Replays are worth what they agree with, and this is the cost function of ai-dynamo/dynamo's KV router: see
     ``lib/kv-router/src/scheduling/selector.rs`` there, release 1.6.1, at temperature 0.

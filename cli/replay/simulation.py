@@ -77,7 +77,7 @@ class Simulation:
         ]
         self._recorder = Recorder()
         self._sent: dict[int, tuple[ReplayedRequest, FleetRouter, Timeline]] = {}
-        self._pulls: list[tuple[float, int]] = []  # a heap: when each ends, and of which request
+        self._pulls: list[tuple[float, int]] = []  # a heap: when each ends, and its request
         self._prompts = Prompts(requests, settings.engine.block_size)
         self._known_blocks: dict[int, KnownBlocks] = {}
         self._timelines: dict[int, Timeline] = {}
@@ -88,7 +88,7 @@ class Simulation:
         """Replay to the last token. ``on_progress`` gets the number of ended requests, now and then."""
         began = time.process_time()
         was_enabled = gc.isenabled()
-        gc.disable()  # a replay leaves no cycles, and looking for some takes a quarter of its time
+        gc.disable()  # a replay leaves no cycles, and searching for some takes a quarter of its time
         try:
             self._replay(on_progress)
         finally:
@@ -103,7 +103,7 @@ class Simulation:
         )
 
     def _replay(self, on_progress: Callable[[int], None]) -> None:
-        num_begun = num_told = 0
+        num_begun = num_reported = 0
         while self._num_ended < len(self._requests):
             now = min(worker.next_at for worker in self._workers.values())
             now = min(now, *(router.poll_at for router in self._routers))
@@ -117,12 +117,12 @@ class Simulation:
                 self._arrive(num_begun)
                 num_begun += 1
             for router in self._routers:
-                for waiting in router.pump(now):
-                    self._send(waiting, router, now)
+                for replayed in router.pump(now):
+                    self._send(replayed, router, now)
             self._begin(now)
-            if self._num_ended >= num_told + 64:
-                num_told = self._num_ended
-                on_progress(num_told)
+            if self._num_ended >= num_reported + 64:
+                num_reported = self._num_ended
+                on_progress(num_reported)
 
     def _advance(self, now: float) -> None:
         for rank, worker in self._workers.items():
@@ -135,16 +135,16 @@ class Simulation:
 
     def _take(self, progress: Progress, now: float) -> None:
         for running in progress.tokens:
-            waiting, router, timeline = self._sent[running.id]
+            replayed, router, timeline = self._sent[running.id]
             if timeline.num_tokens == 0:
                 timeline.num_cached_tokens = running.num_cached_tokens
-                router.first_token(waiting)
+                router.first_token(replayed)
             self._recorder.took(timeline, progress.ends)
         for running in progress.prefilled:
             self._decode(running.id, now)
         for running in progress.finished:
-            waiting, router, timeline = self._sent.pop(running.id)
-            router.ended(waiting)
+            replayed, router, timeline = self._sent.pop(running.id)
+            router.ended(replayed)
             self._recorder.ended(timeline)
             del self._known_blocks[running.id]
             self._num_ended += 1
@@ -169,12 +169,12 @@ class Simulation:
         self._known_blocks[number] = blocks
         self._routers[number % len(self._routers)].arrive(ReplayedRequest(number, pending))
 
-    def _send(self, waiting: ReplayedRequest, router: FleetRouter, now: float) -> None:
-        assert waiting.placement is not None, "it was just placed"
-        number = waiting.number
+    def _send(self, replayed: ReplayedRequest, router: FleetRouter, now: float) -> None:
+        assert replayed.placement is not None, "it was just placed"
+        number = replayed.number
         timeline = self._timelines.pop(number)
-        self._sent[number] = (waiting, router, timeline)
-        placement = waiting.placement
+        self._sent[number] = (replayed, router, timeline)
+        placement = replayed.placement
         kind = RequestKind.DECODE if placement.prefill is None else RequestKind.PREFILL
         self._submit(placement.prefills_at, number, kind, now)
 

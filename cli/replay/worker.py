@@ -151,7 +151,7 @@ class SimulatedWorker:
         return self.next_at == inf
 
     def submit(self, request: EngineRequest, seq: TokenSequence, now: float) -> RunningRequest:
-        """Queue ``request``, which can run here; ``begin`` has to follow once all that come at ``now`` are there."""
+        """Queue ``request``, which can run here; call ``begin`` once all requests that come at ``now`` are queued."""
         self._cut_quiet(now)
         self._state = None
         running = self.scheduler.add_sequence(request, seq)
@@ -160,7 +160,7 @@ class SimulatedWorker:
         return running
 
     def end_pull(self, id: int, now: float) -> None:
-        """The blocks of ``id``'s hand-off are here; ``begin`` has to follow."""
+        """The blocks of ``id``'s hand-off are here; call ``begin`` after this."""
         self._cut_quiet(now)
         self._state = None
         self.scheduler.end_pull(id, succeeded=True)

@@ -87,13 +87,13 @@ class Arrivals:
 
     def _bursts(self, rng: np.random.Generator) -> Iterator[float]:
         begins_at = 0.0
-        waiting: list[float] = []
+        drawn: list[float] = []
         while True:
             begins_at += rng.exponential(self.burst_size / self.rate)
-            while waiting and waiting[0] <= begins_at:
-                yield heapq.heappop(waiting)
+            while drawn and drawn[0] <= begins_at:
+                yield heapq.heappop(drawn)
             for offset_s in rng.uniform(0, self.burst_spread_s, self.burst_size):
-                heapq.heappush(waiting, begins_at + float(offset_s))
+                heapq.heappush(drawn, begins_at + float(offset_s))
 
 
 @dataclass(frozen=True, kw_only=True)

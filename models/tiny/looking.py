@@ -51,7 +51,7 @@ def _only(scene: Scene, test: Callable[[Placed], bool]) -> bool:
 
 
 def _shape(rng: random.Random, scene: Scene) -> Turn | None:
-    """Ask for the shape that a colour, a place or being the only one tells from all others."""
+    """Ask for the shape that a colour, a place or being the only one distinguishes from all others."""
     one = rng.choice(scene.shapes)
     questions = [f"What shape is {_at(one.field)}?"]
     if _only(scene, lambda other: other.colour == one.colour):

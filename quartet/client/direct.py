@@ -344,11 +344,11 @@ class Placer:
             try:
                 return request, await self._tokenizer(request)
             except asyncio.CancelledError:
-                self._tools.workers.let_go(request.choices)
+                self._tools.workers.release(request.choices)
                 raise
             except ServingError as error:
                 failure = error
-            self._tools.workers.let_go(request.choices)
+            self._tools.workers.release(request.choices)
             # The client has shown nothing yet, so the request can start over.
             await asyncio.sleep(retries.note(failure))
 

@@ -134,7 +134,7 @@ class _LoopThread:
 
         def begin() -> None:
             tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(partial(_tell, ended))
+            tasks[0].add_done_callback(partial(_set_result, ended))
 
         def cancel() -> None:
             for task in tasks:
@@ -158,7 +158,7 @@ class _LoopThread:
         self._loop.close()
 
 
-def _tell(ended: concurrent.futures.Future[ResultT], task: asyncio.Task[ResultT]) -> None:
+def _set_result(ended: concurrent.futures.Future[ResultT], task: asyncio.Task[ResultT]) -> None:
     if task.cancelled():
         ended.set_exception(concurrent.futures.CancelledError())
     elif error := task.exception():

@@ -104,7 +104,7 @@ class DecodeWorkers:
         workers, self._workers = list(self._workers.values()), {}
         await asyncio.gather(*(worker.close() for worker in workers), *self._closing)
 
-    def let_go(self, choices: Iterable[PlacedChoice]) -> None:
+    def release(self, choices: Iterable[PlacedChoice]) -> None:
         """Start these choices at their workers and cancel them at once, so that the workers release their hand-offs."""
         for choice in choices:
             if isinstance(choice.next, SignedPlacement) and not self.is_closed:

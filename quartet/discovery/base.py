@@ -1,10 +1,10 @@
 """The discovery seam: what a worker announces, what every registry promises and has, and the JSON form of a record.
 
-A registry keeps one record per worker alive for as long as the worker keeps its registration, and tells
-watchers what comes, changes and goes. Every implementation (``etcd``, ``file``) passes the same conformance suite.
+A registry keeps one record per worker alive for as long as the worker keeps its registration. It notifies watchers of
+workers that come, change and go. Every implementation (``etcd``, ``file``) passes the same conformance suite.
 
-In the registry a record is a JSON object. Readers ignore keys that they do not know, so that newer workers may say
-more. The epoch is a decimal string: JavaScript and jq read numbers as doubles, which cannot hold 64 bits.
+In the registry a record is a JSON object. Readers ignore keys that they do not know, so that newer workers may add
+keys. The epoch is a decimal string: JavaScript and jq read numbers as doubles, which cannot hold 64 bits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostIdentity:
 
 
 class WorkerKey(NamedTuple):
-    """What names a worker within a namespace; ordered by role, then id."""
+    """A worker's name within a namespace; ordered by role, then id."""
 
     role: Role
     worker_id: str
@@ -61,7 +61,7 @@ class WorkerKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a worker says of its model and pool.
+    """What a worker announces about its model and pool.
 
     Attributes:
         model_fingerprint: hex SHA-256; pools are (name, fingerprint) and never mixed.
@@ -126,7 +126,7 @@ class WorkerRecord(Abilities):
 
     @property
     def key(self) -> WorkerKey:
-        """What names this worker within its namespace."""
+        """This worker's name within its namespace."""
         return WorkerKey(role=self.role, worker_id=self.worker_id)
 
 
@@ -209,7 +209,7 @@ class Registry(ABC):
 
     @abstractmethod
     async def _feed(self, workers: WorkerSet) -> None:
-        """Bring ``workers`` what the registry holds, until cancelled."""
+        """Keep ``workers`` equal to what the registry holds, until cancelled."""
 
 
 class Registration(ABC):
@@ -247,14 +247,14 @@ class Watch:
     """One reader's view of the workers: iterate it with ``async for``, from one task.
 
     Begins with a ``WorkerAdded`` per worker, then ``Synchronised``, then differences only, also across broken
-    connections, while which the last known workers simply stay. A slow reader gets fewer events (changes of
+    connections; meanwhile the last known workers stay. A slow reader gets fewer events (changes of
     one worker merge), never a wrong end state. The iteration ends when the watch or its registry is closed.
     """
 
     def __init__(
         self, feed: Callable[[WorkerSet], Coroutine[object, object, None]], *, on_close: Callable[[Watch], None]
     ) -> None:
-        """``feed`` brings what the registry holds, until it is cancelled."""
+        """``feed`` keeps a ``WorkerSet`` equal to what the registry holds, until it is cancelled."""
         self._on_close = on_close
         self._wake = asyncio.Event()
         self._workers = WorkerSet(self._wake.set)
@@ -290,7 +290,7 @@ class Watch:
 
 
 class WorkerSet:
-    """The workers as known, and which of them the reader has not been told about; pure.
+    """The known workers, and the changes that the reader has not received yet; pure.
 
     Differences are worked out when the reader asks for the next one. So nothing queues up behind a slow reader, and
     after a broken connection a fresh list turns into exactly the events that the reader missed.
@@ -300,54 +300,54 @@ class WorkerSet:
         """Start without workers; ``on_change`` is called after each change."""
         self._on_change = on_change
         self._known: dict[WorkerKey, WorkerRecord] = {}
-        self._told: dict[WorkerKey, WorkerRecord] = {}
+        self._reported: dict[WorkerKey, WorkerRecord] = {}
         # An ordered set: the reader gets workers in the order in which they first changed.
-        self._to_tell: dict[WorkerKey, None] = {}
+        self._to_report: dict[WorkerKey, None] = {}
         self._is_listed = False
         self._is_synchronised = False
 
     def replace(self, records: Iterable[WorkerRecord]) -> None:
-        """Take ``records`` for the whole truth: a complete list."""
+        """Take ``records`` as the complete list of workers."""
         listed = {record.key: record for record in records}
         changed = [key for key in self._known.keys() | listed.keys() if self._known.get(key) != listed.get(key)]
         self._known = listed
-        self._to_tell.update(dict.fromkeys(sorted(changed)))
+        self._to_report.update(dict.fromkeys(sorted(changed)))
         self._is_listed = True
         self._on_change()
 
     def put(self, record: WorkerRecord) -> None:
         """One worker has come or changed."""
         self._known[record.key] = record
-        self._to_tell[record.key] = None
+        self._to_report[record.key] = None
         self._on_change()
 
     def remove(self, key: WorkerKey) -> None:
         """One worker has gone; an unknown one is ignored."""
         if self._known.pop(key, None) is not None:
-            self._to_tell[key] = None
+            self._to_report[key] = None
             self._on_change()
 
     def next_event(self) -> WorkerEvent | None:
         """The reader's next event, which counts as delivered; ``None`` when the reader is up to date."""
-        while self._to_tell:
-            key = next(iter(self._to_tell))
-            del self._to_tell[key]
-            if (event := self._tell(key)) is not None:
+        while self._to_report:
+            key = next(iter(self._to_report))
+            del self._to_report[key]
+            if (event := self._report(key)) is not None:
                 return event
         if self._is_listed and not self._is_synchronised:
             self._is_synchronised = True
             return Synchronised()
         return None
 
-    def _tell(self, key: WorkerKey) -> WorkerEvent | None:
-        told = self._told.pop(key, None)
+    def _report(self, key: WorkerKey) -> WorkerEvent | None:
+        reported = self._reported.pop(key, None)
         record = self._known.get(key)
         if record is None:
-            return None if told is None else WorkerRemoved(worker_id=key.worker_id, role=key.role)
-        self._told[key] = record
-        if told is None:
+            return None if reported is None else WorkerRemoved(worker_id=key.worker_id, role=key.role)
+        self._reported[key] = record
+        if reported is None:
             return WorkerAdded(record)
-        return None if told == record else WorkerChanged(record)
+        return None if reported == record else WorkerChanged(record)
 
 
 def check_name(field: str, name: str) -> None:

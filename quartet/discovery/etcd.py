@@ -1,7 +1,7 @@
 """The registry on etcd: one key per worker under a lease, and watches that survive every break.
 
 Keys are ``/quartet/<namespace>/<role>/<worker id>``. When a watch breaks (restart, wipe, compaction, silence), it lists
-all keys, tells the differences, and watches from the list's revision.
+all keys, reports the differences, and watches from the list's revision.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from quartet.errors import DiscoveryError
 from quartet.rpc.channels import open_channel
 
 _CHANNEL_OPTIONS = {
-    # etcd takes pings without a call for an attack, and closes the connection.
+    # etcd treats pings without a call as an attack, and closes the connection.
     "grpc.keepalive_permit_without_calls": 0,
     # A server that comes back is found within a second.
     "grpc.initial_reconnect_backoff_ms": 100,
@@ -107,7 +107,7 @@ class LeaseStream:
 
 
 class EtcdClient:
-    """Calls to whichever endpoint answers; each has one channel, kept until ``close``.
+    """Calls the endpoints in turn until one answers; each has one channel, kept until ``close``.
 
     A channel stays open while calls may use it: closing it would cancel them, and with them their tasks.
 
@@ -220,7 +220,7 @@ def new_lease_id() -> int:
 
 
 class _BrokenStreamError(Exception):
-    """A stream that the server ended, or whose answers cannot be built on."""
+    """The server ended a stream, or its answers are unusable."""
 
 
 class _Endpoint:

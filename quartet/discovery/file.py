@@ -1,7 +1,7 @@
 """The registry in a directory: one JSON file per worker, for hosts that share a file system and run no etcd.
 
 A worker's file is ``<directory>/<namespace>/<role>.<worker id>.json``. Its lease is its modification time: the worker
-touches it, and readers take a file older than the time to live for gone. So all need the same idea of the time.
+touches it, and readers treat a file older than the time to live as gone. So all hosts need synchronized clocks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class FileRegistration(Registration):
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Another suffix, so that no reader takes a half-written file for a record.
+        # Another suffix, so that no reader reads a half-written file as a record.
         unfinished = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         try:
             unfinished.write_bytes(to_json(self.record))

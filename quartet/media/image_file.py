@@ -1,6 +1,6 @@
 """Picture files: their size without decoding, and their pixels, from bytes that may be made to do harm.
 
-PNG, JPEG, WebP and GIF, told by content. What counts is one picture: the first frame of an animation, the first
+PNG, JPEG, WebP and GIF, recognized by content. What counts is one picture: the first frame of an animation, the first
 picture of a JPEG with several.
 
 The containers are walked by hand, so that a decoder gets only the picture itself. Metadata is where small hostile files
@@ -107,10 +107,10 @@ def decode(data: bytes, *, max_pixels: int) -> Image:
     container = _checked_container(data, max_pixels)
     image = _open(container)
     try:
-        # Rotated first, as transformers' loader does it, too; `convert` loads a lazy image, and so does `transpose`.
+        # Rotate first, as transformers' loader does; `convert` loads a lazy image, and so does `transpose`.
         transpose = _TRANSPOSES.get(container.orientation)
         return (image if transpose is None else image.transpose(transpose)).convert("RGB")
-    except Exception as error:  # what decoders raise on hostile bytes is of every type
+    except Exception as error:  # decoders may raise any type on hostile bytes
         raise _undecodable() from error
 
 
@@ -127,10 +127,10 @@ def _checked_container(data: bytes, max_pixels: int) -> _Container:
 
 
 def _open(container: _Container) -> ImageFile:
-    """The lazy image. libwebp alone makes room for the pixels already, which are no more than was checked."""
+    """The lazy image. Only libwebp allocates the pixels here already; their number was checked."""
     try:
         image = _READERS[container.format](io.BytesIO(container.bare))
-    except Exception as error:  # what decoders raise on hostile bytes is of every type
+    except Exception as error:  # decoders may raise any type on hostile bytes
         raise _undecodable() from error
     if image.size != (container.width, container.height):
         raise InvalidMediaError("the picture contradicts itself about its size", field=_FIELD)
@@ -164,7 +164,7 @@ def _read_container(data: bytes) -> _Container:
     """The container of a file of any of the four formats, recognised by its content.
 
     Raises:
-        InvalidMediaError: it is of none, or it ends too early, or it is built as no encoder builds them.
+        InvalidMediaError: it has another format, ends too early, or no encoder builds such a file.
     """
     try:
         if data.startswith(_PNG_SIGNATURE):
@@ -216,7 +216,7 @@ def _read_jpeg(data: bytes) -> _Container:
     for marker, begin, end in _jpeg_segments(data):
         if marker == 0xE1 and data.startswith(_EXIF_PREFIX, begin + 4):
             exif = exif or data[begin + 4 : end]
-        # APP0 and APP14 tell how colours are stored; the other APP segments and comments are metadata.
+        # APP0 and APP14 say how colours are stored; the other APP segments and comments are metadata.
         if not 0xE1 <= marker <= 0xED and marker not in (0xEF, 0xFE):
             kept.append(data[begin:end])
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
@@ -282,7 +282,7 @@ def _read_gif(data: bytes) -> _Container:
         if data[offset] != 0x21:
             raise _damaged()
         end = _gif_blocks_end(data, offset + 2)
-        if data[offset + 1] == 0xF9:  # how the next frame is shown: its transparent colour is told there
+        if data[offset + 1] == 0xF9:  # how the next frame is shown: its transparent colour is given there
             control = data[offset:end]
         offset = end
     raise _strange()

@@ -1,4 +1,4 @@
-"""What travels of media: where an item is, its file, its name and its size in tokens."""
+"""What messages carry of media: where an item is, its file, its name and its size in tokens."""
 
 from __future__ import annotations
 

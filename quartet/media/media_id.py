@@ -37,5 +37,5 @@ def media_id(file: MediaFile, fingerprint: bytes) -> bytes:
 
 
 def media_hash(media_id: bytes) -> int:
-    """What an item is called in KV events, where names are unsigned 64-bit numbers."""
+    """The name of an item in KV events, where names are unsigned 64-bit numbers."""
     return int.from_bytes(media_id[:8], "big")

@@ -23,7 +23,7 @@ class TowerFigures(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Items that wait for it."""
+        """Items queued for it."""
         ...
 
     @property

@@ -59,10 +59,10 @@ class FinishedRequest:
         num_attempts: of the choice that took most.
         tokenize_s: template and tokenizer.
         media_s: fetching its media, and encoding them at an encode worker, before ``router_queue_s``.
-        router_queue_s: waiting in the router for room.
+        router_queue_s: in the router's queue, until there was room.
         prefill_s: the prefill hop, the worker's queue included.
-        prefill_queue_s: of that, waiting in the worker.
-        decode_queue_s: waiting in the decode worker, less ``transfer_s``.
+        prefill_queue_s: of that, in the worker's queue.
+        decode_queue_s: in the decode worker's queue, less ``transfer_s``.
         transfer_s: moving blocks to the decode worker.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
@@ -98,7 +98,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.json else _PlainFormatter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
-    # No line of ours names the thread, process or task, and looking them up costs something for each record.
+    # No line of ours names the thread, process or task, and finding them costs time for each record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 

@@ -129,9 +129,9 @@ class RouterMetrics:
         queue_time: seconds that a choice waited for room.
         tokenize_time: seconds in which a prompt was laid out and tokenized.
         admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
-        matched_tokens: tokens of placed choices that should be cached where they were sent.
+        matched_tokens: prompt tokens of placed choices that the router expects to be cached on their rank.
         snapshots: snapshots of a worker's blocks that ended, by outcome.
-        malformed_events: what workers published that made no sense.
+        malformed_events: events of workers that the router could not read.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

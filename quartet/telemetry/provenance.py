@@ -33,7 +33,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What it ran on; nothing here says whose it is."""
+    """The machine that it ran on, without anything that identifies its owner."""
 
     cpu_model: str
     num_cores: int

@@ -92,7 +92,7 @@ class ChatTemplate:
 
     @cached_property
     def _content_form(self) -> ContentForm:
-        """Asked at the first messages: a model whose template is never used shall not wait for it."""
+        """Found at the first messages: a model whose template is never used must not wait for it."""
         return ContentForm.of(
             lambda content: self._write([{"role": "user", "content": content}], add_generation_prompt=False)
         )

@@ -18,7 +18,7 @@ _ABSURD_VOCAB_SIZE = 10**9
 
 @dataclass(frozen=True)
 class MediaText:
-    """How a model that takes media has them in its text.
+    """How a model that takes media shows them in its text.
 
     Attributes:
         placeholder_id: the token that stands for an item: once each as prompts come, later once for each of its tokens.
@@ -128,6 +128,6 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int | None:
-    """What the model says, where that makes sense."""
+    """The model's own figure, if it is a possible one."""
     size = config.get("vocab_size")
     return size if isinstance(size, int) and 0 < size < _ABSURD_VOCAB_SIZE else None

@@ -78,7 +78,7 @@ class TextStream:
         Raises:
             InvalidRequestError: a stop string is empty, or an id is no unsigned 32-bit number.
         """
-        assert tokenizer is not None or not stop_strings, "stop strings are looked for in text"
+        assert tokenizer is not None or not stop_strings, "stop strings are searched in text"
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = make_detokenizer(
@@ -108,7 +108,7 @@ class TextStream:
         Raises:
             InvalidRequestError: an id is no unsigned 32-bit number.
         """
-        assert self._matcher is None, "stop strings are looked for in text"
+        assert self._matcher is None, "stop strings are searched in text"
         return "" if self._detokenizer is None else self._detokenizer.push(token_ids)
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
@@ -195,7 +195,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop_strings: Sequence[str], include_stop: bool = False) -> None:
-        """Prepare to look for ``stop_strings``; ``include_stop`` shows the one found.
+        """Prepare to search for ``stop_strings``; ``include_stop`` shows the one found.
 
         Raises:
             InvalidRequestError: a stop string is empty.

@@ -1,9 +1,9 @@
 """What each token adds to the text, as bytes, for tokenizers whose decoder only joins such pieces.
 
-Nearly every language model's tokenizer is of one of three kinds, told apart by the ``decoder`` of its
+Nearly every language model's tokenizer is of one of three kinds, distinguished by the ``decoder`` of its
 ``tokenizer.json``: byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece-like with byte fallback
 (Llama 2, Gemma, Mistral), and Metaspace. For these, text is the UTF-8 of the pieces' concatenation,
-but for a rule about the very first characters; so text can grow token by token without decoding
+except for a rule about the very first characters; so text can grow token by token without decoding
 anything twice. The rules are those of huggingface/tokenizers, ``tokenizers/src/decoders``,
 ``pre_tokenizers/byte_level.rs`` and ``pre_tokenizers/metaspace.rs``.
 """

@@ -153,7 +153,7 @@ class Tokenizer:
 
 
 def _check_id(token_id: int) -> None:
-    """Rust takes nothing else, and says so with an OverflowError that names no field."""
+    """Refuse what Rust would refuse with an OverflowError that names no field."""
     if not 0 <= token_id <= _MAX_TOKEN_ID:
         raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids")
 

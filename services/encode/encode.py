@@ -175,14 +175,14 @@ class EncodeDispatcher(RequestBook[_Running]):
         self._encode_metrics = encode_metrics
         self._engine_name = engine_name
         self._backlog = backlog
-        self._let_go: dict[int, Callable[[bool], None]] = {}  # by holder; called with whether a worker took it
+        self._releases: dict[int, Callable[[bool], None]] = {}  # by holder; called with whether a worker took it
         self._next_holder = itertools.count(1)
 
     @property
     def progress(self) -> Progress:
-        """Batches of the vision tower, and items in it or waiting for it.
+        """Batches of the vision tower, and items in it or queued for it.
 
-        Items that wait for room in the pool are left out: other workers make that room.
+        Items that wait for room in the pool do not count: other workers make that room.
         """
         stats = self._encoder.stats()
         return Progress(stats.num_steps, stats.num_running + stats.num_waiting)
@@ -208,7 +208,7 @@ class EncodeDispatcher(RequestBook[_Running]):
 
         Raises:
             DrainingError: this worker refuses new requests.
-            QueueFullError: too many items wait already.
+            QueueFullError: too many items are queued already.
             RequestTimeoutError, RequestCancelledError: its time ran out, or that of the drain.
             EngineError: the vision tower is dead.
             ServingError: an item is wrong (``items[1].file``), or there is no room for it.
@@ -236,9 +236,9 @@ class EncodeDispatcher(RequestBook[_Running]):
 
     def release(self, holder: int, *, was_taken: bool) -> None:
         """The hand-off of ``holder`` has ended: free what it held."""
-        let_go = self._let_go.pop(holder, None)
-        if let_go is not None:
-            let_go(was_taken)
+        release = self._releases.pop(holder, None)
+        if release is not None:
+            release(was_taken)
 
     def route(self, step: StepOutput) -> None:
         """Do nothing: steps carry the pool's events only, and results reach their streams directly."""
@@ -278,7 +278,7 @@ class EncodeDispatcher(RequestBook[_Running]):
         holder, item = next(self._next_holder), running.sized[index]
         encoded = await self._files.encode_state(item, running.arrived_at, holder)
         running.times[index] = encoded.times
-        self._let_go[holder] = partial(self._release_state, holder)
+        self._releases[holder] = partial(self._release_state, holder)
         if len(encoded.state) > _MAX_STATE_BYTES:
             self.release(holder, was_taken=False)
             raise MessageTooLargeError(f"the encoder's state exceeds {_MAX_STATE_BYTES} bytes")
@@ -293,7 +293,7 @@ class EncodeDispatcher(RequestBook[_Running]):
         if index not in running.times:
             self._encode_metrics.count_item("cached")
         holder = next(self._next_holder)
-        self._let_go[holder] = lambda _was_taken: hold.release()
+        self._releases[holder] = lambda _was_taken: hold.release()
         payload = EmbeddingsPayload(self._encoder.embeddings.layout, running.sized[index].size.num_tokens)
         self._hand_off(running, index, holder, hold.block_ids, payload)
 

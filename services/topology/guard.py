@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tie this process to its parent's life, then execute the program."""
+    """Make this process end with its parent, then execute the program."""
     parent_pid, *command = sys.argv[1:]
     if sys.platform == "linux":
         # It survives exec. Other systems have no such call: there the program ends only if the parent ends it.

@@ -58,7 +58,7 @@ _NUM_PORTS_TRIED = 100
 
 ResultT = TypeVar("ResultT")
 
-# Ports given by this process, each with the socket whose name tells other processes of this project.
+# Ports given by this process, each with a socket: its name shows other processes that the port is taken.
 _given: dict[int, socket.socket] = {}
 
 
@@ -367,7 +367,7 @@ def free_port() -> int:
 
 
 def _check_models(models: Collection[ModelNeed]) -> None:
-    """Raise ``ConfigError`` for the first model folder that is missing. Workers look for repositories themselves."""
+    """Raise ``ConfigError`` for the first model folder that is missing. Workers find repositories themselves."""
     for model in sorted(models):
         path = Path(model.path)
         # ``models/tinny`` is a misspelled folder, not a repository, if there is a folder ``models``.

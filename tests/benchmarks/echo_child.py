@@ -1,4 +1,4 @@
-"""A child that answers with what it is told."""
+"""A child that answers with what its parent sends."""
 
 from __future__ import annotations
 

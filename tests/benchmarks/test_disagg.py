@@ -1,4 +1,4 @@
-"""What the disaggregation benchmark makes of the times that it is told."""
+"""What the disaggregation benchmark makes of the times that it is given."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_overhead_leaves_out_what_moving_the_bytes_takes_anyway() -> None:
     assert figures.second_token_ms == {"agg": 25.0, "disagg": 31.0}
 
 
-def test_where_computing_takes_now_more_now_less_no_overhead_is_told() -> None:
+def test_no_overhead_is_given_where_the_time_to_compute_varies() -> None:
     figures = summarize(ROUNDS, 1 << 20, is_paced=False)
     assert (figures.overhead_ms, figures.overhead_ms_p10) == (None, None)
 

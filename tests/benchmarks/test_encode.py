@@ -1,4 +1,4 @@
-"""What the benchmark of images makes of what it is told, that its images are new, and each part on real servers."""
+"""What the benchmark of images makes of the answers, that its images are new, and each part on real servers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sample(duration_s: float, tower_s: Sequence[float], num_batches: int) -> Sam
     return Sample(duration_s=duration_s, cpu_s=duration_s / 2, others_share=0.25, items=items, num_batches=num_batches)
 
 
-def test_noise_is_as_large_as_the_tower_looks_at_and_never_the_same() -> None:
+def test_noise_has_the_towers_size_and_is_never_the_same() -> None:
     rng = random.Random(0)
     files = [noise_image(rng) for _ in range(3)]
     assert len(set(files)) == 3
@@ -113,7 +113,7 @@ def test_the_parts_add_up_to_the_first_token() -> None:
     assert split(text) == {"media": 0.0, "route": 17.0, "prefill": 11.0, "edge": 2.0}
 
 
-def test_the_first_token_is_told_by_what_was_asked() -> None:
+def test_the_first_tokens_times_are_summed_up_by_kind_of_prompt() -> None:
     rounds = [
         {prompt: replace(ANSWERED, ttft_ms=10.0 * number + rank) for rank, prompt in enumerate(Prompt)}
         for number in range(11)
@@ -160,7 +160,7 @@ async def encode_metrics(stack: Stack) -> Metrics:
 
 
 async def assert_nothing_stays_held(stack: Stack) -> None:
-    """Every item is handed off, and taken or let go."""
+    """Every item is handed off, and taken or released."""
     num_items = (await encode_metrics(stack)).total("quartet_encode_items_total")
     assert num_items > 0
     async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""How the overload benchmark looks for the peak, and its short form end to end: that it measures what it says."""
+"""How the overload benchmark finds the peak, and its short form end to end: that it measures what it says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WORKLOAD = Workload(min_prompt_tokens=5, max_prompt_tokens=9, num_output_tokens=3, first_token_id=16, end_token_id=64)
 
 
-# Of each prompt, by the usage that FakeRouter tells.
+# Of each prompt, by the usage that FakeRouter reports.
 PROMPT_TOKENS_TOLD = 4
 
 
@@ -70,7 +70,9 @@ async def test_another_seed_gives_other_prompts(router: FakeRouter, address: str
     assert len(set(prompts)) == len(prompts)
 
 
-async def test_refused_and_failed_requests_are_told_apart_and_never_hidden(router: FakeRouter, address: str) -> None:
+async def test_refused_and_failed_requests_are_counted_separately_and_never_hidden(
+    router: FakeRouter, address: str
+) -> None:
     router.error = QueueFullError("full")
     refused = await ClosedLoop(address, WORKLOAD).run(3, ramp_s=0.0, duration_s=0.1)
     assert (refused.requests_refused, refused.requests_failed, refused.requests_finished) == (3, 0, 0)

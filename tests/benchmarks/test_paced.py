@@ -1,4 +1,4 @@
-"""The paced engine: who gets a token in which step, and what the client can tell from the shared clock."""
+"""The paced engine: which request gets a token in which step, and what the client reads from the shared clock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_stream_has_its_turn_once_in_a_period(steps: PacedSteps) -> None:
         assert offsets == [0, 1, 2]
 
 
-def test_a_request_ends_with_its_last_token_and_is_never_heard_of_again(steps: PacedSteps) -> None:
+def test_a_request_ends_with_its_last_token_and_has_no_output_after_that(steps: PacedSteps) -> None:
     outputs = [output for output in run(steps, 5 * PERIOD, [submit(1, max_tokens=2)]) if output is not None]
     assert [list(output.token_offsets) for output in outputs] == [[0], [1]]
     [finished] = outputs[-1].finished
@@ -74,7 +74,7 @@ def test_a_cancelled_request_fails_once_and_others_go_on(steps: PacedSteps) -> N
     assert [id for output in outputs for id in output.ids] == [2]
 
 
-def test_every_request_is_told_to_have_started_before_its_first_token(steps: PacedSteps) -> None:
+def test_every_request_is_reported_as_started_before_its_first_token(steps: PacedSteps) -> None:
     first, *_ = run(steps, 1, [submit(1), submit(2)])
     assert first is not None
     assert [started.id for started in first.started] == [1, 2]
@@ -97,7 +97,7 @@ def test_an_idle_step_gives_out_nothing(steps: PacedSteps) -> None:
     assert run(steps, 1, []) == [None]
 
 
-def test_the_clock_tells_when_each_token_was_given_out(clock: PacedClock, steps: PacedSteps) -> None:
+def test_the_clock_shows_when_each_token_was_given_out(clock: PacedClock, steps: PacedSteps) -> None:
     made_at: dict[tuple[int, int], int] = {}
     for step in range(4 * PERIOD):
         output = steps.step(step, 0.0, [submit(step, num_generated=step)] if step in (0, 13) else [])

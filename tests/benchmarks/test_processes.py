@@ -26,7 +26,7 @@ def test_a_process_that_is_gone_is_not_measured_as_idle() -> None:
         CpuMeter({"nobody": 2**22 + 1})  # no process id is so high
 
 
-def test_counters_are_summed_over_labels_and_told_apart_by_one() -> None:
+def test_counters_are_summed_over_labels_or_split_by_one() -> None:
     metrics = parse(
         'hand_offs_total{outcome="taken",rank="0"} 3\n'
         'hand_offs_total{outcome="taken",rank="1"} 4\n'

@@ -82,7 +82,7 @@ def test_clients_of_one_load_share_no_seed() -> None:
         assert sorted(seeds) == list(range(1024))
 
 
-def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps() -> None:
+def test_the_table_shows_measured_figures_beside_their_limits_and_names_gaps() -> None:
     share = {
         "router_cpu_us_per_token": {"generate": 29.5, "place_per_client": 0.97},
         "decode_cpu_us_per_token": {"generate": 3.25, "place_per_request": 52.07},
@@ -139,7 +139,7 @@ async def test_every_way_is_measured_on_real_servers(tmp_path: Path) -> None:
 
 
 class BareLoad:
-    """Looks, in its windows, at how many tokens the real engine gives out."""
+    """Reads, in its windows, how many tokens the real engine gives out."""
 
     def __init__(self, clock: PacedClock) -> None:
         self.num_tokens: list[int] = []
@@ -223,7 +223,7 @@ async def test_messages_of_a_bare_relay_are_as_long_as_real_ones(tmp_path: Path)
 
 @pytest.mark.e2e
 @pytest.mark.timeout(60)
-async def test_a_load_that_fails_is_told_not_measured(tmp_path: Path) -> None:
+async def test_a_load_that_fails_is_reported_not_measured(tmp_path: Path) -> None:
     async with RelayStack(tmp_path / "log", lambda _: None) as stack:
         job = Job(
             router_address=stack.router_address,

@@ -41,16 +41,16 @@ def test_when_all_are_done_their_tables_are_filled(tmp_path: Path, page: Path) -
     assert "| many_streams | " in table(page, "total")
 
 
-def test_one_that_fails_leaves_the_others_their_run_and_their_table(
+def test_a_benchmark_that_fails_leaves_the_others_their_run_and_their_table(
     tmp_path: Path, page: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_all([BROKEN, FOUND_SOMETHING, GOOD], tmp_path, page) == 1
     assert "| sessions_8 | 2000 |" in table(page, "many_streams")
     assert "not measured yet" in table(page, "transfer")
-    told = capfd.readouterr().err
-    assert "failed: transfer; it has no figures\n" in told
-    assert "failed: relay; its table shows what it measured\n" in told
-    assert "failed: many_streams" not in told
+    errors = capfd.readouterr().err
+    assert "failed: transfer; it has no figures\n" in errors
+    assert "failed: relay; its table shows what it measured\n" in errors
+    assert "failed: many_streams" not in errors
     total = json.loads((tmp_path / "total.json").read_text())
     assert [(run["name"], run["is_done"]) for run in total["runs"]] == [
         ("transfer", False),
@@ -62,7 +62,7 @@ def test_one_that_fails_leaves_the_others_their_run_and_their_table(
     assert total["duration_s"] + rounding_s >= sum(run["duration_s"] for run in total["runs"]) > 0
 
 
-def test_figures_of_an_earlier_run_are_told_to_be_old(
+def test_figures_of_an_earlier_run_are_marked_as_old(
     tmp_path: Path, page: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_all([GOOD], tmp_path, page)
@@ -70,13 +70,13 @@ def test_figures_of_an_earlier_run_are_told_to_be_old(
     assert "failed: many_streams; its table shows what was measured before\n" in capfd.readouterr().err
 
 
-def test_one_that_never_ends_is_ended_with_all_that_it_started(
+def test_a_benchmark_that_never_ends_is_ended_with_all_that_it_started(
     tmp_path: Path, page: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_all([ENDLESS, GOOD], tmp_path, page, time_limit_s=5) == 1
-    told = capfd.readouterr().err
-    assert "not done within 5 s\n" in told
-    assert "failed: disagg; it has no figures\n" in told
+    errors = capfd.readouterr().err
+    assert "not done within 5 s\n" in errors
+    assert "failed: disagg; it has no figures\n" in errors
     assert "| sessions_8 | 2000 |" in table(page, "many_streams")
     child = int((tmp_path / "disagg.pid").read_text())
     deadline = time.monotonic() + 10

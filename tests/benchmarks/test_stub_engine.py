@@ -84,7 +84,7 @@ def test_a_block_is_one_mebibyte_for_32_tokens() -> None:
 
 
 def test_a_step_that_began_late_takes_its_whole_time() -> None:
-    # Each step looks at the clock when it begins and before it sleeps. The second one begins 3 ms late.
+    # Each step reads the clock when it begins and before it sleeps. The second one begins 3 ms late.
     times_s, slept_s = [5.0, 5.0, 5.013, 5.013], []
     pacer = WholeSteps(clock=iter(times_s).__next__, sleep=slept_s.append)
     for _ in range(2):

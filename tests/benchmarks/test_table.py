@@ -32,7 +32,7 @@ def test_a_table_without_results_says_so(tmp_path: Path) -> None:
     assert page == "<!-- table: overload -->\n\nnot measured yet\n\n<!-- end -->\nafter"
 
 
-def test_a_table_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "guess.json").write_text("{}")
     with pytest.raises(KeyError):
         render_page("<!-- table: guess -->\n<!-- end -->", tmp_path)

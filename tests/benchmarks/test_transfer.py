@@ -54,7 +54,7 @@ def test_blocks_are_used_in_scattered_order() -> None:
     assert sum(after == before + 1 for before, after in pairwise(block_ids)) < 8
 
 
-def test_embeddings_are_told_as_tokens_of_a_model_of_bfloat16() -> None:
+def test_embeddings_are_described_as_tokens_of_a_model_of_bfloat16() -> None:
     payload = PoolShape(90, 1 << 18, holds_embeddings=True).payload
     layout = EmbeddingLayout(model_fingerprint="0" * 64, dtype="bfloat16", hidden_size=4096, block_size=32)
     assert payload == EmbeddingsPayload(layout, num_tokens=2880)

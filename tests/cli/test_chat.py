@@ -62,7 +62,7 @@ class Terminal:
     def _read(self) -> None:
         try:
             self._seen += os.read(self._master, 4096)
-        except OSError:  # nobody holds the other end any more
+        except OSError:  # no process holds the other end any more
             asyncio.get_running_loop().remove_reader(self._master)
         self._arrived.set()
 

@@ -34,7 +34,7 @@ def explaining(*options: router_pb2.RankOption, num_waiting: int = 0) -> FakeRou
     return router
 
 
-async def test_every_place_has_a_row_with_what_it_costs_and_why_not(start_router: StartRouter, run_cli: RunCli) -> None:
+async def test_every_rank_has_a_row_with_what_it_costs_and_why_not(start_router: StartRouter, run_cli: RunCli) -> None:
     router = explaining(
         option(
             "prefill-0",
@@ -63,7 +63,7 @@ async def test_every_place_has_a_row_with_what_it_costs_and_why_not(start_router
     assert (start.text, start.session_key, start.sampling.max_tokens) == ("Hi", "s", 9)
 
 
-async def test_that_it_would_wait_is_told(start_router: StartRouter, run_cli: RunCli) -> None:
+async def test_a_prompt_that_would_wait_is_shown_as_that(start_router: StartRouter, run_cli: RunCli) -> None:
     router = explaining(option("decode-0", DECODE, cost=0.5, cost_unit="s"), num_waiting=3)
     result = await run_cli("explain", "--token-ids", "1,2", "--router", await start_router(router))
     assert result.stdout.startswith("1200 prompt tokens for tiny, placed by kv_aware; 3 choices wait before it\n")
@@ -71,7 +71,7 @@ async def test_that_it_would_wait_is_told(start_router: StartRouter, run_cli: Ru
     assert list(router.starts[0].token_ids.ids) == [1, 2]
 
 
-async def test_how_long_it_would_be_kept_is_told(start_router: StartRouter, run_cli: RunCli) -> None:
+async def test_the_time_that_a_prompt_would_be_kept_is_shown(start_router: StartRouter, run_cli: RunCli) -> None:
     router = explaining(option("decode-0", DECODE, is_chosen=True, cost=0.5, cost_unit="s"))
     router.explanation.wait.FromMilliseconds(12)
     result = await run_cli("explain", "Hi", "--router", await start_router(router))

@@ -92,7 +92,7 @@ async def test_a_prompt_can_come_from_a_file_or_as_token_ids(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "shown"),
     [
         (["Hi", "--token-ids", "1"], "give one of"),
         (["--token-ids", "1,x"], "whole numbers"),
@@ -101,10 +101,10 @@ async def test_a_prompt_can_come_from_a_file_or_as_token_ids(
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "explain"])
-async def test_a_wrong_prompt_is_exit_code_2(run_cli: RunCli, command: str, arguments: list[str], told: str) -> None:
+async def test_a_wrong_prompt_is_exit_code_2(run_cli: RunCli, command: str, arguments: list[str], shown: str) -> None:
     result = await run_cli(command, *arguments, "--router", "127.0.0.1:1")
     assert result.exit_code == 2
-    assert told in " ".join(result.stderr.replace("│", "").split())
+    assert shown in " ".join(result.stderr.replace("│", "").split())
 
 
 async def test_a_failure_is_one_line_with_status_and_field(
@@ -121,7 +121,7 @@ async def test_a_failure_is_one_line_with_status_and_field(
     assert result.stderr == "quartet: RESOURCE_EXHAUSTED: the queue is full (try again in 1.5 s)\n"
 
 
-async def test_nonsense_is_told_without_a_router(run_cli: RunCli) -> None:
+async def test_nonsense_is_reported_without_a_router(run_cli: RunCli) -> None:
     result = await run_cli("generate", "Hi", "--top-p", "2", "--router", "127.0.0.1:1")
     assert result.exit_code == 1
     assert result.stderr == "quartet: INVALID_ARGUMENT (sampling.top_p): top_p must be in (0.0, 1.0], not 2.0\n"
@@ -130,7 +130,7 @@ async def test_nonsense_is_told_without_a_router(run_cli: RunCli) -> None:
 @pytest.mark.parametrize(
     "command", [["generate", "Hi"], ["explain", "Hi"], ["workers"], ["workers", "--watch"], ["chat"]]
 )
-async def test_nobody_there_is_told_in_one_line_soon(
+async def test_a_missing_router_is_soon_reported_in_one_line(
     run_cli: RunCli, free_port: Callable[[], int], command: list[str]
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
@@ -149,7 +149,7 @@ async def test_a_wrong_command_line_is_exit_code_2(run_cli: RunCli, arguments: l
     assert (await run_cli(*arguments)).exit_code == 2
 
 
-async def test_the_version_is_told(run_cli: RunCli) -> None:
+async def test_the_version_is_shown(run_cli: RunCli) -> None:
     result = await run_cli("--version")
     assert result.exit_code == 0
     assert result.stdout.startswith("quartet 0.")

@@ -45,7 +45,7 @@ async def servers() -> AsyncIterator[Servers]:
     await servers.worker.drain(0)
 
 
-async def test_what_is_missing_is_told_until_nothing_is(servers: Servers) -> None:
+async def test_missing_workers_are_reported_until_none_is_missing(servers: Servers) -> None:
     waiting = asyncio.create_task(wait_ready(servers.router_address, ["decode-0"], servers.reports.put_nowait))
     assert await servers.reported() == "waiting for router, decode-0"
     await servers.router.set_serving(None, True)
@@ -61,7 +61,7 @@ async def test_what_is_missing_is_told_until_nothing_is(servers: Servers) -> Non
     assert servers.reports.empty()
 
 
-async def test_nobody_at_all_is_waited_for(servers: Servers) -> None:
+async def test_a_missing_router_is_waited_for(servers: Servers) -> None:
     waiting = asyncio.create_task(wait_ready("127.0.0.1:1", ["decode-0"], servers.reports.put_nowait))
     assert await servers.reported() == "waiting for router, decode-0"
     waiting.cancel()

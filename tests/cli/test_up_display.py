@@ -172,7 +172,7 @@ def test_options_are_shown_as_they_would_act() -> None:
 
 
 @in_empty_directory
-def test_what_is_wrong_is_told_as_without_it() -> None:
+def test_a_dry_run_reports_errors_as_a_real_run_does() -> None:
     result = CliRunner().invoke(
         app, ["up", str(CONFIGS / "agg.yaml"), "--dry-run", "--set", "router.overrides.polizy=x"]
     )

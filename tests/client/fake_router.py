@@ -1,4 +1,4 @@
-"""A RouterService that says what a test tells it to, over real gRPC."""
+"""A RouterService that answers as a test configures it, over real gRPC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUEST_ID = "0123456789abcdef0123456789abcdef"
 class FakeRouter(router_pb2_grpc.RouterServiceServicer):
     """Answers every start with ``words``, one a delta, or fails with ``error``.
 
-    It accepts with the first choice's placement and tells the other choices' afterwards.
+    It accepts with the first choice's placement and reports the other choices' afterwards.
 
     Attributes:
         error: what to fail with instead of accepting.
@@ -29,9 +29,9 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         lose_last_finished: leave the last choice's ``finished`` out.
         hold_after: words after which it waits for ``cancel`` (it answers CANCELLED) or the end of the call.
         starts: all starts that came.
-        resumes: what each of those that came by rank went on after.
+        resumes: ``resume`` of each request that came by Place; ``None``: it had none.
         worker, worker_address: whom Place sends its callers to.
-        num_misdirected: first placements that lead to nobody.
+        num_misdirected: first placements whose address has no worker.
         holding: set while it waits.
         explanation: what Explain answers.
         watch_is_bounded: a watch of the workers ends after the changes that are there.
@@ -65,7 +65,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.changes: asyncio.Queue[router_pb2.WatchWorkersResponse] = asyncio.Queue()
 
     def hold(self, num_words: int) -> None:
-        """Let answers wait after so many words, whoever gives them."""
+        """Let answers wait after so many words, from the router or the worker."""
         self.hold_after = self.worker.hold_after = num_words
 
     def service(self) -> Service:
@@ -168,7 +168,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         responses: asyncio.Queue[router_pb2.SessionResponse | None],
     ) -> None:
         try:
-            async for response in self._answer(asked.start, lambda: _told(cancelled)):
+            async for response in self._answer(asked.start, lambda: _wait_cancelled(cancelled)):
                 responses.put_nowait(_in_slot(asked.slot, response))
                 if self.break_session_after is not None and response.WhichOneof("message") == self.break_session_after:
                     responses.put_nowait(None)
@@ -179,9 +179,9 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             self.dropped.set()
 
     async def _answer(
-        self, start: router_pb2.GenerateStart, told: Callable[[], Awaitable[object]]
+        self, start: router_pb2.GenerateStart, wait_cancelled: Callable[[], Awaitable[object]]
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        """What every path is answered with; ``told`` waits for ``cancel`` and gives ``None`` where none can come."""
+        """The answer on every path; ``wait_cancelled`` waits for ``cancel`` and gives ``None`` where none can come."""
         self.starts.append(start)
         if self.error is not None:
             raise self.error
@@ -191,7 +191,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         for number, word in enumerate(self.words):
             if number == self.hold_after:
                 self.holding.set()
-                if await told() is None:
+                if await wait_cancelled() is None:
                     await asyncio.Event().wait()  # half-closed: only the end of the call ends it
                 for choice in range(num_choices):
                     yield self._finished(choice, number, types_pb2.FINISH_REASON_CANCELLED)
@@ -262,7 +262,7 @@ def _seed(start: router_pb2.GenerateStart) -> int:
     return start.seed if start.HasField("seed") else 7
 
 
-async def _told(cancelled: asyncio.Event) -> bool:
+async def _wait_cancelled(cancelled: asyncio.Event) -> bool:
     await cancelled.wait()
     return True
 

@@ -1,4 +1,4 @@
-"""A decode worker that says what a test tells it to, over real gRPC: what ``FakeRouter`` signed, it continues."""
+"""A decode worker that answers as a test configures it, over real gRPC: it continues what ``FakeRouter`` signed."""
 
 from __future__ import annotations
 

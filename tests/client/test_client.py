@@ -1,4 +1,4 @@
-"""What the client tells of an answer, how it ends one, and what it does when a router can't be reached."""
+"""What the client shows of an answer, how it ends one, and what it does when a router can't be reached."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_a_request_says_what_the_caller_said(
     assert chat.sampling.HasField("temperature") and chat.sampling.temperature == 0.0
     assert chat.sampling.max_tokens == 3
     assert list(chat.text_options.stop_strings) == ["."]
-    # By Place it is what is left of it.
+    # By Place, the timeout is what is left of it.
     assert 2.0 < chat.timeout.ToTimedelta().total_seconds() <= 2.5
     assert list(ids.token_ids.ids) == [1, 2, 3]
     assert not ids.HasField("timeout") and not ids.HasField("seed")
@@ -140,7 +140,7 @@ async def test_a_completion_holds_every_choice_whole(
 
 
 @pytest.mark.parametrize("path", _BY_ROUTER)
-async def test_choices_that_are_placed_later_are_told_when_they_are(
+async def test_choices_that_are_placed_later_are_reported_then(
     router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     async with QuartetClient(await start_router(router)) as client:
@@ -298,7 +298,7 @@ async def test_no_other_router_takes_over_once_something_was_shown(
 
 
 @pytest.mark.parametrize("call", ["complete", "list_workers"])
-async def test_nobody_there_is_told_soon_and_by_address(
+async def test_a_missing_router_is_reported_soon_and_by_address(
     free_port: Callable[[], int], call: str, path: RequestPath
 ) -> None:
     addresses = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
@@ -311,9 +311,7 @@ async def test_nobody_there_is_told_soon_and_by_address(
     assert stopwatch.seconds < 5
 
 
-async def test_somebody_who_takes_connections_and_says_nothing_is_told_soon(
-    silent_address: str, path: RequestPath
-) -> None:
+async def test_a_silent_server_is_reported_soon(silent_address: str, path: RequestPath) -> None:
     stopwatch = Stopwatch()
     async with QuartetClient(silent_address) as client:
         with pytest.raises(RouterUnavailableError, match=silent_address):

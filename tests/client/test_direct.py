@@ -107,7 +107,7 @@ async def test_a_placement_that_ends_a_resumed_answer_ends_it(router: FakeRouter
 
 
 @pytest.mark.parametrize("error", [SignedStartError("altered"), InvalidRequestError("no", field="sampling.top_p")])
-async def test_what_no_other_placement_mends_is_told_at_once(
+async def test_an_error_that_no_other_placement_mends_is_raised_at_once(
     router: FakeRouter, start_router: StartRouter, error: ServingError
 ) -> None:
     router.worker.failing = [Failing(error)]
@@ -117,7 +117,7 @@ async def test_what_no_other_placement_mends_is_told_at_once(
     assert len(router.starts) == 1
 
 
-async def test_attempts_are_bounded_and_the_last_error_is_told(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_attempts_are_bounded_and_the_last_error_is_raised(router: FakeRouter, start_router: StartRouter) -> None:
     router.words = [*router.words, *(f" {number}" for number in range(MAX_ATTEMPTS))]
     router.worker.failing = [Failing(WorkerUnavailableError(f"gone {number}"), 0) for number in range(1, 9)]
     with pytest.raises(WorkerUnavailableError, match=f"gone {MAX_ATTEMPTS}"):
@@ -156,7 +156,7 @@ async def test_a_router_that_stays_full_is_not_asked_for_ever(router: FakeRouter
         await complete(await start_router(router))
 
 
-async def test_what_the_router_does_not_place_again_is_told_at_once(
+async def test_the_routers_refusal_to_place_again_is_raised_at_once(
     router: FakeRouter, start_router: StartRouter
 ) -> None:
     router.worker.failing = [Failing(WorkerUnavailableError("gone"))]
@@ -187,7 +187,7 @@ async def test_a_stop_string_ends_the_answer_and_the_work(router: FakeRouter, st
     assert (completion.text, finished.reason, finished.stop_string) == ("one ", FinishReason.STOP_STRING, "two")
 
 
-async def test_a_stop_string_in_the_first_token_lets_the_worker_let_go(
+async def test_a_stop_string_in_the_first_token_makes_the_worker_release_its_hand_off(
     router: FakeRouter, start_router: StartRouter
 ) -> None:
     router.hold(1)
@@ -197,7 +197,7 @@ async def test_a_stop_string_in_the_first_token_lets_the_worker_let_go(
     assert (completion.text, completion.choices[0].finished.reason) == ("one", FinishReason.STOP_STRING)
 
 
-async def test_text_that_nobody_wants_needs_no_tokenizer(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_a_request_without_text_needs_no_tokenizer(router: FakeRouter, start_router: StartRouter) -> None:
     completion = await complete(await start_router(router), omit_text=True)
     assert (completion.text, completion.choices[0].token_ids) == ("", IDS)
     assert router.worker.num_fetches == 0
@@ -239,11 +239,11 @@ async def test_an_answer_that_the_router_gives_is_cancelled_there(
                 await stream.cancel()
     finished = parts[-1]
     assert isinstance(finished, ChoiceFinished) and finished.reason is FinishReason.CANCELLED
-    # As the router tells it.
+    # As the router reports it.
     assert (finished.usage.num_prompt_tokens, finished.usage.num_output_tokens) == (4, 2)
 
 
-async def test_files_that_make_no_sense_are_told(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_malformed_text_files_are_reported(router: FakeRouter, start_router: StartRouter) -> None:
     router.worker.files = {"tokenizer.json": b"{}"}
     with pytest.raises(ModelFilesError):
         await complete(await start_router(router))
@@ -256,14 +256,14 @@ async def test_a_worker_that_gives_no_files_is_one_attempt(router: FakeRouter, s
     assert router.resumes == [None] * 3
 
 
-async def test_a_placement_whose_text_files_failed_is_let_go(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_a_placement_whose_text_files_failed_is_released(router: FakeRouter, start_router: StartRouter) -> None:
     router.worker.file_errors = [ModelMismatchError("the worker was replaced")]
     assert (await complete(await start_router(router), num_choices=2)).text == "one two three"
     assert (router.worker.num_fetches, router.worker.num_starts) == (2, 4)
 
 
 @pytest.mark.parametrize("way", ["cancel", "timeout"])
-async def test_a_placement_is_let_go_whose_request_ends_before_its_text_files_come(
+async def test_a_placement_whose_request_ends_before_its_text_files_come_is_released(
     router: FakeRouter, start_router: StartRouter, way: str
 ) -> None:
     router.worker.holds_files = True
@@ -291,7 +291,7 @@ async def test_the_timeout_is_kept_by_the_client_too(router: FakeRouter, start_r
         await router.dropped.wait()
 
 
-async def test_who_leaves_too_much_unread_loses_the_request(
+async def test_a_reader_that_leaves_too_much_unread_loses_the_request(
     router: FakeRouter, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quartet.client.direct.MAX_UNREAD", 10)
@@ -306,9 +306,7 @@ async def test_who_leaves_too_much_unread_loses_the_request(
                 pass
 
 
-async def test_connections_that_nobody_uses_are_closed_after_a_while(
-    router: FakeRouter, start_router: StartRouter
-) -> None:
+async def test_unused_connections_are_closed_after_a_while(router: FakeRouter, start_router: StartRouter) -> None:
     await start_router(router)
     workers = DecodeWorkers(None, idle_s=0.02)
     with workers.use(router.worker_address) as first:

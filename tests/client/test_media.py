@@ -119,7 +119,7 @@ async def test_a_request_that_is_placed_again_brings_its_media_again(
     assert [parts(start) for start in router.starts] == [texts_and_media()] * 2
 
 
-async def test_what_the_router_does_not_allow_is_told_as_that(
+async def test_media_that_the_router_does_not_allow_are_reported_as_that(
     router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     router.error = MediaNotAllowedError("no files are allowed", field="chat.messages[0].parts[1].media.url")

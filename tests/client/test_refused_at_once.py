@@ -117,7 +117,7 @@ async def _ask(router: RefusingRouter) -> None:
         pass
 
 
-async def test_the_routers_own_refusal_is_told_though_the_first_write_lost_the_race() -> None:
+async def test_the_routers_own_refusal_is_reported_though_the_first_write_lost_the_race() -> None:
     router = RefusingRouter(_MADE_UP, _MADE_UP, _REFUSED)
     with pytest.raises(PermissionDeniedError, match="not for strangers"):
         await _ask(router)

@@ -53,7 +53,7 @@ def test_what_another_placement_does_not_mend_is_final(kind: type[ServingError])
         Retries().note(kind("no"))
 
 
-def test_a_refused_seal_is_worth_another_one() -> None:
+def test_a_refused_signed_start_is_worth_another_placement() -> None:
     assert Retries().note(SignedStartUsedError("again")) == 0
 
 

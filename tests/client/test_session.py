@@ -1,4 +1,4 @@
-"""The client's one stream for many requests: shared, opened again, and read on whoever reads slowly."""
+"""The client's one stream for many requests: shared, opened again, and read on though one reader is slow."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class RefusingRouter:
         return Router(self.address, None).error(error, is_begun=is_begun)
 
 
-async def test_the_routers_own_refusal_is_told_though_gRPC_made_up_another_first() -> None:
+async def test_the_routers_own_refusal_is_reported_though_gRPC_made_up_another_first() -> None:
     made_up = (grpc.StatusCode.INTERNAL, "Internal error from Core")
     router = RefusingRouter(made_up, made_up, (grpc.StatusCode.PERMISSION_DENIED, "not for strangers"))
     request = SessionRequest(router, Sessions(), make_start("Hi"))  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ async def test_nonsense_ends_the_session(
             await answer.next()
 
 
-async def test_who_leaves_too_much_unread_loses_the_request_and_nobody_else_does(
+async def test_a_reader_that_leaves_too_much_unread_loses_only_its_own_request(
     call: ScriptedCall, session: SessionClient
 ) -> None:
     slow, quick = Answer(max_unread=10), Answer(max_unread=10)

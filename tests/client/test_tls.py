@@ -1,4 +1,4 @@
-"""The client where the router wants certificates: it shows its own, and tells what is wrong with others."""
+"""The client where the router wants certificates: it shows its own, and reports what is wrong with others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_client_is_served_as_what_its_certificate_says(address: str, aut
         assert await client.list_workers() == []
 
 
-async def test_a_wrong_authority_or_none_is_told_with_the_address(address: str, tmp_path: Path) -> None:
+async def test_a_wrong_authority_or_none_is_reported_with_the_address(address: str, tmp_path: Path) -> None:
     strangers = CertificateAuthority(tmp_path / "theirs").issue("carl", "quartet://default/client/carl")
     for tls in (strangers, None):
         async with QuartetClient(address, tls=tls) as client:

@@ -1,4 +1,4 @@
-"""The three registries behind one face, so that one suite can hold them all to one behaviour."""
+"""The three registries behind one interface, so that one suite can test them all."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ async def read_until(watch: Watch, last: WorkerEvent) -> list[WorkerEvent]:
 
 
 async def synchronised(watch: Watch) -> list[WorkerEvent]:
-    """What the first list told, without its end."""
+    """What the first list reported, without its end."""
     return (await read_until(watch, Synchronised()))[:-1]
 
 

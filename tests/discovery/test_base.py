@@ -45,7 +45,7 @@ def test_processes_of_one_host_share_their_identity_but_no_two_starts_an_epoch()
     assert len({new_epoch() for _ in range(100)}) == 100
 
 
-async def test_a_watch_whose_feed_breaks_tells_its_reader_instead_of_waiting_for_ever() -> None:
+async def test_a_watch_whose_feed_breaks_raises_at_its_reader_instead_of_waiting_for_ever() -> None:
     async def feed(workers: WorkerSet) -> None:
         workers.replace([])
         raise KeyError("a bug")

@@ -72,7 +72,7 @@ async def test_our_own_cancellation_stays_one(etcd: EtcdServer) -> None:
     await client.close()
 
 
-async def test_a_quiet_watch_is_told_from_a_dead_one(etcd: EtcdServer) -> None:
+async def test_a_quiet_watch_is_distinguished_from_a_dead_one(etcd: EtcdServer) -> None:
     client = EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,), request_timeout_s=0.3))
     following = asyncio.create_task(client.follow("/", 1, _ignore, _ignore))
     # Three times the silence after which a watch without answers ends.
@@ -119,4 +119,4 @@ def _server_context(files: TlsConfig) -> ssl.SSLContext:
 
 
 def _ignore(*_: object) -> None:
-    """Take no notice."""
+    """Do nothing."""

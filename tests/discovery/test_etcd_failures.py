@@ -1,4 +1,4 @@
-"""What etcd can do to us, done by a real etcd."""
+"""How discovery behaves while a real etcd fails."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _key(record: WorkerRecord) -> str:
 
 
 async def _put_dead_worker(client: EtcdClient, worker_id: str) -> WorkerRecord:
-    """Register a worker whose lease nobody renews: when it goes, a lease has passed."""
+    """Register a worker without renewing its lease: when it goes, a lease has passed."""
     record = make_record(worker_id)
     lease_id = new_lease_id()
     await client.grant(lease_id)
@@ -89,9 +89,9 @@ async def test_no_event_is_lost_when_the_server_is_killed_and_restarted(etcd: Et
     await leaving.close()
     client = cluster.client(etcd.endpoint)
     dead = await _put_dead_worker(client, "dead")
-    # Nobody is told anew, and a lease later the living one is still there: it was renewed across the restart.
+    # No worker is reported anew, and a lease later the living one is still there: it was renewed across the restart.
     events = await read_until(watch, _removed(dead))
-    if _removed(leaving.record) not in events:  # it found nobody to say so to yet: a lease tells it then
+    if _removed(leaving.record) not in events:  # it reached no etcd to deregister: then its lease ends
         events += await read_until(watch, _removed(leaving.record))
     assert sorted(events, key=repr) == sorted([_removed(leaving.record), WorkerAdded(dead), _removed(dead)], key=repr)
     assert await cluster.registry(etcd.endpoint).workers() == [living.record]
@@ -137,7 +137,7 @@ async def test_history_compacted_under_a_dead_watch_costs_no_event(etcd: EtcdSer
         await asyncio.to_thread(etcd.compact)
         await proxy.heal()
 
-        # In the order of the keys, once each, and nothing about who only passed.
+        # In the order of the keys, once each, and nothing about a worker that came and went.
         assert [await next_event(watch), await next_event(watch)] == [
             WorkerAdded(coming.record),
             _removed(leaving.record),
@@ -246,7 +246,7 @@ async def test_while_etcd_is_away_the_watch_keeps_what_it_knew(etcd: EtcdServer,
     assert await registry.workers() == [record, later.record]
 
 
-async def test_registering_where_nobody_answers_fails_in_bounded_time(
+async def test_registering_where_no_etcd_answers_fails_in_bounded_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_module, "_REGISTER_WITHIN_S", 0.3)
@@ -275,4 +275,4 @@ async def test_closing_with_dead_servers_is_bounded_whatever_their_number(etcd: 
 
 
 def _ignore(*_: object) -> None:
-    """Take no notice."""
+    """Do nothing."""

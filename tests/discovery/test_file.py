@@ -28,7 +28,7 @@ async def test_a_living_workers_file_outlives_its_time_to_live(tmp_path: Path) -
     await registry.close()
 
 
-async def test_a_file_that_nobody_touches_is_gone_after_its_time_to_live(tmp_path: Path) -> None:
+async def test_a_file_that_its_worker_no_longer_touches_is_gone_after_its_time_to_live(tmp_path: Path) -> None:
     registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=5))
     await registry.register(make_record())
     [path] = (tmp_path / "default").iterdir()
@@ -52,7 +52,7 @@ async def test_a_deleted_file_comes_back_while_its_worker_lives(tmp_path: Path) 
     assert list((tmp_path / "default").iterdir()) == []
 
 
-async def test_a_worker_takes_its_place_back_from_another_that_died_in_it(tmp_path: Path) -> None:
+async def test_a_worker_takes_its_file_back_from_another_that_died_with_it(tmp_path: Path) -> None:
     registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
     await registry.register(make_record())
     [path] = (tmp_path / "default").iterdir()
@@ -77,7 +77,7 @@ async def test_what_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:
         await registry.workers()
 
 
-async def test_a_directory_that_breaks_removes_nobody_and_heals(
+async def test_a_directory_that_breaks_removes_no_worker_and_heals(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"

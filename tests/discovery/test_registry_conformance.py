@@ -39,7 +39,7 @@ async def test_a_registered_worker_is_seen_and_a_closed_registration_is_gone(bac
     assert await backend.registry().workers() == []
 
 
-async def test_a_late_watch_tells_all_workers_and_then_that_it_is_synchronised(backend: Backend) -> None:
+async def test_a_late_watch_reports_all_workers_and_then_that_it_is_synchronised(backend: Backend) -> None:
     records = [make_record("decode-0"), make_record("decode-1"), make_record("decode-0", role=Role.PREFILL)]
     worker = backend.registry()
     for record in records:
@@ -98,7 +98,7 @@ async def test_keys_of_a_newer_version_are_ignored(backend: Backend) -> None:
     "value",
     [b"", b"\xff\xfe", b"[]", b"{}", to_json(make_record("somebody-else")), to_json(make_record("bad"))[:-20]],
 )
-async def test_an_unreadable_record_is_skipped_and_hides_nobody(backend: Backend, value: bytes) -> None:
+async def test_an_unreadable_record_is_skipped_and_hides_no_other(backend: Backend, value: bytes) -> None:
     good = await backend.registry().register(make_record("good"))
     await backend.store(WorkerKey(role=Role.DECODE, worker_id="bad"), value)
     assert await synchronised(backend.registry().watch()) == [WorkerAdded(good.record)]
@@ -134,7 +134,7 @@ async def test_a_killed_worker_is_gone_within_its_lease_and_a_living_one_stays(b
     await backend.kill_worker()
     since_killed = Stopwatch()
     assert await next_event(watch) == WorkerRemoved("dying", Role.DECODE)
-    # etcd looks for ended leases every half second; the rest is for a slow machine.
+    # etcd checks for ended leases every half second; the rest is for a slow machine.
     assert since_killed.seconds < LEASE_S + 2.5
     # Nor has the replaced registration, which has renewed itself meanwhile, taken its record back.
     assert await backend.registry().workers() == [living.record]

@@ -1,4 +1,4 @@
-"""Differences between what a watch knows and what its reader was told."""
+"""Differences between what a watch knows and what its reader has received."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_nothing_is_synchronised_before_the_first_list() -> None:
     assert _drain(workers) == [Synchronised()]
 
 
-def test_a_list_tells_only_differences_and_synchronises_once() -> None:
+def test_a_list_yields_only_differences_and_synchronises_once() -> None:
     workers = WorkerSet()
     workers.replace([_B, _A])
     assert _drain(workers) == [WorkerAdded(_A), WorkerAdded(_B), Synchronised()]
@@ -71,7 +71,7 @@ _steps = st.lists(
 
 @given(_steps)
 def test_whatever_happens_the_reader_ends_up_with_the_truth(steps: list[tuple[str, str, int]]) -> None:
-    workers, truth, told = WorkerSet(), dict[WorkerKey, WorkerRecord](), dict[WorkerKey, WorkerRecord]()
+    workers, truth, received = WorkerSet(), dict[WorkerKey, WorkerRecord](), dict[WorkerKey, WorkerRecord]()
     for step, names, epoch in steps:
         records = [make_record(name, epoch=epoch) for name in names]
         match step:
@@ -85,22 +85,22 @@ def test_whatever_happens_the_reader_ends_up_with_the_truth(steps: list[tuple[st
                 workers.replace(records)
                 truth = {record.key: record for record in records}
             case "read":
-                _tell(told, workers.next_event())
+                _receive(received, workers.next_event())
     for event in _drain(workers):
-        _tell(told, event)
-    assert told == truth
+        _receive(received, event)
+    assert received == truth
 
 
-def _tell(told: dict[WorkerKey, WorkerRecord], event: WorkerEvent | None) -> None:
+def _receive(received: dict[WorkerKey, WorkerRecord], event: WorkerEvent | None) -> None:
     match event:
         case WorkerAdded(record):
-            assert record.key not in told
-            told[record.key] = record
+            assert record.key not in received
+            received[record.key] = record
         case WorkerChanged(record):
-            assert told[record.key] != record
-            told[record.key] = record
+            assert received[record.key] != record
+            received[record.key] = record
         case WorkerRemoved(worker_id, role):
-            del told[WorkerKey(role=role, worker_id=worker_id)]
+            del received[WorkerKey(role=role, worker_id=worker_id)]
 
 
 def _drain(workers: WorkerSet) -> list[WorkerEvent]:

@@ -164,13 +164,13 @@ class Crowd:
         ]
 
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Wait until ``condition`` holds, looked at whenever something comes. A request that fails raises here."""
+        """Wait until ``condition`` holds, checked whenever something comes. A request that fails raises here."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: condition() or self._is_over())
         assert condition(), "all requests ended before that"
 
     async def finish(self) -> None:
-        """Wait until all have ended. Raises what the first that failed was told."""
+        """Wait until all have ended. Raises the error of the first that failed."""
         await asyncio.gather(*self._tasks)
 
     async def outcomes(self) -> list[BaseException | None]:

@@ -63,7 +63,7 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send it, unless it has ended."""
         if self.poll() is None:
-            with suppress(ProcessLookupError):  # the server is about to tell
+            with suppress(ProcessLookupError):  # the server is about to report it
                 os.kill(self.pid, number)
 
     def _has_ended(self, timeout_s: float) -> bool:

@@ -15,7 +15,7 @@ class PictureSite(ThreadingHTTPServer):
 
     Attributes:
         asked: was asked for what it never gives.
-        left: whoever asked for it has gone.
+        left: the client that asked for it has gone.
     """
 
     daemon_threads = True

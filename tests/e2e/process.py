@@ -57,7 +57,7 @@ class ServiceProcess:
         environment: Mapping[str, str] | None = None,
         fork_server: ForkServer,
     ) -> None:
-        """It runs with ``environment`` beside ours; a ``launcher`` is a module that runs the module that it is told.
+        """It runs with ``environment`` beside ours; a ``launcher`` is a module that runs the module that it is given.
 
         It is forked by ``fork_server``, and dies with that.
         """

@@ -86,7 +86,7 @@ class BlockCounts:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has any."""
+        """Whether no process has any."""
         return self.used == self.held == 0
 
 
@@ -215,7 +215,7 @@ class Stack:
         return self.processes[name].metrics()
 
     def block_counts(self, name: str) -> BlockCounts:
-        """Blocks of the pool that its load tells of, by state as /metrics says."""
+        """Blocks of the pool that its load reports, by state as /metrics says."""
         metrics = self.metrics(name)
         return BlockCounts(*(int(metrics.value("quartet_worker_blocks", rank="0", state=state)) for state in _STATES))
 
@@ -225,7 +225,7 @@ class Stack:
         return BlockCounts(*(int(metrics.value("quartet_encode_blocks", state=state)) for state in _STATES))
 
     def wait_blocks_returned(self, *names: str, timeout_s: float) -> None:
-        """Wait until nobody holds a block of these workers (all that run by default): they say it, and metrics too."""
+        """Wait until no request holds a block of these workers (by default of all that run), by load and by metrics."""
         workers = names or tuple(name for name in self.config.worker_names if self.processes[name].is_running)
 
         def is_returned() -> bool:

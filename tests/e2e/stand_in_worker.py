@@ -109,7 +109,7 @@ class _Server:
             name, *arguments = json.loads(stream.readline())
             try:
                 answer = {"result": _COMMANDS[name](*arguments)}
-            except Exception as error:  # noqa: BLE001 - whoever asked is told
+            except Exception as error:  # noqa: BLE001 - the caller gets the error
                 answer = {"error": repr(error)}
             stream.write(json.dumps(answer) + "\n")
 

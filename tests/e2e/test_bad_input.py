@@ -1,4 +1,4 @@
-"""Nonsense over the wire is refused by name, and whoever asks properly does not notice."""
+"""Nonsense over the wire is refused by name, and other requests do not notice."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def wait_for_requests(client: QuartetClient, count: int) -> None:
 @pytest.mark.parametrize(
     "load", ["--concurrency 3", "--rate 3", "--concurrency 3 --path session", "--concurrency 3 --path direct"]
 )
-async def test_every_token_is_counted_and_the_hops_are_told(stack: Stack, tmp_path: Path, load: str) -> None:
+async def test_every_token_is_counted_and_the_hops_are_shown(stack: Stack, tmp_path: Path, load: str) -> None:
     picture = tmp_path / "bench.png"
     options = f"{load} --requests {NUM_REQUESTS} --output-tokens {NUM_TOKENS} --prompt-tokens 40-80 --warmup 0"
     report = await read_report(await start_bench(stack, *options.split(), "--plot", str(picture)), 0)

@@ -94,7 +94,7 @@ async def test_no_request_notices_that_a_decode_and_then_a_prefill_are_killed(
         await first.wait_for(lambda: sum(len(answer.token_ids) > 1 for answer in first.at("decode-0")) >= 3)
         whole.kill("decode-0")
         await first.finish()
-    assert max(first.num_attempts) > 1, "nobody was on the decode that was killed"
+    assert max(first.num_attempts) > 1, "no request was on the decode that was killed"
     await returned(whole, "prefill-0", "prefill-1", "decode-1")
 
     async with Crowd(client, without_prefill) as second:
@@ -104,7 +104,7 @@ async def test_no_request_notices_that_a_decode_and_then_a_prefill_are_killed(
         await second.wait_for(lambda: any(answer.token_ids for answer in second.answers))
         whole.kill("prefill-0")
         await second.finish()
-    assert max(second.num_attempts) > 1, "nobody was on the prefill that was killed"
+    assert max(second.num_attempts) > 1, "no request was on the prefill that was killed"
     await returned(whole, "prefill-1", "decode-1")
 
     assert first.token_ids == await undisturbed(client, without_decode)
@@ -166,7 +166,7 @@ async def test_a_client_that_vanishes_during_decode_frees_its_blocks(whole: Stac
     await returned(whole)
 
 
-async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_is_heard_again(
+async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_reports_again(
     whole: Stack, client: QuartetClient
 ) -> None:
     asks = crowd_asks("a decode freezes")
@@ -228,7 +228,7 @@ async def test_requests_are_served_without_etcd_and_all_is_well_when_it_is_back(
         assert set(chaos.worker_states().values()) == {READY}
     finally:
         await asyncio.to_thread(chaos.etcd.start)
-    # A new router knows only what etcd tells: every worker must have announced itself again.
+    # A new router knows only what etcd holds: every worker must have announced itself again.
     chaos.kill("router")
     chaos.spawn("router")
     await asyncio.to_thread(chaos.wait_ready)

@@ -96,7 +96,7 @@ async def test_every_service_is_listed_and_described_by_reflection(at: At, name:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-async def test_health_is_told_for_each_service_and_overall(at: At, name: str) -> None:
+async def test_health_is_reported_for_each_service_and_overall(at: At, name: str) -> None:
     for service in ["", *SERVICES[name]]:
         answer = await at(name).call(HEALTH, {"service": service})
         assert answer.messages == [{"status": "SERVING"}], service
@@ -274,7 +274,7 @@ async def test_a_session_answers_as_generate_does(router: Grpcurl) -> None:
     assert [entry["slot"] for entry in finished] == [3]
 
 
-async def test_what_place_seals_is_streamed_from_its_decode_worker(router: Grpcurl, grpcurl: Path) -> None:
+async def test_a_start_that_place_signed_is_streamed_from_its_decode_worker(router: Grpcurl, grpcurl: Path) -> None:
     wanted = await generate(router, started())
     answer = await router.call("quartet.v1.RouterService/Place", started())
     assert answer.code == 0, answer.err

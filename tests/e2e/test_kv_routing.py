@@ -92,7 +92,7 @@ async def check_exact(stack: Stack, client: QuartetClient, *names: str) -> set[i
         return truth == await known(client, asked)
 
     async with asyncio.timeout(EXACT_S):
-        while not await is_exact():  # noqa: ASYNC110 - of other processes, which tell nobody
+        while not await is_exact():  # noqa: ASYNC110 - of other processes, which send no event
             await asyncio.sleep(POLL_S)
     return {tokens for matches in await known(client, asked) for tokens in matches.values()}
 

@@ -161,14 +161,14 @@ def test_each_gets_what_is_theirs(call: Callable[..., grpc.StatusCode], identiti
     assert call("router", identities.client, get_models) is grpc.StatusCode.OK
     assert call("router", identities.operator, list_workers) is grpc.StatusCode.OK
     assert call("decode-0", identities.operator, get_info) is grpc.StatusCode.OK
-    # Let in, and told that the message says nothing.
+    # Let in, and answered that the message says nothing.
     assert call("decode-0", identities.client, decode) is grpc.StatusCode.INVALID_ARGUMENT
     assert call("decode-0", identities.servers["router"], decode) is grpc.StatusCode.INVALID_ARGUMENT
     assert call("prefill-0", identities.servers["decode-0"], pull) is grpc.StatusCode.INVALID_ARGUMENT
     assert call("decode-0", identities.servers["prefill-0"], drain) is grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_a_client_decodes_what_a_router_sealed_and_nothing_else(tls_stack: Stack, identities: Identities) -> None:
+def test_a_client_decodes_what_a_router_signed_and_nothing_else(tls_stack: Stack, identities: Identities) -> None:
     with tls_stack.channel("router", identities.client) as router:
         choice = placed.place(router)
         expected = placed.generate(router)
@@ -185,14 +185,14 @@ def test_a_client_decodes_what_a_router_sealed_and_nothing_else(tls_stack: Stack
     tls_stack.wait_blocks_returned(timeout_s=10)
 
 
-async def test_who_belongs_to_another_deployment_is_refused(tls_stack: Stack, identities: Identities) -> None:
+async def test_a_peer_of_another_deployment_is_refused(tls_stack: Stack, identities: Identities) -> None:
     async with QuartetClient(tls_stack.router_address, tls=identities.stranger) as client:
         with pytest.raises(PermissionDeniedError):
             await client.complete("hello", sampling=Sampling(max_tokens=1))
 
 
 @pytest.mark.parametrize("name", ["router", "prefill-0", "decode-0"])
-def test_who_shows_no_certificate_is_refused(tls_stack: Stack, identities: Identities, name: str) -> None:
+def test_a_peer_without_a_certificate_is_refused(tls_stack: Stack, identities: Identities, name: str) -> None:
     address = tls_stack.processes[name].grpc_address
     nameless = grpc.ssl_channel_credentials(root_certificates=identities.client.ca_file.read_bytes())
     for channel in (grpc.secure_channel(address, nameless), grpc.insecure_channel(address)):
@@ -201,7 +201,7 @@ def test_who_shows_no_certificate_is_refused(tls_stack: Stack, identities: Ident
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_router_that_somebody_else_certified_is_not_trusted(tls_stack: Stack, tmp_path: Path) -> None:
+async def test_a_router_of_another_authority_is_not_trusted(tls_stack: Stack, tmp_path: Path) -> None:
     own = CertificateAuthority(tmp_path).issue("alice", "quartet://default/client/alice")
     async with QuartetClient(tls_stack.router_address, tls=own) as client:
         with pytest.raises(ServingError):
@@ -209,7 +209,7 @@ async def test_a_router_that_somebody_else_certified_is_not_trusted(tls_stack: S
 
 
 @pytest.mark.parametrize("module", ["router", "services.prefill", "services.decode"])
-def test_in_the_clear_nobody_serves_the_network_unless_told_to(module: str, tmp_path: Path) -> None:
+def test_in_the_clear_no_process_serves_the_network_unless_configured_to(module: str, tmp_path: Path) -> None:
     settings: dict[str, object] = {"server": {"address": "0.0.0.0:0"}}
     if module != "router":
         settings["model_path"] = str(tiny.CHECKPOINT)

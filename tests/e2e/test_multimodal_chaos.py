@@ -175,7 +175,9 @@ async def test_clients_that_vanish_leave_nothing(
 
 
 @pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
-async def test_who_cancels_gets_the_end_and_leaves_nothing(whole: Stack, client: QuartetClient, role: str) -> None:
+async def test_a_cancelled_request_gets_its_end_and_leaves_nothing(
+    whole: Stack, client: QuartetClient, role: str
+) -> None:
     frozen = [name for name in whole.config.worker_names if name.startswith(role)]
     asks = single_asks(400 + 100 * len(role), 6, num_tokens=200)
     whole.freeze(*frozen)
@@ -221,7 +223,7 @@ async def test_crowds_on_all_paths_get_what_each_gets_alone(whole: Stack, client
     asks = mixed_picture_asks(1200, 42)
     alone = [(await undisturbed(client, [ask]))[0] for ask in asks]
     pairs = [(alone[number], alone[number + 1]) for number in range(2, len(asks), 7)]
-    assert sum(one != other for one, other in pairs) >= len(pairs) - 1, "the order of pictures does not tell"
+    assert sum(one != other for one, other in pairs) >= len(pairs) - 1, "the order of pictures makes no difference"
     crowds = {path: Crowd(client, asks, path=path) for path in RequestPath}
     # Others' pictures are in the way.
     fresh = {path: Crowd(client, single_asks(1300 + 20 * number, 8), path=path) for number, path in enumerate(crowds)}
@@ -239,7 +241,7 @@ async def run(crowd: Crowd) -> None:
         await crowd.finish()
 
 
-async def test_pictures_of_many_requests_each_of_which_fills_a_pool_wait_for_each_other(
+async def test_pictures_of_many_requests_that_each_fill_a_pool_wait_for_each_other(
     whole: Stack, client: QuartetClient
 ) -> None:
     asks = [picture_ask(pictures(1400 + 4 * number, 4), num_tokens=8) for number in range(12)]
@@ -381,7 +383,7 @@ async def test_a_site_that_never_answers_is_waited_for_no_longer_than_was_said(
     assert {(type(error), error.field) for error in errors} == {(MediaFetchError, "media[1].url")}
     assert await left(site, len(errors))
     assert all(site.asked.acquire(blocking=False) for _ in errors)
-    # Whoever vanishes takes the connection along, long before its time.
+    # A client that vanishes takes the connection along, long before its time.
     for path in RequestPath:
         async with Crowd(client, [ask], path=path):
             assert await asyncio.to_thread(site.asked.acquire, timeout=WAIT_S)
@@ -404,7 +406,7 @@ async def test_an_encode_worker_that_is_killed_with_pictures_on_their_way(whole:
             return len(placed) >= 4 and all(answer.finished is not None for answer in placed)
 
         await crowd.wait_for(are_others_done)
-        assert not all(answer.finished for answer in crowd.answers), "nobody was at the worker that was frozen"
+        assert not all(answer.finished for answer in crowd.answers), "no request was at the worker that was frozen"
         whole.kill("encode-0")
         await crowd.finish()
     await returned(whole)
@@ -418,7 +420,7 @@ async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, cli
         await until(lambda: num_held(chaos, ["prefill-0"]) > 0, "embeddings at prefill-0")
         chaos.kill("prefill-0")
         await crowd.finish()
-    assert max(crowd.num_attempts) > 1, "nobody was on the prefill that was killed"
+    assert max(crowd.num_attempts) > 1, "no request was on the prefill that was killed"
     await returned(chaos)
     assert crowd.token_ids == await undisturbed(client, asks)
 
@@ -436,7 +438,7 @@ async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack,
     await returned(chaos)
     expected = await undisturbed(client, asks)
     for path, crowd in crowds.items():
-        assert max(crowd.num_attempts) > 1, f"nobody was there by {path}"
+        assert max(crowd.num_attempts) > 1, f"no request was there by {path}"
         assert crowd.token_ids == expected, path
 
 
@@ -456,7 +458,7 @@ async def test_an_encode_worker_that_is_killed_before_its_embeddings_are_pulled(
         whole.kill("encode-1")
         whole.thaw(*PREFILLS)
         await crowd.finish()
-    assert max(crowd.num_attempts) > 1, "nobody waited for what was lost"
+    assert max(crowd.num_attempts) > 1, "no request waited for what was lost"
     await returned(whole)
     assert crowd.token_ids == await undisturbed(client, asks)
 
@@ -483,7 +485,7 @@ async def test_all_encode_workers_are_killed_and_come_back(chaos: Stack, client:
     await returned(chaos)
 
 
-async def test_a_drained_encode_worker_fails_nobody(whole: Stack, client: QuartetClient) -> None:
+async def test_a_drained_encode_worker_fails_no_request(whole: Stack, client: QuartetClient) -> None:
     asks = single_asks(240, 24)
     whole.freeze(*PREFILLS)
     async with Crowd(client, asks) as crowd:

@@ -1,4 +1,4 @@
-"""One suite over the three paths from a client to its tokens: users can't tell which one it was."""
+"""One suite over the three paths from a client to its tokens: users can't see which one it was."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def paths_stack(start_stack: StartStack) -> Stack:
     """
     # A rank must have room for all that a request may generate: eight endless ones fill two ranks.
     full: Settings = {
-        "policy.name": "least_loaded",  # which keeps nobody waiting that there is room for
+        "policy.name": "least_loaded",  # which queues no request that there is room for
         "attempts.reserve_tokens": 4096,
         "admission.queue_timeout_s": 0.5,
         "admission.retry_delay_s": RETRY_DELAY_S,
@@ -208,7 +208,7 @@ async def test_a_full_system_refuses_alike_and_says_when_to_come_back(paths_stac
 
 
 @pytest.mark.parametrize("way", ["cancel", "drop"])
-async def test_who_ends_an_answer_early_leaves_nothing(
+async def test_an_answer_that_is_ended_early_leaves_nothing(
     paths_stack: Stack, client: QuartetClient, path: RequestPath, way: str
 ) -> None:
     [ask] = endless_asks(f"{path} {way}", 1)
@@ -230,7 +230,7 @@ async def test_who_ends_an_answer_early_leaves_nothing(
     await returned(paths_stack)
 
 
-async def test_a_timeout_is_told_alike_and_leaves_nothing(
+async def test_a_timeout_is_reported_alike_and_leaves_nothing(
     paths_stack: Stack, client: QuartetClient, path: RequestPath
 ) -> None:
     [ask] = endless_asks(f"{path} timeout", 1)
@@ -288,7 +288,7 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
     return [replace(ask, stop=(text[len(text) * 3 // 4 :][:6],)) for ask, text in zip(asks, texts, strict=True)]
 
 
-async def test_nobody_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
+async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
     mixed = mixed_asks("killed", 8, num_prompt_tokens=range(20, 100), num_tokens=range(120, 140))
     asks = [*await with_stop_strings(client, mixed[:3]), replace(mixed[3], num_choices=2), *mixed[4:]]
     async with AsyncExitStack() as exits:
@@ -298,7 +298,7 @@ async def test_nobody_notices_that_a_decode_worker_is_killed(paths_stack: Stack,
         for crowd in crowds.values():
             await crowd.finish()
     for path, crowd in crowds.items():
-        assert max(crowd.num_attempts) > 1, f"nobody was there by {path}"
+        assert max(crowd.num_attempts) > 1, f"no request was there by {path}"
     await returned(paths_stack)
     async with Crowd(client, asks) as undisturbed:
         await undisturbed.finish()

@@ -36,7 +36,7 @@ def test_a_placement_is_good_for_once(stack: Stack) -> None:
     stack.wait_blocks_returned(timeout_s=10)
 
 
-def test_on_loopback_a_start_needs_no_seal(stack: Stack) -> None:
+def test_on_loopback_a_start_needs_no_signature(stack: Stack) -> None:
     with stack.channel("router-local") as router:
         expected = generate(router)
     with stack.channel("decode-0") as worker:

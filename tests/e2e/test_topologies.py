@@ -118,7 +118,7 @@ async def check_it_answers(router_address: str) -> None:
 
 
 def check_it_places(router_address: str) -> None:
-    """It needs a key that nobody had to make."""
+    """It needs a signing key, which ``quartet up`` drew."""
     with grpc.insecure_channel(router_address) as router:
         choice, expected = placed.place(router), placed.generate(router)
     with grpc.insecure_channel(choice.stream.address) as worker:
@@ -215,7 +215,7 @@ async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path
             assert up.processes() == {}
 
 
-async def test_whoever_dies_is_started_again_and_a_dead_up_takes_all_along(
+async def test_a_process_that_dies_is_started_again_and_a_dead_up_takes_all_along(
     directory: Path, fork_server: ForkServer
 ) -> None:
     async with Up(directory, config("disagg"), *FREE_PORT, python=fork_server.python) as up:
@@ -251,14 +251,14 @@ async def test_ctrl_c_ends_it_while_one_waits_to_be_started_again(directory: Pat
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
 
 
-async def test_with_fail_fast_whoever_dies_ends_it_all_and_is_named(directory: Path) -> None:
+async def test_with_fail_fast_a_process_that_dies_ends_all_and_is_named(directory: Path) -> None:
     async with Up(directory, config("agg"), "--engine", "mock", "--fail-fast", *FREE_PORT) as up:
         await up.wait_ready()
         os.kill(one(up, "services.decode"), signal.SIGKILL)
         assert await up.exit_code() == 1
         assert up.processes() == {}
-    told = up.log.partition("quartet: decode-0 was killed by SIGKILL\n")[2]
-    assert "decode decode-0 serves on" in told, up.log
+    after = up.log.partition("quartet: decode-0 was killed by SIGKILL\n")[2]
+    assert "decode decode-0 serves on" in after, up.log
 
 
 async def test_a_topology_for_gpus_runs_on_a_laptop_with_another_engine_and_model(
@@ -293,7 +293,7 @@ async def test_a_process_that_dies_at_the_start_ends_it_all_and_says_why(
         ("router.port=-1", "router.port: must be in"),
     ],
 )
-async def test_what_cannot_be_started_is_told_before_anything_runs(
+async def test_an_impossible_topology_is_reported_before_anything_runs(
     directory: Path, assignment: str, message: str
 ) -> None:
     async with Up(directory, config("agg"), "--set", assignment) as up:

@@ -25,7 +25,7 @@ from tests.fakes.installation import DIRECTORY
 pytestmark = pytest.mark.timeout(240)
 
 ENCODE, PREFILLS, DECODES = "encode-0", ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
-# A prompt that nobody pulls is held by TensorRT-LLM for as long, whatever became of its request.
+# TensorRT-LLM holds a prompt that no worker pulls for as long, whatever became of its request.
 TRANSFER_TIMEOUT_S = 2.5
 WAIT_S = 30.0
 READY = router_pb2.WORKER_STATE_READY
@@ -222,7 +222,7 @@ async def test_clients_that_vanish_at_any_stage_leave_nothing(chaos: Stack, clie
     await returned(chaos)
 
 
-async def test_who_cancels_during_a_transfer_gets_the_end(chaos: Stack, client: QuartetClient) -> None:
+async def test_a_request_cancelled_during_a_transfer_gets_its_end(chaos: Stack, client: QuartetClient) -> None:
     hold(chaos, "transfers", *DECODES)
     async with Crowd(client, endless_asks("cancel", 4)) as crowd:
         await until(lambda: counts(chaos, DECODES, "running") >= 4, "four transfers")
@@ -304,7 +304,7 @@ async def test_a_prompt_goes_where_its_prefix_is_also_after_events_were_lost(
     for _ in range(3):
         await goes_home(is_known=True)
     assert len(homes) == 1
-    # Of what was told before a gap nothing is taken for true, until something that was stored after it proves it.
+    # Blocks reported before a gap count as gone, until a block stored after one of them proves that it is there.
     engine(chaos, *homes).lose_events(2)
     other = rng.choices(tiny.PLAIN_IDS, k=100)
     for _ in range(8):
@@ -370,7 +370,7 @@ async def test_a_worker_whose_engine_dies_ends_with_1_and_its_requests_go_on_els
         await crowd.finish()
     assert max(crowd.num_attempts) > 1
     assert crowd.token_ids == answers
-    # Nobody asks anything of these.
+    # No request goes to these.
     for name in (ENCODE, "prefill-1"):
         engine(whole, name).die()
     for name in ("decode-0", ENCODE, "prefill-1"):
@@ -379,7 +379,7 @@ async def test_a_worker_whose_engine_dies_ends_with_1_and_its_requests_go_on_els
     await returned(whole)
 
 
-async def test_workers_that_are_told_to_end_lose_no_request(
+async def test_workers_that_get_SIGTERM_lose_no_request(
     chaos: Stack, client: QuartetClient, answers: list[list[int]]
 ) -> None:
     names = running(chaos)

@@ -70,7 +70,7 @@ async def test_a_prompt_is_decoded_where_it_arrives(decode: Grpcurl, stack: Stac
     await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
 
 
-async def test_requests_of_one_stream_are_told_apart_by_slot(decode: Grpcurl) -> None:
+async def test_requests_of_one_stream_are_distinguished_by_slot(decode: Grpcurl) -> None:
     alone = columns(await decode.call(DECODE, start()))
     both = await decode.call(DECODE, start(slot=3), start(slot=5))
     assert columns(both, 3) == columns(both, 5) == alone
@@ -104,7 +104,7 @@ async def test_a_hand_off_is_good_for_one_decode(prefill: Grpcurl, decode: Grpcu
     assert failure["reason"] == "HAND_OFF_NOT_FOUND"
 
 
-async def test_who_does_not_know_the_secret_gets_nothing(prefill: Grpcurl, stack: Stack) -> None:
+async def test_a_caller_without_the_secret_gets_nothing(prefill: Grpcurl, stack: Stack) -> None:
     [output] = (await prefill.call(PREFILL, start(salt="secret"))).messages[0]["outputs"]
     hand_off = output["result"]["hand_off"]
     ticket = {key: hand_off[key] for key in ("hand_off_id", "secret")} | {"worker_epoch": hand_off["epoch"]}

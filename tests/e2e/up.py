@@ -35,7 +35,7 @@ class Ran:
 
 
 class Mark:
-    """Tells the processes that were started with its environment, and whatever those started, from all others."""
+    """Finds the processes that were started with its environment, and all that those started."""
 
     def __init__(self) -> None:
         self._value = secrets.token_hex(8)
@@ -53,7 +53,7 @@ class Mark:
                 try:
                     is_ours = f"{_MARK}={self._value}".encode() in (directory / "environ").read_bytes()
                     command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:  # it ended meanwhile, or is somebody else's
+                except OSError:  # it ended meanwhile, or is another user's
                     continue
                 # One that has ended and not been waited for has no command line any more.
                 if is_ours and command:

@@ -174,7 +174,7 @@ def test_llm_is_a_context_manager_that_may_be_shut_down_twice_and_is_not_pickled
         llm.generate_async("x")
 
 
-def test_a_later_candidate_tells_its_health() -> None:
+def test_a_later_candidate_reports_its_health() -> None:
     with installed(check_health=True) as other, other.LLM(MODEL) as llm:
         assert llm._check_health()
     assert not llm._check_health()

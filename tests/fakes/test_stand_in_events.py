@@ -85,7 +85,7 @@ async def test_hashes_use_all_64_bits() -> None:
     assert 1 << 63 <= max(hashes) < 1 << 64
 
 
-async def test_a_repeated_prompt_is_told_as_cached_and_stores_nothing_again() -> None:
+async def test_a_repeated_prompt_is_reported_as_cached_and_stores_nothing_again() -> None:
     llm = publishing()
     ids = token_ids_of(STORY)
     first = await ended(llm.generate_async(ids, params(1)))
@@ -231,7 +231,7 @@ async def test_an_iterator_may_turn_out_to_yield_lists() -> None:
     assert event["data"]["type"] == "created"
 
 
-async def test_blocks_may_turn_out_to_tell_of_pictures() -> None:
+async def test_events_may_turn_out_to_name_pictures() -> None:
     with installed(mm_keys=True) as other, publishing(other) as llm:
         inputs = {"prompt": "<|image|>", "multi_modal_data": {"image": picture()}}
         await ended(llm.generate_async(inputs, other.SamplingParams(max_tokens=1)))

@@ -59,7 +59,7 @@ async def test_one_request_fails_and_the_engine_lives() -> None:
     assert (await ended(llm.generate_async(SPELL, params()))).outputs[0].token_ids == greedy(SPELL, 24)
 
 
-async def test_a_load_takes_until_it_is_let_go() -> None:
+async def test_a_load_takes_until_it_is_released() -> None:
     control.loads.close()
     loading = asyncio.create_task(asyncio.to_thread(engine))
     await asyncio.to_thread(control.loads.wait_reached)
@@ -77,7 +77,7 @@ def test_a_load_may_fail() -> None:
     engine()
 
 
-async def test_a_step_hangs_until_it_is_let_go() -> None:
+async def test_a_step_hangs_until_it_is_released() -> None:
     llm = engine()
     hands = control.of(llm)
     hands.steps.close()

@@ -123,7 +123,7 @@ async def test_banned_and_least_tokens_are_heeded() -> None:
     assert len(pairs) == len(set(pairs))
 
 
-async def test_a_stop_id_is_trimmed_and_told_unless_it_is_included() -> None:
+async def test_a_stop_id_is_trimmed_and_reported_unless_it_is_included() -> None:
     llm, expected = engine(), greedy(STORY, 8)
     stop_id = next(token_id for token_id in expected[2:] if token_id not in expected[:2])
     length = expected.index(stop_id)
@@ -215,8 +215,8 @@ async def test_guides_hold_and_their_faults_come_while_iterating() -> None:
     assert choice.outputs[0].text in ("dog", "bird")
     assert choice.outputs[0].finish_reason == "stop"
     schema = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"enum": [True]}}}
-    told = await ended(llm.generate_async(SPELL, params(60, guided_decoding=GuidedDecodingParams(json=schema))))
-    assert json.loads(told.outputs[0].text)["ok"] is True
+    guided = await ended(llm.generate_async(SPELL, params(60, guided_decoding=GuidedDecodingParams(json=schema))))
+    assert json.loads(guided.outputs[0].text)["ok"] is True
     with pytest.raises(RequestError, match="compilation"):
         await ended(llm.generate_async(SPELL, params(guided_decoding=GuidedDecodingParams(regex="("))))
     with pytest.raises(RequestError, match="guided_decoding_backend"):

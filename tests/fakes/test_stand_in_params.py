@@ -131,7 +131,7 @@ def test_request_types_are_lower_cased_and_known() -> None:
         DisaggregatedParams(request_type="prefill")
 
 
-def test_handles_and_hashes_go_together() -> None:
+def test_handles_and_hashes_come_in_pairs() -> None:
     made_up = [DisaggregatedParams(multimodal_embedding_handles=[{}]).multimodal_hashes for _ in range(2)]
     assert made_up[0] != made_up[1]
     assert [len(item) for item in made_up[0]] == [8]

@@ -32,7 +32,7 @@ def make_file(format: str = "PNG", width: int = 13, height: int = 7) -> bytes:
 
 
 def orientation_exif(orientation: int) -> bytes:
-    """An EXIF block that tells the orientation and nothing else."""
+    """An EXIF block with the orientation and nothing else."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     return exif.tobytes()

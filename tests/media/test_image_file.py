@@ -51,7 +51,7 @@ def peak_bytes() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_file_tells_its_format_and_size_by_its_content(format: str) -> None:
+def test_a_files_content_gives_its_format_and_size(format: str) -> None:
     assert read_header(SMALL[format], max_pixels=MAX_PIXELS) == ImageHeader(format, 13, 7)
     assert_loads_alike(SMALL[format])
 
@@ -75,7 +75,7 @@ def test_an_orientation_that_stands_in_xmp_alone_is_left_alone(format: str) -> N
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_an_orientation_that_is_none_leaves_a_picture_as_it_is(orientation: int) -> None:
+def test_an_impossible_orientation_leaves_a_picture_as_it_is(orientation: int) -> None:
     assert_loads_alike(encode(make_picture(), "JPEG", exif=orientation_exif(orientation)))
 
 
@@ -225,7 +225,7 @@ def test_files_of_countless_pieces_are_refused() -> None:
             pytest.fail(f"{name}: {read_header(data, max_pixels=MAX_PIXELS)}")
 
 
-def test_what_follows_a_jpeg_is_not_looked_at() -> None:
+def test_what_follows_a_jpeg_is_ignored() -> None:
     data = SMALL["JPEG"] + b"\xff\xda\0\2" * 500
     assert decode(data, max_pixels=MAX_PIXELS).tobytes() == decode(SMALL["JPEG"], max_pixels=MAX_PIXELS).tobytes()
 

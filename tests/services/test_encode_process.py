@@ -56,32 +56,32 @@ async def test_its_record_says_what_it_takes_and_what_it_holds(tmp_path: Path) -
     assert encoder.is_closed
 
 
-async def test_its_cache_and_load_are_told_like_any_workers(tmp_path: Path) -> None:
+async def test_its_cache_and_load_are_reported_like_any_workers(tmp_path: Path) -> None:
     encoder = FakeEncoder(embedding_memory(5))
     async with worker_process(tmp_path, Role.ENCODE, encoder_factory=lambda _config, _pool: encoder) as worker:
         loads: list[NumberedLoad] = []
-        heard = Replica()
+        replica = Replica()
 
         def take(batch: KvBatch) -> None:
-            heard.apply(batch.events)
+            replica.apply(batch.events)
 
         subscriber = EventSubscriber(loads.append, lambda: None, take)
         subscriber.connect(worker.record.events_address)
         await until(lambda: bool(loads))
         await encode(worker, CAT)
-        await until(lambda: heard.parents == {media_hash(name_of(CAT)): None})
+        await until(lambda: replica.parents == {media_hash(name_of(CAT)): None})
         await until(lambda: loads[-1].load.ranks[0].num_held_blocks == 2)
         snapshot = Replica()
         async for part in WorkerClient(worker.channel).kv_snapshot(WAIT_S):
             snapshot.apply(part.stored)
             assert part.number == 1
-        assert snapshot.parents == heard.parents
+        assert snapshot.parents == replica.parents
         encoder.may_encode.clear()
         waiting = asyncio.create_task(encode(worker, DOG))
         await until(lambda: loads[-1].load.ranks[0].num_waiting == 1)
         encoder.may_encode.set()
         await waiting
-        await until(lambda: len(heard.parents) == 2 and loads[-1].load.ranks[0].num_steps == 2)
+        await until(lambda: len(replica.parents) == 2 and loads[-1].load.ranks[0].num_steps == 2)
         subscriber.close()
         body = await asyncio.to_thread(lambda: urlopen(f"http://{worker.record.http_address}/metrics").read().decode())
         assert 'quartet_encode_items_total{outcome="encoded"} 2.0' in body
@@ -89,7 +89,7 @@ async def test_its_cache_and_load_are_told_like_any_workers(tmp_path: Path) -> N
         assert "\nquartet_worker_model_load_seconds 0.0\n" not in body
 
 
-async def test_a_tower_that_stands_still_is_told_by_its_health(tmp_path: Path) -> None:
+async def test_a_tower_that_stands_still_shows_in_its_health(tmp_path: Path) -> None:
     encoder = FakeEncoder(is_held=True)
     async with worker_process(
         tmp_path, Role.ENCODE, encoder_factory=lambda _config, _pool: encoder, stall_timeout_s=0.2
@@ -130,7 +130,7 @@ async def test_a_drain_lets_encode_what_it_has_and_waits_until_it_is_pulled(tmp_
         await until_draining(worker)
         encoder.may_encode.set()
         assert len((await waiting).hand_offs) == 1
-        # Nobody comes for it: its expiry ends the wait.
+        # No worker comes for it: its expiry ends the wait.
         async with asyncio.timeout(WAIT_S):
             await asyncio.wait([worker.running])
 

@@ -43,7 +43,7 @@ def test_a_label_has_one_child() -> None:
 
 
 @given(AMOUNTS)
-def test_one_without_a_label_looks_like_the_ready_made_one(amounts: Sequence[float]) -> None:
+def test_a_histogram_without_a_label_shows_the_same_as_the_ready_made_one(amounts: Sequence[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     child = FastHistogram("some_seconds", "Some time.", None, BUCKETS, ours).labels()
     histogram = Histogram("some_seconds", "Some time.", buckets=BUCKETS, registry=theirs)

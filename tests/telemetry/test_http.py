@@ -59,7 +59,7 @@ async def test_metrics_are_served_in_both_formats(running: Running) -> None:
     assert body.endswith("# EOF\n")
 
 
-async def test_probes_tell_the_state(running: Running) -> None:
+async def test_probes_report_the_state(running: Running) -> None:
     assert (await get(running.port, "/livez"))[0] == 200
     assert (await get(running.port, "/readyz"))[0] == 200
     running.state.is_ready = False
@@ -73,7 +73,7 @@ async def test_other_paths_are_not_found(running: Running) -> None:
     assert (await get(running.port, "/"))[0] == 404
 
 
-async def test_a_client_that_says_nothing_holds_nobody_up(running: Running) -> None:
+async def test_a_silent_client_delays_no_other(running: Running) -> None:
     with socket.create_connection(("127.0.0.1", running.port)):
         assert (await get(running.port, "/livez"))[0] == 200
         async with asyncio.timeout(5):

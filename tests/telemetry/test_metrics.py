@@ -124,7 +124,7 @@ def test_worker_times_and_outcomes_show(registry: CollectorRegistry) -> None:
 
 
 class AwaitableMetrics(ProcessMetrics):
-    """Says when it was told of a lag."""
+    """Says when it was given a lag."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

@@ -27,7 +27,7 @@ LLAVA_1_5_LIKE = """\
 {%- else %}{{ content['text'] + ' '}}{% endif %}{% endfor %}{% endfor %}
 {%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}
 """
-#: As of llava-hf/llava-v1.6-mistral-7b-hf: the first piece of whoever is no user is its text.
+#: As of llava-hf/llava-v1.6-mistral-7b-hf: the first piece of any speaker but the user is its text.
 LLAVA_1_6_LIKE = """\
 {% for message in messages %}
 {%- if message['role'] == 'system' %}{{ '<<SYS>>\n' + message['content'][0]['text'] + '\n<</SYS>>\n\n' }}

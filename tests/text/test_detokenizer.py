@@ -47,9 +47,9 @@ texts = st.one_of(st.text(), st.lists(st.sampled_from(CLUSTERS)).map("".join))
 
 
 def in_pieces(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
-    """Split at the given places, taken modulo the length."""
-    places = sorted({cut % (len(ids) + 1) for cut in cuts})
-    return [ids[begin:end] for begin, end in zip([0, *places], [*places, len(ids)], strict=True)]
+    """Split at the given positions, taken modulo the length."""
+    bounds = sorted({cut % (len(ids) + 1) for cut in cuts})
+    return [ids[begin:end] for begin, end in zip([0, *bounds], [*bounds, len(ids)], strict=True)]
 
 
 def stream(detokenizer: IncrementalDetokenizer, pieces: Sequence[Sequence[int]]) -> str:
@@ -186,7 +186,7 @@ def test_only_decoders_that_do_not_join_pieces_need_windows(make_tokenizer: Make
         decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
     ],
 )
-def test_unknown_chains_of_decoders_are_not_taken_for_known_ones(decoder: decoders.Decoder | None) -> None:
+def test_unknown_chains_of_decoders_do_not_count_as_known_ones(decoder: decoders.Decoder | None) -> None:
     backend = tokenizers.Tokenizer(models.BPE())
     if decoder is not None:
         backend.decoder = decoder

@@ -24,7 +24,7 @@ class Outcome:
 
 
 def reference(text: str, stop_strings: list[str], include_stop: bool) -> Outcome:
-    """Look at every beginning of the text, shortest first."""
+    """Check every beginning of the text, shortest first."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stop_strings if text[:end].endswith(stop)]
         if complete:
@@ -44,8 +44,8 @@ def feed(matcher: StopMatcher, pieces: list[str]) -> Outcome:
 def test_every_splitting_gives_what_the_whole_text_gives(
     text: str, stop_strings: list[str], cuts: list[int], include_stop: bool
 ) -> None:
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(bounds)]
     expected = reference(text, stop_strings, include_stop)
     assert feed(StopMatcher(stop_strings, include_stop), pieces) == expected
     assert feed(StopMatcher(stop_strings, include_stop), list(text)) == expected
@@ -88,7 +88,7 @@ def test_a_match_does_not_wait_for_a_longer_stop_string() -> None:
     assert StopMatcher(["abc", "ab"]).push("-ab").stop_string == "ab"
 
 
-def test_of_those_that_end_together_the_one_that_begins_first_counts() -> None:
+def test_of_stop_strings_that_end_at_once_the_one_that_begins_first_counts() -> None:
     match = StopMatcher(["c", "abc", "bc"]).push("-abc")
     assert (match.text, match.stop_string) == ("-", "abc")
 

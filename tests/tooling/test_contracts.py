@@ -1,4 +1,4 @@
-"""Every field of the contracts says what it means when nobody sets it, and in what it is measured."""
+"""Every field of the contracts says what it means when unset, and in what it is measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAYS_ABSENCE = re.compile(
 # A duration has its unit in its type; what is to be said is what passes meanwhile.
 SAYS_TIME = re.compile(r"\b(time|age|lasts|wait\w*)\b", re.IGNORECASE)
 SAYS_UNIT = re.compile(r"\b(tokens?|bytes|elements|ranks|milliseconds)\b", re.IGNORECASE)
-# Names of quantities that count something which the name doesn't tell, unlike `num_blocks` and `size_bytes`.
+# Names of quantities that count something that the name doesn't show, unlike `num_blocks` and `size_bytes`.
 IS_MEASURE = re.compile(r"(^|_)(size|len|dim|length|position|offset|offsets|unix_ms)$|_bytes$")
 
 MESSAGE_TYPE, FIELD, NESTED, ONEOF = 4, 2, 3, 8  # field numbers in descriptor.proto, which paths are made of
@@ -30,7 +30,7 @@ MESSAGE_TYPE, FIELD, NESTED, ONEOF = 4, 2, 3, 8  # field numbers in descriptor.p
 
 @dataclass(frozen=True)
 class Commented:
-    """A field, or a oneof, of which exactly one member is the value."""
+    """A field, or a oneof; exactly one member is the value."""
 
     name: str
     comment: str

@@ -45,7 +45,7 @@ def test_history_before_a_compaction_cannot_be_read(etcd: EtcdServer) -> None:
     assert b"compacted" in caught.value.read()
 
 
-def test_a_killed_server_answers_nobody_and_a_frozen_one_can_be_stopped(etcd: EtcdServer) -> None:
+def test_a_killed_server_answers_no_client_and_a_frozen_one_can_be_stopped(etcd: EtcdServer) -> None:
     etcd.kill()
     with pytest.raises(OSError, match="refused"):
         etcd.revision()

@@ -9,7 +9,7 @@ import pytest
 from tests.tooling.machine import Machine
 
 PLENTY = "echo header; echo 'disk 99999999 0 99999999 0% /'"
-# Makes what `is_usable` looks at.
+# Makes what `is_usable` checks.
 PYTHON = """
 if [[ $2 == venv ]]; then
     venv=${@: -1}
@@ -72,7 +72,7 @@ def test_a_broken_environment_is_made_anew(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("extras", "need_mib"), [("dev", 600), ("torch,dev", 7000)])
-def test_too_small_a_disk_is_told_before_anything_is_made(machine: Machine, extras: str, need_mib: int) -> None:
+def test_too_small_a_disk_is_reported_before_anything_is_made(machine: Machine, extras: str, need_mib: int) -> None:
     machine.install("df", f"echo header; echo 'disk 99999999 0 {(need_mib - 1) * 1024} 0% /'")
     ran = machine.run("tools/setup.sh", extras)
     assert ran.returncode == 1
@@ -80,7 +80,7 @@ def test_too_small_a_disk_is_told_before_anything_is_made(machine: Machine, extr
     assert not (machine.root / ".venv").exists()
 
 
-def test_too_old_a_python_is_told(machine: Machine) -> None:
+def test_too_old_a_python_is_reported(machine: Machine) -> None:
     machine.install("python3", "exit 1")
     ran = machine.run("tools/setup.sh", "dev")
     assert ran.returncode == 1

@@ -259,9 +259,9 @@ def num_quiet_steps(scheduler: Scheduler, block_size: int) -> int:
 
 
 def take_quiet_steps(scheduler: Scheduler, blocks: BlockManager, num_steps: int, token_id: int) -> None:
-    """Take so many quiet steps at once, each of which samples ``token_id`` for every request.
+    """Take ``num_steps`` quiet steps at once; each samples ``token_id`` for every request.
 
-    Scheduler and block pool are left as so many calls of ``schedule`` and ``update`` would leave them.
+    Scheduler and block pool end up as ``num_steps`` calls of ``schedule`` and ``update`` would leave them.
     """
     for running in scheduler.running:
         seq = running.seq

@@ -20,7 +20,7 @@ __all__ = ["TorchEncoderConfig", "TorchEngineConfig", "create_encoder", "create_
 
 
 def create_runner(config: TorchEngineConfig) -> TorchRunner:
-    """Load the model and reserve its block pool, on the calling thread, which is to be the engine's.
+    """Load the model and reserve its block pool, on the calling thread, which must be the engine's.
 
     Takes seconds to minutes; the first call in a process imports torch and transformers.
 
@@ -39,7 +39,7 @@ def create_encoder(config: TorchEncoderConfig, embeddings: EmbeddingMemory | Non
     """The encoder of a LLaVA-family checkpoint; torch is imported and the model loaded by its ``start``.
 
     Args:
-        config: what it is to be.
+        config: the encoder's configuration.
         embeddings: the pool to write to, of the model's own layout; without, it has one of its own.
     """
     from quartet.engine.media.rows_encoder import RowsEncoder

@@ -179,7 +179,7 @@ def _attend_slice(
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over keys; a head's sink takes its share of the weight and gives nothing."""
+    """Softmax over keys; a head's sink takes its share of the weight and adds nothing to the output."""
     if sinks is None:
         return scores.softmax(-1)
     column = sinks.to(scores.dtype).view(1, scores.shape[1], scores.shape[2], 1, 1)

@@ -6,7 +6,7 @@ and up projection from another; residuals are added by the products themselves; 
 few rows at a time, which then are still in the processor's cache; and past its keys and values, the last layer computes
 only the rows whose logits are wanted.
 
-``fuse`` checks whether it knows a model to the letter, and makes a ``Decoder`` of it; the ``Linear`` classes multiply
+``fuse`` checks whether it knows every module of a model, and makes a ``Decoder`` of it; the ``Linear`` classes multiply
 with its weights in the order that is fastest on this device.
 """
 
@@ -220,7 +220,7 @@ class Norm:
         self._scaled_epsilon = weight.new_tensor(math.sqrt(epsilon * weight.numel()))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of each row, as new memory."""
+        """The norm of each row, as new memory."""
         if rows.dtype == torch.float64:  # transformers computes it in float32 even then
             normed = functional.rms_norm(rows.float(), self._weight.shape, eps=self._epsilon)
             return normed.double().mul_(self._weight)

@@ -44,7 +44,7 @@ class RunTimes:
 class Stage(Enum):
     """The state of a job."""
 
-    WAITING = auto()
+    QUEUED = auto()
     PREPARING = auto()  # in a worker thread, which writes to no block
     READY = auto()
     RUNNING = auto()  # in the tower's thread, which writes to the job's blocks
@@ -64,7 +64,7 @@ class Job:
     block_ids: tuple[int, ...]
     queued_at: float
     done: asyncio.Future[EncodeTimes]
-    stage: Stage = Stage.WAITING
+    stage: Stage = Stage.QUEUED
     prepared: Prepared | None = field(default=None, repr=False)
 
 
@@ -102,8 +102,8 @@ class JobQueue:
     def begin_preparing(self) -> list[Job]:
         """The jobs to prepare now; they become PREPARING."""
         num_ahead = sum(job.stage in (Stage.PREPARING, Stage.READY) for job in self._jobs)
-        waiting = [job for job in self._jobs if job.stage is Stage.WAITING]
-        chosen = waiting[: max(0, 2 * self._max_batch_size - num_ahead)]
+        queued = [job for job in self._jobs if job.stage is Stage.QUEUED]
+        chosen = queued[: max(0, 2 * self._max_batch_size - num_ahead)]
         for job in chosen:
             job.stage = Stage.PREPARING
         return chosen

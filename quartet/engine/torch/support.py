@@ -59,7 +59,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def probe_attention(config: PretrainedConfig) -> AttentionShape:
-    """Run a few tokens through the model on the ``meta`` device and look at what reaches attention.
+    """Run a few tokens through the model on the ``meta`` device and check what reaches attention.
 
     Raises:
         InvalidRequestError: field ``model``; a layer that this engine cannot serve.

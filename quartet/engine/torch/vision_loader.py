@@ -78,7 +78,7 @@ def load_vision(config: TorchEncoderConfig) -> LoadedVision:
 
 
 def _without_language_model(model_class: Any) -> Any:
-    """The class without its language model, which is neither built nor looked for in a checkpoint."""
+    """The class without its language model, which is neither built nor read from a checkpoint."""
 
     class Vision(model_class):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (r"language_model\.", r"^lm_head\.")

@@ -361,7 +361,7 @@ def refuse_encoder_alone(arguments: Arguments) -> None:
     """A worker that generates loads all of the model.
 
     Raises:
-        ConfigError: it is told to load the vision part only.
+        ConfigError: a setting says to load the vision part only.
     """
     if arguments.values.get("mm_encoder_only"):
         raise ConfigError(f"{arguments.origin('mm_encoder_only')}: for encode workers only")
@@ -390,7 +390,7 @@ def prepare_decode(arguments: Arguments) -> float | None:
     """Set what a decode worker needs to take hand-offs.
 
     Returns:
-        The timeout of a hand-off in seconds; ``None``: a layer tells the worker to take none.
+        The timeout of a hand-off in seconds; ``None``: a layer switches hand-offs off.
 
     Raises:
         ConfigError: a layer sets a value that makes this impossible.
@@ -432,7 +432,7 @@ def publish_events(arguments: Arguments) -> bool:
     cache = arguments.section(KV_CACHE)
     if cache.get("enable_block_reuse", True) is False:
         origin = arguments.origin(f"{KV_CACHE}.enable_block_reuse")
-        arguments.warnings.append(f"{origin}: is off, so requests are placed without knowing the cache")
+        arguments.warnings.append(f"{origin}: is off, so routers do not know what this worker has cached")
         return False
     path = f"{KV_CACHE}.event_buffer_max_size"
     size = cache.get("event_buffer_max_size", _DEFAULT_EVENT_BUFFER_SIZE)

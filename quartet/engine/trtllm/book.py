@@ -152,10 +152,10 @@ class RequestBook:
 
     def rank_stats(self, rank: int, figures: RankFigures) -> EngineStats:
         """The load of one rank."""
-        heard = figures.stats
+        stats = figures.stats
         with self._lock:
             book = self._ranks[rank]
-            unbegun = book.unbegun(heard)
+            unbegun = book.unbegun(stats)
             blocks = self._blocks(book, figures)
             return EngineStats(
                 num_running=book.num_in_flight - len(unbegun),
@@ -164,7 +164,7 @@ class RequestBook:
                 num_unbegun_prefill_tokens=sum(entry.num_prefill_tokens for entry in unbegun),
                 num_decoding=sum(entry.decodes for entry in book.begun.values()),
                 num_context_tokens=book.num_context_tokens,
-                max_step_tokens=(heard.max_step_tokens if heard else None) or self._max_step_tokens or 0,
+                max_step_tokens=(stats.max_step_tokens if stats else None) or self._max_step_tokens or 0,
                 step_time=book.fit.step_time,
                 num_in_use_blocks=blocks.in_use,
                 num_held_blocks=blocks.held,
@@ -188,10 +188,10 @@ class RequestBook:
         return None if rank is None else self._ranks[rank]
 
     def _blocks(self, book: _RankBook, figures: RankFigures) -> BlockCounts:
-        heard, total = figures.stats, figures.num_blocks or self._assumed_num_blocks
+        stats, total = figures.stats, figures.num_blocks or self._assumed_num_blocks
         held = min(sum(self._num_blocks(entry) for entry in book.held.values()), total)
         own = sum(self._num_blocks(entry) for entry in book.begun.values())
-        used = own + held if heard is None or heard.num_used_blocks is None else heard.num_used_blocks
+        used = own + held if stats is None or stats.num_used_blocks is None else stats.num_used_blocks
         # An idle engine makes no records: its last one is from when it was busy.
         in_use = min(max(used - held, 0), total - held) if book.num_in_flight else 0
         left = total - held - in_use

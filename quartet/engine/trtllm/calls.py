@@ -132,7 +132,7 @@ class CallBuilder:
             stop_ids=stop_ids_of(generation.sampling, self._facts.eos_token_ids),
             num_top_logprobs=generation.output.logprobs,
         )
-        # Not every 1.2 measures requests just because the engine was told to.
+        # Not every 1.2 measures requests, even if the engine's arguments ask for it.
         arguments["sampling_params"].return_perf_metrics = self._loaded.arguments.has_perf_metrics
         given = {name: value for name, value in arguments.items() if value is not None}
         return Call(arguments=given, cursor=cursor, is_handing_off=is_handing_off, inputs=built)

@@ -67,7 +67,7 @@ class OtherDefault:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """The answer to one of ``QUESTIONS``; ``None``: there is no telling."""
+    """The answer to one of ``QUESTIONS``; ``None``: the package does not show it."""
 
     text: str
     holds: bool | None
@@ -91,21 +91,21 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         """The inverse of ``to_json``."""
-        told = json.loads(text)
+        report = json.loads(text)
         return cls(
-            told["version"],
-            told["num_found"],
-            tuple(Lack(**lack) for lack in told["lacks"]),
-            tuple(OtherDefault(**other) for other in told["other_defaults"]),
-            tuple(Fact(**fact) for fact in told["facts"]),
+            report["version"],
+            report["num_found"],
+            tuple(Lack(**lack) for lack in report["lacks"]),
+            tuple(OtherDefault(**other) for other in report["other_defaults"]),
+            tuple(Fact(**fact) for fact in report["facts"]),
         )
 
 
 def inspect_package() -> Report:
-    """Import the package and look at it. Raises whatever the import raises."""
-    _tell(f"importing {_PACKAGE}")
+    """Import the package and compare it. Raises whatever the import raises."""
+    _show_progress(f"importing {_PACKAGE}")
     package: Any = import_module(_PACKAGE)
-    _tell("comparing it with what Quartet relies on")
+    _show_progress("comparing it with what Quartet relies on")
     num_found = 0
     lacks: list[Lack] = []
     others: list[OtherDefault] = []
@@ -117,7 +117,7 @@ def inspect_package() -> Report:
             num_found += 1
             if outcome is not None:
                 others.append(outcome)
-    _tell("looking at what is uncertain")
+    _show_progress("checking what is uncertain")
     facts = tuple(Fact(question.text, _answer(question.holds), question.is_later) for question in QUESTIONS)
     return Report(str(getattr(package, "__version__", "unknown")), num_found, tuple(lacks), tuple(others), facts)
 
@@ -212,11 +212,11 @@ def _plain(value: object) -> object:
 def _answer(holds: Any) -> bool | None:
     try:
         return bool(holds())
-    except Exception:  # noqa: BLE001 - the package may be like anything: no answer is an answer
+    except Exception:  # noqa: BLE001 - the package may differ in any way: no answer is an answer
         return None
 
 
-def _tell(part: str) -> None:
+def _show_progress(part: str) -> None:
     print(f"{PROGRESS}{part}", flush=True)
 
 
@@ -442,9 +442,9 @@ QUESTIONS: tuple[Question, ...] = (
 )
 
 #: What only a loaded model shows.
-UNTOLD = (
+NEEDS_A_MODEL = (
     "how events and statistics are fetched",
-    "whether blocks tell of pictures (mm_keys)",
+    "whether events name the pictures of blocks (mm_keys)",
     "what a prompt beyond max_num_tokens raises",
     "how a context-only request ends",
     "whether an opaque state can be pulled twice",

@@ -340,7 +340,7 @@ class Claims:
         return state
 
     def follow(self, output: StepOutput) -> None:
-        """Let go of hand-offs whose KV has arrived, or whose request has failed, as ``output`` shows."""
+        """Release the hand-offs whose KV has arrived, or whose request has failed, as ``output`` shows."""
         for started in output.started:
             if started.id in self._opened:
                 self._opened.discard(started.id)
@@ -368,7 +368,7 @@ class Claims:
     def _end(self, id: int, outcome: FetchResult | ServingError) -> None:
         if isinstance(outcome, ServingError):
             # The blocks are here all the same; the source frees its own when the hand-off expires.
-            logger.info("request %s: the source was not told that its hand-off is done: %s", id, outcome.message)
+            logger.info("request %s: the source did not learn that its hand-off is done: %s", id, outcome.message)
 
 
 def _opaque_state(hand_off: HandOff) -> bytes:

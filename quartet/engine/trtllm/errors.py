@@ -106,12 +106,12 @@ def loss_of(error: Exception) -> EngineError:
 
 
 def trace_of(error: BaseException) -> str:
-    """``error`` for a log: types and places of it and of its causes, without their texts."""
+    """``error`` for a log: types and stack frames of it and of its causes, without their texts."""
     parts: list[str] = []
     link: BaseException | None = error
     while link is not None and len(parts) < _MAX_TRACES:
-        places = "".join(traceback.format_tb(link.__traceback__)).rstrip()
-        parts.append(f"{type(link).__qualname__}\n{places}".rstrip())
+        frames = "".join(traceback.format_tb(link.__traceback__)).rstrip()
+        parts.append(f"{type(link).__qualname__}\n{frames}".rstrip())
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return "\nafter ".join(parts)
 
@@ -131,5 +131,5 @@ def _invalid(text: str) -> InvalidRequestError:
 
 
 def is_foreseen(error: Exception, request_error: type[Exception]) -> bool:
-    """Whether ``error`` is one that a call for a request may raise; any other is worth a look."""
+    """Whether ``error`` is one that a call for a request may raise; any other is logged with its trace."""
     return isinstance(error, ServingError | request_error | ValueError | TypeError | RuntimeError)

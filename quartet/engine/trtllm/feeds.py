@@ -30,8 +30,8 @@ from quartet.events.kv import RankEvents, StoredBlocks
 
 logger = logging.getLogger(__name__)
 
-# Events that wait for ``take_kv_events``. Older ones are dropped; after that gap, reporting begins anew.
-_MAX_WAITING_EVENTS = 1 << 16
+# Events that ``take_kv_events`` has not applied yet. Older ones are dropped; after that gap, reporting begins anew.
+_MAX_UNAPPLIED_EVENTS = 1 << 16
 
 # How long a fetch may wait for an item. Short: the fetch may block, and a new item may not wake it.
 _FETCH_S = 0.2
@@ -65,8 +65,8 @@ class LlmFeeds(Protocol):
 class Feeds:
     """Reads both feeds on threads of its own. Its methods may be called on any thread; none but ``close`` waits.
 
-    Events wait unread until ``take_kv_events`` applies them. So a snapshot is exactly what a receiver of all taken
-    events knows. After a fetch of them failed, all ranks' blocks are reported as gone.
+    Events are kept until ``take_kv_events`` applies them. So a snapshot is exactly what a receiver of all taken
+    events knows. After a fetch of events failed, all ranks' blocks are reported as gone.
 
     The statistics of 1.2 don't name their rank: with several ranks, ``figures`` have only what holds for all of them.
     """
@@ -103,10 +103,10 @@ class Feeds:
         self._reader = EventReader(block_size, media_token_ids, vocab_size)
         self._private = PrivateBlocks(block_size)
         self._mirrors = [RankMirror(rank, self._private.matches) for rank in range(num_ranks)]
-        self._waiting: deque[LlmEvent] = deque(maxlen=_MAX_WAITING_EVENTS)
-        self._told_until = 0.0
+        self._unapplied: deque[LlmEvent] = deque(maxlen=_MAX_UNAPPLIED_EVENTS)
+        self._reported_until = 0.0
         self._has_unreadable = False
-        self._lock = threading.Lock()  # guards the waiting events; never held for long
+        self._lock = threading.Lock()  # guards the events that are not applied yet; never held for long
         self._mirror_lock = threading.Lock()
         self._latest: LlmRankStats | None = None
         self._latest_of_rank: dict[int, LlmRankStats] = {}
@@ -138,15 +138,15 @@ class Feeds:
         """Return the changes since the last call, in our names; ranks without a change are left out."""
         with self._mirror_lock:
             with self._lock:
-                waiting, self._waiting = self._waiting, deque(maxlen=_MAX_WAITING_EVENTS)
-                told_until, has_gap = self._told_until, self._has_gap
+                unapplied, self._unapplied = self._unapplied, deque(maxlen=_MAX_UNAPPLIED_EVENTS)
+                reported_until, has_gap = self._reported_until, self._has_gap
                 self._has_gap = False
-            for event in waiting:
+            for event in unapplied:
                 self._mirrors[event.rank].apply(event)
             if has_gap:
                 for mirror in self._mirrors:
                     mirror.distrust()
-            self._private.forget(told_until)
+            self._private.forget(reported_until)
             taken = [(rank, mirror.take()) for rank, mirror in enumerate(self._mirrors)]
         return [RankEvents(rank, events) for rank, events in taken if events]
 
@@ -163,10 +163,10 @@ class Feeds:
     def figures(self, rank: int) -> RankFigures:
         """What is known of ``rank`` now."""
         stats, mirror = self._stats(rank), self._mirrors[rank]
-        told = None if stats is None else stats.num_total_blocks
+        num_reported = None if stats is None else stats.num_total_blocks
         return RankFigures(
             stats=stats,
-            num_blocks=mirror.num_blocks if told is None else told,
+            num_blocks=mirror.num_blocks if num_reported is None else num_reported,
             num_named_blocks=mirror.num_named_device_blocks,
             num_busy_records=self._num_busy_records[rank],
             num_prompt_records=self._num_prompt_records[rank],
@@ -187,7 +187,7 @@ class Feeds:
         if self._wants_events:
             fetch = llm.get_kv_cache_events_async
             pollers.append(
-                Poller("trtllm-kv-events", fetch, self._take_events_in, self._lose_events, self._take_told_in)
+                Poller("trtllm-kv-events", fetch, self._take_events_in, self._lose_events, self._note_reported)
             )
         if wants_stats:
             pollers.append(Poller("trtllm-stats", llm.get_stats_async, self._take_records_in, self._lose_stats))
@@ -202,8 +202,8 @@ class Feeds:
     def _take_events_in(self, items: Sequence[object]) -> None:
         events = [event for item in items if (event := self._read(item)) is not None]
         with self._lock:
-            had_none = not self._waiting
-            self._waiting.extend(events)
+            had_none = not self._unapplied
+            self._unapplied.extend(events)
         if had_none and events:
             self._on_change()
 
@@ -214,13 +214,13 @@ class Feeds:
             # An unreadable event leaves a gap in the numbers, as a lost one does.
             if not self._has_unreadable:
                 self._has_unreadable = True
-                logger.warning("TensorRT-LLM tells of KV blocks in a way that is not known: %s", error)
+                logger.warning("TensorRT-LLM reports KV blocks in a form that is not known: %s", error)
             return None
         return event if 0 <= event.rank < self._num_ranks else None
 
-    def _take_told_in(self, told_until: float) -> None:
+    def _note_reported(self, reported_until: float) -> None:
         with self._lock:
-            self._told_until = told_until
+            self._reported_until = reported_until
 
     def _lose_events(self) -> None:
         with self._lock:
@@ -261,7 +261,7 @@ class Poller:
         fetch: Callable[[float], AsyncIterator[object]],
         on_items: Callable[[Sequence[object]], None],
         on_break: Callable[[], None],
-        on_told: Callable[[float], None] = lambda _until: None,
+        on_complete: Callable[[float], None] = lambda _until: None,
     ) -> None:
         """The last three are called on the poller's thread.
 
@@ -270,10 +270,10 @@ class Poller:
             fetch: ``get_..._async``: it takes the seconds to wait.
             on_items: takes items of the feed, in order.
             on_break: a fetch failed, and items of the meantime may be missing. Called once until a fetch works again.
-            on_told: the items so far include all that the engine had to say before this moment, in monotonic seconds.
+            on_complete: the items so far include all that the engine reported before this moment, in monotonic seconds.
         """
         self._fetch = fetch
-        self._on_items, self._on_break, self._on_told = on_items, on_break, on_told
+        self._on_items, self._on_break, self._on_complete = on_items, on_break, on_complete
         self._wake_up = threading.Event()
         self._closing = threading.Event()
         self._num_failures = 0
@@ -363,12 +363,12 @@ class Poller:
             except (StopAsyncIteration, TimeoutError):
                 break
             if time.monotonic() - asked_at > _WAITED_S:
-                self._on_told(asked_at)
+                self._on_complete(asked_at)
             has_items = True
             self._on_items(item if isinstance(item, list) else [item])
         # An iterator that ends at once with nothing had ended before, and items may wait behind it.
         if has_items or time.monotonic() - began_at > _FETCH_S * 0.8:
-            self._on_told(began_at)
+            self._on_complete(began_at)
         return has_items
 
 

@@ -53,7 +53,7 @@ class LlmInputs:
             without a hand-off (``context_and_generation``).
         expected_token_ids: the prompt that the result must name; ``None``: it is in ``inputs``, or unknown.
         unread_token_ids: the ids of a prompt in which TensorRT-LLM lays out the media itself, with one placeholder for
-            each item; ``InputBuilder.laid_out`` finds the items later; ``None``: their places are known.
+            each item; ``InputBuilder.laid_out`` finds the items later; ``None``: their positions are known.
         add_special_tokens: for ``SamplingParams``.
     """
 
@@ -134,12 +134,12 @@ class InputBuilder:
         return replace(inputs, expected_token_ids=None, unread_token_ids=collapse(token_ids, generation.media))
 
     def laid_out(self, generation: Generation, inputs: LlmInputs, became: Sequence[int]) -> Generation:
-        """Return ``generation`` with its prompt as TensorRT-LLM laid it out, and with the places of its media.
+        """Return ``generation`` with its prompt as TensorRT-LLM laid it out, and with the positions of its media.
 
         ``became`` is that prompt, with the output that was given out already.
 
         Raises:
-            EngineError: the places of the media in it can't be told.
+            EngineError: the positions of the media in it can't be determined.
         """
         assert self._model is not None and inputs.unread_token_ids is not None, "there are media to be found"
         spans = find_media(inputs.unread_token_ids, became, self._model.config.placeholder_id)
@@ -195,7 +195,7 @@ class MediaItem:
 def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) -> tuple[MediaSpan, ...]:
     """Find the runs of ``became`` that replace the placeholders of ``came``; the tokens between them are unchanged.
 
-    Some models put tokens of their own between an item's parts, so only the text around an item tells where it ends.
+    Some models put tokens of their own between an item's parts, so only the text around an item shows where it ends.
 
     Returns:
         One span for each item, in order, with zeros for its name; each has at least one token.
@@ -209,7 +209,7 @@ def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) 
     if first is None or last is None:
         raise EngineError("the engine's prompt is not the one that it was given, with its media in it")
     if first != [(len(became) - end, len(became) - begin) for begin, end in reversed(last)]:
-        raise EngineError("where each of the prompt's media ends can't be told: put text between them")
+        raise EngineError("where each of the prompt's media ends can't be determined: put text between them")
     return tuple(MediaSpan(bytes(MEDIA_ID_SIZE_BYTES), begin, end - begin) for begin, end in first)
 
 
@@ -323,7 +323,7 @@ def _llm_inputs(text: PromptText, items: Sequence[MediaItem], token_ids: Sequenc
     if pictures:
         inputs["multi_modal_data"] = {"image": pictures}
     elif len(states) == len(items):
-        # With handles, TensorRT-LLM looks only at the number and size of these: the inputs must be those that the
+        # With handles, TensorRT-LLM uses only the number and size of these: the inputs must be those that the
         # encoder had, and the pictures themselves are not here.
         blanks = [Image.new("RGB", (state.width, state.height)) for state in states]
         inputs["multi_modal_data"] = {"image": blanks}
@@ -359,8 +359,8 @@ def _take(state: PictureState) -> Any:
 
 def _split(token_ids: Sequence[int], placeholder_id: int) -> list[list[int]]:
     """Split the ids into the text before, between and after the placeholders."""
-    places = [index for index, token_id in enumerate(token_ids) if token_id == placeholder_id]
-    return [list(token_ids[begin + 1 : end]) for begin, end in pairwise([-1, *places, len(token_ids)])]
+    positions = [index for index, token_id in enumerate(token_ids) if token_id == placeholder_id]
+    return [list(token_ids[begin + 1 : end]) for begin, end in pairwise([-1, *positions, len(token_ids)])]
 
 
 def _leftmost(pieces: Sequence[list[int]], token_ids: list[int]) -> list[tuple[int, int]] | None:
@@ -394,7 +394,7 @@ def _find(token_ids: list[int], piece: list[int], begin: int, end: int) -> int |
 
 
 def _candidates(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[PromptText]:
-    # Try without the special tokens first: some models' picture processors add them whatever they are told.
+    # Try without the special tokens first: some models' picture processors always add them.
     added = tokenizer.encode("", add_special_tokens=True)
     if added and list(token_ids[: len(added)]) == added:
         yield PromptText(tokenizer.decode(token_ids[len(added) :], skip_special_tokens=False), True)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's KV events: read from JSON, followed by a mirror, and given on with our names of blocks.
+"""TensorRT-LLM's KV events: read from JSON, followed by a mirror, and passed on with our names of blocks.
 
 TensorRT-LLM names a block by a hash of its own, from which ours cannot be computed; but ``stored`` events carry tokens
 and a parent. So ``RankMirror`` keeps every stored block under TensorRT-LLM's hash, with our name of it, if it has one:
@@ -7,13 +7,13 @@ and a parent. So ``RankMirror`` keeps every stored block under TensorRT-LLM's ha
   that the largest one still needs, so what is in it does not show what can be reused. Before any ``created`` it follows
   none.
 - A block has no name of ours if it is not full (the last one of a sequence may be), if it is or might be private (see
-  ``PrivateBlocks``), or if the block before it has none. The mirror keeps it nonetheless: its removal is no news, and
-  the blocks after it have no name either.
+  ``PrivateBlocks``), or if the block before it has none. The mirror keeps it nonetheless: it does not report its
+  removal, and the blocks after it have no name either.
 - The mirror does not keep a block after one that it does not know. If the block is stored again after its parent, it
   gets its name then.
-- ``removed`` is the end on every tier; for a block that the mirror does not know it says nothing.
+- ``removed`` is the end on every tier; the mirror ignores it for a block that it does not know.
 - Numbers that do not follow one another mean that events were lost, or that the engine restarted. A lost event may have
-  removed any block, so the mirror takes none for there any more, and says so (``Cleared``). Engines do not repeat their
+  removed any block, so the mirror assumes that none is there, and reports ``Cleared``. Engines do not repeat their
   events. But they store a block only after all blocks before it: one that is stored after a block from before the gap
   shows that this one, and all before it, are still there, and they are reported again. TensorRT-LLM's hash is of the
   contents, so the name is still the right one; a sequence that just stored a block has those before it on the device.
@@ -215,7 +215,7 @@ class RankMirror:
             self._follow(event.change)
 
     def distrust(self) -> None:
-        """Take no block for there any more: events are missing."""
+        """Assume that no block is there any more: events are missing."""
         self._names.clear()
         self._doubtful |= self._blocks
         self._blocks = {}
@@ -324,7 +324,7 @@ class PrivateBlocks:
 
     A block after one without a name of ours has no name either, so one block for each request is enough. The tokens
     that this block had at first are enough, too: any block that begins with them might be the request's. This also
-    withholds plain blocks that look the same and are stored meanwhile: too little is reported, never too much. If too
+    withholds plain blocks that begin alike and are stored meanwhile: too little is reported, never too much. If too
     many requests end while no event comes, they are forgotten, and every block counts as private until events catch
     up. Thread-safe.
     """

@@ -37,7 +37,7 @@ class LoadedLlm:
     """A loaded LLM, with the objects that make its inputs and read its figures.
 
     Attributes:
-        has_told: set when ``feeds`` have something new.
+        has_reported: set when ``feeds`` have something new.
     """
 
     llm: Any
@@ -48,7 +48,7 @@ class LoadedLlm:
     book: RequestBook
     feeds: Feeds
     metrics: ResultMetrics | None
-    has_told: threading.Event
+    has_reported: threading.Event
 
     @property
     def is_gone(self) -> bool:
@@ -69,11 +69,11 @@ class LoadedLlm:
         events: list[RankEvents] = []
         deadline = time.monotonic() + (timeout_s if self.arguments.has_stats or self.arguments.has_events else 0.0)
         while (left_s := deadline - time.monotonic()) > 0:
-            self.has_told.clear()
+            self.has_reported.clear()
             events += self.feeds.take_kv_events()
             if self.feeds.figures(0).num_blocks is not None:
                 break
-            self.has_told.wait(left_s)
+            self.has_reported.wait(left_s)
         return events
 
     def num_blocks(self) -> int:
@@ -128,15 +128,15 @@ def loaded_llm(
             block_size=arguments.block_size,
             max_step_tokens=arguments.max_num_tokens,
         )
-        has_told = threading.Event()
+        has_reported = threading.Event()
         media_ids = frozenset() if inputs.placeholder_id is None else frozenset({inputs.placeholder_id})
 
         def take_record(record: LlmRankStats) -> None:
             book.observe(record)
-            has_told.set()
+            has_reported.set()
 
         def take_change() -> None:
-            has_told.set()
+            has_reported.set()
             on_feeds()
 
         feeds = Feeds(
@@ -164,5 +164,5 @@ def loaded_llm(
             book=book,
             feeds=feeds,
             metrics=metrics,
-            has_told=has_told,
+            has_reported=has_reported,
         )

@@ -1,4 +1,4 @@
-"""What an encode worker tells a prefill worker of a picture that lies in its GPU's memory, as bytes.
+"""What an encode worker sends a prefill worker about a picture in its GPU's memory, as bytes.
 
 The format is JSON, in which bytes are ``{"base64": "..."}``. The handle must come through exactly, whatever its keys
 hold. Bytes from a stranger must not run code here, as a pickle would.

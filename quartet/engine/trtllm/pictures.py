@@ -143,7 +143,7 @@ class PictureStates:
         """Wait for the encoder. Its load may take any time, but its first picture must come in time."""
         while not self._has_settled.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_settled.wait(), self._times.look_interval_s)
+                await asyncio.wait_for(self._has_settled.wait(), self._times.check_interval_s)
             if thread.is_overdue and not self._has_settled.is_set():
                 raise EngineError("the encoder of TensorRT-LLM loaded, but does not encode a picture")
 
@@ -333,7 +333,7 @@ class EncoderThread:
             self._on_ready()
             while self._turn():
                 pass
-        except Exception as error:  # noqa: BLE001 - the thread's end: waiting requests must hear of it
+        except Exception as error:  # noqa: BLE001 - the thread's end: waiting requests must get the error
             # Once requests have sent pictures, the error's text may quote them.
             _LOG.error("the encoder of TensorRT-LLM broke: %s", type(error).__name__, exc_info=not self._is_ready)
             self._on_lost(error)

@@ -168,7 +168,7 @@ class LlmRequests:
         await asyncio.to_thread(self._media_readers.shutdown, cancel_futures=True)
 
     def _note_private(self, request: EngineRequest) -> ExitStack:
-        """Keep blocks of a salt, an adapter or media from being reported: the cache's events don't tell them apart."""
+        """Keep blocks of a salt, an adapter or media from being reported: the cache's events don't distinguish them."""
         generation = request.generation
         is_private = bool(generation.cache_salt or generation.adapter)
         if not is_private and not generation.media and not request.media_inputs:
@@ -387,7 +387,7 @@ class ResultReader:
         self.has_started = True
         elapsed_s = time.monotonic() - self._submitted_at
         queue_s = min(_queue_s(result), elapsed_s)
-        # If blocks were pulled, count the time after the queue as their transfer: TensorRT-LLM does not tell more.
+        # If blocks were pulled, count the time after the queue as their transfer: TensorRT-LLM reports no more.
         transfer_s = elapsed_s - queue_s if self._request.hand_off is not None else 0.0
         self._loaded.book.begin(self._request.id, result.cached_tokens)
         inputs, num_prompt_tokens = self._call.inputs, 0

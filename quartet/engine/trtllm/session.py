@@ -18,7 +18,7 @@ from quartet.errors import EngineError
 logger = logging.getLogger(__name__)
 
 _NUM_WARM_UP_TOKENS = 4
-_LOOKS_PER_TIMEOUT = 4
+_CHECKS_PER_TIMEOUT = 4
 
 
 class LlmSession:
@@ -85,7 +85,7 @@ class LlmSession:
         self.num_blocks = self.requests.num_blocks = self.loaded.num_blocks()
         self.loaded.book.assume_num_blocks(self.num_blocks)
         self._on_ready(self)
-        watching = [asyncio.create_task(self._run_canary()), asyncio.create_task(self._look())]
+        watching = [asyncio.create_task(self._run_canary()), asyncio.create_task(self._watch_engine())]
         try:
             await stop.wait()
         finally:
@@ -94,10 +94,10 @@ class LlmSession:
             await asyncio.wait(watching)
             await self.requests.close()
 
-    async def _look(self) -> None:
+    async def _watch_engine(self) -> None:
         """Check whether the engine is dead: without requests, an engine dies without a sign."""
         while not self._is_lost:
-            await asyncio.sleep(self._times.look_interval_s)
+            await asyncio.sleep(self._times.check_interval_s)
             if self.loaded.is_gone:
                 self._lose(EngineError("the engine has shut down by itself"))
 
@@ -174,7 +174,7 @@ class Canary:
     async def _watch(self, seen: int) -> None:
         """Count the time from the latest output, not from the canary: a busy engine may take the canary up late."""
         while True:
-            await asyncio.sleep(self._times.canary_timeout_s / _LOOKS_PER_TIMEOUT)
+            await asyncio.sleep(self._times.canary_timeout_s / _CHECKS_PER_TIMEOUT)
             now, progress = self._clock(), self._progress()
             if progress != seen:
                 seen, self._quiet_since = progress, now

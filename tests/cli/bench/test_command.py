@@ -50,8 +50,8 @@ async def test_as_many_requests_as_wanted_are_sent_as_they_were_ordered(
         assert all(100 <= token_id <= 600 for token_id in start.token_ids.ids)
         assert (start.sampling.max_tokens, start.sampling.ignore_eos, start.sampling.temperature) == (3, True, 0.0)
         assert start.timeout.seconds == 9
-    for told in ("20 finished, 0 failed, 0 cut off", "TTFT", "ITL", "E2E", "own CPU", "decode"):
-        assert told in result.stdout
+    for shown in ("20 finished, 0 failed, 0 cut off", "TTFT", "ITL", "E2E", "own CPU", "decode"):
+        assert shown in result.stdout
 
 
 @pytest.mark.parametrize("path", list(RequestPath))
@@ -157,7 +157,7 @@ def test_without_a_trace_there_is_a_warm_up() -> None:
     assert make_limits(1.0, None, None, has_trace=True).warmup_s == 1
 
 
-async def test_a_file_that_cannot_be_written_is_told_and_hides_neither_table_nor_the_other_file(
+async def test_a_file_that_cannot_be_written_is_reported_and_hides_neither_table_nor_the_other_file(
     router: FakeRouter, start_router: StartRouter, run_cli: RunCli, tmp_path: Path
 ) -> None:
     picture = tmp_path / "run.png"
@@ -185,7 +185,7 @@ async def test_refusals_are_counted_by_status_and_reason(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "shown"),
     [
         (["--concurrency", "0"], ["--concurrency", "1"]),
         (["--concurrency", "2", "--rate", "3"], ["--concurrency and --rate", "give one"]),
@@ -205,14 +205,14 @@ async def test_refusals_are_counted_by_status_and_reason(
         (["--path", "pigeon"], ["--path", "pigeon"]),
     ],
 )
-async def test_what_cannot_be_is_told_by_the_options_name(
-    router: FakeRouter, start_router: StartRouter, run_cli: RunCli, options: list[str], told: list[str]
+async def test_an_impossible_value_is_reported_by_the_options_name(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli, options: list[str], shown: list[str]
 ) -> None:
     result = await run_cli("bench", "--router", await start_router(router), *options)
     assert result.exit_code == 2
     # Out of the frame that it is printed in.
     message = " ".join(result.stderr.replace("│", " ").split())
-    assert all(part in message for part in told), message
+    assert all(part in message for part in shown), message
     assert router.starts == []
 
 
@@ -226,7 +226,7 @@ async def test_drawing_without_matplotlib_says_what_to_install(
     assert "pip install -e '.[plot]'" in message and "--plot" in message
 
 
-async def test_nobody_there_is_told_before_any_load(run_cli: RunCli, free_port: Callable[[], int]) -> None:
+async def test_a_missing_router_is_reported_before_any_load(run_cli: RunCli, free_port: Callable[[], int]) -> None:
     stopwatch = Stopwatch()
     result = await run_cli("bench", "--router", f"127.0.0.1:{free_port()}")
     assert stopwatch.seconds < 5
@@ -299,7 +299,7 @@ async def test_requests_of_the_warm_up_are_load_but_not_in_the_figures(
     assert len(router.starts) > 3
 
 
-async def test_the_display_is_plain_lines_where_nobody_looks_and_live_on_a_terminal() -> None:
+async def test_the_display_is_plain_lines_in_a_pipe_and_live_on_a_terminal() -> None:
     for is_terminal in (False, True):
         out = io.StringIO()
         console = Console(file=out, force_terminal=is_terminal, width=200)
@@ -309,6 +309,6 @@ async def test_the_display_is_plain_lines_where_nobody_looks_and_live_on_a_termi
             display.began(Load(LoadKind.CONCURRENCY, 4), 0, recorder, window)
             recorder.begin(time.perf_counter()).tokens(3)
             display.show()
-        for told in ("1 of 2: concurrency 4, warm-up", "running 1", "TTFT", "own CPU"):
-            assert told in out.getvalue()
+        for shown in ("1 of 2: concurrency 4, warm-up", "running 1", "TTFT", "own CPU"):
+            assert shown in out.getvalue()
         assert ("\x1b" in out.getvalue()) is is_terminal

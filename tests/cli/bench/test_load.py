@@ -14,7 +14,7 @@ from cli.bench.workload import BenchRequest
 
 
 def numbered(num_requests: int) -> Iterator[BenchRequest]:
-    """Requests that are told apart by their length; ``num_requests`` of them."""
+    """``num_requests`` requests of different lengths."""
     for number in range(1, num_requests + 1):
         yield BenchRequest(token_ids=[1], num_output_tokens=number, at_s=0.001 * number)
 

@@ -1,4 +1,4 @@
-"""What is recorded of requests, the figures that come of it, and how near quantiles are to what was put in."""
+"""What a run records of requests, its figures, and how near quantiles come to the recorded values."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_hops_add_up_to_what_the_client_waited() -> None:
     assert sum(parts.values()) == 110
 
 
-def test_the_shares_of_the_hops_are_of_all_requests_together(recorder: Recorder, clock: Clock) -> None:
+def test_the_shares_of_the_hops_are_of_the_sum_over_all_requests(recorder: Recorder, clock: Clock) -> None:
     recorder.open()
     for total_s in (1.0, 3.0):
         record = recorder.begin(clock.now)

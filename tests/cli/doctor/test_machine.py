@@ -29,7 +29,7 @@ _HANG = "#!/bin/sh\ntrap '' TERM\nexec sleep 600\n"
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port where somebody listens who never says a word."""
+    """A port with a listener that never sends anything."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -85,7 +85,7 @@ async def test_each_endpoint_is_asked_by_itself(shared_etcd: EtcdServer, free_po
 
 
 @pytest.mark.usefixtures("etcd_binary")
-async def test_without_etcd_the_one_that_would_be_started_is_told(free_port: Callable[[], int]) -> None:
+async def test_without_etcd_the_finding_names_the_one_that_would_be_started(free_port: Callable[[], int]) -> None:
     config = EtcdConfig(endpoints=(f"127.0.0.1:{free_port()}",))
     [finding] = await EtcdCheck(config, is_chosen=False)()
     assert finding.verdict is Verdict.OK
@@ -114,7 +114,9 @@ async def test_free_ports_are_fine(free_port: Callable[[], int]) -> None:
     assert (etcd.verdict, etcd.message) == (Verdict.OK, "free, for etcd")
 
 
-async def test_a_router_that_serves_is_told_by_its_workers(start_router: StartRouter, shared_etcd: EtcdServer) -> None:
+async def test_the_finding_names_the_workers_of_a_router_that_serves(
+    start_router: StartRouter, shared_etcd: EtcdServer
+) -> None:
     router = FakeRouter()
     router.workers = [worker_status("decode-0"), worker_status("decode-1")]
     port = int((await start_router(router)).split(":")[1])
@@ -148,7 +150,9 @@ async def test_a_kernel_without_sealed_memfd_is_a_warning(monkeypatch: pytest.Mo
     assert "Operation not permitted" in pools.message
 
 
-async def test_a_driver_that_hangs_is_wrong_and_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_that_hangs_is_wrong_and_delays_no_other_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _program(tmp_path, "nvidia-smi", _HANG, monkeypatch)
     monkeypatch.setattr(gpus, "_DRIVER_TIMEOUT_S", 0.3)
     stopwatch = Stopwatch()
@@ -158,7 +162,7 @@ async def test_a_driver_that_hangs_is_wrong_and_keeps_nobody(tmp_path: Path, mon
     assert "nvidia-smi did not end in time" in finding.message
 
 
-async def test_a_driver_that_fails_is_told_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_that_fails_is_reported_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     _program(tmp_path, "nvidia-smi", f'#!/bin/sh\necho "{failure}"\nexit 9\n', monkeypatch)
     [finding] = await gpus.check_gpus()
@@ -175,7 +179,7 @@ async def test_a_program_is_ended_with_what_it_started(tmp_path: Path) -> None:
         script = f"exec 3>{fifo}; sleep 600 & echo begun; wait"
         run = await run_program(["/bin/sh", "-c", script], timeout_s=1)
         assert (run.exit_code, run.lines) == (None, ("begun",))
-        # Readable without a byte: nobody holds the other end any more.
+        # Readable without a byte: no process holds the other end any more.
         asyncio.get_running_loop().add_reader(reader, ended.set)
         async with asyncio.timeout(10):
             await ended.wait()

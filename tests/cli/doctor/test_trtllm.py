@@ -47,7 +47,7 @@ async def test_a_package_as_described_is_fine(monkeypatch: pytest.MonkeyPatch) -
         "advice": "",
     }
     assert "yes: LLM has a health check (_check_health)" in [finding["message"] for finding in report["findings"]]
-    # What goes on is told apart from the report.
+    # Progress is kept apart from the report.
     assert "importing tensorrt_llm" in result.stderr
 
 
@@ -71,7 +71,7 @@ async def test_an_empty_package_lacks_everything(
     assert "can't be told: AutoDeploy" in result.stdout
 
 
-async def test_an_import_that_raises_is_told_with_its_last_words(
+async def test_an_import_that_raises_is_reported_with_its_last_words(
     run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install(tmp_path, "raise ImportError('libmpi.so.40: cannot open shared object file')", monkeypatch)
@@ -81,7 +81,7 @@ async def test_an_import_that_raises_is_told_with_its_last_words(
     assert "libmpi.so.40: cannot open shared object file" in result.stdout
 
 
-async def test_an_import_that_crashes_is_told_by_its_signal(
+async def test_an_import_that_crashes_is_reported_with_its_signal(
     run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install(tmp_path, "import os\nprint('MPI_Init failed', flush=True)\nos.abort()", monkeypatch)
@@ -118,7 +118,7 @@ def test_other_lines_than_ours_are_a_warning(version: str, verdict: str) -> None
     assert version in findings[0].message
 
 
-def test_what_quartet_needs_is_wrong_and_what_others_may_want_is_a_warning() -> None:
+def test_a_missing_need_of_quartet_is_wrong_and_a_missing_option_is_a_warning() -> None:
     needed, optional = Lack("a.B", "everything", is_needed=True), Lack("a.C", "c in engine_args", is_needed=False)
     assert worst(judge_report(_report(lacks=(needed,)))) is Verdict.WRONG
     assert worst(judge_report(_report(lacks=(optional,)))) is Verdict.WARNING

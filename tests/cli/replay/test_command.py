@@ -89,7 +89,7 @@ async def test_the_policies_are_drawn(trace: str, run_cli: RunCli, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "told"),
+    ("options", "code", "shown"),
     [
         (
             "--policy kv_aware,best",
@@ -114,15 +114,15 @@ async def test_the_policies_are_drawn(trace: str, run_cli: RunCli, tmp_path: Pat
         ("--json .", 2, "--json"),
     ],
 )
-async def test_what_cannot_be_is_refused(trace: str, run_cli: RunCli, options: str, code: int, told: str) -> None:
+async def test_what_cannot_be_is_refused(trace: str, run_cli: RunCli, options: str, code: int, shown: str) -> None:
     result = await run_cli("replay", trace, *options.split())
     assert result.exit_code == code
-    assert told in result.stderr
+    assert shown in result.stderr
     assert not result.stdout
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "shown"),
     [
         (None, "quartet: can't read {path}: No such file"),
         ("", "quartet: {path} holds no requests"),
@@ -133,20 +133,20 @@ async def test_what_cannot_be_is_refused(trace: str, run_cli: RunCli, options: s
         ),
     ],
 )
-async def test_a_trace_that_cannot_be_used_is_told(
-    tmp_path: Path, run_cli: RunCli, content: str | None, told: str
+async def test_a_trace_that_cannot_be_used_is_reported(
+    tmp_path: Path, run_cli: RunCli, content: str | None, shown: str
 ) -> None:
     path = tmp_path / "bad.jsonl"
     if content is not None:
         path.write_text(content)
     result = await run_cli("replay", str(path))
     assert result.exit_code == 1
-    assert told.format(path=path) in result.stderr
+    assert shown.format(path=path) in result.stderr
     assert not result.stdout
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-async def test_a_file_that_cannot_be_written_is_told_beside_the_table(
+async def test_a_file_that_cannot_be_written_is_reported_beside_the_table(
     trace: str, run_cli: RunCli, tmp_path: Path, option: str
 ) -> None:
     (tmp_path / "file").touch()

@@ -56,7 +56,7 @@ def policy(scale: float, seed: int = 0) -> DynamoPolicy:
         (1.0, pending(40, {A: 50}), candidate(A, used=90), 0.0, 4),
     ],
 )
-def test_a_place_costs_what_it_prefills_and_the_prompts_that_it_holds(
+def test_a_rank_costs_what_it_prefills_and_the_prompts_that_it_holds(
     scale: float, request_: Pending, rank: ReplayCandidate, prefill: float, decode: float
 ) -> None:
     snapshot = Snapshot([], [rank])
@@ -87,7 +87,7 @@ def test_the_scale_says_how_much_load_a_cache_hit_outweighs(scale: float, expect
     assert placement.num_cached_tokens == (40 if expected == A else 0)
 
 
-def test_those_placed_together_count_as_sent_and_share_what_they_have_in_common() -> None:
+def test_requests_assigned_at_once_count_as_sent_and_share_what_they_have_in_common() -> None:
     hashes = (1, 2, 3, 4)
     waiting = [pending(45, {A: 10}, hashes), pending(45, {}, hashes), pending(10)]
     snapshot = Snapshot([], [candidate(A), candidate(B, prompt_blocks=30)])
@@ -100,14 +100,14 @@ def test_those_placed_together_count_as_sent_and_share_what_they_have_in_common(
     assert third is not None and (third.decode, third.cost, third.num_cached_tokens) == (A, pytest.approx(16.0), 0)
 
 
-def test_equal_places_are_taken_at_random_and_full_ones_too() -> None:
+def test_equal_ranks_are_taken_at_random_and_full_ones_too() -> None:
     snapshot = Snapshot([], [candidate(A, used=100), candidate(B, used=100)])
     taken = [policy(1.0, seed).assign([pending(45)], snapshot).placements[0] for seed in range(40)]
     assert {placement.decode for placement in taken if placement is not None} == {A, B}
     assert None not in taken
 
 
-def test_places_that_only_prefill_are_left_idle() -> None:
+def test_ranks_that_only_prefill_are_left_idle() -> None:
     snapshot = Snapshot([candidate(A)], [candidate(B, prompt_blocks=50)])
     [placement] = policy(1.0).assign([pending(45)], snapshot).placements
     assert placement is not None and (placement.prefill, placement.decode) == (None, B)

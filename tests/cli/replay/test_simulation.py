@@ -94,13 +94,13 @@ def test_knowing_the_caches_helps(trace: list[TraceRequest]) -> None:
         {"num_prefill_workers": 2, "load_age_s": 0.05},
     ],
 )
-def test_several_routers_and_old_news_lose_nothing(
+def test_several_routers_with_old_reports_lose_nothing(
     trace: list[TraceRequest], name: str, settings: dict[str, Any]
 ) -> None:
     assert run(trace, name, **settings).requests_completed == len(trace)
 
 
-def test_what_can_never_fit_is_refused_and_told() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_reported() -> None:
     requests = [
         TraceRequest(arrival_s=0.0, num_input_tokens=5000, num_output_tokens=5, hash_ids=tuple(range(10))),
         TraceRequest(arrival_s=0.0, num_input_tokens=100, num_output_tokens=5, hash_ids=(50,)),
@@ -111,7 +111,7 @@ def test_what_can_never_fit_is_refused_and_told() -> None:
 
 
 def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one() -> None:
-    """A request that comes within quiet steps joins after the one that runs; nobody's token moves."""
+    """A request that comes within quiet steps joins after the one that runs; no request's token moves."""
 
     def times(second_at: float, looks_at: list[float]) -> dict[int, list[float]]:
         worker = SimulatedWorker(Rank("worker"), EngineSettings())
@@ -140,7 +140,7 @@ def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one()
             assert watched[id] == pytest.approx(ends)
 
 
-def test_quiet_steps_look_from_outside_as_they_would_one_by_one() -> None:
+def test_quiet_steps_show_the_same_states_as_single_steps() -> None:
     worker = SimulatedWorker(Rank("worker"), EngineSettings())
     worker.submit(*_request(1), 0.0)
     worker.begin(0.0)
@@ -157,7 +157,7 @@ def test_quiet_steps_look_from_outside_as_they_would_one_by_one() -> None:
 
 
 def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
-    """Promised in full while they wait at the worker; once they run, only what they may still take."""
+    """Requests queued at the worker count in full; once they run, only the blocks that they may still take."""
     rank, engine = Rank("worker"), EngineSettings(max_num_seqs=1, num_blocks=64)
     worker = SimulatedWorker(rank, engine)
     policy = _Watching()
@@ -175,7 +175,7 @@ def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
 
 
 class _Watching:
-    """Sends all to the only rank, and remembers how that looked."""
+    """Sends all to the only rank, and remembers the snapshots."""
 
     name = "watching"
 

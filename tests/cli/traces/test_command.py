@@ -37,7 +37,7 @@ async def test_options_say_what_the_trace_is_like(tmp_path: Path, run_cli: RunCl
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "told"),
+    ("options", "code", "shown"),
     [
         ("", 2, "--duration"),
         ("--requests 0", 2, "--requests"),
@@ -47,16 +47,16 @@ async def test_options_say_what_the_trace_is_like(tmp_path: Path, run_cli: RunCl
     ],
 )
 async def test_what_cannot_be_is_refused_and_nothing_written(
-    tmp_path: Path, run_cli: RunCli, options: str, code: int, told: str
+    tmp_path: Path, run_cli: RunCli, options: str, code: int, shown: str
 ) -> None:
     path = tmp_path / "trace.jsonl"
     result = await run_cli("trace", *options.split(), "--out", str(path))
     assert result.exit_code == code
-    assert told in result.output
+    assert shown in result.output
     assert not path.exists()
 
 
-async def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, run_cli: RunCli) -> None:
+async def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path, run_cli: RunCli) -> None:
     path = tmp_path / "no" / "trace.jsonl"
     result = await run_cli("trace", "--requests", "1", "--out", str(path))
     assert result.exit_code == 1

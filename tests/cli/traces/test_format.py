@@ -1,4 +1,4 @@
-"""Reading and writing traces: what comes back, and what a broken one is told."""
+"""Reading and writing traces: what comes back, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_request_without_hash_ids_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("", "holds no requests"),
         ("\n \n", "holds no requests"),
@@ -89,13 +89,13 @@ def test_a_request_without_hash_ids_has_none(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}\n', "hash_ids must be .* not 'a'"),
     ],
 )
-def test_a_broken_trace_is_told_by_line_and_field(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(TraceError, match=told):
+def test_the_error_of_a_broken_trace_names_line_and_field(tmp_path: Path, text: str, shown: str) -> None:
+    with pytest.raises(TraceError, match=shown):
         read_trace(write(tmp_path / "trace.jsonl", text))
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "shown"),
     [
         # The test is named after these bytes: no time may be in them.
         (gzip.compress(_GOOD.encode(), mtime=0)[:-9], "no whole gzip file"),
@@ -103,14 +103,14 @@ def test_a_broken_trace_is_told_by_line_and_field(tmp_path: Path, text: str, tol
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_a_file_that_is_no_text_is_told_so(tmp_path: Path, content: bytes, told: str) -> None:
+def test_the_error_says_that_a_file_is_no_text(tmp_path: Path, content: bytes, shown: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(content)
-    with pytest.raises(TraceError, match=told):
+    with pytest.raises(TraceError, match=shown):
         read_trace(path)
 
 
-def test_a_file_that_is_not_there_is_told_so(tmp_path: Path) -> None:
+def test_the_error_says_that_a_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"can't read .*none\.jsonl: No such file"):
         read_trace(tmp_path / "none.jsonl")
 
@@ -122,5 +122,5 @@ def test_a_summary_adds_up() -> None:
     ]
     summary = TraceSummary.of(requests)
     assert (summary.num_blocks, summary.num_seen_blocks) == (4, 1)
-    told = "2 requests in 2.5 s, on average 650 input and 15 output tokens; 25.0% of their blocks came before"
-    assert str(summary) == told
+    shown = "2 requests in 2.5 s, on average 650 input and 15 output tokens; 25.0% of their blocks came before"
+    assert str(summary) == shown

@@ -80,7 +80,7 @@ def test_times_rise_lengths_and_ids_agree_and_the_seed_decides_all(config: Trace
 
 @settings(max_examples=60)
 @given(config=configs)
-def test_a_block_stands_at_one_place_after_one_other_and_ids_count_as_they_come_up(config: TraceConfig) -> None:
+def test_a_block_has_one_position_after_one_other_and_ids_count_as_they_come_up(config: TraceConfig) -> None:
     before: dict[int, int | None] = {}
     positions: dict[int, int] = {}
     for request in generate(config):
@@ -136,7 +136,7 @@ def test_requests_come_at_the_rate(kind: ArrivalKind) -> None:
     assert len(requests) == pytest.approx(8000, rel=0.1)
 
 
-def test_bursts_come_together_and_poisson_does_not() -> None:
+def test_requests_of_a_burst_come_at_once_and_poisson_ones_do_not() -> None:
     def share_of_short_gaps(kind: ArrivalKind) -> float:
         arrivals = Arrivals(kind=kind, rate=1, burst_size=20, burst_spread_s=0.1)
         times = [request.arrival_s for request in trace(4000, arrivals=arrivals)]

@@ -11,5 +11,5 @@ from tests import tiny
 
 @pytest.fixture(scope="session")
 def text_dir() -> Path:
-    """Directory of a model, of which the engine reads all but the weights."""
+    """Directory of a model; the engine reads all of it but the weights."""
     return tiny.CHECKPOINT

@@ -23,7 +23,7 @@ class Clock:
         self.now = 1000.0
 
     def sleep(self, duration_s: float) -> None:
-        self.now += duration_s + 0.0001  # nobody is woken in time
+        self.now += duration_s + 0.0001  # no sleep ends in time
 
     def read(self) -> float:
         self.now += 0.00001

@@ -58,7 +58,7 @@ def test_a_step_right_after_another_ones_begins_when_that_was_due() -> None:
     assert clock.sleeps == pytest.approx([STEP_S, STEP_S - 0.0004])
 
 
-def test_a_step_that_takes_longer_than_it_should_is_made_up_for_by_the_next() -> None:
+def test_the_next_step_makes_up_for_one_that_takes_too_long() -> None:
     clock = Clock()
     pacer = StepPacer(clock.read, clock.sleep)
     run_step(clock, pacer, busy_s=0.016, is_continued=False)

@@ -1,4 +1,4 @@
-"""A mock engine of several data-parallel ranks: each serves what is sent to it, and is told apart from outside."""
+"""A mock engine of several data-parallel ranks: each serves what is sent to it, and shows by itself."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ async def test_a_hand_off_goes_from_any_rank_to_any(text_dir: Path, from_rank: i
         offer = puller.offer_prefilled(source.memory, source.capabilities.layout, prefilled)
         decode = make_request(PROMPT, generated=[prefilled.token_id], max_tokens=9, hand_off=offer)
         there.submit(at_rank(to_rank, decode))
-        # The engine looks at what came: blocks of another rank would end it.
+        # The engine checks what came: blocks of another rank would end it.
         assert await receiving.wait_terminal(decode) == Finished(decode.id, FinishReason.LENGTH, 9)
         assert [prefilled.token_id, *receiving.tokens[decode.id]] == sending.tokens[whole.id]
         source.release(prefill.id)
@@ -180,7 +180,7 @@ async def test_a_rank_that_is_lost_ends_the_engine_and_what_runs_at_the_others(t
         running = at_rank(2, make_request(PROMPT, max_tokens=60))
         engine.submit(running)
         await consumer.wait_tokens(running, 1)
-        # Blocks that nobody wrote.
+        # Blocks that were never written.
         offer = puller.offer(source.memory, engine.capabilities.layout, tuple(range(8)), len(PROMPT))
         lost = at_rank(1, make_request(PROMPT, generated=[300], hand_off=offer))
         engine.submit(lost)

@@ -135,7 +135,7 @@ async def test_an_answer_handed_over_goes_on_as_it_would_have_where_it_began(
 async def test_bytes_that_came_wrong_end_the_engine(text_dir: Path, start_engine: StartEngine) -> None:
     puller = FakePuller()
     engine = await start_engine(make_runner(text_dir), puller=puller)
-    # Blocks that nobody wrote.
+    # Blocks that were never written.
     assert engine.capabilities.layout is not None
     source = await start_engine(make_runner(text_dir))
     assert source.memory is not None
@@ -194,7 +194,7 @@ def test_log_probabilities_are_not_offered() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_a_speed_up_that_is_none_is_refused(value: float) -> None:
+def test_an_impossible_speed_up_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match=r"^speed_up: must be above 0"):
         MockSettings(speed_up=value)
 

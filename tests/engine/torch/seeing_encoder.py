@@ -1,4 +1,4 @@
-"""Drives torch encoders: on random checkpoints, with a vision tower that waits to be let go."""
+"""Drives torch encoders: on random checkpoints, with a vision tower that waits to be released."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def rows_in(encoder: TorchEncoder, block_ids: Sequence[int], num_tokens: int) ->
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread will bring about."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what is looked at has no event
+        while not condition():  # noqa: ASYNC110 - what is checked has no event
             await asyncio.sleep(0.001)
 
 
 class GatedVision:
-    """A real vision tower whose every run waits until it is let go.
+    """A real vision tower whose every run waits until it is released.
 
     Attributes:
         runs: how many pictures each run had that began.
         sizes: width and height of these pictures.
         num_prepared: pictures that were made into pixels.
-        error: what a run that is let go raises, instead of encoding.
+        error: what a released run raises, instead of encoding.
         room_width: pictures wider than that, together, take more memory than the device has.
     """
 
@@ -110,11 +110,11 @@ class GatedVision:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self._vision.encode(pictures)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End the run that waits, or else the next one."""
         self._passes.put(None)
 
     def open(self) -> None:
         """No run waits from here on."""
         self._is_open.set()
-        self.let_go()
+        self.release()

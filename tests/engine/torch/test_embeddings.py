@@ -30,7 +30,7 @@ def test_any_part_of_an_item_is_read_as_it_was_written(dtype: str, first: int, n
     assert torch.equal(view.read((5, 0, 3), first, num_tokens), rows[first : first + num_tokens])
 
 
-def test_items_lie_in_the_pools_bytes_where_transfers_look_for_them() -> None:
+def test_items_lie_in_the_pools_bytes_where_transfers_read_them() -> None:
     memory = make_memory()
     rows = make_rows(6)
     EmbeddingPoolView(memory).write((4, 1), rows)

@@ -90,7 +90,7 @@ async def test_every_format_is_the_same_picture(
     assert (rows - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-async def test_the_size_of_a_file_tells_the_pixels_that_decoding_makes(checkpoint: Callable[[str], Path]) -> None:
+async def test_the_size_of_a_file_gives_the_pixels_that_decoding_makes(checkpoint: Callable[[str], Path]) -> None:
     async with running_encoder(encoder_config(checkpoint("llava_next_clip"))) as encoder:
         assert (await encoder.size(image_file(make_picture(60, 40)))).num_pixels == 60 * 40
         assert (await encoder.size(embeddings_file(torch.zeros(3, HIDDEN_SIZE)))).num_pixels == 0
@@ -183,7 +183,7 @@ async def test_what_does_not_fill_its_blocks_is_refused(checkpoint: Callable[[st
                 await encoder.encode(image_file(make_picture(24, 24)), block_ids)
 
 
-async def test_a_damaged_picture_harms_nobody_else(checkpoint: Callable[[str], Path]) -> None:
+async def test_a_damaged_picture_harms_no_other(checkpoint: Callable[[str], Path]) -> None:
     whole = image_file(make_picture(50, 50))
     cut = MediaFile(MediaKind.IMAGE, whole.data[: len(whole.data) // 2])
     async with running_encoder(encoder_config(checkpoint("llava_clip"))) as encoder:
@@ -281,7 +281,7 @@ async def test_a_pool_too_small_for_one_item_is_refused(checkpoint: Callable[[st
     assert error.field == "num_blocks"
 
 
-async def test_a_model_that_is_none_is_refused_by_start(tmp_path: Path) -> None:
+async def test_start_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
     encoder = TorchEncoder(encoder_config(tmp_path))
     error = await failed_start(encoder, InvalidRequestError, "holds no config.json")
     assert error.field == "model"

@@ -1,4 +1,4 @@
-"""Who rides which run of the tower, and how calls end: batching, fairness, cancelling, dying, closing."""
+"""Which items share a run of the tower, and how calls end: batching, fairness, cancelling, dying, closing."""
 
 from __future__ import annotations
 
@@ -96,18 +96,18 @@ async def ended(*tasks: asyncio.Task[EncodeTimes]) -> list[EncodeTimes | BaseExc
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_what_waits_when_the_tower_becomes_free_rides_together_in_order(checkpoint: Path) -> None:
+async def test_items_queued_when_the_tower_becomes_free_run_in_one_batch_in_order(checkpoint: Path) -> None:
     async with gated(checkpoint) as stage:
         tasks = [await stage.begin_run(), *(stage.encode(number) for number in range(1, 8))]
         await stage.ready(7)
         stats = stage.encoder.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_steps, stats.num_items) == (1, 7, 0, 0)
-        stage.vision.let_go()
+        stage.vision.release()
         await stage.runs_begun(2)
         assert stage.encoder.stats().num_steps == 1
-        stage.vision.let_go()
+        stage.vision.release()
         await stage.runs_begun(3)
-        stage.vision.let_go()
+        stage.vision.release()
         assert all(isinstance(times, EncodeTimes) for times in await ended(*tasks))
         stats = stage.encoder.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_steps, stats.num_items) == (0, 0, 3, 8)
@@ -128,7 +128,7 @@ async def test_no_more_is_prepared_than_two_runs_take(checkpoint: Path) -> None:
     async with gated(checkpoint, max_batch_size=1) as stage:
         tasks = [await stage.begin_run(), *(stage.encode(number) for number in range(1, 6))]
         await stage.ready(2)
-        stage.vision.let_go()
+        stage.vision.release()
         await stage.runs_begun(2)
         await stage.ready(2)
         assert stage.vision.num_prepared == 4
@@ -137,13 +137,13 @@ async def test_no_more_is_prepared_than_two_runs_take(checkpoint: Path) -> None:
         assert stage.vision.runs == [1] * 6
 
 
-async def test_times_tell_waiting_from_computing(checkpoint: Path) -> None:
+async def test_times_separate_queueing_from_computing(checkpoint: Path) -> None:
     async with gated(checkpoint) as stage:
         began_at = time.monotonic()
         first, second = await stage.begin_run(), stage.encode(1)
         await stage.ready(1)
         held_s = -time.monotonic()
-        await asyncio.to_thread(time.sleep, 0.05)  # what the second waits for at least, as the tower is taken
+        await asyncio.to_thread(time.sleep, 0.05)  # the second waits at least this long, because the tower is busy
         held_s += time.monotonic()
         stage.vision.open()
         times = await ended(first, second)
@@ -201,11 +201,11 @@ async def test_a_call_that_is_not_prepared_is_dropped_when_it_is_cancelled(check
 async def test_a_call_in_the_tower_is_cancelled_only_once_nothing_writes_for_it(checkpoint: Path) -> None:
     async with gated(checkpoint) as stage:
         task = await stage.begin_run()
-        for _ in range(3):  # whoever insists waits as well
+        for _ in range(3):  # a caller that cancels again waits as well
             task.cancel()
             await asyncio.wait([task], timeout=0.01)
             assert not task.done()
-        stage.vision.let_go()
+        stage.vision.release()
         [outcome] = await ended(task)
         assert isinstance(outcome, asyncio.CancelledError)
         assert any(stage.encoder.embeddings.memory.piece(blocks(0)[0]))
@@ -213,7 +213,7 @@ async def test_a_call_in_the_tower_is_cancelled_only_once_nothing_writes_for_it(
         assert (stats.num_running, stats.num_waiting, stats.num_items) == (0, 0, 1)
 
 
-async def test_what_does_not_fit_into_the_device_together_runs_alone(checkpoint: Path) -> None:
+async def test_items_that_do_not_fit_into_the_device_at_once_run_alone(checkpoint: Path) -> None:
     async with gated(checkpoint) as stage:
         first, *tasks = [await stage.begin_run(), *(stage.encode(number) for number in range(1, 4))]
         await stage.ready(3)
@@ -252,7 +252,7 @@ async def test_a_tower_that_breaks_is_the_end(checkpoint: Path, caplog: pytest.L
         tasks = [await stage.begin_run(), stage.encode(1)]
         await stage.ready(1)
         stage.vision.error = RuntimeError("the device fell off the bus")
-        stage.vision.let_go()
+        stage.vision.release()
         outcomes = await ended(*tasks)
         assert [type(outcome) for outcome in outcomes] == [EngineError, EngineError]
         assert not stage.encoder.is_alive
@@ -268,12 +268,12 @@ async def test_a_cancelled_call_ends_when_the_tower_breaks(checkpoint: Path) -> 
         task = await stage.begin_run()
         task.cancel()
         stage.vision.error = RuntimeError("broken")
-        stage.vision.let_go()
+        stage.vision.release()
         [outcome] = await ended(task)
         assert isinstance(outcome, asyncio.CancelledError)
 
 
-async def test_closing_fails_who_waits_and_lets_the_run_end(checkpoint: Path) -> None:
+async def test_closing_fails_queued_calls_and_lets_the_run_end(checkpoint: Path) -> None:
     async with gated(checkpoint) as stage:
         running, waiting = await stage.begin_run(), stage.encode(1)
         await stage.ready(1)

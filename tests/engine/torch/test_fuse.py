@@ -1,4 +1,4 @@
-"""Layers run by hand compute what transformers' modules do; what isn't known to the letter is not run by hand."""
+"""Layers run by hand compute what transformers' modules do; a model with an unknown part is not run by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_the_modules_yield_the_same_tokens(
 
 
 class _OtherLlama(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
-    """What else it computes, its structure does not tell."""
+    """A module that computes more than its structure shows."""
 
 
 def _with_gelu(config: Any) -> transformers.PreTrainedModel:

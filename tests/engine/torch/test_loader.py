@@ -43,7 +43,7 @@ def edit_json(source: Path, target: Path, name: str, **changes: object) -> Path:
     return target
 
 
-def test_a_checkpoint_keeps_its_dtype_unless_told_otherwise(checkpoint: Checkpoints) -> None:
+def test_a_checkpoint_keeps_its_dtype_unless_configured_otherwise(checkpoint: Checkpoints) -> None:
     loaded = load_model(config_for(checkpoint("llama")))
     assert (loaded.dtype, loaded.vocab_size, loaded.max_model_len) == ("float64", VOCAB_SIZE, 256)
     assert loaded.eos_token_ids == frozenset()

@@ -1,4 +1,4 @@
-"""Noise is a function of seed, choice, position and token, and looks like independent Gumbel noise."""
+"""Noise is a function of seed, choice, position and token, and passes for independent Gumbel noise."""
 
 from __future__ import annotations
 

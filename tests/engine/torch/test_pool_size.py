@@ -20,7 +20,7 @@ def config(**settings: object) -> TorchEngineConfig:
 
 
 def never() -> int:
-    raise AssertionError("nobody has to ask")
+    raise AssertionError("the pool's size is given")
 
 
 @pytest.mark.parametrize(("fraction", "num_blocks"), [(0.5, 50), (0.999, 99), (0.0101, 1)])
@@ -54,7 +54,7 @@ def test_it_is_said_in_one_way_that_makes_sense(settings: dict[str, object], mes
         config(**settings)
 
 
-def test_a_model_that_takes_media_can_be_told_to_take_none(checkpoint: Callable[[str], Path]) -> None:
+def test_a_model_that_takes_media_can_be_configured_to_take_none(checkpoint: Callable[[str], Path]) -> None:
     model_path = str(checkpoint("llava_clip_llama"))
     takes = create_runner(TorchEngineConfig(model_path=model_path, num_blocks=4, num_embedding_blocks=4))
     takes_none = create_runner(TorchEngineConfig(model_path=model_path, num_blocks=4, takes_media=False))

@@ -58,7 +58,7 @@ async def check_batch(
     return stats.num_preemptions
 
 
-def test_the_oracle_tells_pictures_apart(seeing_oracle: Oracles) -> None:
+def test_the_oracle_distinguishes_pictures(seeing_oracle: Oracles) -> None:
     for family in SEEING_FAMILIES:
         oracle = seeing_oracle(family)
         with_cat, _, with_dog, *_ = ragged_prompts(oracle)

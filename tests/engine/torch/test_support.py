@@ -1,4 +1,4 @@
-"""Models that would run and be wrong are refused, naming what it is about them."""
+"""Models that would run and give wrong tokens are refused; the error names the reason."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_other_models_are_refused_by_name(config: transformers.PretrainedConfig,
     ],
     ids=lambda item: item.model_type if isinstance(item, transformers.PretrainedConfig) else "",
 )
-def test_what_reaches_attention_tells_even_if_the_configuration_does_not(
+def test_what_reaches_attention_decides_even_if_the_configuration_does_not_show_it(
     config: transformers.PretrainedConfig, complaint: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):

@@ -32,7 +32,7 @@ from tests.engine.torch.vision_checkpoints import (
     read_processor,
 )
 
-# Of every shape that a grid of tiles tells apart, and of some that it rounds.
+# Of every shape that a grid of tiles distinguishes, and of some that it rounds.
 SIZES = [
     (24, 24),
     (48, 24),
@@ -270,7 +270,7 @@ def test_an_image_processor_that_does_not_fit_the_tower_is_refused(
 def test_an_image_processor_of_other_grids_is_refused(
     name: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Else a picture would come in more tiles, or fewer, than the model looks for."""
+    """Else a picture would come in more tiles, or fewer, than the model expects."""
     with pytest.raises(InvalidRequestError, match="cuts pictures to other grids than the model") as caught:
         create_vision(edited(checkpoint(name), tmp_path, image_grid_pinpoints=[[EDGE, 2 * EDGE]]))
     assert caught.value.field == "model"

@@ -26,14 +26,14 @@ from tests.fakes.driving import token_ids_of
 from tests.fakes.installation import installed
 
 WAIT_S = 30.0
-#: Nothing that tests don't wait for comes by itself.
-TIMES = TrtllmTimes(warm_up_timeout_s=WAIT_S, canary_interval_s=3_600.0, look_interval_s=0.02)
+#: No canary comes by itself, and a dead engine is soon noticed.
+TIMES = TrtllmTimes(warm_up_timeout_s=WAIT_S, canary_interval_s=3_600.0, check_interval_s=0.02)
 _ids = count(1)
 
 
 @dataclass(eq=False)
 class OpaqueClaim:
-    """A claim on a hand-off whose bytes somebody else moves."""
+    """A claim on a hand-off whose bytes the engine moves by itself."""
 
     hand_off: HandOff
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,7 +83,7 @@ class Running:
         return await self.consumer.wait_terminal(request)
 
     async def settle(self) -> None:
-        """Until the LLM's thread has done all that it was told before."""
+        """Wait until the LLM's thread has done all that was posted before."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
         self.engine._thread.post(lambda: _tell(loop, done))
         async with asyncio.timeout(WAIT_S):

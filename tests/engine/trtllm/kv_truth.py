@@ -43,8 +43,10 @@ class TierReplica:
         said = {blocks.tier: dict(blocks.parent_hashes) for blocks in snapshot}
         assert said == {tier: table for tier, table in self.parents.items() if table or tier in said}
         for table in said.values():
-            places = {named: place for place, named in enumerate(table)}
-            assert all(parent not in places or places[parent] < places[named] for named, parent in table.items())
+            positions = {named: position for position, named in enumerate(table)}
+            assert all(
+                parent not in positions or positions[parent] < positions[named] for named, parent in table.items()
+            )
 
 
 class RawEvents:
@@ -65,8 +67,8 @@ class RawEvents:
     def stored(
         self, parent: int | None, blocks: Sequence[tuple[int, Sequence[int]]], window_size: int = WINDOW, **more: Any
     ) -> dict[str, Any]:
-        told = [stored_block(block_hash, tokens, **more) for block_hash, tokens in blocks]
-        return self.event({"type": "stored", "parent_hash": parent, "blocks": told}, window_size)
+        stored = [stored_block(block_hash, tokens, **more) for block_hash, tokens in blocks]
+        return self.event({"type": "stored", "parent_hash": parent, "blocks": stored}, window_size)
 
     def removed(self, *block_hashes: int, window_size: int = WINDOW) -> dict[str, Any]:
         return self.event({"type": "removed", "block_hashes": [*block_hashes]}, window_size)
@@ -85,7 +87,7 @@ class Listener:
         self.replica = TierReplica()
         self._reader = EventReader(block_size, media_token_ids=frozenset({99}), vocab_size=1000)
 
-    def hear(self, *items: dict[str, Any]) -> list[KvEvent]:
+    def receive(self, *items: dict[str, Any]) -> list[KvEvent]:
         for item in items:
             self.mirror.apply(self._reader.read(item))
         events = self.mirror.take()
@@ -95,8 +97,8 @@ class Listener:
 
 
 def stored_block(block_hash: int, tokens: Sequence[int], extra_id: int = 0, **more: Any) -> dict[str, Any]:
-    told = [{"type": "unique_token", "token_id": token, "token_extra_id": extra_id} for token in tokens]
-    block = {"type": "stored_block", "block_hash": block_hash, "tokens": told, "cache_level": 0, "priority": 35}
+    stored = [{"type": "unique_token", "token_id": token, "token_extra_id": extra_id} for token in tokens]
+    block = {"type": "stored_block", "block_hash": block_hash, "tokens": stored, "cache_level": 0, "priority": 35}
     return {**block, **more}
 
 

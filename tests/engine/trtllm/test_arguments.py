@@ -1,4 +1,4 @@
-"""Who says what of TensorRT-LLM's arguments, and what is refused by name before a model loads."""
+"""Which layer sets which of TensorRT-LLM's arguments, and what is refused by name before a model loads."""
 
 from __future__ import annotations
 
@@ -223,19 +223,19 @@ def test_what_not_every_1_2_has_passes_with_a_warning(name: str, param: dict[str
     assert made.warnings == (f"override_engine_args: {name}: not in every TensorRT-LLM 1.2",)
 
 
-def test_fields_of_a_decoding_that_nobody_described_pass_with_a_warning() -> None:
+def test_fields_of_an_undescribed_decoding_pass_with_a_warning() -> None:
     speculative = {"decoding_type": "DraftTarget", "max_draft_len": 2, "other": 1}
     [warning] = arguments(override={"speculative_config": speculative}).warnings
     assert warning.startswith("override_engine_args: speculative_config.other: ")
 
 
-def test_bounds_that_nobody_gave_are_the_package_s_own() -> None:
+def test_bounds_that_no_layer_sets_are_the_package_s_own() -> None:
     assert (arguments().max_batch_size, arguments().max_num_tokens, arguments().max_seq_len) == (2048, 8192, None)
     made = arguments(override={"max_num_tokens": None, "max_batch_size": 3, "max_seq_len": 99})
     assert (made.max_batch_size, made.max_num_tokens, made.max_seq_len) == (3, None, 99)
 
 
-def test_what_follows_for_requests_is_told() -> None:
+def test_arguments_say_what_follows_for_requests() -> None:
     made = arguments(
         override={
             "enable_chunked_prefill": True,

@@ -21,7 +21,7 @@ def cache_of(made: Any) -> Any:
 
 
 @pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])
-def test_blocks_are_handed_over_by_nixl_where_nobody_said_how(use: Use) -> None:
+def test_blocks_are_handed_over_by_nixl_unless_a_layer_says_how(use: Use) -> None:
     made = arguments(use)
     config = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
     assert made.values["cache_transceiver_config"] == config
@@ -88,7 +88,7 @@ def test_only_an_encode_worker_loads_the_vision_part_alone() -> None:
 
 
 @pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])
-def test_who_publishes_has_events_and_statistics(use: Use) -> None:
+def test_a_worker_that_publishes_has_events_and_statistics(use: Use) -> None:
     made = arguments(use)
     assert (made.has_events, made.has_stats, made.has_perf_metrics) == (True, True, True)
     assert cache_of(made) == {"event_buffer_max_size": 16_384}
@@ -97,7 +97,7 @@ def test_who_publishes_has_events_and_statistics(use: Use) -> None:
 
 
 @pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])
-def test_who_publishes_nothing_asks_for_nothing(use: Use) -> None:
+def test_a_worker_that_publishes_nothing_asks_for_nothing(use: Use) -> None:
     made = arguments(use, publish_events_and_metrics=False)
     assert (made.has_events, made.has_stats, made.has_perf_metrics) == (False, False, False)
     assert not {"kv_cache_config", "enable_iter_perf_stats", "return_perf_metrics"} & made.values.keys()
@@ -111,7 +111,7 @@ def test_a_buffer_of_no_events_contradicts_publishing_them() -> None:
         arguments(override=off)
 
 
-def test_a_cache_without_reuse_has_nothing_to_tell() -> None:
+def test_a_cache_without_reuse_has_nothing_to_report() -> None:
     made = arguments(override={"kv_cache_config": {"enable_block_reuse": False, "event_buffer_max_size": 0}})
     assert not made.has_events
     assert made.has_stats
@@ -163,7 +163,7 @@ def test_what_not_every_autodeploy_takes_is_left_out_with_a_warning_each() -> No
     assert any("world_size" in warning for warning in made.warnings)
 
 
-def test_autodeploy_is_told_what_nobody_knows() -> None:
+def test_autodeploy_refuses_unknown_arguments() -> None:
     with pytest.raises(ConfigError, match=r"^override_engine_args: surprise: "):
         arguments(override={"surprise": 1}, **AUTODEPLOY)
     with pytest.raises(ConfigError, match=r"^override_engine_args: world_size: must be int"):

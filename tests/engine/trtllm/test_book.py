@@ -1,4 +1,4 @@
-"""What is told of each rank's load, of what the adapter and TensorRT-LLM know."""
+"""Each rank's load, from what the adapter and TensorRT-LLM know."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORD = LlmRankStats(
 
 @dataclass
 class Figures:
-    """Feeds that say of every rank what a test wants to have been heard."""
+    """Feeds that report of every rank what a test sets."""
 
     record: LlmRankStats | None = RECORD
     num_blocks: int | None = None
@@ -36,10 +36,10 @@ class Figures:
     num_prompts: int = 0
 
     def figures(self, rank: int) -> RankFigures:
-        told = self.record and self.record.num_total_blocks
+        num_reported = self.record and self.record.num_total_blocks
         return RankFigures(
             stats=self.record,
-            num_blocks=told or self.num_blocks,
+            num_blocks=num_reported or self.num_blocks,
             num_named_blocks=self.num_named,
             num_busy_records=self.num_busy,
             num_prompt_records=self.num_prompts,
@@ -118,7 +118,7 @@ def test_without_records_of_blocks_their_use_is_reckoned() -> None:
     assert (stats.num_total_blocks, stats.num_in_use_blocks, stats.num_free_blocks) == (50, 3, 47)
 
 
-def test_a_pool_that_nobody_tells_of_has_the_size_that_is_assumed() -> None:
+def test_a_pool_of_unreported_size_has_the_size_that_is_assumed() -> None:
     book = book_of(request(1, 10))
     book.begin(1)
     book.assume_num_blocks(30)

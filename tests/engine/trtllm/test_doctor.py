@@ -1,4 +1,4 @@
-"""What is told of an installed package: of the stand-in, of ones that differ from it, and of none."""
+"""What the doctor reports of an installed package: of the stand-in, of ones that differ from it, and of none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_package_as_described_has_all_that_is_relied_on() -> None:
     assert not any(fact.holds for fact in report.facts if fact.is_later)
 
 
-def test_classes_that_only_some_engine_args_want_are_told_as_such() -> None:
+def test_classes_that_only_some_engine_args_want_are_reported_as_such() -> None:
     with installed():
         report = inspect_package()
     # The description that the stand-in is made of has no more than the name of this one.
@@ -54,7 +54,7 @@ def test_classes_that_only_some_engine_args_want_are_told_as_such() -> None:
         ("autodeploy_from_torch", "AutoDeploy"),
     ],
 )
-def test_what_is_uncertain_is_told_either_way(switch: str, words: str) -> None:
+def test_uncertain_facts_are_reported_either_way(switch: str, words: str) -> None:
     for value in (False, True):
         with installed(**{switch: value}):
             report = inspect_package()
@@ -69,7 +69,7 @@ def test_it_needs_no_gpu() -> None:
         assert _needed(inspect_package()) == []
 
 
-def test_a_symbol_that_is_missing_is_told_with_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_symbol_is_reported_with_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     with installed() as tensorrt_llm, monkeypatch.context() as patch:
         patch.delattr(tensorrt_llm.sampling_params, "GuidedDecodingParams")
         patch.delattr(tensorrt_llm.llmapi, "GuidedDecodingParams")
@@ -78,7 +78,7 @@ def test_a_symbol_that_is_missing_is_told_with_what_it_costs(monkeypatch: pytest
         ]
 
 
-def test_a_method_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_method_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with installed() as tensorrt_llm, monkeypatch.context() as patch:
         patch.delattr(tensorrt_llm.LLM, "get_kv_cache_events_async")
         [lack] = _needed(inspect_package())
@@ -86,7 +86,7 @@ def test_a_method_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "KV events" in lack.loses
 
 
-def test_a_parameter_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_parameter_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def generate_async(
         self: Any, inputs: Any, sampling_params: Any = None, streaming: bool = True, **rest: Any
     ) -> None:
@@ -107,7 +107,7 @@ def test_a_parameter_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_an_attribute_that_nothing_assigns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attribute_that_nothing_assigns_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Output:
         def __init__(self) -> None:
             self.token_ids: list[int] = []
@@ -120,7 +120,7 @@ def test_an_attribute_that_nothing_assigns_is_told(monkeypatch: pytest.MonkeyPat
     assert (lack.path.split()[-1], lack.loses) == ("logprobs", "log probabilities")
 
 
-def test_a_default_that_the_adapter_reckons_with_is_told_where_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_default_than_the_adapter_relies_on_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with installed() as tensorrt_llm, monkeypatch.context() as patch:
         fields = tensorrt_llm.llmapi.KvCacheConfig.model_fields
         patch.setattr(fields["tokens_per_block"], "default", 64)

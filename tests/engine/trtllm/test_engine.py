@@ -45,7 +45,7 @@ async def test_decode_goes_on_where_prefill_ended_and_no_token_is_doubled_or_los
         assert await decode.end_of(going_on) == Finished(going_on.id, FinishReason.LENGTH, 12)
         assert decode.tokens_of(going_on) == expected[1:]
         assert decode.consumer.offsets[going_on.id] == list(range(1, 12))
-        assert decode.puller.claims[0].has_fetched, "the source hears that it may let go"
+        assert decode.puller.claims[0].has_fetched, "the source is notified that it may release them"
         prefill.engine.release(request.id)
 
 

@@ -1,4 +1,4 @@
-"""Who is to blame: what our own reading makes of an answer is no death of the engine, and no text of it goes astray."""
+"""An error in our own reading of an answer does not end the engine, and no log repeats the answer's text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_an_answer_that_we_can_t_read_fails_its_request_alone(
         assert type(end.error) is EngineError
         assert end.error.message.endswith("KeyError")
         await assert_serves(engine, kind)
-    assert "in misread" in caplog.text, "where it was is told"
+    assert "in misread" in caplog.text, "where it was is logged"
     assert SECRET not in caplog.text
 
 
@@ -76,7 +76,7 @@ async def test_a_hand_off_that_can_t_be_sent_fails_its_request_alone(monkeypatch
         await assert_serves(prefill, PREFILL)
 
 
-async def test_what_an_engine_says_when_it_dies_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_text_of_a_dying_engine_is_never_repeated(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as decode:
         decode.control.steps.close()
         requests = [asked(STORY, 64), asked(STORY, 64)]
@@ -148,7 +148,7 @@ def test_results_without_anything_to_measure_are_no_matter() -> None:
     metrics.close()
 
 
-def test_a_trace_has_types_and_places_and_what_it_came_of() -> None:
+def test_a_trace_has_types_and_frames_and_the_causes() -> None:
     try:
         try:
             raise KeyError(SECRET)

@@ -1,4 +1,4 @@
-"""What an engine tells of its cache: the names that a router computes for the same tokens, and nobody else's blocks."""
+"""What an engine reports of its cache: the names that a router computes for the same tokens, no private blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def package() -> Iterator[Any]:
 
 
 class Listener:
-    """Hears what becomes of the cache."""
+    """Follows what becomes of the cache."""
 
     def __init__(self, running: Running) -> None:
         self.outputs: list[StepOutput] = []
@@ -41,7 +41,7 @@ class Listener:
 
     @property
     def stored(self) -> set[int]:
-        """Names that were told of."""
+        """Names that were reported."""
         return {
             name
             for output in self.outputs
@@ -58,7 +58,7 @@ class Listener:
                 await self._changed.wait()
 
 
-async def test_full_blocks_are_told_of_by_our_names_and_a_snapshot_has_them(package: Any) -> None:
+async def test_full_blocks_are_reported_by_our_names_and_a_snapshot_has_them(package: Any) -> None:
     async with running(block_size=BLOCK_SIZE) as decode:
         listener = Listener(decode)
         request = asked(STORY, 12)
@@ -76,7 +76,7 @@ async def test_full_blocks_are_told_of_by_our_names_and_a_snapshot_has_them(pack
         assert decode.consumer.started[again.id].num_cached_tokens >= BLOCK_SIZE
 
 
-async def test_blocks_of_a_salt_are_told_of_to_nobody(package: Any) -> None:
+async def test_blocks_of_a_salt_are_never_reported(package: Any) -> None:
     async with running(block_size=BLOCK_SIZE) as decode:
         listener = Listener(decode)
         request = asked(STORY, 12)

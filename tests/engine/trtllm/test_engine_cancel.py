@@ -37,7 +37,7 @@ async def assert_cancelled(engine: Running, request: EngineRequest) -> None:
 
 
 @pytest.mark.parametrize("kind", list(RequestKind))
-async def test_one_that_is_queued_or_prefilled(kind: RequestKind) -> None:
+async def test_cancelling_a_request_that_is_queued_or_prefilled(kind: RequestKind) -> None:
     async with running(kind) as engine:
         engine.control.steps.close()
         request = asked(STORY, kind=kind)
@@ -52,7 +52,7 @@ async def test_one_that_is_queued_or_prefilled(kind: RequestKind) -> None:
         assert engine.control.num_held == 0
 
 
-async def test_one_that_decodes() -> None:
+async def test_cancelling_a_request_that_decodes() -> None:
     async with running() as engine:
         engine.control.steps.close()
         request = asked(STORY, 64)
@@ -66,7 +66,7 @@ async def test_one_that_decodes() -> None:
         assert len(engine.tokens_of(request)) == 3
 
 
-async def test_one_that_has_ended_stays_as_it_is() -> None:
+async def test_cancelling_a_request_that_has_ended_changes_nothing() -> None:
     async with running() as engine:
         request = asked(STORY, 2)
         end = await engine.end_of(request)
@@ -88,7 +88,7 @@ async def _pulling(prefill: Running, decode: Running) -> EngineRequest:
     return going_on
 
 
-async def test_one_whose_kv_is_on_its_way_waits_until_that_is_here() -> None:
+async def test_a_cancelled_request_whose_kv_is_on_its_way_ends_when_that_is_here() -> None:
     async with running(PREFILL) as prefill, running() as decode:
         request = await _pulling(prefill, decode)
         decode.engine.cancel(request.id)
@@ -106,7 +106,7 @@ async def test_one_whose_kv_is_on_its_way_waits_until_that_is_here() -> None:
         assert claim.has_fetched
 
 
-async def test_that_wait_is_bounded_and_the_source_hears_of_it() -> None:
+async def test_that_wait_is_bounded_and_the_source_is_notified() -> None:
     async with running(PREFILL) as prefill, running(override_engine_args=_SLOW) as decode:
         request = await _pulling(prefill, decode)
         decode.engine.cancel(request.id)
@@ -127,7 +127,7 @@ async def test_an_engine_that_does_not_answer_an_abort_is_not_waited_for() -> No
         engine.control.steps.open()
 
 
-async def test_a_prefill_that_nobody_pulls_is_let_go() -> None:
+async def test_a_prefill_that_no_worker_pulls_is_released() -> None:
     async with running(PREFILL) as prefill:
         request = asked(STORY, kind=PREFILL)
         assert isinstance(await prefill.end_of(request), Prefilled)

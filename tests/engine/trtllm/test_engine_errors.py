@@ -1,4 +1,4 @@
-"""What goes wrong with a request: which error it is to its caller, who acts on that, and that the engine goes on."""
+"""Failures of requests: which error the caller gets, which side acts on it, and that the engine goes on."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_a_request_that_the_engine_gives_up_has_timed_out(package: Any) ->
         assert isinstance(end.error, RequestTimeoutError)
 
 
-async def test_an_end_that_nobody_asked_for_is_cancelled(package: Any) -> None:
+async def test_a_request_that_the_engine_aborts_by_itself_is_cancelled(package: Any) -> None:
     async with running() as decode:
         decode.control.steps.close()
         request = asked(STORY, 64)
@@ -218,7 +218,7 @@ async def test_a_hand_off_is_checked_before_it_is_claimed_and_used_once(package:
         await assert_serves(decode)
 
 
-async def test_what_prefill_has_let_go_of_is_a_failed_transfer_and_the_hand_off_ends(package: Any) -> None:
+async def test_blocks_that_prefill_has_released_are_a_failed_transfer_and_the_hand_off_ends(package: Any) -> None:
     async with running(PREFILL) as prefill, running() as decode:
         request = asked(STORY, kind=PREFILL)
         prefilled = await prefill.end_of(request)

@@ -1,4 +1,4 @@
-"""An engine that hangs is seen to, whatever ends meanwhile; one that moves is not taken for hanging."""
+"""A hanging engine is detected, whatever ends meanwhile; an engine that moves does not count as hanging."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _stand_in() -> Iterator[None]:
 
 
 async def until(condition: Any) -> None:
-    """Nothing tells of what is looked at here, as nothing does those who look at it in a worker."""
+    """What is polled here has no event, and a worker polls it too."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 - it says so itself
             await asyncio.sleep(0.005)
@@ -54,7 +54,7 @@ async def test_what_ends_in_a_hang_is_no_step(end: Any) -> None:
         await decode.settle()
         [after] = decode.engine.stats()
         assert after.num_steps == before.num_steps
-        # For longer than whatever is looked at is given.
+        # For longer than the time that the polled condition is given.
         for _ in range(20):
             await asyncio.sleep(HASTY.canary_timeout_s / 5)
             assert not decode.engine.is_alive
@@ -68,7 +68,7 @@ async def test_an_engine_that_moves_between_hangs_is_seen_to_hang_again() -> Non
         request = asked(STORY, 64)
         decode.engine.submit(request)
         await until(lambda: not decode.engine.is_alive)
-        # The canary is owed still: none is sent for what hangs after this.
+        # A canary is still out, so none is sent for what hangs after this.
         canary = decode.engine._session._canary  # type: ignore[union-attr]
         owed_since, num_ended = canary._quiet_since, canary.num_ended
         assert owed_since is not None

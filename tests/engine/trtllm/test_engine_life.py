@@ -57,7 +57,7 @@ async def test_what_it_can_do_is_known_once_it_runs(package: Any) -> None:
         assert decode.engine.is_alive
 
 
-async def test_an_error_while_loading_is_told_and_nothing_runs(control: Any) -> None:
+async def test_an_error_while_loading_is_raised_and_nothing_runs(control: Any) -> None:
     engine = make_engine()
     control.fail_next_load(RuntimeError("out of memory"))
     with pytest.raises(EngineError, match="out of memory"):
@@ -138,7 +138,9 @@ async def assert_dead(decode: Running) -> None:
 
 
 @pytest.mark.parametrize("error", [None, AssertionError("kv cache is full"), MemoryError()])
-async def test_its_death_in_the_middle_fails_everybody_and_is_told(package: Any, error: Exception | None) -> None:
+async def test_its_death_in_the_middle_fails_every_request_and_is_reported(
+    package: Any, error: Exception | None
+) -> None:
     async with running() as decode:
         decode.control.steps.close()
         requests = [asked(STORY, 64) for _ in range(3)]
@@ -199,7 +201,7 @@ async def test_an_answer_that_never_comes_to_the_first_request_is_an_error(contr
     await engine.close()
 
 
-async def test_a_start_that_failed_is_told_though_the_llm_does_not_shut_down(
+async def test_a_start_that_failed_is_reported_though_the_llm_does_not_shut_down(
     package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, shutdown = threading.Event(), package.LLM.shutdown
@@ -245,7 +247,7 @@ async def test_what_many_handles_bring_in_one_turn_is_one_output(package: Any) -
 
 
 async def _until(condition: Any) -> None:
-    """Nothing tells of what is looked at here, as nothing does those who look at it in a worker."""
+    """What is polled here has no event, and a worker polls it too."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 - it says so itself
             await asyncio.sleep(0.005)

@@ -29,8 +29,8 @@ FORMS = [
 ]
 
 
-class Heard:
-    """Somebody who takes what the feeds have as soon as they say so."""
+class Reader:
+    """Takes what the feeds have as soon as they report a change."""
 
     def __init__(self, llm: Any, num_ranks: int = 1, *, wants_events: bool = True, wants_stats: bool = False) -> None:
         self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
@@ -78,23 +78,23 @@ class Heard:
 
 
 @contextmanager
-def heard_engine(switches: dict[str, Any], **changes: Any) -> Any:
-    """An engine, and somebody who hears it: ``(module, llm, heard)``; all is gone after it."""
+def read_engine(switches: dict[str, Any], **changes: Any) -> Any:
+    """An engine, and a reader of its feeds: ``(module, llm, reader)``; all is gone after it."""
     num_ranks = changes.get("tensor_parallel_size", 1)
     kv_cache = {"event_buffer_max_size": 1024, "tokens_per_block": BLOCK_SIZE, **changes.pop("kv_cache", {})}
     with installed(**switches) as module, module.LLM(MODEL, kv_cache_config=kv_cache, **changes) as llm:
-        heard = Heard(llm, num_ranks, wants_stats=changes.get("enable_iter_perf_stats", False))
+        reader = Reader(llm, num_ranks, wants_stats=changes.get("enable_iter_perf_stats", False))
         try:
-            yield module, llm, heard
+            yield module, llm, reader
         finally:
-            heard.feeds.close()
-            heard.feeds.close()
+            reader.feeds.close()
+            reader.feeds.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trtllm-")]
 
 
-def submit(module: Any, llm: Any, heard: Heard, inputs: Any, max_tokens: int = 2, **more: Any) -> Any:
+def submit(module: Any, llm: Any, reader: Reader, inputs: Any, max_tokens: int = 2, **more: Any) -> Any:
     handle = llm.generate_async(inputs, module.SamplingParams(max_tokens=max_tokens), **more)
-    heard.feeds.begin()
+    reader.feeds.begin()
     return handle
 
 
@@ -105,82 +105,82 @@ def names_of(result: Any) -> set[int]:
 
 
 @pytest.mark.parametrize("switches", FORMS, ids=str)
-async def test_an_answer_s_blocks_are_told_in_our_names_however_events_come(
+async def test_an_answer_s_blocks_are_reported_in_our_names_however_events_come(
     switches: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with heard_engine(switches) as (module, llm, heard):
-        result = await ended(submit(module, llm, heard, STORY, 10))
+    with read_engine(switches) as (module, llm, reader):
+        result = await ended(submit(module, llm, reader, STORY, 10))
         expected = names_of(result)
-        await heard.until(
-            lambda: heard.named >= expected, lambda: submit(module, llm, heard, result.prompt_token_ids, 1)
+        await reader.until(
+            lambda: reader.named >= expected, lambda: submit(module, llm, reader, result.prompt_token_ids, 1)
         )
-        assert heard.named == expected
-        assert heard.feeds.figures(0).num_blocks == 512
-        assert heard.feeds.figures(0).num_named_blocks == len(expected)
+        assert reader.named == expected
+        assert reader.feeds.figures(0).num_blocks == 512
+        assert reader.feeds.figures(0).num_named_blocks == len(expected)
         assert BROKEN not in caplog.text
 
 
 @pytest.mark.parametrize("switches", FORMS[:2], ids=str)
 async def test_events_that_wait_behind_an_ended_iterator_come_with_the_next_request(switches: dict[str, Any]) -> None:
-    with heard_engine(switches) as (module, llm, heard):
-        first = await ended(submit(module, llm, heard, STORY))
-        await heard.until(lambda: heard.named >= names_of(first), lambda: submit(module, llm, heard, STORY, 1))
-        second = await ended(submit(module, llm, heard, list(range(8, 40))))
-        await heard.until(lambda: heard.named >= names_of(second), lambda: submit(module, llm, heard, STORY, 1))
+    with read_engine(switches) as (module, llm, reader):
+        first = await ended(submit(module, llm, reader, STORY))
+        await reader.until(lambda: reader.named >= names_of(first), lambda: submit(module, llm, reader, STORY, 1))
+        second = await ended(submit(module, llm, reader, list(range(8, 40))))
+        await reader.until(lambda: reader.named >= names_of(second), lambda: submit(module, llm, reader, STORY, 1))
 
 
-async def test_lost_events_clear_what_was_told() -> None:
-    with heard_engine({}) as (module, llm, heard):
-        first = await ended(submit(module, llm, heard, STORY))
-        await heard.until(lambda: heard.named == names_of(first))
+async def test_lost_events_clear_what_was_reported() -> None:
+    with read_engine({}) as (module, llm, reader):
+        first = await ended(submit(module, llm, reader, STORY))
+        await reader.until(lambda: reader.named == names_of(first))
         llm._control.lose_events(1)
-        second = await ended(submit(module, llm, heard, list(range(8, 40))))
-        third = await ended(submit(module, llm, heard, list(range(50, 90))))
-        await heard.until(lambda: heard.named >= names_of(third))
-        assert heard.has_cleared
-        assert heard.named <= names_of(second) | names_of(third), "the first one's may be gone"
+        second = await ended(submit(module, llm, reader, list(range(8, 40))))
+        third = await ended(submit(module, llm, reader, list(range(50, 90))))
+        await reader.until(lambda: reader.named >= names_of(third))
+        assert reader.has_cleared
+        assert reader.named <= names_of(second) | names_of(third), "the first one's may be gone"
 
 
-async def test_ranks_are_told_apart() -> None:
-    with heard_engine({}, tensor_parallel_size=2, enable_attention_dp=True) as (module, llm, heard):
+async def test_ranks_are_reported_separately() -> None:
+    with read_engine({}, tensor_parallel_size=2, enable_attention_dp=True) as (module, llm, reader):
         from tensorrt_llm.scheduling_params import SchedulingParams
 
         on_second = SchedulingParams(attention_dp_rank=1)
-        result = await ended(submit(module, llm, heard, STORY, scheduling_params=on_second))
-        await heard.until(lambda: heard.replicas[1].named == names_of(result))
-        assert heard.replicas[0].named == set()
-        assert [blocks.data_parallel_rank for blocks in heard.feeds.kv_snapshot()] == [0, 1]
+        result = await ended(submit(module, llm, reader, STORY, scheduling_params=on_second))
+        await reader.until(lambda: reader.replicas[1].named == names_of(result))
+        assert reader.replicas[0].named == set()
+        assert [blocks.data_parallel_rank for blocks in reader.feeds.kv_snapshot()] == [0, 1]
 
 
-async def test_a_salted_request_s_blocks_are_not_told_and_plain_ones_of_before_stay() -> None:
-    with heard_engine({}) as (module, llm, heard):
-        plain = await ended(submit(module, llm, heard, STORY))
-        await heard.until(lambda: heard.named == names_of(plain))
+async def test_a_salted_request_s_blocks_are_not_reported_and_plain_ones_of_before_stay() -> None:
+    with read_engine({}) as (module, llm, reader):
+        plain = await ended(submit(module, llm, reader, STORY))
+        await reader.until(lambda: reader.named == names_of(plain))
         salted_prompt = [9, 9, *token_ids_of(STORY)]
-        notes = [heard.feeds.note_private(ids) for ids in (salted_prompt, plain.prompt_token_ids)]
+        notes = [reader.feeds.note_private(ids) for ids in (salted_prompt, plain.prompt_token_ids)]
         for ids in (salted_prompt, plain.prompt_token_ids):
-            await ended(submit(module, llm, heard, ids, 12, cache_salt="tenant"))
+            await ended(submit(module, llm, reader, ids, 12, cache_salt="tenant"))
         for note in notes:
             note.close()
-        other = await ended(submit(module, llm, heard, list(range(8, 40))))
-        await heard.until(lambda: heard.named >= names_of(other))
-        assert heard.named == names_of(plain) | names_of(other)
+        other = await ended(submit(module, llm, reader, list(range(8, 40))))
+        await reader.until(lambda: reader.named >= names_of(other))
+        assert reader.named == names_of(plain) | names_of(other)
 
 
 @pytest.mark.parametrize("switches", [*FORMS[:2], {"no_kv_cache_stats": True}], ids=str)
 async def test_statistics_are_read_whatever_they_lack(switches: dict[str, Any]) -> None:
-    with heard_engine(switches, enable_iter_perf_stats=True) as (module, llm, heard):
-        assert heard.feeds.figures(0).stats is None
-        await ended(submit(module, llm, heard, STORY, 6))
-        await heard.until(lambda: len(heard.records) >= 6, lambda: submit(module, llm, heard, STORY, 1))
-        stats = heard.feeds.figures(0).stats
+    with read_engine(switches, enable_iter_perf_stats=True) as (module, llm, reader):
+        assert reader.feeds.figures(0).stats is None
+        await ended(submit(module, llm, reader, STORY, 6))
+        await reader.until(lambda: len(reader.records) >= 6, lambda: submit(module, llm, reader, STORY, 1))
+        stats = reader.feeds.figures(0).stats
         assert stats is not None
-        assert heard.records[0].num_context == 1
-        assert heard.records[0].num_context_tokens == len(token_ids_of(STORY))
+        assert reader.records[0].num_context == 1
+        assert reader.records[0].num_context_tokens == len(token_ids_of(STORY))
         assert (stats.num_used_blocks is None) == ("no_kv_cache_stats" in switches)
-        assert heard.feeds.figures(0).num_busy_records >= 6 > heard.feeds.figures(0).num_prompt_records >= 1
-        await heard.until(
-            lambda: heard.feeds.figures(0).num_blocks == 512, lambda: submit(module, llm, heard, STORY, 1)
+        assert reader.feeds.figures(0).num_busy_records >= 6 > reader.feeds.figures(0).num_prompt_records >= 1
+        await reader.until(
+            lambda: reader.feeds.figures(0).num_blocks == 512, lambda: submit(module, llm, reader, STORY, 1)
         )
 
 
@@ -212,27 +212,27 @@ async def _items(items: list[object]) -> AsyncIterator[object]:
         yield item
 
 
-async def test_a_feed_that_breaks_is_fetched_again_and_what_was_told_before_is_taken_back(
+async def test_a_feed_that_breaks_is_fetched_again_and_what_was_reported_before_is_taken_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "quartet")
     raw, may_go_on = RawEvents(), threading.Event()
     first, second = raw.stored(None, [(1, [1, 2, 3, 4])]), raw.stored(None, [(2, [5, 6, 7, 8])])
     script = Script([raw.created(), first], RuntimeError("gone"), KeyError("still"), may_go_on, [second])
-    heard = Heard(script)
-    heard.feeds.begin()
-    await heard.until(lambda: BROKEN in caplog.text)
+    reader = Reader(script)
+    reader.feeds.begin()
+    await reader.until(lambda: BROKEN in caplog.text)
     assert "RuntimeError" in caplog.text
-    await heard.until(lambda: heard.has_cleared)
-    assert heard.named == set()
+    await reader.until(lambda: reader.has_cleared)
+    assert reader.named == set()
     may_go_on.set()
-    await heard.until(lambda: bool(heard.named))
-    assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
-    await heard.until(lambda: "is fetched again" in caplog.text)
-    heard.feeds.close()
+    await reader.until(lambda: bool(reader.named))
+    assert reader.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
+    await reader.until(lambda: "is fetched again" in caplog.text)
+    reader.feeds.close()
 
 
-async def test_a_feed_that_stays_broken_is_told_of_once_and_asked_ever_less_often(
+async def test_a_feed_that_stays_broken_is_logged_once_and_asked_ever_less_often(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
@@ -253,10 +253,10 @@ async def test_a_feed_that_stays_broken_is_told_of_once_and_asked_ever_less_ofte
     feeds.close()
     assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
     assert set(waits[7:]) == {30.0}
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == 1
-    assert "RuntimeError" in told[0]
-    assert "asked for" not in told[0]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "RuntimeError" in warnings[0]
+    assert "asked for" not in warnings[0]
 
 
 async def test_a_dead_engine_s_feeds_end() -> None:
@@ -274,46 +274,46 @@ async def test_a_dead_engine_s_feeds_end() -> None:
 async def test_a_private_request_that_ended_is_remembered_for_events_that_lag() -> None:
     raw, may_go_on = RawEvents(), threading.Event()
     late = [raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])]), raw.stored(None, [(2, [5, 6, 7, 8])])]
-    heard = Heard(Script([late[0]], may_go_on, late[1:]))
-    heard.feeds.note_private([1, 2, 3, 4, 5]).close()
-    heard.feeds.begin()
-    await heard.until(lambda: heard.feeds.figures(0).num_blocks is not None)
+    reader = Reader(Script([late[0]], may_go_on, late[1:]))
+    reader.feeds.note_private([1, 2, 3, 4, 5]).close()
+    reader.feeds.begin()
+    await reader.until(lambda: reader.feeds.figures(0).num_blocks is not None)
     may_go_on.set()
-    await heard.until(lambda: bool(heard.named))
-    assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
-    heard.feeds.close()
+    await reader.until(lambda: bool(reader.named))
+    assert reader.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
+    reader.feeds.close()
 
 
 async def test_statistics_that_break_leave_none_behind(caplog: pytest.LogCaptureFixture) -> None:
-    heard = Heard(Script([{"iter": 1}], RuntimeError("gone")), wants_events=False, wants_stats=True)
-    heard.feeds.begin()
-    await heard.until(lambda: BROKEN in caplog.text)
-    assert heard.records == [LlmRankStats(iteration=1)]
-    assert heard.feeds.figures(0).stats is None
-    assert heard.feeds.figures(0).num_busy_records == 1
-    heard.feeds.close()
+    reader = Reader(Script([{"iter": 1}], RuntimeError("gone")), wants_events=False, wants_stats=True)
+    reader.feeds.begin()
+    await reader.until(lambda: BROKEN in caplog.text)
+    assert reader.records == [LlmRankStats(iteration=1)]
+    assert reader.feeds.figures(0).stats is None
+    assert reader.feeds.figures(0).num_busy_records == 1
+    reader.feeds.close()
 
 
 async def test_what_cannot_be_read_counts_as_lost() -> None:
     raw = RawEvents()
     first = [raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])])]
     strange = raw.event({"type": "teleported"})
-    heard = Heard(Script(first, [strange, "no event"], [raw.stored(None, [(2, [5, 6, 7, 8])])]))
-    heard.feeds.begin()
-    await heard.until(lambda: heard.has_cleared)
-    assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
-    heard.feeds.close()
+    reader = Reader(Script(first, [strange, "no event"], [raw.stored(None, [(2, [5, 6, 7, 8])])]))
+    reader.feeds.begin()
+    await reader.until(lambda: reader.has_cleared)
+    assert reader.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
+    reader.feeds.close()
 
 
 async def test_a_fetch_that_fails_before_the_first_request_is_tried_again() -> None:
     raw = RawEvents()
     script = Script(AssertionError("not there yet"), TimeoutError(), [raw.created(7)])
-    heard = Heard(script)
+    reader = Reader(script)
     assert script.num_fetches == 0
-    assert heard.feeds.kv_snapshot()[0].parent_hashes == {}
-    heard.feeds.begin()
-    await heard.until(lambda: heard.feeds.figures(0).num_blocks == 7)
-    heard.feeds.close()
+    assert reader.feeds.kv_snapshot()[0].parent_hashes == {}
+    reader.feeds.begin()
+    await reader.until(lambda: reader.feeds.figures(0).num_blocks == 7)
+    reader.feeds.close()
 
 
 def test_an_idle_feed_waits_between_fetches() -> None:

@@ -1,4 +1,4 @@
-"""What is told of one rank's blocks, in our names."""
+"""What is reported of one rank's blocks, in our names."""
 
 from __future__ import annotations
 
@@ -13,163 +13,165 @@ from tests.engine.trtllm.kv_truth import BLOCK_SIZE, WINDOW, Listener, RawEvents
 HIGH = (1 << 63) + 5
 
 
-def test_a_chain_is_told_in_our_names_whatever_the_size_of_theirs() -> None:
+def test_a_chain_is_reported_in_our_names_whatever_the_size_of_theirs() -> None:
     raw, listener = RawEvents(), Listener()
-    events = listener.hear(raw.created(), raw.stored(None, [(HIGH, [1, 2]), (7, [3, 4])]))
+    events = listener.receive(raw.created(), raw.stored(None, [(HIGH, [1, 2]), (7, [3, 4])]))
     first, second, third = names(1, 2, 3, 4, 5, 6)
     assert events == [Stored(None, [first, second])]
-    assert listener.hear(raw.stored(7, [((1 << 64) - 1, [5, 6])])) == [Stored(second, [third])]
-    assert listener.hear(raw.removed((1 << 64) - 1, 7)) == [Removed([third, second])]
-    assert listener.hear(raw.removed(HIGH)) == [Removed([first])]
+    assert listener.receive(raw.stored(7, [((1 << 64) - 1, [5, 6])])) == [Stored(second, [third])]
+    assert listener.receive(raw.removed((1 << 64) - 1, 7)) == [Removed([third, second])]
+    assert listener.receive(raw.removed(HIGH)) == [Removed([first])]
     assert listener.mirror.num_blocks == 64
 
 
-def test_the_end_of_what_was_never_told_is_no_news() -> None:
+def test_the_removal_of_an_unreported_block_is_not_reported() -> None:
     raw, listener = RawEvents(), Listener()
-    assert listener.hear(raw.created(), raw.removed(1, 2), raw.moved(3, 1)) == []
+    assert listener.receive(raw.created(), raw.removed(1, 2), raw.moved(3, 1)) == []
 
 
-def test_a_partial_block_is_not_told_nor_its_end_nor_what_follows_it() -> None:
+def test_a_partial_block_is_not_reported_nor_its_end_nor_what_follows_it() -> None:
     raw, listener = RawEvents(), Listener()
-    told = listener.hear(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3])]), raw.stored(2, [(3, [4, 5])]))
-    assert told == [Stored(None, names(1, 2))]
-    assert listener.hear(raw.removed(3, 2)) == []
+    reported = listener.receive(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3])]), raw.stored(2, [(3, [4, 5])]))
+    assert reported == [Stored(None, names(1, 2))]
+    assert listener.receive(raw.removed(3, 2)) == []
 
 
-def test_a_block_whose_parent_is_unknown_is_not_told_nor_are_its_children() -> None:
+def test_a_block_whose_parent_is_unknown_is_not_reported_nor_are_its_children() -> None:
     raw, listener = RawEvents(), Listener()
-    assert listener.hear(raw.created(), raw.stored(50, [(1, [1, 2])]), raw.stored(1, [(2, [3, 4])])) == []
-    assert listener.hear(raw.removed(2, 1)) == []
+    assert listener.receive(raw.created(), raw.stored(50, [(1, [1, 2])]), raw.stored(1, [(2, [3, 4])])) == []
+    assert listener.receive(raw.removed(2, 1)) == []
 
 
-def test_a_block_whose_parent_was_unknown_is_told_once_it_is_stored_after_a_known_one() -> None:
+def test_a_block_whose_parent_was_unknown_is_reported_once_it_is_stored_after_a_known_one() -> None:
     raw, listener = RawEvents(), Listener()
-    assert listener.hear(raw.created(), raw.stored(1, [(2, [3, 4])])) == []
+    assert listener.receive(raw.created(), raw.stored(1, [(2, [3, 4])])) == []
     again = RawEvents()
-    listener.hear(again.created())
-    assert listener.hear(again.stored(None, [(1, [1, 2]), (2, [3, 4])])) == [Stored(None, names(1, 2, 3, 4))]
+    listener.receive(again.created())
+    assert listener.receive(again.stored(None, [(1, [1, 2]), (2, [3, 4])])) == [Stored(None, names(1, 2, 3, 4))]
 
 
-def test_a_move_to_the_host_and_back_is_told_by_tier() -> None:
+def test_a_move_to_the_host_and_back_is_reported_by_tier() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
     first, second = names(1, 2, 3, 4)
-    moved = listener.hear(raw.moved(2, 1), raw.moved(1, 1))
+    moved = listener.receive(raw.moved(2, 1), raw.moved(1, 1))
     assert listener.replica.parents[Tier.HOST] == {second: first, first: None}
     assert listener.replica.parents[Tier.DEVICE] == {}
     assert moved[0] == Stored(first, [second], Tier.HOST), "it is never said to be nowhere"
-    listener.hear(raw.moved(1, 0))
+    listener.receive(raw.moved(1, 0))
     assert listener.replica.parents[Tier.DEVICE] == {first: None}
-    assert listener.hear(raw.removed(2)) == [Removed([second], Tier.HOST)]
+    assert listener.receive(raw.removed(2)) == [Removed([second], Tier.HOST)]
 
 
-def test_a_block_that_is_stored_on_the_host_is_told_apart_from_the_one_before_it() -> None:
+def test_a_block_that_is_stored_on_the_host_is_reported_apart_from_the_one_before_it() -> None:
     raw, listener = RawEvents(), Listener()
-    told = listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(1, [(2, [3, 4])], cache_level=1))
+    reported = listener.receive(
+        raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(1, [(2, [3, 4])], cache_level=1)
+    )
     first, second = names(1, 2, 3, 4)
-    assert told == [Stored(None, [first]), Stored(first, [second], Tier.HOST)]
+    assert reported == [Stored(None, [first]), Stored(first, [second], Tier.HOST)]
 
 
-def test_a_change_of_priority_alone_is_no_news() -> None:
+def test_a_change_of_priority_alone_is_not_reported() -> None:
     raw, listener = RawEvents(), Listener()
     diff = {"type": "event_diff", "new_value": 80, "old_value": 35}
     updated = {"type": "updated", "block_hash": 1, "cache_level": None, "priority": diff}
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]))
-    assert listener.hear(raw.event(updated)) == []
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]))
+    assert listener.receive(raw.event(updated)) == []
 
 
-def test_blocks_that_are_stored_again_are_told_once() -> None:
+def test_blocks_that_are_stored_again_are_reported_once() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]))
-    assert listener.hear(raw.stored(None, [(1, [1, 2]), (2, [3, 4])])) == [
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]))
+    assert listener.receive(raw.stored(None, [(1, [1, 2]), (2, [3, 4])])) == [
         Stored(names(1, 2)[0], names(1, 2, 3, 4)[1:])
     ]
 
 
 def test_two_blocks_of_one_name_are_there_while_either_is() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(None, [(2, [1, 2])]))
-    assert listener.hear(raw.removed(1)) == []
-    assert listener.hear(raw.removed(2)) == [Removed(names(1, 2))]
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(None, [(2, [1, 2])]))
+    assert listener.receive(raw.removed(1)) == []
+    assert listener.receive(raw.removed(2)) == [Removed(names(1, 2))]
 
 
 @pytest.mark.parametrize("order", [(WINDOW, 16), (16, WINDOW)])
 def test_only_the_largest_window_counts(order: tuple[int, int]) -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(*(raw.created(64, window_size=size) for size in order))
+    listener.receive(*(raw.created(64, window_size=size) for size in order))
     both = [raw.stored(None, [(1, [1, 2]), (2, [3, 4])], window_size=size) for size in order]
-    listener.hear(*both, raw.removed(1, window_size=16))
+    listener.receive(*both, raw.removed(1, window_size=16))
     assert listener.replica.named == set(names(1, 2, 3, 4))
-    assert listener.hear(raw.stored(2, [(3, [5, 6])], window_size=16)) == []
+    assert listener.receive(raw.stored(2, [(3, [5, 6])], window_size=16)) == []
 
 
-def test_what_was_told_of_a_smaller_window_is_forgotten_with_a_larger_one() -> None:
+def test_blocks_reported_of_a_smaller_window_are_forgotten_with_a_larger_one() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(window_size=16), raw.stored(None, [(1, [1, 2])], window_size=16))
-    assert listener.hear(raw.created()) == [Cleared()]
-    assert listener.hear(raw.stored(1, [(2, [3, 4])])) == []
+    listener.receive(raw.created(window_size=16), raw.stored(None, [(1, [1, 2])], window_size=16))
+    assert listener.receive(raw.created()) == [Cleared()]
+    assert listener.receive(raw.stored(1, [(2, [3, 4])])) == []
 
 
-def test_before_any_window_is_told_of_nothing_is() -> None:
+def test_nothing_is_reported_before_any_window_is_announced() -> None:
     raw, listener = RawEvents(), Listener()
     raw.created()
-    assert listener.hear(raw.stored(None, [(1, [1, 2])])) == []
+    assert listener.receive(raw.stored(None, [(1, [1, 2])])) == []
 
 
 def test_a_gap_makes_everything_doubtful_until_blocks_are_stored_after_it() -> None:
     raw, listener = RawEvents(), Listener()
     chain = [(1, [1, 2]), (2, [3, 4])]
-    listener.hear(raw.created(), raw.stored(None, chain), raw.stored(None, [(9, [7, 7])]))
+    listener.receive(raw.created(), raw.stored(None, chain), raw.stored(None, [(9, [7, 7])]))
     raw.removed(9)  # lost
     first, second, third = names(1, 2, 3, 4, 5, 6)
-    assert listener.hear(raw.stored(2, [(3, [5, 6])])) == [Cleared(), Stored(None, [first, second, third])]
+    assert listener.receive(raw.stored(2, [(3, [5, 6])])) == [Cleared(), Stored(None, [first, second, third])]
     assert listener.replica.named == {first, second, third}
-    assert listener.hear(raw.removed(3, 9)) == [Removed([third])]
+    assert listener.receive(raw.removed(3, 9)) == [Removed([third])]
 
 
-def test_after_a_gap_what_follows_a_block_that_is_gone_is_not_told() -> None:
+def test_after_a_gap_what_follows_a_block_that_is_gone_is_not_reported() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
     raw.moved(1, 1)  # lost
-    assert listener.hear(raw.removed(1)) == [Cleared()]
-    assert listener.hear(raw.stored(2, [(3, [5, 6])])) == []
+    assert listener.receive(raw.removed(1)) == [Cleared()]
+    assert listener.receive(raw.stored(2, [(3, [5, 6])])) == []
 
 
-def test_after_a_gap_what_follows_a_block_that_is_private_now_is_not_told() -> None:
+def test_after_a_gap_what_follows_a_block_that_is_private_now_is_not_reported() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
     raw.moved(1, 1)  # lost
-    listener.hear(raw.removed(1))
+    listener.receive(raw.removed(1))
     listener.private.add([1, 2])
-    assert listener.hear(raw.stored(None, [(1, [1, 2])]), raw.stored(2, [(3, [5, 6])])) == []
+    assert listener.receive(raw.stored(None, [(1, [1, 2])]), raw.stored(2, [(3, [5, 6])])) == []
 
 
 def test_two_blocks_of_one_name_are_counted_anew_after_a_gap() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(None, [(2, [1, 2])]))
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(None, [(2, [1, 2])]))
     raw.removed(1)  # lost
-    listener.hear(raw.stored(None, [(2, [1, 2])]))
-    assert listener.hear(raw.removed(2)) == [Removed(names(1, 2))]
+    listener.receive(raw.stored(None, [(2, [1, 2])]))
+    assert listener.receive(raw.removed(2)) == [Removed(names(1, 2))]
 
 
 def test_numbers_that_begin_anew_clear_and_the_new_engine_is_followed() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]))
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]))
     again = RawEvents()
-    assert listener.hear(again.created(32, 0)) == [Cleared()]
-    assert listener.hear(again.stored(None, [(4, [8, 8])])) == [Stored(None, names(8, 8))]
+    assert listener.receive(again.created(32, 0)) == [Cleared()]
+    assert listener.receive(again.stored(None, [(4, [8, 8])])) == [Stored(None, names(8, 8))]
     assert listener.replica.named == set(names(8, 8))
     assert listener.mirror.num_blocks == 32
 
 
 def test_the_smaller_window_of_an_engine_that_began_anew_is_still_not_followed() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]))
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]))
     again = RawEvents()
-    listener.hear(again.created(window_size=16))
+    listener.receive(again.created(window_size=16))
     again.created()  # lost
-    assert listener.hear(again.stored(None, [(1, [1, 2])], window_size=16)) == []
-    assert listener.hear(again.stored(None, [(1, [1, 2])])) == [Stored(None, names(1, 2))]
+    assert listener.receive(again.stored(None, [(1, [1, 2])], window_size=16)) == []
+    assert listener.receive(again.stored(None, [(1, [1, 2])])) == [Stored(None, names(1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -177,36 +179,36 @@ def test_the_smaller_window_of_an_engine_that_began_anew_is_still_not_followed()
     [{"extra_id": 4}, {"mm_keys": [{"type": "mm_key", "hash": "00"}]}, {"cache_salt": "tenant"}],
     ids=["extra id", "picture", "salt"],
 )
-def test_a_block_with_more_than_tokens_in_it_is_not_told(more: dict[str, Any]) -> None:
+def test_a_block_with_more_than_tokens_in_it_is_not_reported(more: dict[str, Any]) -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]))
-    assert listener.hear(raw.stored(1, [(2, [3, 4])], **more), raw.stored(2, [(3, [5, 6])])) == []
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]))
+    assert listener.receive(raw.stored(1, [(2, [3, 4])], **more), raw.stored(2, [(3, [5, 6])])) == []
 
 
 @pytest.mark.parametrize("token", [99, 1000, -1])
-def test_a_block_with_tokens_that_are_no_text_is_not_told(token: int) -> None:
+def test_a_block_with_tokens_that_are_no_text_is_not_reported(token: int) -> None:
     raw, listener = RawEvents(), Listener()
-    assert listener.hear(raw.created(), raw.stored(None, [(1, [1, token])])) == []
+    assert listener.receive(raw.created(), raw.stored(None, [(1, [1, token])])) == []
 
 
-def test_blocks_that_look_like_a_private_request_s_are_not_told_nor_what_follows() -> None:
+def test_blocks_with_a_private_request_s_tokens_are_not_reported_nor_what_follows() -> None:
     raw, listener = RawEvents(), Listener()
-    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]))
+    listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]))
     listener.private.add([1, 2, 3, 4])
-    assert listener.hear(raw.stored(None, [(11, [1, 2]), (12, [3, 4])]), raw.stored(12, [(13, [5, 6])])) == []
-    assert listener.hear(raw.stored(None, [(5, [2, 2])])), "others are"
-    assert listener.hear(raw.removed(13, 12, 11)) == []
-    assert listener.hear(raw.removed(1)) == [Removed(names(1, 2))], "and the plain one is still followed"
+    assert listener.receive(raw.stored(None, [(11, [1, 2]), (12, [3, 4])]), raw.stored(12, [(13, [5, 6])])) == []
+    assert listener.receive(raw.stored(None, [(5, [2, 2])])), "others are"
+    assert listener.receive(raw.removed(13, 12, 11)) == []
+    assert listener.receive(raw.removed(1)) == [Removed(names(1, 2))], "and the plain one is still followed"
 
 
-def test_a_private_request_s_blocks_stay_untold_beyond_a_gap() -> None:
+def test_a_private_request_s_blocks_stay_unreported_beyond_a_gap() -> None:
     raw, listener = RawEvents(), Listener()
     private = listener.private.add([1, 2])
-    listener.hear(raw.created(), raw.stored(None, [(11, [1, 2])]))
+    listener.receive(raw.created(), raw.stored(None, [(11, [1, 2])]))
     private.close()
     listener.private.forget(float("inf"))
     raw.removed(99)  # lost
-    assert listener.hear(raw.stored(11, [(12, [3, 4])])) == []
+    assert listener.receive(raw.stored(11, [(12, [3, 4])])) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A cache that evicts, offloads, loses events and restarts, against what is told of it."""
+"""A cache that evicts, offloads, loses events and restarts, against what is reported of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.trtllm.kv_truth import BLOCK_SIZE, Listener, RawEvents
 
 
 class Cache:
-    """Blocks by their tokens from the first on; tells truly of what happens, where it is not lost."""
+    """Blocks by their tokens from the first on; reports truly what happens, where it is not lost."""
 
     def __init__(self) -> None:
         self.raw = RawEvents()
@@ -24,7 +24,7 @@ class Cache:
 
     def store(self, tokens: tuple[int, ...]) -> None:
         """All full blocks, and the partial one at the end, in one event from the first that is new."""
-        told, parent = [], None
+        stored, parent = [], None
         for start in range(0, len(tokens), BLOCK_SIZE):
             block = tokens[: start + BLOCK_SIZE]
             if block in self.levels:
@@ -33,9 +33,9 @@ class Cache:
                 parent = block
                 continue
             self.levels[block] = 0
-            told.append((self.hash_of(block), block[start:]))
-        if told:
-            self.pending.append(self.raw.stored(None if parent is None else self.hash_of(parent), told))
+            stored.append((self.hash_of(block), block[start:]))
+        if stored:
+            self.pending.append(self.raw.stored(None if parent is None else self.hash_of(parent), stored))
 
     def evict(self, choice: int) -> None:
         leaves = [b for b in self.levels if not any(o[: len(b)] == b and o != b for o in self.levels)]
@@ -66,7 +66,7 @@ steps = st.one_of(
     st.tuples(st.just("store"), tokens),
     st.tuples(st.just("store"), tokens),
     st.tuples(st.sampled_from(["evict", "offload"]), st.integers(0, 99)),
-    st.tuples(st.sampled_from(["hear", "lose", "restart"]), st.none()),
+    st.tuples(st.sampled_from(["receive", "lose", "restart"]), st.none()),
 )
 
 #: Stored while its first block is lost, the second one has no name. Stored again after a restart, both have.
@@ -76,11 +76,11 @@ ORPHAN = ("store", (2, 2, 0, 1))
 @given(st.lists(steps, max_size=40))
 @settings(max_examples=150)
 @example([("store", (0, 0)), ("store", (2, 2)), ("lose", None), ORPHAN, ("restart", None), ORPHAN])
-def test_what_is_told_is_never_more_than_there_is_and_all_of_it_while_nothing_is_lost(
+def test_reported_blocks_all_exist_and_are_complete_while_nothing_is_lost(
     changes: list[tuple[str, object]],
 ) -> None:
     cache, listener, is_whole = Cache(), Listener(), True
-    for change, argument in [*changes, ("hear", None)]:
+    for change, argument in [*changes, ("receive", None)]:
         match change, argument:
             case "store", tuple():
                 cache.store(argument)
@@ -89,8 +89,8 @@ def test_what_is_told_is_never_more_than_there_is_and_all_of_it_while_nothing_is
             case "offload", int():
                 cache.offload(argument)
             case "restart", _:
-                # All that the old engine said was heard, else the new one's numbers might seem to follow.
-                listener.hear(*cache.pending)
+                # All that the old engine reported was received, else the new one's numbers might seem to follow.
+                listener.receive(*cache.pending)
                 cache.pending = []
                 cache.restart()
                 is_whole = True
@@ -102,9 +102,9 @@ def test_what_is_told_is_never_more_than_there_is_and_all_of_it_while_nothing_is
                 cache.store((0, 1))
                 cache.evict(0)
             case _:
-                listener.hear(*cache.pending)
+                listener.receive(*cache.pending)
                 cache.pending = []
-    listener.hear(*cache.pending, cache.raw.removed(1))
+    listener.receive(*cache.pending, cache.raw.removed(1))
     assert listener.replica.named <= cache.names()
     if is_whole:
         assert listener.replica.named == cache.names()

@@ -1,4 +1,4 @@
-"""What is known of an LLM beside what it says, and what is refused before its weights are read."""
+"""Guesses about an LLM that reports little, and what is refused before its weights are read."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tests.engine.trtllm.specs import arguments, spec_of
         ({"max_batch_size": 1, "kv_cache_config": {"max_tokens": 100_000}}, 4096, 4096),
     ],
 )
-def test_a_pool_that_nobody_tells_of_has_room_for_what_is_computed_at_a_time(
+def test_a_pool_of_unreported_size_has_room_for_what_is_computed_at_a_time(
     override: dict[str, object], max_model_len: int, num_tokens: int
 ) -> None:
     assert guess_num_blocks(arguments(override=override), max_model_len) == -(-num_tokens // 32)
 
 
-async def test_a_pool_that_is_told_of_is_not_guessed() -> None:
+async def test_a_reported_pool_size_is_not_guessed() -> None:
     with stand_in():
         async with (
-            running(publish_events_and_metrics=True) as told,
+            running(publish_events_and_metrics=True) as reporting,
             running(publish_events_and_metrics=False) as silent,
         ):
-            assert told.engine.capabilities.num_blocks == 512
+            assert reporting.engine.capabilities.num_blocks == 512
             loaded = silent.engine._session.loaded  # type: ignore[union-attr]
             guess = guess_num_blocks(loaded.arguments, loaded.facts.max_model_len)
             assert silent.engine.capabilities.num_blocks == guess != 512

@@ -1,4 +1,4 @@
-"""Where media lie in a prompt that somebody else laid out: told by the text around them, or not at all."""
+"""Where media lie in a prompt that TensorRT-LLM laid out: the text around them shows it, or nothing does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_items_lie_where_the_text_has_made_room() -> None:
     assert found([P, 2, 3, P, 4, P], [P, P, 2, 3, 8, P, 4, P]) == [(0, 2), (4, 2), (7, 1)]
 
 
-def test_what_can_be_told_in_one_way_only_is_found_whatever_is_in_it() -> None:
+def test_media_that_fit_in_one_way_only_are_found_whatever_is_in_them() -> None:
     rng = random.Random(5)
     for _ in range(300):
         # Text and what items become have no token in common: there is one way.

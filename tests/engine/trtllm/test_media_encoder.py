@@ -47,7 +47,7 @@ def tower() -> EngineControl:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what a thread will bring about."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what is looked at has no event
+        while not condition():  # noqa: ASYNC110 - what is checked has no event
             await asyncio.sleep(0.001)
 
 
@@ -75,7 +75,7 @@ async def test_a_picture_is_kept_until_it_is_taken() -> None:
         )
 
 
-async def test_what_nobody_took_is_let_go_of() -> None:
+async def test_a_picture_that_no_worker_took_is_released() -> None:
     async with running_encoder() as encoder:
         assert encoder.states is not None
         for holder, colour in enumerate(("red", "blue", "red")):
@@ -86,7 +86,7 @@ async def test_what_nobody_took_is_let_go_of() -> None:
         await until(lambda: tower().num_held == 0)
 
 
-async def test_one_whose_caller_goes_while_it_is_encoded_is_let_go_of() -> None:
+async def test_a_picture_whose_caller_goes_while_it_is_encoded_is_released() -> None:
     async with running_encoder() as encoder:
         tower().steps.close()
         leaving, waiting = (asyncio.create_task(kept(encoder, holder, picture())) for holder in (1, 2))
@@ -102,7 +102,7 @@ async def test_one_whose_caller_goes_while_it_is_encoded_is_let_go_of() -> None:
         assert encoder.stats().num_waiting == 0
 
 
-async def test_pictures_that_wait_are_encoded_together() -> None:
+async def test_queued_pictures_are_encoded_in_one_batch() -> None:
     async with running_encoder(encoder=EncoderSettings(max_batch_size=4)) as encoder:
         tower().steps.close()
         tasks = [asyncio.create_task(kept(encoder, 0, picture()))]
@@ -115,7 +115,7 @@ async def test_pictures_that_wait_are_encoded_together() -> None:
         assert encoder.stats().num_steps == 2
 
 
-async def test_one_that_fails_takes_no_other_with_it() -> None:
+async def test_a_picture_that_fails_fails_no_other() -> None:
     async with running_encoder() as encoder:
         tower().fail_next_request("CUDA out of memory")
         with pytest.raises(EngineError, match="could not encode"):
@@ -125,7 +125,7 @@ async def test_one_that_fails_takes_no_other_with_it() -> None:
         assert encoder.stats().num_failed == 1
 
 
-async def test_a_damaged_picture_is_told_by_its_field() -> None:
+async def test_the_error_of_a_damaged_picture_names_its_field() -> None:
     async with running_encoder() as encoder:
         file = image_file(picture())
         broken = MediaFile(file.kind, file.data[:-60])
@@ -137,7 +137,7 @@ async def test_a_damaged_picture_is_told_by_its_field() -> None:
             await encoder.size(MediaFile(MediaKind.IMAGE, b"x"))
 
 
-async def test_a_picture_that_becomes_something_else_than_was_told_fails(tmp_path: Path) -> None:
+async def test_a_picture_that_becomes_something_else_than_was_announced_fails(tmp_path: Path) -> None:
     async with running_encoder() as encoder:
         states: Any = encoder.states
         object.__setattr__(states._model.sizes, "num_tile_tokens", 49)
@@ -146,7 +146,7 @@ async def test_a_picture_that_becomes_something_else_than_was_told_fails(tmp_pat
         await until(lambda: tower().num_held == 0)
 
 
-async def test_its_death_is_told_to_all_who_wait() -> None:
+async def test_its_death_fails_all_requests() -> None:
     async with running_encoder() as encoder:
         tower().steps.close()
         waiting = asyncio.create_task(kept(encoder, 1, picture()))
@@ -160,7 +160,7 @@ async def test_its_death_is_told_to_all_who_wait() -> None:
             await kept(encoder, 2, picture())
 
 
-async def test_closing_fails_those_who_wait_and_frees_what_is_kept() -> None:
+async def test_closing_fails_queued_pictures_and_frees_what_is_kept() -> None:
     async with running_encoder() as encoder:
         await kept(encoder, 1, picture())
         tower().steps.close()
@@ -202,7 +202,7 @@ async def test_embeddings_lie_in_our_pool() -> None:
 
 
 def llama4(directory: Path) -> str:
-    """A checkpoint whose pictures' sizes nobody knows here."""
+    """A checkpoint whose pictures' sizes are unknown here."""
     for path in CHECKPOINT.iterdir():
         shutil.copy(path, directory / path.name)
     config = json.loads((directory / "config.json").read_text())

@@ -20,7 +20,7 @@ from tests.fakes.conftest import stand_in  # noqa: F401 - a fixture
 from tests.fakes.driving import picture
 from tests.fakes.installation import installed
 
-QUIET = TrtllmTimes(canary_interval_s=3_600.0, look_interval_s=0.01, close_timeout_s=0.1)
+QUIET = TrtllmTimes(canary_interval_s=3_600.0, check_interval_s=0.01, close_timeout_s=0.1)
 SHORT = replace(QUIET, canary_interval_s=0.01)
 
 
@@ -29,11 +29,11 @@ async def test_it_has_encoded_a_picture_before_it_is_ready() -> None:
         [call] = tower().calls
         assert call.arguments["inputs"]["multi_modal_data"]["image"][0].size == (224, 224)
         await until(lambda: tower().num_held == 0)
-        assert encoder.stats().num_items == 0, "it is nobody's"
+        assert encoder.stats().num_items == 0, "it is no request's"
 
 
 @pytest.mark.parametrize("is_heeded", [True, False])
-async def test_one_whose_first_picture_does_not_come_is_not_started(
+async def test_an_encoder_whose_first_picture_does_not_come_is_not_started(
     is_heeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with installed(result_timeout_works=is_heeded) as package:
@@ -61,7 +61,7 @@ async def _start(times: TrtllmTimes) -> None:
 
 
 @pytest.mark.parametrize("is_heeded", [True, False])
-async def test_one_that_hangs_on_a_blank_picture_is_not_alive(is_heeded: bool) -> None:
+async def test_an_encoder_that_hangs_on_a_blank_picture_is_not_alive(is_heeded: bool) -> None:
     with installed(result_timeout_works=is_heeded) as package:
         async with running_encoder(replace(SHORT, canary_timeout_s=0.05)) as encoder:
             assert encoder.is_alive
@@ -74,7 +74,7 @@ async def test_one_that_hangs_on_a_blank_picture_is_not_alive(is_heeded: bool) -
 
 
 @pytest.mark.parametrize("is_heeded", [True, False])
-async def test_one_that_hangs_on_pictures_is_not_alive(is_heeded: bool) -> None:
+async def test_an_encoder_that_hangs_on_pictures_is_not_alive(is_heeded: bool) -> None:
     with installed(result_timeout_works=is_heeded) as package:
         async with running_encoder(replace(QUIET, encode_timeout_s=0.05)) as encoder:
             held = package._stand_in.control.control.engines[-1]
@@ -128,7 +128,7 @@ async def test_what_the_package_says_is_not_logged(caplog: pytest.LogCaptureFixt
     assert "stranger" not in caplog.text
 
 
-def test_a_handle_that_nobody_takes_is_counted_down_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_that_no_worker_takes_is_counted_down_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(

@@ -91,7 +91,7 @@ async def test_a_picture_on_an_aggregated_worker(is_kept: bool) -> None:
         assert worker.tokens_of(request) == greedy(LOOK, MAX_TOKENS, picture())
 
 
-async def test_a_prompt_that_becomes_another_than_was_told_fails() -> None:
+async def test_a_prompt_that_becomes_another_than_was_announced_fails() -> None:
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill:
         request = looking(RequestKind.PREFILL, [image_file(picture())], num_tokens=NUM_TOKENS - 1)
         failed = await prefill.end_of(request)
@@ -100,7 +100,7 @@ async def test_a_prompt_that_becomes_another_than_was_told_fails() -> None:
         assert isinstance(await prefill.end_of(good), Prefilled), "others go on"
 
 
-async def test_what_is_wrong_with_an_item_is_told_by_its_field() -> None:
+async def test_an_error_in_an_item_names_its_field() -> None:
     async with running(RequestKind.PREFILL) as prefill:
         failed = await prefill.end_of(looking(RequestKind.PREFILL, [b"{}"]))
         assert isinstance(failed, Failed)
@@ -119,7 +119,7 @@ async def test_a_picture_whose_encode_worker_is_gone_did_not_come_over(kind: Req
         assert not isinstance(await worker.end_of(looking(kind, [image_file(picture())])), Failed), "others go on"
 
 
-async def test_a_picture_twice_gives_the_same_answer_and_blocks_with_it_are_not_told_of() -> None:
+async def test_a_picture_twice_gives_the_same_answer_and_blocks_with_it_are_not_reported() -> None:
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill:
         for colour in ("red", "blue", "red"):
             request = looking(RequestKind.PREFILL, [image_file(picture(colour))])

@@ -58,7 +58,7 @@ def builder() -> Iterator[InputBuilder]:
 
 
 async def answer(given: LlmInputs, num_tokens: int = 12, llm: Any = None) -> list[int]:
-    """What TensorRT-LLM says, which has to have computed the prompt that was expected."""
+    """TensorRT-LLM's answer; it must have computed the expected prompt."""
     llm = llm or engine()
     disagg = DisaggregatedParams(request_type="context_and_generation", **given.disaggregated)
     result = await ended(

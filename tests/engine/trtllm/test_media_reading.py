@@ -20,7 +20,7 @@ from tests.fakes.driving import LOOK, STORY, greedy, picture, token_ids_of
 
 
 class Door:
-    """Stands before the decoding of pictures."""
+    """Holds the decoding of pictures until a test opens it."""
 
     def __init__(self) -> None:
         self.reached, self.is_open = threading.Semaphore(0), threading.Event()
@@ -72,7 +72,7 @@ async def test_other_streams_go_on_while_a_picture_is_decoded(door: Door) -> Non
         assert decode.tokens_of(request) == greedy(LOOK, 6, picture())
 
 
-async def test_one_that_waits_for_its_picture_is_cancelled_at_once(door: Door) -> None:
+async def test_a_request_that_waits_for_its_picture_is_cancelled_at_once(door: Door) -> None:
     async with running(modality=Modality.MULTIMODAL) as decode:
         request = await worker_at(door, decode)
         num_calls = len(decode.control.calls)

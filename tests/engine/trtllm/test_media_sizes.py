@@ -1,4 +1,4 @@
-"""Tokens of pictures by arithmetic: those that the vision tower itself makes, for every shape that a grid tells."""
+"""Tokens of pictures by arithmetic: those that the vision tower makes, for every shape that a grid distinguishes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_fills_what_the_tower_makes_of_it(name: str, directory: Path) -> None:
+def test_a_picture_fills_as_many_tokens_as_the_tower_makes(name: str, directory: Path) -> None:
     path = checkpoint(name, directory)
     sizes, vision = sizes_of(path), tower(path)
     for height, width in [*SIZES, (1, 1), (2, 150), (320, 240)]:

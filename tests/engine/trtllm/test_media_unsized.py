@@ -49,7 +49,7 @@ def red_rows() -> torch.Tensor:
     return rows
 
 
-async def test_prefill_tells_what_the_prompt_became_and_decode_goes_on_with_that() -> None:
+async def test_prefill_reports_what_the_prompt_became_and_decode_goes_on_with_that() -> None:
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill, running() as decode:
         request = with_files(RequestKind.PREFILL, image_file(picture()))
         prefilled = await prefill.end_of(request)
@@ -65,7 +65,7 @@ async def test_prefill_tells_what_the_prompt_became_and_decode_goes_on_with_that
         assert [prefilled.token_id, *decode.tokens_of(rest)] == greedy(LOOK, MAX_TOKENS, picture())
 
 
-async def test_what_was_shown_already_is_no_part_of_the_prompt_that_is_told() -> None:
+async def test_tokens_that_were_shown_already_are_no_part_of_the_reported_prompt() -> None:
     whole = greedy(LOOK, MAX_TOKENS, picture())
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill:
         request = with_files(RequestKind.PREFILL, image_file(picture()), generated=whole[:4])
@@ -77,7 +77,7 @@ async def test_what_was_shown_already_is_no_part_of_the_prompt_that_is_told() ->
         assert list(prefilled.laid_out.generated_token_ids) == whole[:4]
 
 
-async def test_an_aggregated_worker_tells_the_length() -> None:
+async def test_an_aggregated_worker_reports_the_length() -> None:
     async with running(modality=Modality.MULTIMODAL) as worker:
         request = with_files(RequestKind.DECODE, image_file(picture()))
         assert isinstance(await worker.end_of(request), Finished)
@@ -115,7 +115,7 @@ async def test_files_and_placeholders_are_as_many() -> None:
         assert failed.error.field == "media"
 
 
-async def test_where_one_ends_and_the_next_begins_has_to_be_told_by_text() -> None:
+async def test_text_has_to_show_where_one_item_ends_and_the_next_begins() -> None:
     two = LOOK.replace("<|image|>", "<|image|><|image|>")
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill:
         files = image_file(picture()), image_file(picture("blue"))

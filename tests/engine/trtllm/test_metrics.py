@@ -34,7 +34,7 @@ def test_without_the_package_and_without_records_there_is_nothing() -> None:
     metrics.close()
 
 
-def test_the_latest_step_is_told_as_far_as_it_is_known() -> None:
+def test_the_latest_step_is_shown_as_far_as_it_is_known() -> None:
     metrics = ResultMetrics("tiny", lambda: LlmRankStats(latency_s=0.25, num_queued=3, num_used_blocks=7))
     page = page_of(metrics)
     assert 'trtllm_kv_cache_blocks{state="used"} 7.0' in page
@@ -45,7 +45,7 @@ def test_the_latest_step_is_told_as_far_as_it_is_known() -> None:
     assert "trtllm_kv_cache_blocks_reused_total" not in page
 
 
-async def test_what_upstream_measures_of_results_is_told_under_its_own_names() -> None:
+async def test_what_upstream_measures_of_results_is_shown_under_its_own_names() -> None:
     with installed() as module, module.LLM(MODEL, return_perf_metrics=True) as llm:
         metrics = ResultMetrics("tiny", lambda: None)
         try:

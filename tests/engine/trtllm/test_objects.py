@@ -1,4 +1,4 @@
-"""What the installed package is given is objects where it needs them, and what it lacks is refused by name."""
+"""The installed package gets objects where it needs them; an argument that it lacks is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks are taken for private, and until when."""
+"""Which blocks count as private, and until when."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_before_media_blocks_are_plain() -> None:
     assert private.matches(first, pack_token_ids(PROMPT[4:]))
 
 
-def test_a_block_that_is_not_full_yet_is_private_whatever_comes_of_it() -> None:
+def test_a_block_that_is_not_full_yet_is_private_whatever_fills_it() -> None:
     private, _ = blocks()
     private.add(PROMPT[:2])
     assert private.matches(None, pack_token_ids([1, 2, 9, 9]))
     assert not private.matches(None, pack_token_ids([1, 3, 9, 9]))
 
 
-def test_a_request_is_remembered_until_all_events_of_its_time_were_heard() -> None:
+def test_a_request_is_remembered_until_all_events_of_its_time_were_read() -> None:
     private, clock = blocks()
     first, second = private.add(PROMPT), private.add(PROMPT)
     private.forget(ALWAYS)

@@ -13,10 +13,10 @@ from quartet.engine.trtllm.doctor import SYMBOLS, Form, Symbol
 from quartet.engine.trtllm.schema import CONFIGS, DECODING_CLASSES
 
 _PACKAGE = "tensorrt_llm"
-_LOOKING = ("doctor.py",)  # it looks at the package, and uses nothing of it
-_FILES = sorted(path for path in Path(trtllm.__path__[0]).rglob("*.py") if path.name not in _LOOKING)
+_INSPECTING = ("doctor.py",)  # it inspects the package, and uses nothing of it
+_FILES = sorted(path for path in Path(trtllm.__path__[0]).rglob("*.py") if path.name not in _INSPECTING)
 _MODULES = {symbol.module for symbol in SYMBOLS} | {_PACKAGE}
-#: A base, and what is made of a dict within a dict: nobody imports them.
+#: A base, and what is made of a dict within a dict: no module imports them.
 _UNNAMED = {"DecodingBaseConfig", "MoeLoadBalancerConfig"}
 
 

@@ -127,7 +127,7 @@ def test_every_default_of_the_description_is_of_its_type(name: str) -> None:
         ("TokenizerBase | None", None, "x"),
     ],
 )
-def test_values_are_told_by_their_types(kind: str, good: object, bad: object) -> None:
+def test_values_are_distinguished_by_their_types(kind: str, good: object, bad: object) -> None:
     assert fits(kind, good)
     assert not fits(kind, bad)
 

@@ -1,4 +1,4 @@
-"""What is new in an output, whatever TensorRT-LLM does to it meanwhile."""
+"""The new tokens of an output, whatever TensorRT-LLM changes in it meanwhile."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_what_routes_by_caches_has_events_and_nothing_else_pays_for_them(topolog
     assert is_aware is (len(workers) > len({plan.role for plan in workers}))
 
 
-def test_encode_comes_before_whoever_shares_its_gpu(topology: Topology) -> None:
+def test_encode_comes_before_the_workers_that_share_its_gpu(topology: Topology) -> None:
     plans = plan_workers(topology, num_cores=8)
     for number, plan in enumerate(plans):
         beside = [other for other in plans[:number] if set(other.gpus) & set(plan.gpus)]

@@ -1,4 +1,4 @@
-"""A worker's process that does not end when it is told to, beside one of its own in another session."""
+"""A worker's process that does not end on SIGTERM, beside one of its own in another session."""
 
 from __future__ import annotations
 

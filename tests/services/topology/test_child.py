@@ -1,4 +1,4 @@
-"""Child processes: what they say is heard, and nothing outlives whoever started them."""
+"""Child processes: their output is logged, and nothing outlives the process that started them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def wait_gone(pid: int) -> None:
             os.close(descriptor)
 
 
-async def test_lines_of_both_streams_are_told_with_what_the_environment_says(
+async def test_lines_of_both_streams_are_logged_with_what_the_environment_says(
     start_python: StartPython, lines: asyncio.Queue[str]
 ) -> None:
     child = await start_python(
@@ -75,7 +75,7 @@ async def test_lines_of_both_streams_are_told_with_what_the_environment_says(
     assert child.describe_end() == "some ended with exit code 0\n    hello\n    bad \xff\n    no end"
 
 
-async def test_a_line_without_end_is_told_in_pieces(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
+async def test_a_line_without_end_is_logged_in_pieces(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
     child = await start_python("import os\nfor _ in range(100): os.write(1, b'x' * 10_000)")
     await end_of(child)
     pieces = [lines.get_nowait() for _ in range(lines.qsize())]
@@ -126,7 +126,7 @@ async def test_what_a_child_leaves_behind_can_be_killed(start_python: StartPytho
         "print(below.pid)\n"
     )
     pid = int(await next_line(lines))
-    assert await end_of(child) == 0, "its end is not that of whoever else holds its output"
+    assert await end_of(child) == 0, "its end is not that of another process that holds its output"
     os.kill(pid, 0)
     child.kill_rest()
     wait_gone(pid)

@@ -1,4 +1,4 @@
-"""What somebody chooses at the command line, over a topology file: what is left of the file, and what is told of it."""
+"""Choices of a command line over a topology file: what is left of the file, and what the notes say."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_an_engine_that_computes_no_media_gets_none(path: Path) -> None:
     assert Role.ENCODE not in roles
     groups: Any = settings["workers"]
     for number, group in enumerate(groups):
-        is_told = f"workers[{number}]: left out, as the engine mock encodes no media" in chosen.notes
-        assert is_told is (group["role"] == "encode")
+        is_noted = f"workers[{number}]: left out, as the engine mock encodes no media" in chosen.notes
+        assert is_noted is (group["role"] == "encode")
 
 
 def test_a_modality_that_an_engine_does_not_have_is_left_out() -> None:
@@ -172,7 +172,7 @@ def test_directories_of_media_and_the_port_are_the_routers(monkeypatch: pytest.M
     assert router.server.address == "127.0.0.1:0"
 
 
-def test_what_is_no_mapping_is_told_as_without_choices() -> None:
+def test_settings_that_are_no_mapping_are_refused_as_without_choices() -> None:
     choices = Choices(engine=EngineKind.MOCK, model=Path("m"))
     for settings, message in [
         ({"workers": 3}, "workers: must be a list"),

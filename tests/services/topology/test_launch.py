@@ -63,7 +63,7 @@ async def start(directory: Path, endpoint: str, *assignments: str, model_file: s
     return local
 
 
-async def test_etcd_endpoints_that_nobody_answers_are_refused_in_bounded_time_and_not_replaced(tmp_path: Path) -> None:
+async def test_etcd_endpoints_that_do_not_answer_are_refused_in_bounded_time_and_not_replaced(tmp_path: Path) -> None:
     # A port that takes connections and says nothing.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -97,7 +97,7 @@ async def test_a_mock_engine_needs_a_tokenizer_and_no_more(tmp_path: Path, share
     ("path", "message"),
     [("/no/such/model", "there is no folder /no/such/model"), ("models/tinny", "there is no folder models/tinny")],
 )
-async def test_a_model_that_is_not_here_is_told_before_anything_starts(
+async def test_a_missing_model_is_reported_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -107,12 +107,12 @@ async def test_a_model_that_is_not_here_is_told_before_anything_starts(
         await start(tmp_path / "run", "127.0.0.1:1", f"model.path={path}")
 
 
-async def test_the_name_of_a_repository_is_for_its_worker_to_look_for(
+async def test_the_name_of_a_repository_is_left_to_its_worker_to_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    # It gets as far as to ask for etcd.
+    # It reaches the step that asks for etcd.
     with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
         await start(tmp_path / "run", "127.0.0.1:1", "model.path=some/repository")
 
@@ -120,7 +120,7 @@ async def test_the_name_of_a_repository_is_for_its_worker_to_look_for(
 async def test_workers_of_one_gpu_start_one_after_the_other_and_each_sees_its_gpus(
     tmp_path: Path, shared_etcd: EtcdServer
 ) -> None:
-    """The first one's model is refused: the second one is never started beside what does not run."""
+    """The first worker's model is refused, so the second worker is never started."""
     (tmp_path / "config.json").write_text("{}")
     text = f"""
         namespace: shared-gpu
@@ -146,7 +146,7 @@ async def test_workers_of_one_gpu_start_one_after_the_other_and_each_sees_its_gp
 
 
 class FirstLine(Silent):
-    """Hears what the worker says first."""
+    """Keeps what the worker says first."""
 
     def __init__(self) -> None:
         self.line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -214,10 +214,10 @@ async def test_a_registry_that_is_not_there_yet_is_waited_for(etcd: EtcdServer) 
 
 
 async def test_an_etcd_that_serves_answers(shared_etcd: EtcdServer, free_port: Callable[[], int]) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
+    silent = f"127.0.0.1:{free_port()}"
     assert await etcd_answers(EtcdConfig(endpoints=(shared_etcd.endpoint,)))
-    assert await etcd_answers(EtcdConfig(endpoints=(nobody, shared_etcd.endpoint)))
-    assert not await etcd_answers(EtcdConfig(endpoints=(nobody,)))
+    assert await etcd_answers(EtcdConfig(endpoints=(silent, shared_etcd.endpoint)))
+    assert not await etcd_answers(EtcdConfig(endpoints=(silent,)))
 
 
 def test_an_own_etcd_is_on_loopback_and_without_tls() -> None:
@@ -264,13 +264,13 @@ def test_what_an_earlier_process_of_the_same_id_left_is_gone(tmp_path: Path) -> 
     assert not (make_run_directory(tmp_path, "some") / "router.yaml").exists()
 
 
-def test_where_none_can_be_made_that_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot make a directory in .*file"):
         make_run_directory(tmp_path / "file", "some")
 
 
-def test_a_drawn_key_is_its_owners_alone_and_good_to_seal_with(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_a_drawn_key_and_it_signs_starts(tmp_path: Path) -> None:
     path = draw_signing_key(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     key = SigningKeys(path).signing_key

@@ -1,4 +1,4 @@
-"""A worker that is told to stop before it serves: it ends at once, whatever it waits for."""
+"""A worker that is stopped before it serves: it ends at once, whatever it waits for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_worker(tmp_path: Path, stop: asyncio.Event, etcd: str) -> asyncio.Task
     return asyncio.create_task(worker_process.WorkerProcess(config, Role.DECODE).run(stop))
 
 
-async def test_a_worker_told_to_stop_while_its_model_loads_does_not_wait_for_the_model(
+async def test_a_worker_stopped_while_its_model_loads_does_not_wait_for_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, loading = asyncio.Event(), Loading(monkeypatch)
@@ -61,7 +61,7 @@ async def test_a_worker_told_to_stop_while_its_model_loads_does_not_wait_for_the
     assert loading.runner.num_closes == 1, "a model that comes too late is closed all the same"
 
 
-async def test_a_worker_told_to_stop_while_it_registers_does_not_wait_for_the_registry(
+async def test_a_worker_stopped_while_it_registers_does_not_wait_for_the_registry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, loading = asyncio.Event(), Loading(monkeypatch)
@@ -84,7 +84,7 @@ async def test_a_worker_told_to_stop_while_it_registers_does_not_wait_for_the_re
     assert loading.runner.num_closes == 1
 
 
-async def test_work_that_ends_first_is_done_and_its_error_is_told() -> None:
+async def test_work_that_ends_first_is_done_and_its_error_is_raised() -> None:
     stop = asyncio.Event()
 
     async def fail() -> None:
@@ -95,7 +95,7 @@ async def test_work_that_ends_first_is_done_and_its_error_is_told() -> None:
         await is_done_before(stop, fail())
 
 
-async def test_whoever_waits_can_be_cancelled_and_takes_the_work_along() -> None:
+async def test_cancelling_the_waiting_task_cancels_the_work() -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:

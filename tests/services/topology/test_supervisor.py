@@ -20,7 +20,7 @@ FAILING = "raise SystemExit('no luck')"
 
 
 class Processes:
-    """Python programs by name, each of which can be started again."""
+    """Python programs by name; each can be started again."""
 
     def __init__(self, programs: dict[str, str]) -> None:
         self._programs = programs
@@ -58,22 +58,22 @@ class Processes:
 
 
 class Observer:
-    """Keeps what it is told."""
+    """Keeps what it is shown."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.shown: list[str] = []
         self.waiting: dict[str, asyncio.Event] = {}
 
     def log_line(self, process: str, line: str) -> None: ...
 
     def progress(self, message: str) -> None:
-        self.told.append(message)
+        self.shown.append(message)
         self.waiting.setdefault(message, asyncio.Event()).set()
 
     def died(self, child: Child) -> None:
-        self.told.append(child.describe_end().splitlines()[0])
+        self.shown.append(child.describe_end().splitlines()[0])
 
-    async def wait_told(self, message: str) -> None:
+    async def wait_shown(self, message: str) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             await self.waiting.setdefault(message, asyncio.Event()).wait()
 
@@ -94,7 +94,7 @@ class FakeTime:
 
 
 class Scene:
-    """What a test needs of all this."""
+    """A supervisor, with all that it watches and reports to."""
 
     def __init__(self, programs: dict[str, str]) -> None:
         self.processes = Processes(programs)
@@ -113,7 +113,7 @@ class Scene:
 
 @pytest.fixture
 async def scenes() -> AsyncIterator[list[Scene]]:
-    """Those that a test adds end with it."""
+    """Scenes that a test adds end with it."""
     made: list[Scene] = []
     yield made
     for scene in made:
@@ -134,7 +134,7 @@ async def failure_of(running: asyncio.Task[None]) -> str:
     return str(error.value)
 
 
-async def test_one_that_keeps_failing_is_tried_ever_later_and_then_given_up_with_its_last_words(
+async def test_a_process_that_keeps_failing_is_tried_ever_later_and_then_given_up_with_its_last_words(
     scenes: list[Scene],
 ) -> None:
     scene = await started(scenes, bad=FAILING, good=SLEEPER)
@@ -142,11 +142,13 @@ async def test_one_that_keeps_failing_is_tried_ever_later_and_then_given_up_with
     assert message == "given up after 3 restarts within 600 s: bad ended with exit code 1\n    no luck"
     assert scene.time.slept == [1, 2, 4]
     each = ["bad ended with exit code 1", "starting bad again in {} s"]
-    assert scene.observer.told == [line.format(delay) for delay in (1, 2, 4) for line in each]
-    assert scene.processes.child("good").is_running, "whoever gives up stops the rest, not the supervisor"
+    assert scene.observer.shown == [line.format(delay) for delay in (1, 2, 4) for line in each]
+    assert scene.processes.child("good").is_running, "the caller stops the rest, not the supervisor"
 
 
-async def test_one_that_served_for_long_begins_with_the_first_delay_and_its_return_is_told(scenes: list[Scene]) -> None:
+async def test_a_process_that_served_for_long_begins_with_the_first_delay_and_its_return_is_shown(
+    scenes: list[Scene],
+) -> None:
     scene = await started(scenes, one=SLEEPER)
     running = scene.run(RestartConfig())
     scene.serving["one"].set()
@@ -155,7 +157,7 @@ async def test_one_that_served_for_long_begins_with_the_first_delay_and_its_retu
         scene.processes.was_restarted.clear()
         scene.observer.waiting.clear()
         scene.processes.child("one").send(signal.SIGKILL)
-        await scene.observer.wait_told("one serves again")
+        await scene.observer.wait_shown("one serves again")
     assert scene.time.slept == [1, 2, 1, 2]
     assert not running.done()
     running.cancel()
@@ -186,7 +188,7 @@ async def test_it_can_be_stopped_while_one_waits_to_be_started_again(scenes: lis
     scene = await started(scenes, bad=FAILING, good=SLEEPER)
     scene.time.gate.clear()
     running = scene.run(RestartConfig())
-    await scene.observer.wait_told("starting bad again in 1 s")
+    await scene.observer.wait_shown("starting bad again in 1 s")
     running.cancel()
     async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(asyncio.CancelledError):
@@ -204,7 +206,7 @@ def test_delays_double_up_to_the_longest() -> None:
     assert delays(backoff, *((float(end), 0.0) for end in range(7))) == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_who_has_served_for_a_minute_begins_again() -> None:
+def test_a_process_that_served_for_a_minute_begins_with_the_first_delay_again() -> None:
     backoff = Backoff(RestartConfig())
     assert delays(backoff, (0, 0), (5, 1), (70, 59.9), (200, 60), (210, 0)) == [1, 2, 4, 1, 2]
 

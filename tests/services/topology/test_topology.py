@@ -164,7 +164,7 @@ def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
     assert settings["server"] == {"address": "127.0.0.1:6000", "namespace": "here", "reflection": False}
 
 
-def test_keys_go_to_the_router_and_to_those_who_decode(tmp_path: Path) -> None:
+def test_keys_go_to_the_router_and_to_decode_workers(tmp_path: Path) -> None:
     text = """
         router: {overrides: {signing_keys_file: own/keys}}
         workers: [{role: decode}, {role: prefill}, {role: decode, overrides: {signing_keys_file: other/keys}}]

@@ -15,7 +15,7 @@ WAIT_S = 30.0
 
 
 class Gate:
-    """A place that threads pass; a test may close it, let some through, and see who waits."""
+    """A gate that threads pass; a test may close it, let some through, and see whether a thread waits."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -24,11 +24,11 @@ class Gate:
         self._listeners: list[Callable[[], None]] = []
 
     def close(self) -> None:
-        """Hold whoever comes from here on."""
+        """Hold every thread that comes from here on."""
         self._set(0)
 
     def open(self) -> None:
-        """Let all pass, who wait and who come."""
+        """Let all threads pass, those that wait and later ones."""
         self._set(None)
 
     def let_through(self, num_passes: int = 1) -> None:
@@ -40,7 +40,7 @@ class Gate:
         """Return once a thread waits here, or was turned away."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._num_waiting > 0, WAIT_S):
-                raise TimeoutError("nobody came to the gate")
+                raise TimeoutError("no thread came to the gate")
 
     def pass_through(self) -> None:
         """Wait until the gate lets this thread pass."""
@@ -54,7 +54,7 @@ class Gate:
                 self._num_waiting -= 1
 
     def try_pass(self) -> bool:
-        """Pass if that takes no waiting; one who is turned away counts as reached until the gate changes."""
+        """Pass if the gate is open; a thread that is turned away counts as reached until the gate changes."""
         with self._condition:
             if self._take():
                 return True
@@ -172,7 +172,7 @@ class EngineControl:
         self._engine.inject(time_out_requests=True)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Return once ``condition`` holds, which is looked at after each round of the engine's loop."""
+        """Return once ``condition`` holds, which is checked after each round of the engine's loop."""
         self._engine.wait_until(condition, WAIT_S)
 
 

@@ -63,5 +63,5 @@ class StandInEncoder(EngineLoop):
         self._requests.remove(request)
         request.output.put(step)
 
-    def _let_go(self) -> None:
+    def _free_all(self) -> None:
         self._shelf.close()

@@ -1,4 +1,4 @@
-"""The engine: admits requests, computes them a token a step, each by itself, and tells what happened."""
+"""The engine: admits requests, computes them a token a step, each by itself, and reports what happened."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class StandInEngine(EngineLoop):
         seq.cache, seq.token_ids = self._hand_offs.pull(request)
         self.ranks[request.rank].store(request, seq)
         request.state = RequestState.RUNNING
-        # The first tokens were told by prefill, but are this answer's, too: they come with the next one.
+        # Prefill reported the first tokens, but they are this answer's, too: they come with the next one.
         if request.finish_of(seq, self.max_seq_len)[0] is not None:
             self._tell(request, seq)
 
@@ -197,7 +197,7 @@ class StandInEngine(EngineLoop):
         seq.is_done = reason is not None
         if seq.is_done and all(other.is_done for other in request.sequences):
             self._end(request)
-        request.tell(seq, reason, stop, num_trimmed)
+        request.report(seq, reason, stop, num_trimmed)
 
     def _end_context(self, request: Request, seq: Sequence) -> None:
         """End a context-only request: its blocks stay until they are pulled, unless the answer is complete."""
@@ -210,7 +210,7 @@ class StandInEngine(EngineLoop):
         seq.is_done = True
         disagg = self._hand_offs.offer(request, seq)
         self._end(request, keep_blocks=True)
-        request.tell(seq, SWITCHES.context_finish, stop, num_trimmed, disagg)
+        request.report(seq, SWITCHES.context_finish, stop, num_trimmed, disagg)
 
     def _end_all(self, request: Request, reason: str) -> None:
         if not request.sequences:
@@ -219,7 +219,7 @@ class StandInEngine(EngineLoop):
         self._end(request)
         for seq in unfinished:
             seq.is_done = True
-            request.tell(seq, reason, None, 0)
+            request.report(seq, reason, None, 0)
 
     def _end(self, request: Request, *, keep_blocks: bool = False) -> None:
         rank = self.ranks[request.rank]
@@ -234,7 +234,7 @@ class StandInEngine(EngineLoop):
         if not keep_blocks:
             rank.release(request)
 
-    def _let_go(self) -> None:
+    def _free_all(self) -> None:
         self._shelf.close()
 
     def _drain_events(self) -> list[dict[str, Any]]:

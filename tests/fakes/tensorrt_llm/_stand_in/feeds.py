@@ -23,7 +23,7 @@ class Source:
         self._listeners: set[Callable[[], None]] = set()
 
     def was_put(self) -> None:
-        """Wake whoever waits for items."""
+        """Wake the threads that wait for items."""
         with self._condition:
             self._condition.notify_all()
             listeners = list(self._listeners)

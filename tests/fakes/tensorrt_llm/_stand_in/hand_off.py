@@ -117,7 +117,7 @@ class HandOffs:
 
 
 def give_up(disagg: Any) -> None:
-    """Tell prefill that nobody will pull this."""
+    """Notify prefill that no worker will pull this."""
     try:
         spool.take(disagg.opaque_state)
     except (spool.GoneError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""The book of one window's KV blocks on one rank: who holds how many, what is reused, which events that makes.
+"""The book of one window's KV blocks on one rank: how many each sequence holds, what is reused, which events come.
 
 Only the book is kept by blocks; each sequence's KV lies in a cache of its own, and a prefix that the book calls reused
 is computed again.
@@ -54,11 +54,11 @@ class BlockBook:
         self._cached: OrderedDict[int, _Block] = OrderedDict()
         self._num_private = 0
         self.num_allocated = self.num_reused = self.num_missed = 0
-        self._tell(kv_events.created(num_blocks, num_host_blocks))
+        self._report(kv_events.created(num_blocks, num_host_blocks))
 
     @property
     def num_used(self) -> int:
-        """Blocks that cannot be had by others now."""
+        """Blocks that other requests can't get now."""
         return self._num_private + sum(block.num_users > 0 and block.level == 0 for block in self._cached.values())
 
     def admit(self, keys: Keys, num_tokens: int, salt: str, *, reuse: bool) -> Holding | None:
@@ -91,7 +91,7 @@ class BlockBook:
         """Make what is complete of ``keys`` reusable, the last token (not computed yet) left out."""
         if not reuse:
             return
-        complete, told = keys[:-1], list[dict[str, Any]]()
+        complete, reported = keys[:-1], list[dict[str, Any]]()
         first_parent: _Block | None = None
         for number in range(len(holding.blocks), -(-len(complete) // self.block_size)):
             part = complete[number * self.block_size : (number + 1) * self.block_size]
@@ -100,14 +100,14 @@ class BlockBook:
             parent = holding.blocks[-1] if holding.blocks else None
             block, is_new = self._take_in(part, parent, holding.salt)
             if is_new:
-                first_parent = parent if not told else first_parent
-                told.append(kv_events.stored_block(block.block_hash, *zip(*part, strict=True)))
+                first_parent = parent if not reported else first_parent
+                reported.append(kv_events.stored_block(block.block_hash, *zip(*part, strict=True)))
             block.num_users += 1
             holding.blocks.append(block)
             holding.num_private -= 1
             self._num_private -= 1
-        if told:
-            self._tell(kv_events.stored(first_parent.block_hash if first_parent else None, told))
+        if reported:
+            self._report(kv_events.stored(first_parent.block_hash if first_parent else None, reported))
 
     def release(self, holding: Holding, num_tokens: int) -> None:
         """Give all of it back; what left the window of ``num_tokens`` is forgotten."""
@@ -146,7 +146,7 @@ class BlockBook:
         return block, True
 
     def _make_room(self, num_needed: int) -> None:
-        """Evict blocks that nobody uses, the longest unused and last of their chain first."""
+        """Evict unused blocks, the longest unused and last of their chain first."""
         while num_needed > self.num_blocks - self._num_private - self._num_at(0):
             victim = next(
                 block
@@ -167,7 +167,7 @@ class BlockBook:
         return any(b.parent_hash == parent.block_hash and b.level == level for b in self._cached.values())
 
     def _move(self, block: _Block, level: int) -> None:
-        self._tell(kv_events.moved(block.block_hash, block.level, level))
+        self._report(kv_events.moved(block.block_hash, block.level, level))
         block.level = level
 
     def _forget(self, blocks: list[_Block]) -> None:
@@ -176,9 +176,9 @@ class BlockBook:
             parent = None if block.parent_hash is None else self._cached.get(block.parent_hash)
             if parent is not None:
                 parent.num_children -= 1
-        self._tell(kv_events.removed([block.block_hash for block in blocks]))
+        self._report(kv_events.removed([block.block_hash for block in blocks]))
 
-    def _tell(self, data: dict[str, object]) -> None:
+    def _report(self, data: dict[str, object]) -> None:
         if self._log is not None:
             self._log.put(self.window_size, data)
 

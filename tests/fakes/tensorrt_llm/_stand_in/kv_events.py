@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Numbers a rank's events, and keeps the newest ``size`` that nobody fetched; older ones are lost silently."""
+    """Numbers a rank's events, and keeps the newest ``size`` unfetched ones; older ones are lost silently."""
 
     def __init__(self, size: int, rank: int | None, was_put: Callable[[], None]) -> None:
         self._events: deque[Event] = deque(maxlen=size)

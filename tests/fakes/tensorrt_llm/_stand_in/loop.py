@@ -13,7 +13,7 @@ from tensorrt_llm._stand_in.request import Request, RequestState
 from tensorrt_llm.executor.result import Step
 
 _logger = logging.getLogger(__name__)
-#: How often it is looked whether other processes pulled what waits here.
+#: How often the thread checks whether other processes pulled what waits here.
 _HELD_POLL_S = 0.01
 
 
@@ -78,7 +78,7 @@ class EngineLoop:
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread look around."""
+        """Wake the thread."""
         with self._condition:
             self._has_news = True
             self._condition.notify_all()
@@ -104,7 +104,7 @@ class EngineLoop:
                 self._round()
                 with self._condition:
                     self._condition.notify_all()
-        except BaseException as death:  # noqa: BLE001 - the thread ends here: whoever waits for it is told
+        except BaseException as death:  # noqa: BLE001 - the thread ends here: its waiting callers get the error
             _logger.info("the engine died: %s", type(death).__name__)
             error = death
         finally:
@@ -112,7 +112,7 @@ class EngineLoop:
                 self._is_shut_down = True
                 left = [*self._requests, *self._incoming]
                 self._requests, self._incoming = [], deque()
-            self._let_go()
+            self._free_all()
             for request in left:
                 request.state = RequestState.ENDED
                 request.output.put(Step(is_last=True, error=error))
@@ -159,6 +159,6 @@ class EngineLoop:
         """Run one step of the model."""
         raise NotImplementedError
 
-    def _let_go(self) -> None:
+    def _free_all(self) -> None:
         """Free what others might still want."""
         raise NotImplementedError

@@ -31,7 +31,7 @@ class PreparedPrompt:
     item_tokens: list[int] = field(default_factory=list)
 
     def extra_ids(self) -> list[int]:
-        """Return each token's ``token_extra_id``: 0, or for a placeholder what tells its picture from others."""
+        """Return each token's ``token_extra_id``: 0, or for a placeholder what marks its picture."""
         marks = self._marks()
         return [next(marks, 0) if token_id == self.image_token_id else 0 for token_id in self.token_ids]
 

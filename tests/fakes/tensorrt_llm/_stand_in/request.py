@@ -33,7 +33,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Any]] = field(default_factory=list)
     sum_logprobs: float = 0.0
-    num_told: int = 0
+    num_reported: int = 0
     num_steps: int = 0
     is_done: bool = False
     holdings: list[Holding] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Request:
         return kind or "context_and_generation"
 
     def finish_of(self, seq: Sequence, max_seq_len: int) -> tuple[str | None, int | str | None, int]:
-        """Return a sequence's finish reason, stop reason, and how many tokens at its end are no answer's."""
+        """Return a sequence's finish reason, stop reason, and how many tokens at its end are no part of the answer."""
         params, last = self.params, seq.token_ids[-1]
         if last == params.end_id and not params.ignore_eos:
             return "stop", None, 0
@@ -99,11 +99,11 @@ class Request:
             "request_queue_time": (self.started_at or now) - self.submitted_at,
         }
 
-    def tell(
+    def report(
         self, seq: Sequence, reason: str | None, stop: int | str | None, num_trimmed: int, disagg: Any = None
     ) -> None:
         """Hand a sequence's new tokens to the handle."""
-        new, seq.num_told = seq.token_ids[seq.num_told :], len(seq.token_ids)
+        new, seq.num_reported = seq.token_ids[seq.num_reported :], len(seq.token_ids)
         self.output.put(
             Step(
                 index=seq.index,

@@ -1,6 +1,6 @@
 """What one engine keeps for another, taken at most once, in this process or another one of this host.
 
-A thing lies in a file; to take it is to rename it, which one taker only can do. The name tells who keeps it.
+A thing lies in a file; to take it is to rename it, which one taker only can do. The name says which process keeps it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Spool:
         return b"\x00\xff\x00\x80" + str(path).encode()
 
     def has(self, address: bytes) -> bool:
-        """Say whether nobody took what ``address`` names."""
+        """Whether what ``address`` names is still there to take."""
         return _path(address).exists()
 
     def drop(self, address: bytes) -> None:

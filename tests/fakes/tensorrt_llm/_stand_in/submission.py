@@ -39,7 +39,7 @@ _NOT_IMITATED_PARAMS = (
 def make_request(
     request_id: int, given: dict[str, Any], args: Any, engine: StandInEngine, reader: PromptReader, tokenizer: Any
 ) -> tuple[Request, dict[str, Any]]:
-    """Check and prepare a request; also return its arguments as they were, for tests to look at.
+    """Check and prepare a request; also return its arguments as they were, for tests to check.
 
     Raises:
         ValueError, TypeError, RequestError: see the description's table of errors.

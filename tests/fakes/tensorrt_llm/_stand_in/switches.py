@@ -20,7 +20,7 @@ class Switches:
         check_health: `LLM._check_health` exists.
         kv_event_form: how events and statistics are fetched.
         kv_event_lists: an iterator of events yields lists of them.
-        mm_keys: stored blocks tell of pictures by this key.
+        mm_keys: events of stored blocks name pictures under this key.
         no_kv_cache_stats: statistics lack ``kvCacheStats``.
         long_prompt_error: what a prompt beyond ``max_num_tokens`` raises.
         context_finish: how a context-only request ends whose answer goes on.

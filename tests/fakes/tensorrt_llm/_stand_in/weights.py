@@ -30,7 +30,7 @@ _loading = threading.Lock()
 
 
 class Weights:
-    """A checkpoint, ready to compute; shared by the engines of this process, none of which changes it."""
+    """A checkpoint, ready to compute; shared by the engines of this process; none changes it."""
 
     def __init__(self, path: str, *, is_dummy: bool) -> None:
         self.path = path

@@ -53,7 +53,7 @@ CompletionOutput = make_dataclass("CompletionOutput", _Diffs, kw_only=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What an engine tells of one output of a request.
+    """What an engine reports of one output of a request.
 
     Attributes:
         num_trimmed: tokens at the end that a stop word takes away again.
@@ -158,7 +158,7 @@ class RequestOutput:
         return self
 
     def put(self, step: Step) -> None:
-        """Tell of a step (called by the engine's thread)."""
+        """Report a step (called by the engine's thread)."""
         self._steps.put(step)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._came.set)
