@@ -170,8 +170,7 @@ class StepTimeFit:
             features += ((3, 1.0), (4, context))
         if not features or not isfinite(step_s):
             return
-        indices = [index for index, _ in features]
-        self._learn(features, step_s, 1.0 if self._forget(indices) else _FORGETTING)
+        self._learn(features, step_s, 1.0 if self._forget(features) else _FORGETTING)
         if min(self._coefficients) < 0.0:
             self._keep_positive()
         self._num_observed += 1
@@ -197,37 +196,33 @@ class StepTimeFit:
         self._num_observed = 0
         self._step_time = None
 
-    def _forget(self, indices: Sequence[int]) -> bool:
-        """Forget a little of these coefficients, unless one of them is nearly unknown; returns whether it did."""
-        variances = self._variances
-        if any(variances[index] > _MOST_VARIANCE[index] * _FORGETTING for index in indices):
-            return False
-        for index in indices:
+    def _forget(self, features: Sequence[tuple[int, float]]) -> bool:
+        """Forget a little of their coefficients, unless one of them is nearly unknown; returns whether it did."""
+        for index, _ in features:
+            if self._variances[index] > _MOST_VARIANCE[index] * _FORGETTING:
+                return False
+        for index, _ in features:
             self._factor[index] = [value * _GROWTH for value in self._factor[index]]
         return True
 
     def _learn(self, features: Sequence[tuple[int, float]], step_s: float, forgetting: float) -> None:
         """Learn from a step; the share ``forgetting`` of earlier knowledge of its kind is left."""
-        forecast_s = sum([self._coefficients[index] * value for index, value in features])
-        seen = self._seen(features)
-        doubt = sum([value * value for value in seen])
-        surprise_s = step_s - forecast_s
-        if doubt < _MAX_DOUBT:
-            bound_s = max(_MAX_SURPRISE * abs(forecast_s), _MIN_SURPRISE_S)
-            surprise_s = max(-bound_s, min(surprise_s, bound_s))
-        self._update(seen, surprise_s / (1.0 + doubt), (1.0 - 1.0 / sqrt(forgetting * (1.0 + doubt))) / doubt)
-
-    def _seen(self, features: Sequence[tuple[int, float]]) -> list[float]:
-        """``S^T f``."""
-        one = two = three = four = five = 0.0
+        forecast_s = one = two = three = four = five = 0.0
         for index, value in features:
+            forecast_s += self._coefficients[index] * value
             a, b, c, d, e = self._factor[index]
             one += value * a
             two += value * b
             three += value * c
             four += value * d
             five += value * e
-        return [one, two, three, four, five]
+        seen = [one, two, three, four, five]  # ``S^T f``
+        doubt = sum(map(mul, seen, seen))
+        surprise_s = step_s - forecast_s
+        if doubt < _MAX_DOUBT:
+            bound_s = max(_MAX_SURPRISE * abs(forecast_s), _MIN_SURPRISE_S)
+            surprise_s = max(-bound_s, min(surprise_s, bound_s))
+        self._update(seen, surprise_s / (1.0 + doubt), (1.0 - 1.0 / sqrt(forgetting * (1.0 + doubt))) / doubt)
 
     def _update(self, seen: Sequence[float], change_s: float, share: float) -> None:
         """Move the coefficients by ``change_s`` of the gains, and ``S`` by ``share`` of them times ``seen``."""
@@ -237,7 +232,7 @@ class StepTimeFit:
             self._coefficients[index] += gain * change_s
             gain *= share
             row = [a - gain * one, b - gain * two, c - gain * three, d - gain * four, e - gain * five]
-            variance = sum([value * value for value in row])
+            variance = sum(map(mul, row, row))
             if variance > _MOST_VARIANCE[index]:
                 shrink = sqrt(_MOST_VARIANCE[index] / variance)
                 row, variance = [value * shrink for value in row], _MOST_VARIANCE[index]
@@ -252,12 +247,9 @@ class StepTimeFit:
             excess = self._coefficients[index]
             if excess < 0.0:
                 row = self._factor[index]
-                covariances = [sum(map(mul, row, other)) for other in self._factor]
-                excess /= covariances[index]
-                self._coefficients = [
-                    value - excess * covariance
-                    for value, covariance in zip(self._coefficients, covariances, strict=True)
-                ]
+                excess /= sum(map(mul, row, row))
+                for other, factor in enumerate(self._factor):
+                    self._coefficients[other] -= excess * sum(map(mul, row, factor))
                 self._coefficients[index] = 0.0
 
 

@@ -129,8 +129,20 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Take back all blocks of ``seq``; shareable ones stay cached. May be called twice."""
-        self._stop_using(seq.block_table)
-        _empty(seq)
+        # Last one first: then the least recently used cached block never has a cached child.
+        num_users, num_holders = self._num_users, self._num_holders
+        for block_id in reversed(seq.block_table):
+            num_users[block_id] -= 1
+            if num_users[block_id]:
+                continue
+            self._num_in_use -= 1
+            if num_holders[block_id]:
+                self._num_held += 1
+            else:
+                self._retire(block_id)
+        seq.block_table = []
+        seq.num_named_blocks = 0
+        seq.num_computed_tokens = 0
 
     def hold(self, seq: Sequence, holder: int) -> tuple[int, ...]:
         """Keep the computed blocks of ``seq`` until ``release(holder)`` and empty ``seq``; its others are freed.
@@ -235,19 +247,6 @@ class BlockManager:
             else:
                 del self._cached[block_id]
         self._num_users[block_id] += 1
-
-    def _stop_using(self, block_table: list[int]) -> None:
-        # Last one first: then the least recently used cached block never has a cached child.
-        num_users, num_holders = self._num_users, self._num_holders
-        for block_id in reversed(block_table):
-            num_users[block_id] -= 1
-            if num_users[block_id]:
-                continue
-            self._num_in_use -= 1
-            if num_holders[block_id]:
-                self._num_held += 1
-            else:
-                self._retire(block_id)
 
     def _retire(self, block_id: int) -> None:
         """Put away a block that is neither used nor held any more."""
@@ -366,12 +365,6 @@ class _Name:
 
 
 _Key: TypeAlias = tuple[_Name | bytes, bytes]
-
-
-def _empty(seq: Sequence) -> None:
-    seq.block_table = []
-    seq.num_named_blocks = 0
-    seq.num_computed_tokens = 0
 
 
 def _parents_first(table: dict[int, int | None]) -> dict[int, int | None]:

@@ -27,6 +27,7 @@ from quartet.errors import (
     RequestCancelledError,
     RequestTimeoutError,
     ServingError,
+    UnsupportedFieldError,
 )
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payload
 from quartet.streams.convert.messages import to_engine_request
@@ -79,18 +80,21 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         super().__init__(metrics)
         self._engine = engine
         self._kind = kind
-        self._media = MediaGate(media, self._media_ready, lambda id, error: self._route_failed(Failed(id, error)))
+        self._media = None
+        if media is not None:
+            self._media = MediaGate(media, self._media_ready, lambda id, error: self._route_failed(Failed(id, error)))
         self._keys: set[tuple[str, int, int]] = set()
 
     @property
     def progress(self) -> Progress:
         """Steps of the engine, batches encoded and items pulled; all requests are in flight."""
         num_steps = sum(rank.num_steps for rank in self._engine.stats())
-        return Progress(num_steps + self._media.num_steps, len(self._running))
+        return Progress(num_steps + (0 if self._media is None else self._media.num_steps), len(self._running))
 
     def stats(self) -> Sequence[EngineStats]:
         """The engine's load, with the requests that wait here for their media."""
-        return self._media.add_to(self._engine.stats())
+        stats = self._engine.stats()
+        return stats if self._media is None else self._media.add_to(stats)
 
     @abstractmethod
     def new_outbox(self) -> OutboxT:
@@ -106,7 +110,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         """
         context = start.context
         if not start.is_signed:
-            self._counted.arrive(context.router_id, context.router_request_number)
+            self.starts.arrive(context.router_id, context.router_request_number)
         try:
             id = self._submit(named(context), start, outbox, slot, on_end)
         except ServingError:
@@ -115,7 +119,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             raise
         if self._kind is RequestKind.PREFILL:
             # Routers book no blocks for a prefill, and the load shows its tokens at once.
-            self._counted.count_in(context.router_id, context.router_request_number)
+            self.starts.count_in(context.router_id, context.router_request_number)
         return id
 
     def cancel(self, id: int) -> None:
@@ -169,6 +173,8 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             on_end=on_end,
         )
         if start.media:
+            if self._media is None:
+                raise UnsupportedFieldError("the engine of this worker takes no media", field="media")
             self._media.begin(id, start)
             running.has_media, running.request = True, request
         else:
@@ -201,7 +207,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             self._route_failed(Failed(id, error))
 
     def _stop(self, id: int) -> None:
-        if not self._media.cancel(id):
+        if self._media is None or not self._media.cancel(id):
             self._engine.cancel(id)
 
     def _time_out(self, id: int) -> None:
@@ -215,7 +221,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         if running is None:
             return None
         self._keys.discard(_key(running.context))
-        if running.has_media:
+        if self._media is not None and running.has_media:
             self._media.end(id, has_ended_well=has_ended_well)
         self._count_end(running.context, is_signed=running.is_signed)
         if running.timer is not None:
@@ -225,11 +231,11 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
 
     def _count_in(self, running: Running[OutboxT]) -> None:
         """The load shows this request from now on."""
-        counted_in = self._placements.start if running.is_signed else self._counted.count_in
+        counted_in = self.placements.start if running.is_signed else self.starts.count_in
         counted_in(running.context.router_id, running.context.router_request_number)
 
     def _count_end(self, context: RequestContext, *, is_signed: bool) -> None:
-        counted_end = self._placements.end if is_signed else self._counted.count_in
+        counted_end = self.placements.end if is_signed else self.starts.count_in
         counted_end(context.router_id, context.router_request_number)
 
 

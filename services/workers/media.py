@@ -306,11 +306,11 @@ class MediaGate:
 
     def __init__(
         self,
-        stage: MediaStage | None,
+        stage: MediaStage,
         on_ready: Callable[[int, ReadyMedia], None],
         on_failed: Callable[[int, ServingError], None],
     ) -> None:
-        """One call of ``on_ready`` or ``on_failed`` follows each ``begin``. Without a stage media are refused."""
+        """One call of ``on_ready`` or ``on_failed`` follows each ``begin``."""
         self._stage = stage
         self._on_ready = on_ready
         self._on_failed = on_failed
@@ -320,12 +320,10 @@ class MediaGate:
     @property
     def num_steps(self) -> int:
         """Progress: grows with every batch encoded and item pulled."""
-        return 0 if self._stage is None else self._stage.num_steps
+        return self._stage.num_steps
 
     def begin(self, id: int, start: WorkerStart) -> None:
         """Prepare the media of request ``id``; call ``end`` when it has ended. Raises as ``MediaStage.open`` does."""
-        if self._stage is None:
-            raise UnsupportedFieldError("the engine of this worker takes no media", field="media")
         use = self._uses[id] = self._stage.open(start)
         task = asyncio.get_running_loop().create_task(use.prepare(), name="media")
         self._preparing[id] = _Preparing(use, start.generation.data_parallel_rank, task)
