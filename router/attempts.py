@@ -188,7 +188,7 @@ class ChoiceRun:
             return await self._context.admission.admit(queued)
         finally:
             # Also if it never got room: then nothing but its wait is known.
-            self._output.note_wait(time.monotonic() - began)
+            self._output.add_time("router_queue_s", time.monotonic() - began)
 
     def _begin(self, reservation: Reservation, cause: str) -> None:
         self._num_begun += 1
@@ -237,7 +237,8 @@ class ChoiceRun:
         outcome = await self._prefill_outcome(rank, booking)
         booking.release()
         try:
-            self._learn_prompt(outcome)
+            if self._request.media is not None:
+                self._learn_prompt(self._request.media, outcome)
             reason = self._take_first_token(outcome)
         except ServingError:
             self._drop(outcome.hand_off)
@@ -261,27 +262,26 @@ class ChoiceRun:
         except ServingError as error:
             raise self._hop_error(Hop.PREFILL, error, media) from error
         finally:
-            self._output.note_prefill(time.monotonic() - began)
+            self._output.add_time("prefill_s", time.monotonic() - began)
             if outcome is None:
                 self._drop_media(media)
         self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s)
         return outcome
 
-    def _learn_prompt(self, outcome: PrefillOutcome) -> None:
+    def _learn_prompt(self, media: RequestMedia, outcome: PrefillOutcome) -> None:
         """Take the prompt with its media as the worker laid it out.
 
         Raises ``HopFailedError``, ``PromptTooLongError``.
         """
-        request = self._request
-        if request.media is None or (request.media.is_encoded and not outcome.prompt_token_ids):
+        if media.is_encoded and not outcome.prompt_token_ids:
             return
-        media_ids = [item.media_id for item in request.media.items]
+        media_ids = [item.media_id for item in media.items]
         if not outcome.prompt_token_ids or [span.media_id for span in outcome.media] != media_ids:
             self._drop(outcome.hand_off)
             silent = WorkerUnavailableError("the prefill worker did not tell what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
-        if not request.media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
-            request.media.learn(outcome.media)
+        if not media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
+            media.learn(outcome.media)
         self._take_prompt(outcome.prompt_token_ids, outcome.media)
 
     def _take_first_token(self, outcome: PrefillOutcome) -> FinishReason | None:
@@ -379,7 +379,7 @@ class ChoiceRun:
         """The media that computing the prompt needs; this attempt owns their hand-offs from now on."""
         if self._inputs is None:
             return ()
-        self._output.note_media(self._inputs.encode_s)
+        self._output.add_time("media_s", self._inputs.encode_s)
         return self._inputs.take()
 
     def _take_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> None:
@@ -612,7 +612,7 @@ def _cap_unknown(request: RouterRequest, num_generated: int, num_most_tokens: in
     return max(num_tokens, num_least_tokens)
 
 
-def told_placement(choice: int, placement: Placement) -> ChoicePlacement:
+def to_choice_placement(choice: int, placement: Placement) -> ChoicePlacement:
     """The placement of a choice, as its client gets it."""
     return ChoicePlacement(
         choice=choice,

@@ -15,7 +15,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
 from quartet.streams.messages import SignedPlacement
 from router.admission import Standing
-from router.attempts import ChoiceRun, draw_standing, run_together, told_placement
+from router.attempts import ChoiceRun, draw_standing, run_together, to_choice_placement
 from router.context import RouterContext
 from router.media.request import RequestMedia
 from router.policy.base import Placement
@@ -161,7 +161,7 @@ class _Choice:
         times = self.output.time_breakdown()
         return PlacedChoice(
             choice=self.number,
-            placement=None if self.placement is None else told_placement(self.number, self.placement),
+            placement=None if self.placement is None else to_choice_placement(self.number, self.placement),
             token_ids=tuple(self.output.token_ids[self._num_given_tokens :]),
             logprobs=tuple(self.logprobs),
             next=self.end.signed if isinstance(self.end, SignedRun) else self.output.finish(self.end),

@@ -169,13 +169,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return caller_identity(context.auth_context()) if self._has_tls else None
 
     def _with_tenant(self, start: GenerateStart, identity: Identity | None) -> GenerateStart:
-        tenant = self._tenant(start.tenant, identity)
-        return start if tenant == start.tenant else replace(start, tenant=tenant)
-
-    def _tenant(self, claimed: str, identity: Identity | None) -> str:
         if identity is None:
-            return claimed if self._is_loopback else ""
-        return claimed if claimed and identity.name in self._trusted_gateways else identity.name
+            tenant = start.tenant if self._is_loopback else ""
+        else:
+            tenant = start.tenant if start.tenant and identity.name in self._trusted_gateways else identity.name
+        return start if tenant == start.tenant else replace(start, tenant=tenant)
 
     def _statuses(self, model: str) -> list[WorkerStatus]:
         statuses = self._table.statuses(time.monotonic())

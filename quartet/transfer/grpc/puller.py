@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TypeVar
 
 import grpc
@@ -151,7 +152,7 @@ class TransferPuller:
         started = time.monotonic()
         fetch = _Fetch(
             hand_off,
-            sorted(copies, key=lambda copy: copy.piece),
+            sorted(copies, key=attrgetter("piece")),
             pool=self._pool,
             host=self._host,
             config=self.config,
@@ -339,30 +340,28 @@ class _Fetch:
         max_pull_s = self._config.max_pull_s
         try:
             async with asyncio.timeout(max_pull_s):
-                return await self._run(stream, waits)
+                await stream.send(pb.PullRequest(begin=self._begin()))
+                async with _running(stream.receive()) as answer:
+                    read_ahead = await self._read_ahead()
+                    if read_ahead is not None and not waits:
+                        # Everything was read, so `finish` need not wait for `granted`; what was read counts only after
+                        # both.
+                        await stream.send(_FINISH)
+                    granted = _expect(await answer, "granted", pb.PullGranted)
+                way = self._check(granted)
+                if read_ahead is None:
+                    await self._move(stream, way, granted)
+                elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
+                    raise TransferError("the source granted other blocks than its hand-off names")
+                if read_ahead is None or waits:
+                    await stream.send(_FINISH)
+                _expect(await stream.receive(), "finished", pb.PullFinished)
+                return way
         except TimeoutError:
             raise TransferTimeoutError(f"the pull took more than {max_pull_s} s") from None
         except WorkerUnavailableError as error:
             # The source is unavailable. The router must not take that for this worker, which answers it.
             raise TransferError(f"the source cannot be reached: {error.message}") from None
-
-    async def _run(self, stream: PullStream, waits: bool) -> TransferWay:
-        await stream.send(pb.PullRequest(begin=self._begin()))
-        async with _running(stream.receive()) as answer:
-            read_ahead = await self._read_ahead()
-            if read_ahead is not None and not waits:
-                # Everything was read, so `finish` need not wait for `granted`; what was read counts only after both.
-                await stream.send(_FINISH)
-            granted = _expect(await answer, "granted", pb.PullGranted)
-        way = self._check(granted)
-        if read_ahead is None:
-            await self._move(stream, way, granted)
-        elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
-            raise TransferError("the source granted other blocks than its hand-off names")
-        if read_ahead is None or waits:
-            await stream.send(_FINISH)
-        _expect(await stream.receive(), "finished", pb.PullFinished)
-        return way
 
     def _begin(self) -> pb.PullBegin:
         ways = [way for way in self._config.ways if way is not TransferWay.SHM or self._shm_pools.may_open(self._owner)]
