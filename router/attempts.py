@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias, TypeVar
@@ -101,7 +101,7 @@ class ChoiceRun:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
 
         The start is signed once all members of ``gang`` can be. A caller that does not give the ``SignedRun`` to the
-        client must call its ``let_go``.
+        client must call its ``release``.
 
         Raises:
             PlaceTooLargeError: there is no room for it beside the other members of the gang.
@@ -120,7 +120,8 @@ class ChoiceRun:
         """
         cause = "first"
         while (reason := self._reason_ended()) is None:
-            async with self._media_ready():
+            media = self._request.media
+            async with _NOTHING_TO_ENCODE if media is None else self._encoded(media):
                 reservation = await self._admit()
                 try:
                     self._begin(reservation, cause)
@@ -157,17 +158,13 @@ class ChoiceRun:
 
     # One attempt: media, a placement, prefill where that is elsewhere, decode.
 
-    def _media_ready(self) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def _encoded(self, media: RequestMedia) -> AsyncIterator[None]:
         """Encode one attempt's media and keep them during the block, in which the caller asks for a placement.
 
         Raises:
             ServingError: they can't be encoded, or with them the prompt is too long.
         """
-        media = self._request.media
-        return _NOTHING_TO_ENCODE if media is None else self._encoded(media)
-
-    @asynccontextmanager
-    async def _encoded(self, media: RequestMedia) -> AsyncIterator[None]:
         async with media.ready() as self._inputs:
             if self._inputs.sizes:
                 self._take_prompt(*media.lay_out(self._inputs.sizes))
@@ -278,7 +275,7 @@ class ChoiceRun:
         media_ids = [item.media_id for item in media.items]
         if not outcome.prompt_token_ids or [span.media_id for span in outcome.media] != media_ids:
             self._drop(outcome.hand_off)
-            silent = WorkerUnavailableError("the prefill worker did not tell what the prompt became")
+            silent = WorkerUnavailableError("the prefill worker did not report what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
         if not media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
             media.learn(outcome.media)

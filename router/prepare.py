@@ -149,12 +149,6 @@ class RouterRequest:
         return sum(span.num_tokens for span in self.spans)
 
     @property
-    def encode_worker(self) -> str:
-        """The encode worker that has its media; empty: no worker has."""
-        rank = None if self.media is None else self.media.encode_rank
-        return "" if rank is None else rank.worker_id
-
-    @property
     def num_placeholders(self) -> int:
         """Tokens of the prompt that stand for media with an unknown number of tokens."""
         return 0 if self.media is None or self.spans else len(self.media.items)
@@ -348,7 +342,8 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         if request.media is not None:
             request.media.close()
         raise
-    request.seed = _seed(start, resume)
+    seed = start.seed if resume is None else resume.seed
+    request.seed = secrets.randbits(64) if seed is None else seed
 
 
 async def _prepare_media(
@@ -366,12 +361,6 @@ async def _prepare_media(
     )
     request.prompt_token_ids, request.spans = prompt.token_ids, prompt.spans
     request.num_unknown_tokens = prompt.num_unknown_tokens
-
-
-def _seed(start: GenerateStart, resume: Resume | None) -> int:
-    if resume is not None:
-        return resume.seed
-    return secrets.randbits(64) if start.seed is None else start.seed
 
 
 def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) -> Pool:

@@ -88,7 +88,8 @@ class RequestLog:
         )
         if self._is_prepared:
             line.model = request.pool.key.model_name
-            line.encode_worker = request.encode_worker
+            if request.media is not None and request.media.encode_rank is not None:
+                line.encode_worker = request.media.encode_rank.worker_id
             line.tokenize_s = request.tokenize_s
         if used is not None:
             self._count_use(used, usages, () if num_given_to_client else times)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
-from quartet.events.load import PlacementProgress, RankLoad, StepTime, WorkerLoad
+from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
@@ -24,8 +24,6 @@ from router.policy.room import with_step_times
 
 #: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
-
-_NO_PLACEMENTS = PlacementProgress()
 
 # A worker's last reports may come after the router noticed its end, but not later than this.
 _LAST_REPORTS_S = 0.5
@@ -154,7 +152,7 @@ class WorkerTable:
         Several fingerprints may serve one name while a new version is being rolled out. The pool with the most ready
         decode workers then takes new requests; at a tie, the first by fingerprint. Running requests stay in their pool.
         """
-        pools = [pool for pool in self.pools(now) if model_name in ("", pool.key.model_name)]
+        pools = [pool for pool in self._pools_by_key(now).values() if model_name in ("", pool.key.model_name)]
         if not pools or pools[0].key.model_name != pools[-1].key.model_name:  # they are sorted by it
             return None
         return max(pools, key=attrgetter("num_ready_decode"))
@@ -252,7 +250,7 @@ class WorkerTable:
         name = numbering(self.router_id, load.epoch)
         worker.book.on_report(
             load.router_progress.get(name, 0),
-            load.placements.get(name, _NO_PLACEMENTS),
+            load.placements.get(name),
             arrived_number=load.router_arrivals.get(name, 0),
         )
         # Dozens of reports come each second; few of them change a pool.
@@ -584,7 +582,7 @@ _NO_MEDIA = PoolMedia()
 
 
 class PeerWatch:
-    """Finds the other routers by the starts that workers report, so routers need not be told of each other."""
+    """Finds the other routers by the starts that workers report, so routers need not know of each other."""
 
     def __init__(self, router_id: str) -> None:
         """Start with only this router known."""

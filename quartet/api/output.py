@@ -185,7 +185,8 @@ class ChoiceOutput:
     def begin_attempt(self) -> None:
         """One more attempt begins; the sink already has the choice's placement."""
         self.num_attempts += 1
-        self._give_owed()
+        if self._owed_text:
+            self._give_owed()
 
     def hold_by(self, hold: Callable[[int], int]) -> None:
         """From now on, call ``hold`` with the number of tokens here once it is above what ``hold`` last returned."""
@@ -220,7 +221,8 @@ class ChoiceOutput:
     def finish(self, reason: FinishReason) -> ChoiceFinished:
         """Show what was held back, and end the choice. Tokens still on their way from a worker come too late."""
         self._is_over, self._is_plain = True, False
-        self._give_owed()
+        if self._owed_text:
+            self._give_owed()
         self._deliver(self._text.finish(), time.monotonic())
         if self.has_stopped:
             reason = FinishReason.STOP_STRING
@@ -277,8 +279,7 @@ class ChoiceOutput:
 
     def _give_owed(self) -> None:
         text, self._owed_text = self._owed_text, ""
-        if text:
-            self._sink.add(self._choice, self._num_shown, (), text, ())
+        self._sink.add(self._choice, self._num_shown, (), text, ())
 
     def _leave_out_given(self, delta: TextDelta) -> TextDelta:
         """``delta`` without what the client had before it resumed."""
@@ -326,7 +327,7 @@ class ChoiceOutput:
 
 
 def _hold_all(_num_tokens: int) -> int:
-    """No book counts the tokens, so it need not be told again."""
+    """No book counts the tokens, so it need not be called again."""
     return sys.maxsize
 
 

@@ -249,7 +249,7 @@ class Scheduler:
         self._num_pulling += 1
         seq, block_size = running.seq, self._blocks.block_size
         first, end = seq.num_computed_tokens // block_size, -(-(len(seq) - 1) // block_size)
-        return Pull(running.id, tuple(PieceCopy(piece, seq.block_table[piece]) for piece in range(first, end)))
+        return Pull(running.id, tuple(map(PieceCopy, range(first, end), seq.block_table[first:end])))
 
     def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
         offset = running.num_output_tokens

@@ -83,7 +83,7 @@ Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed | TakeKvS
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step tells the event loop: falsy if there is nothing to tell.
+    """What one step reports to the event loop: falsy if there is nothing to report.
 
     Attributes:
         pulls: to start; each is answered by one ``Fetched`` or ``FetchFailed``.
@@ -190,7 +190,7 @@ class StepLoop:
         # Without prompt tokens, every running request decodes.
         decoding = Backlog(0, len(schedule.chunks), work.num_context_tokens)
         before = backlog(self._scheduler.running) if work.num_prompt_tokens else decoding
-        num_begun = sum([chunk.num_tokens for chunk in schedule.chunks]) - before.num_decoding
+        num_begun = work.num_tokens - before.num_decoding
         self.snapshot = self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
         has_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
         is_news = work.num_prompt_tokens > 0 and not (had_unbegun and has_unbegun)

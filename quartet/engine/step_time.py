@@ -43,10 +43,12 @@ class StepWork:
     Attributes:
         num_prompt_tokens: tokens of prompts to compute, and of outputs to compute again.
         num_context_tokens: tokens that all decoding requests attend to, together.
+        num_tokens: tokens to compute in all: those of prompts, and one of each decoding request.
     """
 
     num_prompt_tokens: int
     num_context_tokens: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,14 @@ class Backlog:
 
 def step_work(chunks: Iterable[ScheduledChunk]) -> StepWork:
     """The work of a step that computes ``chunks``."""
-    num_prompt_tokens = num_context_tokens = 0
+    num_prompt_tokens = num_context_tokens = num_tokens = 0
     for chunk in chunks:
+        num_tokens += chunk.num_tokens
         if _decodes(chunk):
             num_context_tokens += chunk.first_position + 1
         else:
             num_prompt_tokens += chunk.num_tokens
-    return StepWork(num_prompt_tokens, num_context_tokens)
+    return StepWork(num_prompt_tokens, num_context_tokens, num_tokens)
 
 
 def backlog(running: Iterable[RunningRequest]) -> Backlog:
@@ -95,6 +98,9 @@ class StepClock:
 
     If steps follow one another, a step begins when the last one ends: the time between them is part of a step's time,
     else forecasts of several steps would be too short.
+
+    Attributes:
+        step_time: how long steps take; ``None``: too few were measured.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -103,11 +109,7 @@ class StepClock:
         self._fit = StepTimeFit()
         self._began_at = 0.0
         self._ended_at: float | None = None
-
-    @property
-    def step_time(self) -> StepTime | None:
-        """How long steps take; ``None``: too few were measured."""
-        return self._fit.step_time
+        self.step_time: StepTime | None = None
 
     def begin(self, *, is_continued: bool) -> None:
         """A step begins; ``is_continued``: the engine did not wait for work since the last step."""
@@ -115,17 +117,16 @@ class StepClock:
 
     def forecast(self, work: StepWork) -> float:
         """When the step that has begun, with this work, should end, in seconds of the clock; 0.0: unknown."""
-        step_time = self._fit.step_time
-        if step_time is None:
+        if self.step_time is None:
             return 0.0
-        return (
-            self._began_at + step_time.prefill_s(work.num_prompt_tokens) + step_time.decode_s(work.num_context_tokens)
-        )
+        prefill_s = self.step_time.prefill_s(work.num_prompt_tokens)
+        return self._began_at + prefill_s + self.step_time.decode_s(work.num_context_tokens)
 
     def end(self, work: StepWork) -> None:
         """The step that has begun is over; ``work`` is what it did."""
         self._ended_at = self._clock()
         self._fit.observe(work.num_prompt_tokens, work.num_context_tokens, self._ended_at - self._began_at)
+        self.step_time = self._fit.step_time
 
 
 class StepTimeFit:

@@ -85,7 +85,7 @@ class BlockManager:
         assert not seq.block_table, "the sequence already has blocks"
         shared = self._cached_prefix(seq)
         # Sharing a cached block, which no sequence uses yet, spends an available block too.
-        num_spent = sum(block_id in self._cached for block_id in shared)
+        num_spent = len(self._cached.keys() & shared)
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
         for block_id in shared:
             self._use(block_id)
@@ -223,7 +223,8 @@ class BlockManager:
         taken = self._free[len(self._free) - num_free :]
         del self._free[len(self._free) - num_free :]
         taken.reverse()
-        taken += [self._evict() for _ in range(num_blocks - num_free)]
+        while len(taken) < num_blocks:
+            taken.append(self._evict())
         for block_id in taken:
             self._num_users[block_id] = 1
         self._num_in_use += num_blocks

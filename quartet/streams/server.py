@@ -139,7 +139,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
 
     def _check_unused(self, slot: int) -> None:
-        # A slot is free only once its end was sent: before, the caller could not tell the two requests apart.
+        # A slot is free only once its end was sent: before, the caller could not distinguish the two requests.
         if slot in self._ids or slot in self._chunked or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
 

@@ -48,7 +48,7 @@ class Running(BookedRequest, Generic[OutboxT]):
         num_prompt_tokens: with the tokens of its media, once they are known.
         outbox: ``None`` once its stream is gone.
         request: what to ask the engine for, as long as it waits for media; ``None`` once the engine has it.
-        expanded: the generation with the prompt that the caller is told, if media files came with the start.
+        expanded: the generation with the prompt that is reported to the caller, if media files came with the start.
         media_s: seconds from its arrival until its media were ready.
         media_ids: of its items.
     """
@@ -358,7 +358,7 @@ def _key(context: RequestContext) -> tuple[str, int, int]:
 
 
 def _expanded(running: Running[PrefillOutbox], prefilled: Prefilled) -> Generation | None:
-    """The generation with the prompt that the caller is told; ``None``: the prompt is as it came."""
+    """The generation with the prompt that is reported to the caller; ``None``: the prompt is as it came."""
     laid_out = prefilled.laid_out
     if laid_out is None:
         return running.expanded

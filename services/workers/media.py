@@ -135,7 +135,7 @@ class MediaStage:
         task.add_done_callback(self._endings.discard)
 
     async def close(self) -> None:
-        """Wait until every source was told that its hand-off ended, or can't be. No request has media any more."""
+        """Wait until every source was notified that its hand-off ended, or can't be. No request has media any more."""
         while self._endings:
             await asyncio.wait(self._endings)
 
@@ -285,8 +285,8 @@ async def _tell_taken(claim: Claim) -> None:
     try:
         await claim.fetch(())
     except ServingError as error:
-        # Nothing of the request depends on it any more: its source lets go when the hand-off expires, at the latest.
-        _LOG.info("the source of a media item could not be told that it was taken: %s", error)
+        # Nothing of the request depends on it any more: at the latest, its source releases it on expiry.
+        _LOG.info("the source of a media item could not be notified that it was taken: %s", error)
         await claim.release()
 
 

@@ -1,8 +1,8 @@
-"""The request book of a worker: its running requests, and what its load tells routers about them.
+"""The request book of a worker: its running requests, and what its load reports to routers about them.
 
 ``RequestBook`` is what the dispatchers of all roles have in common: counting, draining, waiting until idle, one metric
-and one log line for each request's end. ``CountedStarts`` and ``CountedPlacements`` tell routers which of their starts
-the worker's load shows already. A router counts the others itself.
+and one log line for each request's end. ``CountedStarts`` and ``CountedPlacements`` report to routers which of their
+starts the worker's load shows already. A router counts the others itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Bound of the routers remembered. A router that is forgotten only keeps its own bookings in full a little longer.
 _MAX_ROUTERS = 1024
 
-# After this long a live router has heard many times that its last start is counted in.
+# After this long a live router has received many times that its last start is counted in.
 _FORGET_AFTER_S = 600.0
 
 # Loads come once a second or more often, and some are lost.

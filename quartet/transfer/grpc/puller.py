@@ -161,8 +161,11 @@ class TransferPuller:
         )
         with self._channels.use(hand_off.address):
             stream, way = await self._run(fetch, hand_off.address)
-            self._end_soon(stream, hand_off)
-        result = FetchResult(way, fetch.size_bytes, time.monotonic() - started)
+            ending = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+        size_bytes = len(copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
+        result = FetchResult(way, size_bytes, time.monotonic() - started)
         self._on_fetch(result)
         return result
 
@@ -202,13 +205,8 @@ class TransferPuller:
                 stall_timeout_s=self.config.stall_timeout_s,
             )
 
-    def _end_soon(self, stream: PullStream, hand_off: HandOff) -> None:
-        """End a stream in order and open the next, once the request that fetched has gone on: its data is here."""
-        task = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
-
     async def _replace(self, stream: PullStream, hand_off: HandOff) -> None:
+        """End a stream in order and open the next, once the request that fetched has gone on: its data is here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REST_S):
                 await self._closing.wait()
@@ -325,11 +323,6 @@ class _Fetch:
         self._executor = executor
         self._owner = PoolOwner(hand_off.worker_id, hand_off.epoch)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that move."""
-        return len(self._copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
-
     async def run(self, stream: PullStream, *, waits: bool = False) -> TransferWay:
         """Move everything and let the source go, over ``stream``, which stays the caller's to end.
 
@@ -364,11 +357,11 @@ class _Fetch:
             raise TransferError(f"the source cannot be reached: {error.message}") from None
 
     def _begin(self) -> pb.PullBegin:
-        ways = [way for way in self._config.ways if way is not TransferWay.SHM or self._shm_pools.may_open(self._owner)]
+        may_open = self._shm_pools.may_open(self._owner)
         return pb.PullBegin(
             ticket=ticket_to_pb(self._hand_off),
             pieces=[copy.piece for copy in self._copies],
-            ways=[WAY_TO_PB[way] for way in ways],
+            ways=[WAY_TO_PB[way] for way in self._config.ways if way is not TransferWay.SHM or may_open],
             host=host_to_pb(self._host),
         )
 
