@@ -119,8 +119,8 @@ class ChoiceOutput:
         self._is_timed = False  # whether a part with tokens was shown
         self._num_hidden = 0  # tokens that came, but were not shown
         self._num_untimed = 0  # tokens shown, but in a part with neither ids nor text
-        self._hold: Callable[[int], int] = _hold_all
-        self._num_held_tokens = 0
+        self._hold: Callable[[int], int]  # from ``hold_by``
+        self._num_held_tokens = sys.maxsize  # no book counts the tokens yet
         self._num_given_tokens = self._num_given_bytes = 0
         self._owed_text = ""
         self._logprobs: deque[TokenLogprobs] = deque()
@@ -324,11 +324,6 @@ class ChoiceOutput:
         # Later attempts find the first attempt's tokens in the cache.
         if self._num_cached_tokens is None:
             self._num_cached_tokens = num_tokens
-
-
-def _hold_all(_num_tokens: int) -> int:
-    """No book counts the tokens, so it need not be called again."""
-    return sys.maxsize
 
 
 def make_outputs(

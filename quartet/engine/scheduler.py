@@ -252,26 +252,20 @@ class Scheduler:
         return Pull(running.id, tuple(map(PieceCopy, range(first, end), seq.block_table[first:end])))
 
     def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
+        """Add a token. A prefill ends with it; unless it ends the generation, hold the blocks for the decode worker."""
         offset = running.num_output_tokens
         finished = _finish_reason(running, sampled.token_id, offset + 1)
-        if running.request.kind is RequestKind.PREFILL:
-            return self._complete_prefill(running, sampled, finished)
-        running.seq.append(sampled.token_id)
-        if finished is not None:
+        is_prefill = running.request.kind is RequestKind.PREFILL
+        held: tuple[int, ...] = ()
+        num_held_tokens = 0
+        if not is_prefill:
+            running.seq.append(sampled.token_id)
+        elif finished is None:
+            num_held_tokens = len(running.seq)
+            held = self._blocks.hold(running.seq, running.id)
+        if is_prefill or finished is not None:
             self._end(running)
-        return TokenOut(running, sampled, offset, finished)
-
-    def _complete_prefill(
-        self, running: RunningRequest, sampled: SampledToken, finished: FinishReason | None
-    ) -> TokenOut:
-        """End a prefill; unless its token ends the generation, hold its blocks for the decode worker."""
-        offset, num_tokens = running.num_output_tokens, len(running.seq)
-        if finished is not None:
-            self._end(running)
-            return TokenOut(running, sampled, offset, finished)
-        held = self._blocks.hold(running.seq, running.id)
-        self._end(running)
-        return TokenOut(running, sampled, offset, held_block_ids=held, num_held_tokens=num_tokens)
+        return TokenOut(running, sampled, offset, finished, held, num_held_tokens)
 
     def _wait(self, running: RunningRequest) -> None:
         running.state = RequestState.WAITING

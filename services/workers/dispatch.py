@@ -229,11 +229,6 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         running.on_end()
         return running
 
-    def _count_in(self, running: Running[OutboxT]) -> None:
-        """The load shows this request from now on."""
-        counted_in = self.placements.start if running.is_signed else self.starts.count_in
-        counted_in(running.context.router_id, running.context.router_request_number)
-
     def _count_end(self, context: RequestContext, *, is_signed: bool) -> None:
         counted_end = self.placements.end if is_signed else self.starts.count_in
         counted_end(context.router_id, context.router_request_number)
@@ -265,7 +260,8 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
         if running is None:
             return
         # The load does not count the blocks of a waiting request. From its first step on it counts them all.
-        self._count_in(running)
+        counted_in = self.placements.start if running.is_signed else self.starts.count_in
+        counted_in(running.context.router_id, running.context.router_request_number)
         if running.media_s:
             started = replace(started, queue_s=started.queue_s + running.media_s)
         self._metrics.queue_time.observe(started.queue_s)
