@@ -222,14 +222,16 @@ class Admission:
         self._due_pump = self._next_pump = None
         loop, now = asyncio.get_running_loop(), time.monotonic()
         began_s = time.thread_time()  # thread time: CPU time that other threads took is no reason to rest
-        again_s = [self._assign(pool, queue, now) for pool, queue in list(self._queues.items())]
+        again_s: list[float] = []
+        for pool, queue in list(self._queues.items()):
+            if (after_s := self._assign(pool, queue, now)) is not None:
+                again_s.append(after_s)
         # Asking for thread time is a system call, and it is never more than the time that passed.
         is_long, ended = time.monotonic() - now > _LONG_PUMP_S, loop.time()
         spent_s = time.thread_time() - began_s if is_long else 0.0
         self._rests_until = ended + _REST * spent_s if spent_s > _LONG_PUMP_S else 0.0
-        again_in_s = min((after_s for after_s in again_s if after_s is not None), default=None)
-        if again_in_s is not None and self._length:
-            self._next_pump = loop.call_at(max(ended + again_in_s, self._rests_until), self._pump)
+        if again_s and self._length:
+            self._next_pump = loop.call_at(max(ended + min(again_s), self._rests_until), self._pump)
 
     def _assign(self, pool: PoolKey, queue: RequestQueue, now: float) -> float | None:
         """Place requests of one pool; returns ``Decision.poll_again_in_s``."""
@@ -237,9 +239,11 @@ class Admission:
         head = queue.head(MAX_ASSIGNED_TOGETHER, snapshot.decode)
         if not head:
             return None
+        waiting: list[Pending] = []
         for queued in head:
             queued.matches.renew()
-        decision = self._policy.assign([with_way(queued, snapshot) for queued in head], snapshot)
+            waiting.append(with_way(queued, snapshot))
+        decision = self._policy.assign(waiting, snapshot)
         placed = list(zip(head, decision.placements, strict=True))
         # Gangs with a member that must wait.
         torn = {queued.gang for queued, placement in placed if placement is None and queued.gang is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias, TypeVar
@@ -101,7 +101,7 @@ class ChoiceRun:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
 
         The start is signed once all members of ``gang`` can be. A caller that does not give the ``SignedRun`` to the
-        client must call its ``let_go``.
+        client must call its ``release``.
 
         Raises:
             PlaceTooLargeError: there is no room for it beside the other members of the gang.
@@ -120,7 +120,8 @@ class ChoiceRun:
         """
         cause = "first"
         while (reason := self._reason_ended()) is None:
-            async with self._media_ready():
+            media = self._request.media
+            async with _NOTHING_TO_ENCODE if media is None else self._encoded(media):
                 reservation = await self._admit()
                 try:
                     self._begin(reservation, cause)
@@ -157,17 +158,13 @@ class ChoiceRun:
 
     # One attempt: media, a placement, prefill where that is elsewhere, decode.
 
-    def _media_ready(self) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def _encoded(self, media: RequestMedia) -> AsyncIterator[None]:
         """Encode one attempt's media and keep them during the block, in which the caller asks for a placement.
 
         Raises:
             ServingError: they can't be encoded, or with them the prompt is too long.
         """
-        media = self._request.media
-        return _NOTHING_TO_ENCODE if media is None else self._encoded(media)
-
-    @asynccontextmanager
-    async def _encoded(self, media: RequestMedia) -> AsyncIterator[None]:
         async with media.ready() as self._inputs:
             if self._inputs.sizes:
                 self._take_prompt(*media.lay_out(self._inputs.sizes))
@@ -188,7 +185,7 @@ class ChoiceRun:
             return await self._context.admission.admit(queued)
         finally:
             # Also if it never got room: then nothing but its wait is known.
-            self._output.note_wait(time.monotonic() - began)
+            self._output.add_time("router_queue_s", time.monotonic() - began)
 
     def _begin(self, reservation: Reservation, cause: str) -> None:
         self._num_begun += 1
@@ -237,7 +234,8 @@ class ChoiceRun:
         outcome = await self._prefill_outcome(rank, booking)
         booking.release()
         try:
-            self._learn_prompt(outcome)
+            if self._request.media is not None:
+                self._learn_prompt(self._request.media, outcome)
             reason = self._take_first_token(outcome)
         except ServingError:
             self._drop(outcome.hand_off)
@@ -261,27 +259,26 @@ class ChoiceRun:
         except ServingError as error:
             raise self._hop_error(Hop.PREFILL, error, media) from error
         finally:
-            self._output.note_prefill(time.monotonic() - began)
+            self._output.add_time("prefill_s", time.monotonic() - began)
             if outcome is None:
                 self._drop_media(media)
         self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s)
         return outcome
 
-    def _learn_prompt(self, outcome: PrefillOutcome) -> None:
+    def _learn_prompt(self, media: RequestMedia, outcome: PrefillOutcome) -> None:
         """Take the prompt with its media as the worker laid it out.
 
         Raises ``HopFailedError``, ``PromptTooLongError``.
         """
-        request = self._request
-        if request.media is None or (request.media.is_encoded and not outcome.prompt_token_ids):
+        if media.is_encoded and not outcome.prompt_token_ids:
             return
-        media_ids = [item.media_id for item in request.media.items]
+        media_ids = [item.media_id for item in media.items]
         if not outcome.prompt_token_ids or [span.media_id for span in outcome.media] != media_ids:
             self._drop(outcome.hand_off)
-            silent = WorkerUnavailableError("the prefill worker did not tell what the prompt became")
+            silent = WorkerUnavailableError("the prefill worker did not report what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
-        if not request.media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
-            request.media.learn(outcome.media)
+        if not media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
+            media.learn(outcome.media)
         self._take_prompt(outcome.prompt_token_ids, outcome.media)
 
     def _take_first_token(self, outcome: PrefillOutcome) -> FinishReason | None:
@@ -379,7 +376,7 @@ class ChoiceRun:
         """The media that computing the prompt needs; this attempt owns their hand-offs from now on."""
         if self._inputs is None:
             return ()
-        self._output.note_media(self._inputs.encode_s)
+        self._output.add_time("media_s", self._inputs.encode_s)
         return self._inputs.take()
 
     def _take_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> None:
@@ -612,7 +609,7 @@ def _cap_unknown(request: RouterRequest, num_generated: int, num_most_tokens: in
     return max(num_tokens, num_least_tokens)
 
 
-def told_placement(choice: int, placement: Placement) -> ChoicePlacement:
+def to_choice_placement(choice: int, placement: Placement) -> ChoicePlacement:
     """The placement of a choice, as its client gets it."""
     return ChoicePlacement(
         choice=choice,

@@ -17,8 +17,6 @@ from enum import Enum, auto
 from quartet.events.load import PlacementProgress
 from router.policy.base import Placement
 
-_NO_PLACEMENTS = PlacementProgress()
-
 
 def numbering(router_id: str, epoch: int) -> str:
     """The ``router_id`` under which a router numbers its starts to one life of a worker, as load reports name it.
@@ -90,17 +88,16 @@ class WorkerBook:
         self._num_booked += 1
         return Booking(self, self.accounts[data_parallel_rank], self._block_size, num_blocks, num_queued_tokens)
 
-    def on_report(
-        self, number: int, placements: PlacementProgress = _NO_PLACEMENTS, *, arrived_number: int = 0
-    ) -> None:
+    def on_report(self, number: int, placements: PlacementProgress | None = None, *, arrived_number: int = 0) -> None:
         """Apply a load report.
 
         Args:
             number: the report includes all starts up to this number.
-            placements: the progress of placed starts.
+            placements: the progress of placed starts; ``None``: there is no news of any.
             arrived_number: all starts up to this number, or up to ``number``, have arrived.
         """
-        self.placed.on_report(placements)
+        if placements is not None:
+            self.placed.on_report(placements)
         for booking in self._settling:
             booking.settle()
         for booking in self._grown:
@@ -129,12 +126,18 @@ class WorkerBook:
 
 
 class Booking:
-    """One attempt's share of one rank, from ``WorkerBook.reserve`` to ``release``."""
+    """One attempt's share of one rank, from ``WorkerBook.reserve`` to ``release``.
+
+    Attributes:
+        number: its ``router_request_number``; 0: the start has not gone out.
+        epoch: the life of the worker to which it belongs.
+    """
 
     def __init__(
         self, book: WorkerBook, account: RankAccount, block_size: int, num_blocks: int, num_queued_tokens: int
     ) -> None:
         self.number = 0
+        self.epoch = book.epoch
         self._book = book
         self._account = account
         self._block_size = block_size
@@ -144,11 +147,6 @@ class Booking:
         self._num_held = self._num_settling = self._num_settled = 0
         self._has_grown = self._is_reported = self._is_released = False
         account.add(num_promised_blocks=num_blocks, num_unreported_tokens=num_queued_tokens)
-
-    @property
-    def epoch(self) -> int:
-        """The life of the worker to which it belongs."""
-        return self._book.epoch
 
     @property
     def is_released(self) -> bool:

@@ -58,7 +58,7 @@ class AdmissionConfig:
         max_queue_length: most choices that may wait; more are refused at once. Retries are always queued.
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
-        retry_delay_s: the delay that refused clients are told to wait.
+        retry_delay_s: the delay that refused clients are asked to wait.
         tenant_weights: by tenant, its share of the work while other tenants wait too; unlisted tenants weigh 1.
         prediction_life_s: how long a prompt's blocks count as cached where it was sent, without word from KV events.
     """

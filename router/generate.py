@@ -12,7 +12,7 @@ from quartet.api.placement import PlacedRequest
 from quartet.api.request import Accepted, ChoicePlacement, GenerateStart, Resume
 from quartet.errors import NoSigningKeyError, ServingError
 from router.admission import Standing
-from router.attempts import ChoiceRun, draw_standing, run_together, told_placement
+from router.attempts import ChoiceRun, draw_standing, run_together, to_choice_placement
 from router.context import RouterContext
 from router.explain import explain
 from router.place import PlaceRun
@@ -121,7 +121,7 @@ class GenerateRun:
         outputs = request.make_outputs(self._sink, request.start.text_options, context.metrics)
         if request.media is not None:
             for output in outputs.values():
-                output.note_media(request.media.fetch_s)
+                output.add_time("media_s", request.media.fetch_s)
         self._choices.outputs = outputs
         self._log.prepared(outputs.values())
         if request.resume is not None:
@@ -141,11 +141,11 @@ class GenerateRun:
         if choice in self._placed_choices:
             return  # a later attempt: the client knows only the first placement
         self._placed_choices.add(choice)
-        told = told_placement(choice, placement)
+        shown = to_choice_placement(choice, placement)
         if self._choices.is_accepted:
-            self._sink.place(told)
+            self._sink.place(shown)
         else:
-            self._choices.accept(self._accepted(told))
+            self._choices.accept(self._accepted(shown))
 
     def _accepted(self, *choices: ChoicePlacement) -> Accepted:
         request = self._request

@@ -15,7 +15,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
 from quartet.streams.messages import SignedPlacement
 from router.admission import Standing
-from router.attempts import ChoiceRun, draw_standing, run_together, told_placement
+from router.attempts import ChoiceRun, draw_standing, run_together, to_choice_placement
 from router.context import RouterContext
 from router.media.request import RequestMedia
 from router.policy.base import Placement
@@ -38,7 +38,7 @@ class PlaceRun:
         self._signer = signer
         self._log = RequestLog(request, context.metrics, path="place")
         self._choices: dict[int, _Choice] = {}
-        self._told: Sequence[SignedPlacement | ChoiceFinished] = ()  # what the client gets for each choice
+        self._given: Sequence[SignedPlacement | ChoiceFinished] = ()  # what the client gets for each choice
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
 
@@ -59,7 +59,7 @@ class PlaceRun:
             placed = await run_prepared(self._request, self._context, self._place, late="was not placed")
         except BaseException as error:
             shown = self._abort_error or first_error(error) or error
-            self._let_go()
+            self._release()
             self._write_log(shown)
             if shown is error:
                 raise
@@ -80,7 +80,7 @@ class PlaceRun:
         await self._place_choices(request)
         choices = self._choices.values()
         placed = tuple(choice.placed() for choice in choices)
-        self._told = [choice.next for choice in placed]
+        self._given = [choice.next for choice in placed]
         return PlacedRequest(
             request_id=request.request_id,
             attempt=max(choice.last_attempt for choice in choices),
@@ -127,13 +127,13 @@ class PlaceRun:
         self._log.placement = placement
 
     def _write_log(self, error: BaseException | None) -> None:
-        finished = [told for told in self._told if isinstance(told, ChoiceFinished)]
-        self._log.write(finished, error, num_given_to_client=len(self._told) - len(finished))
+        finished = [given for given in self._given if isinstance(given, ChoiceFinished)]
+        self._log.write(finished, error, num_given_to_client=len(self._given) - len(finished))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for choice in self._choices.values():
             if isinstance(choice.end, SignedRun):
-                choice.end.let_go(self._context.hops)
+                choice.end.release(self._context.hops)
         self._context.admission.wake()
 
 
@@ -161,7 +161,7 @@ class _Choice:
         times = self.output.time_breakdown()
         return PlacedChoice(
             choice=self.number,
-            placement=None if self.placement is None else told_placement(self.number, self.placement),
+            placement=None if self.placement is None else to_choice_placement(self.number, self.placement),
             token_ids=tuple(self.output.token_ids[self._num_given_tokens :]),
             logprobs=tuple(self.logprobs),
             next=self.end.signed if isinstance(self.end, SignedRun) else self.output.finish(self.end),

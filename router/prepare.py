@@ -8,10 +8,11 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 from quartet.api.answer import DeltaSink
-from quartet.api.output import ChoiceOutput, make_outputs
+from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
     ChatPrompt,
     GenerateStart,
@@ -36,7 +37,7 @@ from quartet.kvcache.block_hash import ExtraKey, MediaSpan, sequence_hashes
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from router.context import RouterContext
-from router.media.request import MediaRequest, RequestMedia, check_items, has_media, prepare_media
+from router.media.request import MediaRequest, RequestMedia, check_items, prepare_media
 from router.workers import Pool, WorkerTable
 
 # Tokenizing fewer characters than this costs less than handing them to a thread.
@@ -124,7 +125,6 @@ class RouterRequest:
         self.media: RequestMedia | None = None
         self.spans: tuple[MediaSpan, ...] = ()
         self.num_unknown_tokens = 0
-        self._sampling: Sampling | None = None
         self._prompt_hashes: Sequence[int] | None = None
 
     def check(self) -> None:
@@ -149,12 +149,6 @@ class RouterRequest:
         return sum(span.num_tokens for span in self.spans)
 
     @property
-    def encode_worker(self) -> str:
-        """The encode worker that has its media; empty: no worker has."""
-        rank = None if self.media is None else self.media.encode_rank
-        return "" if rank is None else rank.worker_id
-
-    @property
     def num_placeholders(self) -> int:
         """Tokens of the prompt that stand for media with an unknown number of tokens."""
         return 0 if self.media is None or self.spans else len(self.media.items)
@@ -165,48 +159,40 @@ class RouterRequest:
         Raises:
             PromptTooLongError: the prompt leaves no room for the answer.
         """
-        check_length(self.start, len(token_ids), self.pool)
+        max_output_tokens = num_output_tokens(self.start, len(token_ids), self.pool)
         request = copy.copy(self)
         request.prompt_token_ids, request.spans, request.num_unknown_tokens = token_ids, spans, 0
-        request.max_output_tokens = num_output_tokens(self.start, len(token_ids), self.pool)
-        request._sampling = request._prompt_hashes = None
+        request.max_output_tokens, request._prompt_hashes = max_output_tokens, None
+        vars(request).pop("sampling", None)
         return request
 
     def make_outputs(self, sink: DeltaSink, options: TextOptions, metrics: RouterMetrics) -> dict[int, ChoiceOutput]:
         """The outputs of the choices that run, by choice; they write to ``sink``, with text as ``options`` say."""
         model = metrics.for_model(self.pool.key.model_name)
-        return make_outputs(
-            self.choices,
-            sink,
-            options,
-            self.text.tokenizer,
-            self.prompt_tail,
+        settings = OutputSettings(
             num_prompt_tokens=len(self.prompt_token_ids),
             arrived_at=self.arrived_at,
             tokenize_s=self.tokenize_s,
+            omits_token_ids=options.omit_token_ids,
             ttft=model.ttft,
             itl=model.itl,
             num_media_tokens=self.num_media_tokens,
             num_placeholders=self.num_placeholders,
         )
+        return make_outputs(self.choices, sink, options, self.text.tokenizer, self.prompt_tail, settings)
 
     @property
     def prompt_tail(self) -> Sequence[int]:
         """The prompt's last few tokens if the answer's text continues them; empty for a chat, which stands alone."""
         return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
 
-    @property
+    @cached_property
     def sampling(self) -> Sampling:
         """The sampling for workers. It holds everything that can end the answer: it ends alike on every worker.
 
         Workers may differ in their longest sequence. Engines also don't read the tokenizer's files, and for chat models
         often only these files name the end of a turn.
         """
-        if self._sampling is None:
-            self._sampling = self._find_sampling()
-        return self._sampling
-
-    def _find_sampling(self) -> Sampling:
         given = self.start.sampling
         stop_token_ids = given.stop_token_ids
         if not given.ignore_eos and "stop_token_ids" in self.pool.sampling_fields:
@@ -270,11 +256,8 @@ def check_pool(start: GenerateStart, pool: Pool) -> None:
         raise UnsupportedFieldError("this model has no such adapter", field="adapter")
 
 
-def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int, pool: Pool) -> None:
-    """Refuse token ids that don't exist and lengths that never fit. Raises ``InvalidRequestError``.
-
-    Each media item of unknown size counts as one token, the least that it can fill; workers refuse the rest.
-    """
+def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse token ids that don't exist. Raises ``InvalidRequestError``."""
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt has no tokens", field=prompt_field(start.prompt))
     _check_ids(prompt_token_ids, vocab_size, prompt_field(start.prompt))
@@ -282,11 +265,17 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
         _check_ids(start.sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
     if start.sampling.logit_bias:
         _check_ids(start.sampling.logit_bias, vocab_size, "sampling.logit_bias")
-    check_length(start, len(prompt_token_ids), pool)
 
 
-def check_length(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> None:
-    """Refuse a prompt that can never fit together with the wanted output. Raises ``PromptTooLongError``."""
+def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> int:
+    """The number of output tokens at which an answer ends at the latest.
+
+    Each media item of unknown size counts as one token of the prompt, the least that it can fill.
+
+    Raises:
+        PromptTooLongError: the prompt can never fit together with the wanted output; workers refuse what only they know
+            to be too long.
+    """
     limit = max_sequence_tokens(pool)
     if num_prompt_tokens + 1 > limit:
         message = f"the prompt has {num_prompt_tokens} tokens; it and the answer have room for {limit}"
@@ -297,6 +286,7 @@ def check_length(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> No
     if num_prompt_tokens + start.sampling.min_tokens > limit:
         message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
         raise PromptTooLongError(message, field="sampling.min_tokens")
+    return start.sampling.max_tokens or limit - num_prompt_tokens
 
 
 def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
@@ -305,16 +295,6 @@ def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
     _check_ids(resume.generated_token_ids, vocab_size, field)
     if len(resume.generated_token_ids) > max_tokens:
         raise InvalidRequestError(f"the prompt leaves room for {max_tokens} generated tokens", field=field)
-
-
-def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> int:
-    """The number of output tokens at which an answer ends at the latest. Raises ``PromptTooLongError``: it is 0."""
-    num_left = max_sequence_tokens(pool) - num_prompt_tokens
-    if num_left < 1:
-        raise PromptTooLongError(
-            f"the prompt has {num_prompt_tokens} tokens and leaves no room", field=prompt_field(start.prompt)
-        )
-    return start.sampling.max_tokens or num_left
 
 
 def valid_traceparent(header: str) -> str:
@@ -348,13 +328,13 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     began = time.monotonic()
     token_ids = request.prompt_token_ids = await _tokenize(start.prompt, text)
     request.tokenize_s = time.monotonic() - began
-    if has_media(start):
+    if start.has_media:
         await _prepare_media(request, context, token_ids, encodes=encodes)
     elif text.media is not None:
         check_items(start, token_ids, text.media, ())
     try:
         token_ids = request.prompt_token_ids
-        check_tokens(start, token_ids, text.vocab_size, pool)
+        check_tokens(start, token_ids, text.vocab_size)
         request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
         if resume is not None:
             check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
@@ -362,7 +342,8 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         if request.media is not None:
             request.media.close()
         raise
-    request.seed = _seed(start, resume)
+    seed = start.seed if resume is None else resume.seed
+    request.seed = secrets.randbits(64) if seed is None else seed
 
 
 async def _prepare_media(
@@ -380,12 +361,6 @@ async def _prepare_media(
     )
     request.prompt_token_ids, request.spans = prompt.token_ids, prompt.spans
     request.num_unknown_tokens = prompt.num_unknown_tokens
-
-
-def _seed(start: GenerateStart, resume: Resume | None) -> int:
-    if resume is not None:
-        return resume.seed
-    return secrets.randbits(64) if start.seed is None else start.seed
 
 
 def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) -> Pool:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import fields
+from operator import attrgetter
 
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import ChoiceFinished, TimeBreakdown, Usage
@@ -62,7 +63,7 @@ class RequestLog:
         else:
             usages = [output.usage() for output in outputs]
             times = [output.time_breakdown() for output in outputs]
-        outcomes = [*(one.reason for one in finished), *[_PLACED] * num_given_to_client]
+        outcomes: list[str] = [*map(attrgetter("reason"), finished), *[_PLACED] * num_given_to_client]
         if failure:
             # Before the request is prepared, its number of choices is only the client's claim.
             num_failed = len(outputs) - len(finished) if self._is_prepared else 1
@@ -88,7 +89,8 @@ class RequestLog:
         )
         if self._is_prepared:
             line.model = request.pool.key.model_name
-            line.encode_worker = request.encode_worker
+            if request.media is not None and request.media.encode_rank is not None:
+                line.encode_worker = request.media.encode_rank.worker_id
             line.tokenize_s = request.tokenize_s
         if used is not None:
             self._count_use(used, usages, () if num_given_to_client else times)

@@ -130,12 +130,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """As router.proto says."""
         changed = asyncio.Event()
         stop = self._table.listen(changed.set)
-        told: dict[tuple[Role, str], WorkerStatus] = {}
+        shown: dict[tuple[Role, str], WorkerStatus] = {}
         is_first = True
         try:
             while True:
                 changed.clear()
-                response = self._changes(request.model, told)
+                response = self._changes(request.model, shown)
                 if is_first or response.updated or response.removed_worker_ids:
                     yield response
                 is_first = False
@@ -169,25 +169,23 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return caller_identity(context.auth_context()) if self._has_tls else None
 
     def _with_tenant(self, start: GenerateStart, identity: Identity | None) -> GenerateStart:
-        tenant = self._tenant(start.tenant, identity)
-        return start if tenant == start.tenant else replace(start, tenant=tenant)
-
-    def _tenant(self, claimed: str, identity: Identity | None) -> str:
         if identity is None:
-            return claimed if self._is_loopback else ""
-        return claimed if claimed and identity.name in self._trusted_gateways else identity.name
+            tenant = start.tenant if self._is_loopback else ""
+        else:
+            tenant = start.tenant if start.tenant and identity.name in self._trusted_gateways else identity.name
+        return start if tenant == start.tenant else replace(start, tenant=tenant)
 
     def _statuses(self, model: str) -> list[WorkerStatus]:
         statuses = self._table.statuses(time.monotonic())
         return [status for status in statuses if model in ("", status.record.model_name)]
 
-    def _changes(self, model: str, told: dict[tuple[Role, str], WorkerStatus]) -> pb.WatchWorkersResponse:
-        """The changes since ``told``; brings ``told`` up to date."""
+    def _changes(self, model: str, shown: dict[tuple[Role, str], WorkerStatus]) -> pb.WatchWorkersResponse:
+        """The changes since ``shown``; brings ``shown`` up to date."""
         now = {(status.record.role, status.record.worker_id): status for status in self._statuses(model)}
-        removed = [worker_id for role, worker_id in told.keys() - now.keys()]
-        updated = [status for key, status in now.items() if key not in told or _differ(told[key], status)]
-        told.clear()
-        told.update(now)
+        removed = [worker_id for role, worker_id in shown.keys() - now.keys()]
+        updated = [status for key, status in now.items() if key not in shown or _differ(shown[key], status)]
+        shown.clear()
+        shown.update(now)
         return pb.WatchWorkersResponse(
             updated=[to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
         )

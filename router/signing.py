@@ -57,7 +57,7 @@ class SignedRun:
     hand_off: HandOff | None = field(repr=False)
     booking: PlacedBooking
 
-    def let_go(self, hops: Hops) -> None:
+    def release(self, hops: Hops) -> None:
         """The client won't get it: release its room and drop its hand-off."""
         self.booking.release()
         if self.hand_off is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from operator import attrgetter
 from typing import NamedTuple
 
 from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
-from quartet.events.load import PlacementProgress, RankLoad, StepTime, WorkerLoad
+from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
@@ -23,8 +24,6 @@ from router.policy.room import with_step_times
 
 #: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
-
-_NO_PLACEMENTS = PlacementProgress()
 
 # A worker's last reports may come after the router noticed its end, but not later than this.
 _LAST_REPORTS_S = 0.5
@@ -58,7 +57,6 @@ class WorkerTable:
         # Both are computed when next needed and kept until a state changes; only ``tick`` notices silence.
         self._pools: dict[PoolKey, Pool] | None = None
         self._ready: dict[PoolKey, _Ready] = {}
-        self._states: list[WorkerState] = []  # of all workers, as of the last ``tick``
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """Call ``on_change`` after each change that may let more requests run, or that changes a status.
@@ -135,12 +133,13 @@ class WorkerTable:
 
     def tick(self, now: float) -> None:
         """Apply the passage of time: silence may have changed states, and placements may have lapsed."""
+        is_same = True
         for worker in self._workers.values():
             worker.book.placed.poll(now)
             worker.poll(now)
+            state = worker.state(now, self._heartbeat_timeout_s)
+            is_same, worker.last_state = is_same and state is worker.last_state, state
         self._peers.poll(now)
-        states = [worker.state(now, self._heartbeat_timeout_s) for worker in self._workers.values()]
-        is_same, self._states = states == self._states, states
         self._changed(keep_pools=is_same)
 
     def pools(self, now: float) -> list[Pool]:
@@ -153,10 +152,10 @@ class WorkerTable:
         Several fingerprints may serve one name while a new version is being rolled out. The pool with the most ready
         decode workers then takes new requests; at a tie, the first by fingerprint. Running requests stay in their pool.
         """
-        pools = [pool for pool in self.pools(now) if model_name in ("", pool.key.model_name)]
-        if not pools or (not model_name and len({pool.key.model_name for pool in pools}) > 1):
+        pools = [pool for pool in self._pools_by_key(now).values() if model_name in ("", pool.key.model_name)]
+        if not pools or pools[0].key.model_name != pools[-1].key.model_name:  # they are sorted by it
             return None
-        return max(pools, key=lambda pool: pool.num_ready_decode)
+        return max(pools, key=attrgetter("num_ready_decode"))
 
     def has_ready_decode(self, pool: PoolKey, now: float) -> bool:
         """Whether any decode worker of ``pool`` is ready."""
@@ -251,12 +250,12 @@ class WorkerTable:
         name = numbering(self.router_id, load.epoch)
         worker.book.on_report(
             load.router_progress.get(name, 0),
-            load.placements.get(name, _NO_PLACEMENTS),
+            load.placements.get(name),
             arrived_number=load.router_arrivals.get(name, 0),
         )
         # Dozens of reports come each second; few of them change a pool.
-        after = worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
-        self._changed(keep_pools=before == after)
+        worker.last_state = worker.state(now, self._heartbeat_timeout_s)
+        self._changed(keep_pools=before == (worker.last_state, worker.num_rank_tokens))
 
     def _is_ready(self, worker: KnownWorker, now: float) -> bool:
         return worker.state(now, self._heartbeat_timeout_s) is WorkerState.READY
@@ -272,20 +271,16 @@ class WorkerTable:
 
     def _describe(self, key: PoolKey, now: float) -> Pool:
         workers = [worker for worker in self._workers.values() if worker.pool == key]
-        return describe_pool(key, workers, lambda worker: self._is_ready(worker, now))
+        return describe_pool(key, workers, self._ready_of(key, now))
 
     def _ready_of(self, pool: PoolKey, now: float) -> _Ready:
         ready = self._ready.get(pool)
         if ready is None:
-            ready = self._ready[pool] = self._find_ready(pool, now)
-        return ready
-
-    def _find_ready(self, pool: PoolKey, now: float) -> _Ready:
-        ready = _Ready()
-        by_role = {Role.PREFILL: ready.prefill, Role.DECODE: ready.decode, Role.ENCODE: ready.encode}
-        for worker in self._workers.values():
-            if worker.pool == pool and self._is_ready(worker, now):
-                by_role[worker.record.role].append(worker)
+            ready = self._ready[pool] = _Ready()
+            by_role = {Role.PREFILL: ready.prefill, Role.DECODE: ready.decode, Role.ENCODE: ready.encode}
+            for worker in self._workers.values():
+                if worker.pool == pool and self._is_ready(worker, now):
+                    by_role[worker.record.role].append(worker)
         return ready
 
     def _forget_states(self) -> None:
@@ -320,6 +315,7 @@ class KnownWorker:
         is_connected: it has answered since its stream last broke.
         has_joined: it has answered at least once.
         cut_at: when its connection was lost; ``None``: it has reported since.
+        last_state: as of its last report or the table's last ``tick``.
     """
 
     record: WorkerRecord
@@ -333,6 +329,7 @@ class KnownWorker:
     is_connected: bool = False
     has_joined: bool = False
     cut_at: float | None = None
+    last_state: WorkerState = WorkerState.JOINING
 
     def __post_init__(self) -> None:
         self._is_quiet = False
@@ -404,16 +401,14 @@ class KnownWorker:
         num_reported = 0 if self._is_quiet else load.num_running + load.num_waiting
         return EncodeCandidate(self._ranks[0], num_reported + self.book.accounts[0].num_unreported_tokens)
 
-    def num_total_blocks(self, data_parallel_rank: int) -> int:
-        """Blocks of one rank, as last reported; as announced if no report has come."""
-        return self._rank_loads[data_parallel_rank].num_total_blocks or self.record.num_blocks
-
     def _read_load(self) -> None:
         """Read each rank's state from the load and the record; a rank that is in no report is idle."""
         size = self.record.data_parallel_size
         reported = () if self.load is None else self.load.ranks
         self._rank_loads = [*reported[:size], *[RankLoad()] * (size - len(reported))]
-        self.num_rank_tokens = max([self.num_total_blocks(number) for number in range(size)]) * self.record.block_size
+        # As announced, as long as no report has come.
+        self._num_blocks = [load.num_total_blocks or self.record.num_blocks for load in self._rank_loads]
+        self.num_rank_tokens = max(self._num_blocks) * self.record.block_size
         self._is_shown = False
 
     def _candidate(self, number: int) -> Candidate:
@@ -422,7 +417,7 @@ class KnownWorker:
         num_unbegun_tokens = 0 if self._is_quiet else load.num_unbegun_prefill_tokens
         return Candidate(
             rank=self._ranks[number],
-            num_total_blocks=self.num_total_blocks(number),
+            num_total_blocks=self._num_blocks[number],
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
@@ -535,8 +530,8 @@ class Pool:
     num_prefill_tokens: int = 0
 
 
-def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callable[[KnownWorker], bool]) -> Pool:
-    """The pool of ``workers``; at least one of them must compute prompts or decode."""
+def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], ready: _Ready) -> Pool:
+    """The pool of ``workers``, those in ``ready`` being ready; at least one must compute prompts or decode."""
     encode, prefill, decode = (
         [worker for worker in workers if worker.record.role is role]
         for role in (Role.ENCODE, Role.PREFILL, Role.DECODE)
@@ -544,20 +539,17 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callab
     # Encode workers have their own block size, and sample no tokens.
     models = [*prefill, *decode]
     block_sizes = {worker.record.block_size for worker in models}
-    ready_models = [worker for worker in models if is_ready(worker)]
-    ready_encode = [worker for worker in encode if is_ready(worker)]
-    num_ready_decode = sum([worker.record.role is Role.DECODE for worker in ready_models])
     return Pool(
         key=key,
         max_model_len=min([worker.record.max_model_len for worker in models]),
         num_rank_tokens=max([worker.num_rank_tokens for worker in decode], default=0),
         block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
         sampling_fields=frozenset.intersection(*[frozenset(worker.record.sampling_fields) for worker in models]),
-        media=_describe_media(models, encode, ready_models, ready_encode),
+        media=_describe_media(models, encode, [*ready.prefill, *ready.decode], ready.encode),
         adapters=frozenset().union(*[worker.record.adapters for worker in decode]),
-        num_ready_prefill=len(ready_models) - num_ready_decode,
-        num_ready_decode=num_ready_decode,
-        num_ready_encode=len(ready_encode),
+        num_ready_prefill=len(ready.prefill),
+        num_ready_decode=len(ready.decode),
+        num_ready_encode=len(ready.encode),
         num_prefill_tokens=min([worker.num_rank_tokens for worker in prefill], default=0),
     )
 
@@ -590,7 +582,7 @@ _NO_MEDIA = PoolMedia()
 
 
 class PeerWatch:
-    """Finds the other routers by the starts that workers report, so routers need not be told of each other."""
+    """Finds the other routers by the starts that workers report, so routers need not know of each other."""
 
     def __init__(self, router_id: str) -> None:
         """Start with only this router known."""

@@ -77,18 +77,15 @@ class GenerateAnswer(Wakeable):
                 accepted, self._accepted = self._accepted, None
                 return to_generate_response(accepted)
             if self._messages:
-                return self._take()
+                message = self._messages.popleft()
+                if self._deltas and message.HasField("delta"):
+                    del self._deltas[message.delta.choice]
+                return message
             if self._has_ended:
                 if self._error is not None:
                     raise self._error
                 return None
             await self._woken()
-
-    def _take(self) -> router_pb2.GenerateResponse:
-        message = self._messages.popleft()
-        if self._deltas and message.HasField("delta"):
-            del self._deltas[message.delta.choice]
-        return message
 
     def _send(self, message: router_pb2.GenerateResponse) -> None:
         self._messages.append(message)

@@ -119,8 +119,8 @@ class ChoiceOutput:
         self._is_timed = False  # whether a part with tokens was shown
         self._num_hidden = 0  # tokens that came, but were not shown
         self._num_untimed = 0  # tokens shown, but in a part with neither ids nor text
-        self._hold: Callable[[int], int] = _hold_all
-        self._num_held_tokens = 0
+        self._hold: Callable[[int], int]  # from ``hold_by``
+        self._num_held_tokens = sys.maxsize  # no book counts the tokens yet
         self._num_given_tokens = self._num_given_bytes = 0
         self._owed_text = ""
         self._logprobs: deque[TokenLogprobs] = deque()
@@ -185,50 +185,44 @@ class ChoiceOutput:
     def begin_attempt(self) -> None:
         """One more attempt begins; the sink already has the choice's placement."""
         self.num_attempts += 1
-        self._give_owed()
+        if self._owed_text:
+            self._give_owed()
 
     def hold_by(self, hold: Callable[[int], int]) -> None:
         """From now on, call ``hold`` with the number of tokens here once it is above what ``hold`` last returned."""
         self._hold, self._num_held_tokens = hold, 0
 
-    def note_wait(self, waited_s: float) -> None:
-        """The choice waited in the router."""
-        self._add_time("router_queue_s", waited_s)
-
-    def note_media(self, duration_s: float) -> None:
-        """Media were fetched or encoded for the choice."""
-        self._add_time("media_s", duration_s)
+    def add_time(self, name: str, seconds: float) -> None:
+        """The choice spent ``seconds`` more on what the field ``name`` of ``TimeBreakdown`` counts."""
+        self._times[name] = self._times.get(name, 0.0) + seconds
 
     def note_prompt(self, num_prompt_tokens: int, num_media_tokens: int) -> None:
         """A worker reported how many tokens the prompt has, and how many of them media fill."""
         self._num_prompt_tokens, self._num_media_tokens = num_prompt_tokens, num_media_tokens
 
-    def note_prefill(self, duration_s: float) -> None:
-        """A prefill hop ended."""
-        self._add_time("prefill_s", duration_s)
-
     def note_prefilled(self, num_cached_tokens: int, queue_s: float) -> None:
         """A prefill hop ended well."""
-        self._add_time("prefill_queue_s", queue_s)
+        self.add_time("prefill_queue_s", queue_s)
         self._note_cached(num_cached_tokens)
 
     def note_started(self, started: DecodeStarted, *, is_handed_off: bool) -> None:
         """A decode worker began the choice."""
-        self._add_time("decode_queue_s", started.queue_s)
+        self.add_time("decode_queue_s", started.queue_s)
         if started.num_prompt_tokens:
             settings = self._settings
             num_grown = started.num_prompt_tokens - settings.num_prompt_tokens
             num_media_tokens = settings.num_media_tokens + settings.num_placeholders + num_grown
             self.note_prompt(started.num_prompt_tokens, num_media_tokens)
         if is_handed_off:
-            self._add_time("transfer_s", started.transfer_s)
+            self.add_time("transfer_s", started.transfer_s)
         else:
             self._note_cached(started.num_cached_tokens)
 
     def finish(self, reason: FinishReason) -> ChoiceFinished:
         """Show what was held back, and end the choice. Tokens still on their way from a worker come too late."""
         self._is_over, self._is_plain = True, False
-        self._give_owed()
+        if self._owed_text:
+            self._give_owed()
         self._deliver(self._text.finish(), time.monotonic())
         if self.has_stopped:
             reason = FinishReason.STOP_STRING
@@ -285,8 +279,7 @@ class ChoiceOutput:
 
     def _give_owed(self) -> None:
         text, self._owed_text = self._owed_text, ""
-        if text:
-            self._sink.add(self._choice, self._num_shown, (), text, ())
+        self._sink.add(self._choice, self._num_shown, (), text, ())
 
     def _leave_out_given(self, delta: TextDelta) -> TextDelta:
         """``delta`` without what the client had before it resumed."""
@@ -332,14 +325,6 @@ class ChoiceOutput:
         if self._num_cached_tokens is None:
             self._num_cached_tokens = num_tokens
 
-    def _add_time(self, name: str, seconds: float) -> None:
-        self._times[name] = self._times.get(name, 0.0) + seconds
-
-
-def _hold_all(_num_tokens: int) -> int:
-    """No book counts the tokens, so it need not be told again."""
-    return sys.maxsize
-
 
 def make_outputs(
     choices: Iterable[int],
@@ -347,14 +332,7 @@ def make_outputs(
     options: TextOptions,
     tokenizer: Tokenizer | None,
     prompt_tail: Sequence[int],
-    *,
-    num_prompt_tokens: int,
-    arrived_at: float,
-    tokenize_s: float,
-    ttft: Durations = _UNOBSERVED,
-    itl: Durations = _UNOBSERVED,
-    num_media_tokens: int = 0,
-    num_placeholders: int = 0,
+    settings: OutputSettings,
 ) -> dict[int, ChoiceOutput]:
     """The outputs of one request's choices, by choice.
 
@@ -364,24 +342,8 @@ def make_outputs(
         options: the client's wishes for the text.
         tokenizer: makes the text; ``None``: no text, whatever ``options`` say.
         prompt_tail: the prompt's last few token ids, which the text continues.
-        num_prompt_tokens: this and all below are as in ``OutputSettings``.
-        arrived_at: in monotonic seconds.
-        tokenize_s: in seconds.
-        ttft: observes the first token.
-        itl: observes later ones.
-        num_media_tokens: media tokens of the prompt.
-        num_placeholders: placeholders in the prompt.
+        settings: what they share.
     """
-    settings = OutputSettings(
-        num_prompt_tokens=num_prompt_tokens,
-        arrived_at=arrived_at,
-        tokenize_s=tokenize_s,
-        omits_token_ids=options.omit_token_ids,
-        ttft=ttft,
-        itl=itl,
-        num_media_tokens=num_media_tokens,
-        num_placeholders=num_placeholders,
-    )
     outputs = {}
     for choice in choices:
         text = TextStream(

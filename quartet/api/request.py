@@ -95,6 +95,14 @@ class GenerateStart:
     client_request_id: str = ""
     media: tuple[MediaPart, ...] = ()
 
+    @property
+    def has_media(self) -> bool:
+        """Whether the request names any media; a chat of nothing but text is recognised without reading its parts."""
+        if self.media:
+            return True
+        prompt = self.prompt
+        return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:

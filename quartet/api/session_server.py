@@ -87,7 +87,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
 
     def _start(self, message: pb.SessionStart) -> None:
         slot = message.slot
-        # A slot is free only after its end was sent: before that, the client could not tell the two requests apart.
+        # A slot is free only after its end was sent: before that, the client could not distinguish the two requests.
         if slot in self._requests.by_slot or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
         try:
@@ -138,7 +138,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
 
     async def _end(self) -> None:
         """End all running requests, and wait until none holds anything."""
-        # This task may be cancelled at the first `await`, so tell every request before that.
+        # This task may be cancelled at the first `await`, so notify every request before that.
         for request in tuple(self._requests.by_slot.values()):
             request.silence()
             if not request.is_cancelled:

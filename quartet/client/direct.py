@@ -14,7 +14,7 @@ from quartet import errors
 from quartet.api.answer import Answer
 from quartet.api.convert.answer import from_place_response, to_place_request
 from quartet.api.convert.request import to_generate_start
-from quartet.api.output import ChoiceOutput, RunningChoices, make_outputs
+from quartet.api.output import ChoiceOutput, OutputSettings, RunningChoices, make_outputs
 from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import (
     Accepted,
@@ -139,9 +139,12 @@ class DirectRequest:
             self._start.text_options,
             tokenizer,
             request.prompt_tail_token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            arrived_at=self._placer.arrived_at,
-            tokenize_s=request.tokenize_s,
+            OutputSettings(
+                num_prompt_tokens=request.num_prompt_tokens,
+                arrived_at=self._placer.arrived_at,
+                tokenize_s=request.tokenize_s,
+                omits_token_ids=self._start.text_options.omit_token_ids,
+            ),
         )
 
     async def _run_choice(self, placed: PlacedChoice) -> None:
@@ -217,9 +220,9 @@ class DirectChoice:
         output = self._output
         output.num_attempts += placed.num_attempts
         if placed.router_queue_s is not None:
-            output.note_wait(placed.router_queue_s)
+            output.add_time("router_queue_s", placed.router_queue_s)
         if placed.prefill_s is not None:
-            output.note_prefill(placed.prefill_s)
+            output.add_time("prefill_s", placed.prefill_s)
             output.note_prefilled(placed.num_cached_tokens, placed.prefill_queue_s or 0.0)
         if placed.token_ids:
             output.take(len(output.token_ids), placed.token_ids, placed.logprobs, time.monotonic())

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from quartet.discovery.base import (
@@ -178,12 +179,13 @@ class _Reader:
     def _read(self) -> list[WorkerRecord]:
         directory = self._config.namespace_directory
         try:
-            paths = [directory / name for name in os.listdir(directory) if name.endswith(_SUFFIX)]
+            names = os.listdir(directory)
         except FileNotFoundError:
-            paths = []  # No worker has registered yet.
-        records = [self._read_file(path) for path in paths]
+            names = []  # No worker has registered yet.
+        paths = [directory / name for name in names if name.endswith(_SUFFIX)]
+        records = sorted(filter(None, map(self._read_file, paths)), key=attrgetter("key"))
         self._parsed = {path: self._parsed[path] for path in paths if path in self._parsed}
-        return sorted((record for record in records if record), key=lambda record: record.key)
+        return records
 
     def _read_file(self, path: Path) -> WorkerRecord | None:
         try:

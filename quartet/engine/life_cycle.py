@@ -131,7 +131,8 @@ class ThreadedEngine(ABC, Generic[LoadedT]):
         if self._end_error is not None:
             return
         for ended in (output.finished, output.prefilled, output.failed):
-            self._live.difference_update(item.id for item in ended)
+            for item in ended:
+                self._live.discard(item.id)
         self._outputs.put(output)
 
     def _take_loss(self, start_error: Exception, loss: ServingError) -> None:

@@ -55,6 +55,7 @@ class Scheduler:
         num_preemptions: times that a request lost its blocks, ever.
         live: requests that have not ended, by id; read-only for callers.
         waiting: the live requests without blocks; read-only for callers.
+        running: the requests that take part in steps, by position; read-only for callers.
     """
 
     def __init__(
@@ -80,23 +81,18 @@ class Scheduler:
         self._num_added = 0
         self.live: dict[int, RunningRequest] = {}
         self.waiting = WaitingQueue()
-        self._running: list[RunningRequest] = []  # by position
+        self.running: list[RunningRequest] = []
         self._num_pulling = 0
 
     @property
     def num_running(self) -> int:
         """Requests that have blocks, pulling ones included."""
-        return len(self._running) + self._num_pulling
-
-    @property
-    def running(self) -> Sequence[RunningRequest]:
-        """The requests that take part in steps, by position; read-only for callers."""
-        return self._running
+        return len(self.running) + self._num_pulling
 
     @property
     def num_queued_prefill_tokens(self) -> int:
         """Tokens to compute until all requests decode."""
-        return self.waiting.num_prefill_tokens + backlog(self._running).num_tokens
+        return self.waiting.num_prefill_tokens + backlog(self.running).num_tokens
 
     def add(self, request: EngineRequest) -> RunningRequest:
         """Queue ``request``: higher priority first, then first come, first served.
@@ -116,12 +112,13 @@ class Scheduler:
 
     def add_sequence(self, request: EngineRequest, seq: sequence.Sequence) -> RunningRequest:
         """``add`` without the check, for a caller that made ``seq``, the request's sequence without blocks."""
+        sampling = request.generation.sampling
         running = RunningRequest(
             request=request,
             seq=seq,
             arrival=self._num_added,
             max_output_tokens=max_output_tokens(request, self._limits),
-            stop_ids=_stop_ids(request, self._eos_token_ids),
+            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids),
             needs_pull=request.hand_off is not None,
         )
         self._num_added += 1
@@ -173,7 +170,7 @@ class Scheduler:
         self._grow(schedule)
         budget = self._config.max_num_batched_tokens
         prefilling: list[RunningRequest] = []
-        for running in self._running:
+        for running in self.running:
             if running.is_decoding:
                 budget -= schedule.add_chunk(running, 1)
             else:
@@ -198,12 +195,12 @@ class Scheduler:
 
     def _grow(self, schedule: Schedule) -> None:
         """Make room for the newest token of each decoding request, first position first; preempt the last if needed."""
-        for running in tuple(self._running):
+        for running in tuple(self.running):
             while running.state is RequestState.RUNNING and running.seq.num_blocks > len(running.seq.block_table):
                 try:
                     self._blocks.extend(running.seq, 0)
                 except OutOfBlocksError:
-                    self._preempt(self._running[-1])
+                    self._preempt(self.running[-1])
                     schedule.num_preempted += 1
 
     def _preempt(self, running: RunningRequest) -> None:
@@ -252,29 +249,23 @@ class Scheduler:
         self._num_pulling += 1
         seq, block_size = running.seq, self._blocks.block_size
         first, end = seq.num_computed_tokens // block_size, -(-(len(seq) - 1) // block_size)
-        return Pull(running.id, tuple(PieceCopy(piece, seq.block_table[piece]) for piece in range(first, end)))
+        return Pull(running.id, tuple(map(PieceCopy, range(first, end), seq.block_table[first:end])))
 
     def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
+        """Add a token. A prefill ends with it; unless it ends the generation, hold the blocks for the decode worker."""
         offset = running.num_output_tokens
         finished = _finish_reason(running, sampled.token_id, offset + 1)
-        if running.request.kind is RequestKind.PREFILL:
-            return self._complete_prefill(running, sampled, finished)
-        running.seq.append(sampled.token_id)
-        if finished is not None:
+        is_prefill = running.request.kind is RequestKind.PREFILL
+        held: tuple[int, ...] = ()
+        num_held_tokens = 0
+        if not is_prefill:
+            running.seq.append(sampled.token_id)
+        elif finished is None:
+            num_held_tokens = len(running.seq)
+            held = self._blocks.hold(running.seq, running.id)
+        if is_prefill or finished is not None:
             self._end(running)
-        return TokenOut(running, sampled, offset, finished)
-
-    def _complete_prefill(
-        self, running: RunningRequest, sampled: SampledToken, finished: FinishReason | None
-    ) -> TokenOut:
-        """End a prefill; unless its token ends the generation, hold its blocks for the decode worker."""
-        offset, num_tokens = running.num_output_tokens, len(running.seq)
-        if finished is not None:
-            self._end(running)
-            return TokenOut(running, sampled, offset, finished)
-        held = self._blocks.hold(running.seq, running.id)
-        self._end(running)
-        return TokenOut(running, sampled, offset, held_block_ids=held, num_held_tokens=num_tokens)
+        return TokenOut(running, sampled, offset, finished, held, num_held_tokens)
 
     def _wait(self, running: RunningRequest) -> None:
         running.state = RequestState.WAITING
@@ -282,14 +273,14 @@ class Scheduler:
 
     def _run(self, running: RunningRequest) -> None:
         running.state = RequestState.RUNNING
-        insort(self._running, running, key=attrgetter("position"))
+        insort(self.running, running, key=attrgetter("position"))
 
     def _leave(self, running: RunningRequest) -> None:
         """Remove it from the list of its state."""
         if running.state is RequestState.WAITING:
             self.waiting.remove(running)
         elif running.state is RequestState.RUNNING:
-            self._running.remove(running)
+            self.running.remove(running)
         else:
             self._num_pulling -= 1
 
@@ -394,11 +385,6 @@ def _has_lost_media(running: RunningRequest, blocks: BlockManager) -> bool:
     """Whether it would have to compute media, without their embeddings."""
     num_there = len(running.seq) - 1 if running.needs_pull else blocks.num_cached_tokens(running.seq)
     return num_there < running.media_end
-
-
-def _stop_ids(request: EngineRequest, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    sampling = request.generation.sampling
-    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
 
 
 def _finish_reason(running: RunningRequest, token_id: int, num_output_tokens: int) -> FinishReason | None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from quartet.engine.base import (
     EngineCapabilities,
@@ -43,7 +44,6 @@ from quartet.errors import (
     ServingError,
     UnsupportedFieldError,
 )
-from quartet.kvcache.layout import HandOff
 from quartet.transfer.base import EmbeddingMemory, FetchResult, PoolMemory, Puller
 
 logger = logging.getLogger(__name__)
@@ -156,16 +156,13 @@ class StepEngine(ThreadedEngine[ModelRunner]):
 
     def _accept(self, request: EngineRequest) -> None:
         if request.hand_off is not None:
-            self._claim(request.id, request.hand_off)
+            if self._pulls is None or self._memory is None:
+                raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
+            blocks_payload(request.hand_off)
+            self._pulls.claim(request.id, request.hand_off)
         self._num_submits += 1
         self._num_submitted_prefill_tokens += num_prefill_tokens(request)
         self._thread.post(Submit(request, time.monotonic()))
-
-    def _claim(self, id: int, hand_off: HandOff) -> None:
-        if self._pulls is None or self._memory is None:
-            raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
-        blocks_payload(hand_off)
-        self._pulls.claim(id, hand_off)
 
     def _end_pull(self, id: int, outcome: FetchResult | ServingError) -> None:
         if isinstance(outcome, FetchResult):
@@ -174,19 +171,16 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             self._thread.post(FetchFailed(id, outcome))
 
     def _on_report(self, report: StepReport) -> None:
-        if self._pulls is not None:
-            self._direct_pulls(self._pulls, report)
-        if report.output is not None:
-            self._take_output(report.output)
-
-    def _direct_pulls(self, pulls: Pulls, report: StepReport) -> None:
-        for pull in report.pulls:
-            pulls.fetch(pull)
-        for id in report.stopped_pulls:
-            pulls.stop(id)
-        if report.output is not None:
-            for failed in report.output.failed:
+        pulls, output = self._pulls, report.output
+        if pulls is not None:
+            for pull in report.pulls:
+                pulls.fetch(pull)
+            for id in report.stopped_pulls:
+                pulls.stop(id)
+            for failed in () if output is None else output.failed:
                 pulls.stop(failed.id)  # a request that failed before its fetch began
+        if output is not None:
+            self._take_output(output)
 
     def _on_lost(self, error: Exception) -> None:
         loss = EngineError(f"the engine is lost: {error!r}")
@@ -272,7 +266,8 @@ class EngineThread:
         runner: ModelRunner | None = None
         try:
             runner = self._runner_factory()
-            steps = self._steps = StepLoop(runner, self._config, on_begin=self._report)
+            on_begin = partial(self._notify, self._listener.on_report)
+            steps = self._steps = StepLoop(runner, self._config, on_begin=on_begin)
             self._notify(self._listener.on_ready, runner)
             self._step_until_stopped(steps)
         except Exception as error:  # the thread's work ends here; the listener fails the live requests
@@ -290,15 +285,12 @@ class EngineThread:
             self._wake_up.clear()  # before reading the inbox: a later post wakes the thread again
             report = steps.step([self._inbox.popleft() for _ in range(len(self._inbox))])
             if report:
-                self._report(report)
+                self._notify(self._listener.on_report, report)
 
     def _wait_until_stopped(self) -> None:
         while not self._is_stopping:
             self._wake_up.wait()
             self._wake_up.clear()
-
-    def _report(self, report: StepReport) -> None:
-        self._notify(self._listener.on_report, report)
 
     def _notify(self, callback: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "started"

@@ -83,7 +83,7 @@ Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed | TakeKvS
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step tells the event loop: falsy if there is nothing to tell.
+    """What one step reports to the event loop: falsy if there is nothing to report.
 
     Attributes:
         pulls: to start; each is answered by one ``Fetched`` or ``FetchFailed``.
@@ -149,7 +149,7 @@ class StepLoop:
         self._num_submits = 0
         self._num_submitted_prefill_tokens = 0
         self.is_idle = False
-        self.snapshot = self._snapshot_between()
+        self.snapshot = self._snapshot(backlog(self._scheduler.running))
 
     def step(self, messages: Iterable[Message]) -> StepReport:
         """Take ``messages`` in and compute one step; returns what ``on_begin`` did not report yet.
@@ -164,20 +164,13 @@ class StepLoop:
             self._outputs.fail(lost.id, MediaLostError("the KV of the prompt's media is not here any more"))
         if schedule.chunks:
             self._compute(schedule)
-        self.is_idle = self._is_idle_after(schedule)
+        # Without a chunk no request runs, and waiting requests still wait for blocks. One more step would find that out
+        # too, but would keep the interpreter from the event loop, which has this step's report to handle.
+        self.is_idle = not self._scheduler.live or not (schedule.chunks or schedule.num_preempted)
         report = self._report(self._build_output(), schedule)
         self._num_steps += bool(schedule.chunks or report)
-        self.snapshot = self._snapshot_between()
+        self.snapshot = self._snapshot(backlog(self._scheduler.running))
         return report
-
-    def _is_idle_after(self, schedule: Schedule) -> bool:
-        """Whether there is nothing to do until a message comes.
-
-        One more step would find that out too, but would keep the interpreter from the event loop, which has this step's
-        report to handle.
-        """
-        # Without a chunk no request runs, and waiting requests still wait for blocks.
-        return not self._scheduler.live or not (schedule.chunks or schedule.num_preempted)
 
     def _compute(self, schedule: Schedule) -> None:
         self._outputs.start(schedule.started)
@@ -186,7 +179,8 @@ class StepLoop:
         sampled = self._runner.run(schedule.chunks)
         self._clock.end(work)
         self._outputs.take_tokens(self._scheduler.update(schedule.chunks, sampled))
-        self._num_cached_tokens += sum(running.num_cached_tokens for running in schedule.started)
+        for running in schedule.started:
+            self._num_cached_tokens += running.num_cached_tokens
         self._num_prompt_tokens += sum(map(_num_given_tokens, schedule.chunks))
         self._num_output_tokens += len(sampled)
 
@@ -196,7 +190,8 @@ class StepLoop:
         # Without prompt tokens, every running request decodes.
         decoding = Backlog(0, len(schedule.chunks), work.num_context_tokens)
         before = backlog(self._scheduler.running) if work.num_prompt_tokens else decoding
-        self.snapshot = self._snapshot_during(schedule.chunks, work, before)
+        num_begun = work.num_tokens - before.num_decoding
+        self.snapshot = self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
         has_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
         is_news = work.num_prompt_tokens > 0 and not (had_unbegun and has_unbegun)
         report = self._report(StepOutput() if is_news else None, schedule)
@@ -257,16 +252,8 @@ class StepLoop:
         elif error is not None:
             self._outputs.fail(id, error)
 
-    def _snapshot_during(self, chunks: Sequence[ScheduledChunk], work: StepWork, before: Backlog) -> Snapshot:
-        """The snapshot when the step of ``chunks`` begins; ``before``: the backlog of running requests before it."""
-        num_begun = sum([chunk.num_tokens for chunk in chunks]) - before.num_decoding
-        return self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
-
-    def _snapshot_between(self) -> Snapshot:
-        """The snapshot while no step runs."""
-        return self._snapshot(backlog(self._scheduler.running), num_begun=0, step_ends_at=0.0)
-
-    def _snapshot(self, running: Backlog, *, num_begun: int, step_ends_at: float) -> Snapshot:
+    def _snapshot(self, running: Backlog, *, num_begun: int = 0, step_ends_at: float = 0.0) -> Snapshot:
+        """The statistics with this backlog of running requests, of which a step has begun ``num_begun`` tokens."""
         scheduler, counts = self._scheduler, self._blocks.counts
         num_queued = scheduler.waiting.num_prefill_tokens + running.num_tokens
         stats = EngineStats(
@@ -335,8 +322,16 @@ class OutputBuilder:
         for out in outs:
             if out.running.request.kind is RequestKind.PREFILL:
                 self._prefilled.append(self._to_prefilled(out, now))
-            else:
-                self._add_token(out)
+                continue
+            id = out.running.id
+            self._ids.append(id)
+            self._offsets.append(out.offset)
+            self._token_ids.append(out.sampled.token_id)
+            if out.sampled.logprobs is not None:
+                self._logprobs.append(StepLogprobs(id, (out.sampled.logprobs,)))
+            if out.finished is not None:
+                del self._times[id]
+                self._finished.append(Finished(id, out.finished, out.offset + 1))
 
     def build(
         self, kv_events: Sequence[RankEvents] = (), kv_snapshot: Sequence[StoredBlocks] | None = None
@@ -371,17 +366,6 @@ class OutputBuilder:
         self._finished: list[Finished] = []
         self._prefilled: list[Prefilled] = []
         self._failed: list[Failed] = []
-
-    def _add_token(self, out: TokenOut) -> None:
-        id = out.running.id
-        self._ids.append(id)
-        self._offsets.append(out.offset)
-        self._token_ids.append(out.sampled.token_id)
-        if out.sampled.logprobs is not None:
-            self._logprobs.append(StepLogprobs(id, (out.sampled.logprobs,)))
-        if out.finished is not None:
-            del self._times[id]
-            self._finished.append(Finished(id, out.finished, out.offset + 1))
 
     def _to_prefilled(self, out: TokenOut, now: float) -> Prefilled:
         times = self._times.pop(out.running.id)

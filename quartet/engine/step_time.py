@@ -43,10 +43,12 @@ class StepWork:
     Attributes:
         num_prompt_tokens: tokens of prompts to compute, and of outputs to compute again.
         num_context_tokens: tokens that all decoding requests attend to, together.
+        num_tokens: tokens to compute in all: those of prompts, and one of each decoding request.
     """
 
     num_prompt_tokens: int
     num_context_tokens: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,14 @@ class Backlog:
 
 def step_work(chunks: Iterable[ScheduledChunk]) -> StepWork:
     """The work of a step that computes ``chunks``."""
-    num_prompt_tokens = num_context_tokens = 0
+    num_prompt_tokens = num_context_tokens = num_tokens = 0
     for chunk in chunks:
+        num_tokens += chunk.num_tokens
         if _decodes(chunk):
             num_context_tokens += chunk.first_position + 1
         else:
             num_prompt_tokens += chunk.num_tokens
-    return StepWork(num_prompt_tokens, num_context_tokens)
+    return StepWork(num_prompt_tokens, num_context_tokens, num_tokens)
 
 
 def backlog(running: Iterable[RunningRequest]) -> Backlog:
@@ -95,6 +98,9 @@ class StepClock:
 
     If steps follow one another, a step begins when the last one ends: the time between them is part of a step's time,
     else forecasts of several steps would be too short.
+
+    Attributes:
+        step_time: how long steps take; ``None``: too few were measured.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -103,11 +109,7 @@ class StepClock:
         self._fit = StepTimeFit()
         self._began_at = 0.0
         self._ended_at: float | None = None
-
-    @property
-    def step_time(self) -> StepTime | None:
-        """How long steps take; ``None``: too few were measured."""
-        return self._fit.step_time
+        self.step_time: StepTime | None = None
 
     def begin(self, *, is_continued: bool) -> None:
         """A step begins; ``is_continued``: the engine did not wait for work since the last step."""
@@ -115,17 +117,16 @@ class StepClock:
 
     def forecast(self, work: StepWork) -> float:
         """When the step that has begun, with this work, should end, in seconds of the clock; 0.0: unknown."""
-        step_time = self._fit.step_time
-        if step_time is None:
+        if self.step_time is None:
             return 0.0
-        return (
-            self._began_at + step_time.prefill_s(work.num_prompt_tokens) + step_time.decode_s(work.num_context_tokens)
-        )
+        prefill_s = self.step_time.prefill_s(work.num_prompt_tokens)
+        return self._began_at + prefill_s + self.step_time.decode_s(work.num_context_tokens)
 
     def end(self, work: StepWork) -> None:
         """The step that has begun is over; ``work`` is what it did."""
         self._ended_at = self._clock()
         self._fit.observe(work.num_prompt_tokens, work.num_context_tokens, self._ended_at - self._began_at)
+        self.step_time = self._fit.step_time
 
 
 class StepTimeFit:
@@ -170,8 +171,7 @@ class StepTimeFit:
             features += ((3, 1.0), (4, context))
         if not features or not isfinite(step_s):
             return
-        indices = [index for index, _ in features]
-        self._learn(features, step_s, 1.0 if self._forget(indices) else _FORGETTING)
+        self._learn(features, step_s, 1.0 if self._forget(features) else _FORGETTING)
         if min(self._coefficients) < 0.0:
             self._keep_positive()
         self._num_observed += 1
@@ -197,37 +197,33 @@ class StepTimeFit:
         self._num_observed = 0
         self._step_time = None
 
-    def _forget(self, indices: Sequence[int]) -> bool:
-        """Forget a little of these coefficients, unless one of them is nearly unknown; returns whether it did."""
-        variances = self._variances
-        if any(variances[index] > _MOST_VARIANCE[index] * _FORGETTING for index in indices):
-            return False
-        for index in indices:
+    def _forget(self, features: Sequence[tuple[int, float]]) -> bool:
+        """Forget a little of their coefficients, unless one of them is nearly unknown; returns whether it did."""
+        for index, _ in features:
+            if self._variances[index] > _MOST_VARIANCE[index] * _FORGETTING:
+                return False
+        for index, _ in features:
             self._factor[index] = [value * _GROWTH for value in self._factor[index]]
         return True
 
     def _learn(self, features: Sequence[tuple[int, float]], step_s: float, forgetting: float) -> None:
         """Learn from a step; the share ``forgetting`` of earlier knowledge of its kind is left."""
-        forecast_s = sum([self._coefficients[index] * value for index, value in features])
-        seen = self._seen(features)
-        doubt = sum([value * value for value in seen])
-        surprise_s = step_s - forecast_s
-        if doubt < _MAX_DOUBT:
-            bound_s = max(_MAX_SURPRISE * abs(forecast_s), _MIN_SURPRISE_S)
-            surprise_s = max(-bound_s, min(surprise_s, bound_s))
-        self._update(seen, surprise_s / (1.0 + doubt), (1.0 - 1.0 / sqrt(forgetting * (1.0 + doubt))) / doubt)
-
-    def _seen(self, features: Sequence[tuple[int, float]]) -> list[float]:
-        """``S^T f``."""
-        one = two = three = four = five = 0.0
+        forecast_s = one = two = three = four = five = 0.0
         for index, value in features:
+            forecast_s += self._coefficients[index] * value
             a, b, c, d, e = self._factor[index]
             one += value * a
             two += value * b
             three += value * c
             four += value * d
             five += value * e
-        return [one, two, three, four, five]
+        seen = [one, two, three, four, five]  # ``S^T f``
+        doubt = sum(map(mul, seen, seen))
+        surprise_s = step_s - forecast_s
+        if doubt < _MAX_DOUBT:
+            bound_s = max(_MAX_SURPRISE * abs(forecast_s), _MIN_SURPRISE_S)
+            surprise_s = max(-bound_s, min(surprise_s, bound_s))
+        self._update(seen, surprise_s / (1.0 + doubt), (1.0 - 1.0 / sqrt(forgetting * (1.0 + doubt))) / doubt)
 
     def _update(self, seen: Sequence[float], change_s: float, share: float) -> None:
         """Move the coefficients by ``change_s`` of the gains, and ``S`` by ``share`` of them times ``seen``."""
@@ -237,7 +233,7 @@ class StepTimeFit:
             self._coefficients[index] += gain * change_s
             gain *= share
             row = [a - gain * one, b - gain * two, c - gain * three, d - gain * four, e - gain * five]
-            variance = sum([value * value for value in row])
+            variance = sum(map(mul, row, row))
             if variance > _MOST_VARIANCE[index]:
                 shrink = sqrt(_MOST_VARIANCE[index] / variance)
                 row, variance = [value * shrink for value in row], _MOST_VARIANCE[index]
@@ -252,12 +248,9 @@ class StepTimeFit:
             excess = self._coefficients[index]
             if excess < 0.0:
                 row = self._factor[index]
-                covariances = [sum(map(mul, row, other)) for other in self._factor]
-                excess /= covariances[index]
-                self._coefficients = [
-                    value - excess * covariance
-                    for value, covariance in zip(self._coefficients, covariances, strict=True)
-                ]
+                excess /= sum(map(mul, row, row))
+                for other, factor in enumerate(self._factor):
+                    self._coefficients[other] -= excess * sum(map(mul, row, factor))
                 self._coefficients[index] = 0.0
 
 

@@ -73,8 +73,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
         PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
         LayoutMismatchError: the hand-off is not one of KV blocks.
     """
-    _check_tokens(request.generation, limits)
-    _check_abilities(request.generation)
+    _check_generation(request.generation, limits)
     _check_length(request, limits)
     check_media(request, limits.media)
     if request.hand_off is not None:
@@ -127,28 +126,25 @@ def _max_num_tokens(kind: RequestKind, limits: EngineLimits) -> int:
     return min(limits.max_model_len, limits.num_pool_tokens + 1)
 
 
-def _check_tokens(generation: Generation, limits: EngineLimits) -> None:
+def _check_generation(generation: Generation, limits: EngineLimits) -> None:
     if not len(generation.prompt_token_ids):
         raise InvalidRequestError("a prompt needs at least one token", field="prompt_token_ids")
     _check_ids(generation.prompt_token_ids, "prompt_token_ids", limits)
     _check_ids(generation.generated_token_ids, "generated_token_ids", limits)
     _check_ids(generation.sampling.stop_token_ids, "sampling.stop_token_ids", limits)
     _check_ids(generation.sampling.logit_bias, "sampling.logit_bias", limits)
-
-
-def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> None:
-    # An id outside the vocabulary would break the step of every request in the batch.
-    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= limits.vocab_size:
-        raise InvalidRequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
-
-
-def _check_abilities(generation: Generation) -> None:
     if generation.data_parallel_rank:
         raise UnsupportedFieldError("this engine has one data-parallel rank, 0", field="data_parallel_rank")
     if generation.adapter:
         raise UnsupportedFieldError("this engine serves no adapters", field="adapter")
     if generation.sampling.guided is not None:
         raise UnsupportedFieldError("this engine follows no grammars", field="sampling.guided")
+
+
+def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> None:
+    # An id outside the vocabulary would break the step of every request in the batch.
+    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= limits.vocab_size:
+        raise InvalidRequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
 
 
 def _check_length(request: EngineRequest, limits: EngineLimits) -> None:

@@ -113,17 +113,17 @@ class PromptQueue:
     num_unbegun_tokens: int
     num_steps: int
 
-    def is_news(self, told: PromptQueue) -> bool:
-        """Whether it should be reported at once; ``told`` was in the last report.
+    def is_news(self, reported: PromptQueue) -> bool:
+        """Whether it should be reported at once; ``reported`` was in the last report.
 
         It should when all prompt tokens are computed; when a step with prompt tokens has begun and none is left to
         begin after it (a router may be waiting for just that); or when none was left before it, so that routers know
         when it ends.
         """
-        if told.num_queued_tokens and not self.num_queued_tokens:
+        if reported.num_queued_tokens and not self.num_queued_tokens:
             return True
-        has_begun = self.num_steps != told.num_steps
-        return has_begun and not (self.num_unbegun_tokens and told.num_unbegun_tokens)
+        has_begun = self.num_steps != reported.num_steps
+        return has_begun and not (self.num_unbegun_tokens and reported.num_unbegun_tokens)
 
 
 class LoadPacer:
@@ -152,7 +152,7 @@ class LoadPacer:
         self._min_interval_s = min_interval_s
         self._heartbeat_interval_s = heartbeat_interval_s
         self._last: WorkerLoad | None = None
-        self._told: Sequence[PromptQueue] = ()
+        self._reported: Sequence[PromptQueue] = ()
         self._sent_at = 0.0
         self._is_change_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -162,7 +162,7 @@ class LoadPacer:
         """Something may have changed. Call it after each step and each arrival; it costs next to nothing."""
         if self._last is None:
             return
-        if any(queue.is_news(told) for queue, told in zip(self._prompt_queues(), self._told, strict=True)):
+        if any(map(PromptQueue.is_news, self._prompt_queues(), self._reported)):
             self._is_due.set()
         elif not self._is_change_due:
             self._is_change_due = True
@@ -179,7 +179,7 @@ class LoadPacer:
                 load, now = self._sample(), time.monotonic()
                 if load != self._last or now >= self._sent_at + self._heartbeat_interval_s:
                     self._publish(load)
-                    self._last, self._told, self._sent_at = load, queues, now
+                    self._last, self._reported, self._sent_at = load, queues, now
                 self._wake_at(self._sent_at + self._heartbeat_interval_s)
                 await self._is_due.wait()
         finally:

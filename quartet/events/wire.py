@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import TypeVar
@@ -110,11 +111,10 @@ def to_worker_load(load: WorkerLoad) -> pb.WorkerLoad:
     return pb.WorkerLoad(
         worker_id=load.worker_id,
         epoch=load.epoch,
-        ranks=[_to_rank_load(rank) for rank in load.ranks],
-        routers=[
-            _to_router_progress(load, router_id)
-            for router_id in {**load.router_progress, **load.router_arrivals, **load.placements}
-        ],
+        ranks=map(_to_rank_load, load.ranks),
+        routers=map(
+            partial(_to_router_progress, load), {**load.router_progress, **load.router_arrivals, **load.placements}
+        ),
         is_draining=load.is_draining,
         is_healthy=load.is_healthy,
     )
@@ -122,19 +122,23 @@ def to_worker_load(load: WorkerLoad) -> pb.WorkerLoad:
 
 def from_worker_load(message: pb.WorkerLoad) -> WorkerLoad:
     """The report that ``message`` holds."""
+    progress: dict[str, int] = {}
+    arrivals: dict[str, int] = {}
+    placements: dict[str, PlacementProgress] = {}
+    for entry in message.routers:
+        progress[entry.router_id] = entry.router_request_number
+        if entry.arrived_request_number:
+            arrivals[entry.router_id] = entry.arrived_request_number
+        if entry.started_placements or entry.ended_placements:
+            placed = PlacementProgress(tuple(entry.started_placements), tuple(entry.ended_placements))
+            placements[entry.router_id] = placed
     return WorkerLoad(
         worker_id=message.worker_id,
         epoch=message.epoch,
-        ranks=tuple(_from_rank_load(rank) for rank in message.ranks),
-        router_progress={entry.router_id: entry.router_request_number for entry in message.routers},
-        router_arrivals={
-            entry.router_id: entry.arrived_request_number for entry in message.routers if entry.arrived_request_number
-        },
-        placements={
-            entry.router_id: PlacementProgress(tuple(entry.started_placements), tuple(entry.ended_placements))
-            for entry in message.routers
-            if entry.started_placements or entry.ended_placements
-        },
+        ranks=tuple(map(_from_rank_load, message.ranks)),
+        router_progress=progress,
+        router_arrivals=arrivals,
+        placements=placements,
         is_draining=message.is_draining,
         is_healthy=message.is_healthy,
     )

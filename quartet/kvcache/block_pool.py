@@ -85,7 +85,7 @@ class BlockManager:
         assert not seq.block_table, "the sequence already has blocks"
         shared = self._cached_prefix(seq)
         # Sharing a cached block, which no sequence uses yet, spends an available block too.
-        num_spent = sum(block_id in self._cached for block_id in shared)
+        num_spent = len(self._cached.keys() & shared)
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
         for block_id in shared:
             self._use(block_id)
@@ -129,8 +129,20 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Take back all blocks of ``seq``; shareable ones stay cached. May be called twice."""
-        self._stop_using(seq.block_table)
-        _empty(seq)
+        # Last one first: then the least recently used cached block never has a cached child.
+        num_users, num_holders = self._num_users, self._num_holders
+        for block_id in reversed(seq.block_table):
+            num_users[block_id] -= 1
+            if num_users[block_id]:
+                continue
+            self._num_in_use -= 1
+            if num_holders[block_id]:
+                self._num_held += 1
+            else:
+                self._retire(block_id)
+        seq.block_table = []
+        seq.num_named_blocks = 0
+        seq.num_computed_tokens = 0
 
     def hold(self, seq: Sequence, holder: int) -> tuple[int, ...]:
         """Keep the computed blocks of ``seq`` until ``release(holder)`` and empty ``seq``; its others are freed.
@@ -211,7 +223,8 @@ class BlockManager:
         taken = self._free[len(self._free) - num_free :]
         del self._free[len(self._free) - num_free :]
         taken.reverse()
-        taken += [self._evict() for _ in range(num_blocks - num_free)]
+        while len(taken) < num_blocks:
+            taken.append(self._evict())
         for block_id in taken:
             self._num_users[block_id] = 1
         self._num_in_use += num_blocks
@@ -235,19 +248,6 @@ class BlockManager:
             else:
                 del self._cached[block_id]
         self._num_users[block_id] += 1
-
-    def _stop_using(self, block_table: list[int]) -> None:
-        # Last one first: then the least recently used cached block never has a cached child.
-        num_users, num_holders = self._num_users, self._num_holders
-        for block_id in reversed(block_table):
-            num_users[block_id] -= 1
-            if num_users[block_id]:
-                continue
-            self._num_in_use -= 1
-            if num_holders[block_id]:
-                self._num_held += 1
-            else:
-                self._retire(block_id)
 
     def _retire(self, block_id: int) -> None:
         """Put away a block that is neither used nor held any more."""
@@ -366,12 +366,6 @@ class _Name:
 
 
 _Key: TypeAlias = tuple[_Name | bytes, bytes]
-
-
-def _empty(seq: Sequence) -> None:
-    seq.block_table = []
-    seq.num_named_blocks = 0
-    seq.num_computed_tokens = 0
 
 
 def _parents_first(table: dict[int, int | None]) -> dict[int, int | None]:

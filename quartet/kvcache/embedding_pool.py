@@ -110,7 +110,7 @@ class EmbeddingPool:
         self._num_holds[media_id] = num_holds + 1
 
     def release(self, media_id: bytes) -> None:
-        """One holder lets go; an item without holders stays cached."""
+        """One holder releases it; an item without holders stays cached."""
         self._num_holds[media_id] -= 1
         if not self._num_holds[media_id]:
             del self._num_holds[media_id]

@@ -10,7 +10,7 @@ it renews the hand-off, then pulls it (``begin``, ``finish``) or *releases* its 
   an offer expires because its taker is dead, never because it is busy.
 - ``begin`` makes it PULLING: the blocks stay where they are until the pull finishes, is aborted or takes too long. A
   lost stream counts as an abort: the taker throws away what it has.
-- The bound on a pull is for one-sided ways, which read memory without telling the source. After it ``finish`` fails, so
+- The bound on a pull is for one-sided ways, which read memory unknown to the source. After it ``finish`` fails, so
   the taker knows that another request may have overwritten what it read.
 
 So every hand-off ends in bounded time once its taker falls silent, and the source learns of each end exactly once.
@@ -93,7 +93,7 @@ class Offers:
     """All offers of one life of a worker. Ended ones leave nothing behind but a count.
 
     Every method that takes a ticket raises ``StaleEpochError`` for another epoch, and ``HandOffNotFoundError`` for an
-    id that is unknown, ended or past its deadline, or a wrong secret, without telling which; then nothing has changed.
+    id that is unknown, ended or past its deadline, or a wrong secret, without saying which; then nothing has changed.
     A method that ends an offer returns it with its last ``state``: its holder's blocks are to be released now.
     """
 
@@ -149,7 +149,8 @@ class Offers:
         offer = self._find(ticket, now)
         if offer.state is HandOffState.PULLING:
             raise HandOffStateError("the hand-off is already being pulled")
-        if len(set(pieces)) < len(pieces) or any(not 0 <= piece < len(offer.block_ids) for piece in pieces):
+        is_outside = min(pieces, default=0) < 0 or max(pieces, default=-1) >= len(offer.block_ids)
+        if is_outside or len(set(pieces)) < len(pieces):
             raise InvalidRequestError(f"pieces must differ and be below {len(offer.block_ids)}", field="pieces")
         offer.state, offer.deadline = HandOffState.PULLING, now + self.max_pull_s
         self._pulling[ticket.hand_off_id] = self._held.pop(ticket.hand_off_id)

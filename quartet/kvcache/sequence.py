@@ -66,7 +66,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.num_named_blocks = 0
-        self._media_suffixes = media_suffixes(media, block_size, len(self.token_ids))
+        self._media_suffixes = media_suffixes(media, block_size, len(self.token_ids)) if media else {}
         self._contents = list(known.contents)
         self._hashes = list(known.hashes)
 

@@ -28,8 +28,7 @@ from quartet.streams.convert.messages import (
     from_prefill_result,
     from_slot_started,
     from_token_logprobs,
-    put_decode_start,
-    put_prefill_start,
+    put_start,
     to_signed_decode_start,
 )
 from quartet.streams.messages import (
@@ -106,16 +105,16 @@ class DecodeCall(WorkerCall):
     """One decode: what it gives goes to its sink, and ``outcome`` waits for its end.
 
     Attributes:
-        heard_at: when the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet.
+        received_at: when the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet.
         take: brings tokens to the sink, as its ``take``; drops them once the decode is over.
     """
 
-    __slots__ = ("_outcome", "_sink", "heard_at", "take")
+    __slots__ = ("_outcome", "_sink", "received_at", "take")
 
     def __init__(self, send_cancel: Callable[[], None], sink: DecodeSink) -> None:
         """Nothing has come yet."""
         super().__init__(send_cancel)
-        self.heard_at: float | None = None
+        self.received_at: float | None = None
         self._sink = sink
         self.take: _Take = sink.take
         self._outcome: DecodeFinished | None = None
@@ -135,7 +134,7 @@ class DecodeCall(WorkerCall):
     def start(self, started: DecodeStarted, now: float) -> None:
         """It joined the running batch."""
         if not self.is_over:
-            self.heard_at = now
+            self.received_at = now
             self._sink.started(started)
 
     def stop(self, error: ServingError | None = None) -> None:
@@ -187,15 +186,11 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
             own = self._make_own(alone_for_s=_alone_for_s(start))
             self._own.add(own)
             return own.start(start, sink)
-        return self._begin(
-            lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: _decode_messages(slot, start)
-        )
+        return self._begin(partial(DecodeCall, sink=sink), partial(_decode_messages, start))
 
     def start_signed(self, placement: SignedPlacement, sink: DecodeSink) -> DecodeCall:
         """Start a decode that a router signed for this worker; else as ``start``."""
-        return self._begin(
-            lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: [_signed_message(slot, placement)]
-        )
+        return self._begin(partial(DecodeCall, sink=sink), lambda slot: [_signed_message(slot, placement)])
 
     async def close(self) -> None:
         """Break the stream for good, and the streams of single decodes too."""
@@ -205,10 +200,10 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         return self._stub.Decode(timeout=self._timeout_s)
 
     def _receive(self, response: decode_pb2.DecodeResponse) -> None:
-        now = time.monotonic()
+        now, calls = time.monotonic(), self._calls()
         for started in response.started:
-            self._call(started.slot).start(from_slot_started(started), now)
-        take_tokens(self._calls(), response, now)
+            calls[started.slot].start(from_slot_started(started), now)
+        take_tokens(calls, response, now)
         for finished in response.finished:
             reason = from_engine_finish_reason(finished.reason)
             outcome = DecodeFinished(reason=reason, num_output_tokens=finished.num_output_tokens)
@@ -233,7 +228,7 @@ def take_tokens(calls: Mapping[int, DecodeCall], response: decode_pb2.DecodeResp
     # Slices: to read a repeated field element by element costs as much as the rest of the loop.
     for slot, offset, token_ids in zip(response.slots[:], response.token_offsets[:], parts, strict=True):
         call = calls[slot]
-        call.heard_at = now
+        call.received_at = now
         try:
             if not call.take(offset, token_ids, logprobs.get(slot, ()) if logprobs else (), now):
                 call.stop()
@@ -330,9 +325,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
             own = self._make_own(alone_for_s=_alone_for_s(start))
             self._own.add(own)
             return own.start(start)
-        return self._begin(
-            lambda send_cancel: PrefillCall(send_cancel, self._drop), lambda slot: _prefill_messages(slot, start)
-        )
+        return self._begin(partial(PrefillCall, drop=self._drop), partial(_prefill_messages, start))
 
     async def close(self) -> None:
         """Break the stream for good, and the streams of single prefills too."""
@@ -362,7 +355,7 @@ class RunningDecode(Protocol):
     """A decode under way."""
 
     @property
-    def heard_at(self) -> float | None:
+    def received_at(self) -> float | None:
         """When the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet."""
         ...
 
@@ -387,14 +380,14 @@ async def outcome_in_time(
     loop = asyncio.get_running_loop()
     start_by = loop.time() + start_timeout_s
     while True:
-        give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
+        give_up_at = start_by if decode.received_at is None else decode.received_at + stall_timeout_s
         try:
             # Polling costs nothing for each token; moving a timer would. Nothing wakes this task at the first output,
             # so wait no longer than the stall timeout: by then an output may have come, and be that old.
             async with asyncio.timeout_at(min(give_up_at, loop.time() + stall_timeout_s)):
                 return await decode.outcome()
         except TimeoutError:
-            give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
+            give_up_at = start_by if decode.received_at is None else decode.received_at + stall_timeout_s
             if give_up_at <= loop.time():
                 raise
 
@@ -419,15 +412,15 @@ def _alone_for_s(start: WorkerStart) -> float:
     return _MAX_ALONE_S if timeout_s is None else timeout_s + _LAST_WORDS_S
 
 
-def _decode_messages(slot: int, start: WorkerStart) -> list[decode_pb2.DecodeRequest]:
+def _decode_messages(start: WorkerStart, slot: int) -> list[decode_pb2.DecodeRequest]:
     message = decode_pb2.DecodeRequest()
-    put_decode_start(message.start, slot, start)
+    put_start(message.start, slot, start)
     return [message, *map(_decode_rest, take_chunks(message.start))]
 
 
-def _prefill_messages(slot: int, start: WorkerStart) -> list[prefill_pb2.PrefillRequest]:
+def _prefill_messages(start: WorkerStart, slot: int) -> list[prefill_pb2.PrefillRequest]:
     message = prefill_pb2.PrefillRequest()
-    put_prefill_start(message.start, slot, start)
+    put_start(message.start, slot, start)
     return [message, *map(_prefill_rest, take_chunks(message.start))]
 
 

@@ -107,7 +107,7 @@ class EncodeCall:
 
     def _take_sizes(self, sizes: tuple[MediaSize, ...]) -> None:
         if self._sizes is not None or len(sizes) != len(self._hand_offs):
-            raise ProtocolError("an encode worker told sizes twice, or not one an item")
+            raise ProtocolError("an encode worker reported sizes twice, or not one an item")
         self._sizes = sizes
         self._has_sizes.set()
 

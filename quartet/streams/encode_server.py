@@ -32,7 +32,7 @@ class EncodeWork(Protocol):
         ...
 
     def withdraw(self, holder: int) -> None:
-        """End the hand-off of ``holder``, which the caller was not told of; no-op where it has none any more."""
+        """End the hand-off of ``holder``, which was not reported to the caller; no-op where it has none any more."""
         ...
 
 

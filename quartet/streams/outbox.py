@@ -185,7 +185,10 @@ class DecodeOutbox:
         if self._tokens_size_bytes <= room:
             room -= self._tokens_size_bytes
             if self._step is not None:
-                self._step.put(message)
+                message.slots.extend(self._step.slots)
+                message.num_tokens.extend(self._step.num_tokens)
+                message.token_offsets.extend(self._step.offsets)
+                message.token_ids.extend(self._step.token_ids)
                 self._step = None
             else:
                 _add_columns(message, self._tokens)
@@ -303,13 +306,6 @@ class _Step:
     num_tokens: Sequence[int]
     offsets: Sequence[int]
     token_ids: Sequence[int]
-
-    def put(self, message: decode_pb2.DecodeResponse) -> None:
-        """Append them to those of ``message``."""
-        message.slots.extend(self.slots)
-        message.num_tokens.extend(self.num_tokens)
-        message.token_offsets.extend(self.offsets)
-        message.token_ids.extend(self.token_ids)
 
     def parts(self) -> Iterator[tuple[int, int, Sequence[int]]]:
         """Slot, offset and tokens of each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -20,7 +21,7 @@ from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.rpc.server import StalledCalls
 from quartet.streams.base import ServerStream
 from quartet.streams.chunks import ChunkedStarts, StartMessage
-from quartet.streams.convert.messages import from_decode_start, from_prefill_start
+from quartet.streams.convert.messages import from_start
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import Outbox
 from quartet.v1 import decode_pb2, prefill_pb2
@@ -138,7 +139,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
 
     def _check_unused(self, slot: int) -> None:
-        # A slot is free only once its end was sent: before, the caller could not tell the two requests apart.
+        # A slot is free only once its end was sent: before, the caller could not distinguish the two requests.
         if slot in self._ids or slot in self._chunked or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
 
@@ -172,10 +173,10 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
     def _submit(self, start: StartMessage, *, is_signed: bool = False) -> None:
         slot = start.slot
         try:
-            parsed = _parse(start)
+            parsed = from_start(start)
             if is_signed:
                 parsed = replace(parsed, is_signed=True)
-            id = self._work.submit(parsed, self._outbox, slot, lambda: self._ended(slot))
+            id = self._work.submit(parsed, self._outbox, slot, partial(self._ended, slot))
         except ServingError as error:
             self._outbox.failed(slot, error)
         else:
@@ -208,9 +209,3 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
         self._work.abandon(ids)
         self._chunked.forget_all()
         self._outbox.close()
-
-
-def _parse(start: StartMessage) -> WorkerStart:
-    if isinstance(start, decode_pb2.DecodeStart):
-        return from_decode_start(start)
-    return from_prefill_start(start)

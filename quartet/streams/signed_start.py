@@ -33,7 +33,7 @@ from quartet.errors import (
     SigningKeyUnknownError,
 )
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
-from quartet.streams.convert.messages import put_decode_start
+from quartet.streams.convert.messages import put_start
 from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
 
@@ -74,7 +74,7 @@ def sign(
         MessageTooLargeError: a decode worker would not take so long a message, and no chunks are signed.
     """
     message = decode_pb2.SignedStart(worker_id=worker_id, epoch=epoch, expires_at_unix_ms=int(expires_at_unix_s * 1000))
-    put_decode_start(message.start, 0, start)
+    put_start(message.start, 0, start)
     signed = message.SerializeToString()
     check_signed_size(len(signed))
     return SignedPlacement(address=address, signed_start=signed, key_id=key.key_id, mac=key.mac(signed))

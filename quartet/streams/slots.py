@@ -6,9 +6,10 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -42,19 +43,13 @@ class _Stream(Generic[RequestT, CallT]):
 
     calls: dict[int, CallT] = field(default_factory=dict)
     free_slots: list[int] = field(default_factory=list)
-    num_slots: int = 0
+    new_slots: Iterator[int] = field(default_factory=count)
     pending: deque[RequestT] = field(default_factory=deque)
     has_pending: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, messages: Iterable[RequestT]) -> None:
         self.pending.extend(messages)
         self.has_pending.set()
-
-    def take_slot(self) -> int:
-        if self.free_slots:
-            return self.free_slots.pop()
-        self.num_slots += 1
-        return self.num_slots - 1
 
 
 class SlotClient(Generic[RequestT, ResponseT, CallT]):
@@ -121,7 +116,8 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         if self._stream is None:
             self._stream = _Stream()
             self._task = asyncio.create_task(self._run(self._stream), name=f"stream to {self._peer}")
-        stream, slot = self._stream, self._stream.take_slot()
+        stream = self._stream
+        slot = stream.free_slots.pop() if stream.free_slots else next(stream.new_slots)
         call = make_call(lambda: self._cancel_slot(stream, slot, call))
         try:
             messages = make_messages(slot)

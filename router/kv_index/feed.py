@@ -59,7 +59,12 @@ class FeedState(Enum):
 
 
 class KvFeed:
-    """Applies the batches and snapshots of one life of a worker to an index. Only it changes that worker's ranks."""
+    """Applies the batches and snapshots of one life of a worker to an index. Only it changes that worker's ranks.
+
+    Attributes:
+        state: how much is known.
+        number: while LIVE: of the last batch that the index knows of.
+    """
 
     def __init__(
         self,
@@ -75,29 +80,19 @@ class KvFeed:
         self._ranks = [Rank(worker_id, number) for number in range(data_parallel_size)]
         self._index = index
         self._max_waiting_batches = max_waiting_batches
-        self._state = FeedState.LISTENING
-        self._number = 0  # LIVE: of the last batch that is applied
+        self.state = FeedState.LISTENING
+        self.number = 0
         # JOINING: the snapshot needs this number at least; the batches that wait follow from there without a gap.
         self._least_number = 0
         self._waiting: deque[KvBatch] = deque()
         self._loading: int | None = None  # number of the snapshot whose parts come
 
-    @property
-    def state(self) -> FeedState:
-        """How much is known."""
-        return self._state
-
-    @property
-    def number(self) -> int:
-        """While LIVE: of the last batch that the index knows of."""
-        return self._number
-
     def take_batch(self, batch: KvBatch) -> None:
         """A batch of this life came."""
-        if self._state is FeedState.LIVE and batch.number == self._number + 1:
+        if self.state is FeedState.LIVE and batch.number == self.number + 1:
             self._apply(batch)
         elif batch.number > self._last_number():
-            if self._state is not FeedState.JOINING or batch.number != self._last_number() + 1:
+            if self.state is not FeedState.JOINING or batch.number != self._last_number() + 1:
                 self._join_from(batch.number - 1)
             self._wait(batch)
 
@@ -128,9 +123,9 @@ class KvFeed:
             Whether everything is known now. If not, batches were lost meanwhile: another snapshot is needed.
         """
         number, self._loading = self._loading, None
-        if number is None or number < self._least_number or self._state is not FeedState.JOINING:
+        if number is None or number < self._least_number or self.state is not FeedState.JOINING:
             return False
-        self._state, self._number = FeedState.LIVE, number
+        self.state, self.number = FeedState.LIVE, number
         waiting, self._waiting = self._waiting, deque()
         for batch in waiting:
             if batch.number > number:
@@ -143,21 +138,21 @@ class KvFeed:
 
     def close(self) -> None:
         """The life is over: its ranks have no blocks any more."""
-        self._state = FeedState.LISTENING
+        self.state = FeedState.LISTENING
         self._waiting.clear()
         self._clear()
 
     def _last_number(self) -> int:
         """The number of the last batch that is known of; before the first one, less than any."""
-        if self._state is FeedState.LIVE:
-            return self._number
-        if self._state is FeedState.LISTENING:
+        if self.state is FeedState.LIVE:
+            return self.number
+        if self.state is FeedState.LISTENING:
             return -1
         return self._waiting[-1].number if self._waiting else self._least_number
 
     def _join_from(self, number: int) -> None:
         """From now on a snapshot as of ``number``, or a later one, is needed."""
-        self._state = FeedState.JOINING
+        self.state = FeedState.JOINING
         self._least_number = number
         self._waiting.clear()
 
@@ -167,7 +162,7 @@ class KvFeed:
             self._join_from(batch.number)
 
     def _apply(self, batch: KvBatch) -> None:
-        self._number = batch.number
+        self.number = batch.number
         if batch.data_parallel_rank < len(self._ranks):
             apply_events(self._index, self._ranks[batch.data_parallel_rank], batch.events)
 

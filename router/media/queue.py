@@ -88,7 +88,7 @@ class MediaRoom:
 
 
 class MediaLine:
-    """Requests with media that wait for room, best rank first. Runs on the event loop."""
+    """Requests with media that wait for room, best position first. Runs on the event loop."""
 
     def __init__(self, config: MediaLineConfig, share: FairShare, encode_room: Callable[[PoolKey], int]) -> None:
         """No request has room yet.
@@ -119,8 +119,8 @@ class MediaLine:
         """
         self._num_arrived += 1
         start = self._share.start(order.tenant, max(order.num_encode_tokens, 1))
-        waiting = _Waiting(order=order, rank=(-order.priority, start, self._num_arrived), start=start)
-        insort(self._line, waiting, key=attrgetter("rank"))
+        waiting = _Waiting(order=order, position=(-order.priority, start, self._num_arrived), start=start)
+        insort(self._line, waiting, key=attrgetter("position"))
         self.poll()
         if len(self._line) > self._config.max_length:
             last = self._line.pop()
@@ -193,6 +193,6 @@ class MediaLine:
 @dataclass(eq=False, kw_only=True)
 class _Waiting:
     order: MediaOrder
-    rank: tuple[int, float, int]
+    position: tuple[int, float, int]
     start: float
     let_in: asyncio.Future[MediaRoom] = field(default_factory=lambda: asyncio.get_running_loop().create_future())

@@ -81,14 +81,6 @@ class MediaPrompt:
     num_unknown_tokens: int = 0
 
 
-def has_media(start: GenerateStart) -> bool:
-    """Whether the request names any media; a chat of nothing but text is recognised without reading its parts."""
-    if start.media:
-        return True
-    prompt = start.prompt
-    return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
-
-
 async def prepare_media(
     request: MediaRequest,
     pool: Pool,

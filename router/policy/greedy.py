@@ -120,8 +120,11 @@ class GreedyPolicy(ABC):
         if self._is_short(pending):
             return ()
         able = [candidate for candidate in snapshot.prefill if can_prefill(candidate, pending)]
-        preferred = [candidate for candidate in able if candidate.rank == pending.prefer_prefill]
-        return preferred or not_avoided(able, pending)
+        if pending.prefer_prefill is not None:
+            preferred = [candidate for candidate in able if candidate.rank == pending.prefer_prefill]
+            if preferred:
+                return preferred
+        return not_avoided(able, pending)
 
     def _why_not_prefill(self, candidate: Candidate, pending: Pending) -> str:
         if self._is_short(pending):

@@ -155,9 +155,10 @@ def with_step_times(candidates: Sequence[Candidate], others: Sequence[Candidate]
     A worker that just started is most likely as fast as its fellows. If none of ``candidates`` was measured, ``others``
     stand in; if none of these was measured either, nothing changes.
     """
-    if all(candidate.is_measured for candidate in candidates):
+    measured = [one for one in candidates if one.is_measured]
+    if len(measured) == len(candidates):
         return candidates
-    measured = [one for one in candidates if one.is_measured] or [one for one in others if one.is_measured]
+    measured = measured or [one for one in others if one.is_measured]
     if not measured:
         return candidates
     times_s = [candidate.step_time.prefill_s(_NUM_TOKENS) for candidate in measured]

@@ -214,9 +214,9 @@ class EncodeDispatcher(RequestBook[_Running]):
             ServingError: an item is wrong (``items[1].file``), or there is no room for it.
         """
         context = start.context
-        self._counted.arrive(context.router_id, context.router_request_number)
+        self.starts.arrive(context.router_id, context.router_request_number)
         # The load shows its items at once.
-        self._counted.count_in(context.router_id, context.router_request_number)
+        self.starts.count_in(context.router_id, context.router_request_number)
         self._check_takes(start)
         running = _Running(
             context=named(context),

@@ -27,6 +27,7 @@ from quartet.errors import (
     RequestCancelledError,
     RequestTimeoutError,
     ServingError,
+    UnsupportedFieldError,
 )
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payload
 from quartet.streams.convert.messages import to_engine_request
@@ -47,7 +48,7 @@ class Running(BookedRequest, Generic[OutboxT]):
         num_prompt_tokens: with the tokens of its media, once they are known.
         outbox: ``None`` once its stream is gone.
         request: what to ask the engine for, as long as it waits for media; ``None`` once the engine has it.
-        expanded: the generation with the prompt that the caller is told, if media files came with the start.
+        expanded: the generation with the prompt that is reported to the caller, if media files came with the start.
         media_s: seconds from its arrival until its media were ready.
         media_ids: of its items.
     """
@@ -79,18 +80,21 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         super().__init__(metrics)
         self._engine = engine
         self._kind = kind
-        self._media = MediaGate(media, self._media_ready, lambda id, error: self._route_failed(Failed(id, error)))
+        self._media = None
+        if media is not None:
+            self._media = MediaGate(media, self._media_ready, lambda id, error: self._route_failed(Failed(id, error)))
         self._keys: set[tuple[str, int, int]] = set()
 
     @property
     def progress(self) -> Progress:
         """Steps of the engine, batches encoded and items pulled; all requests are in flight."""
         num_steps = sum(rank.num_steps for rank in self._engine.stats())
-        return Progress(num_steps + self._media.num_steps, len(self._running))
+        return Progress(num_steps + (0 if self._media is None else self._media.num_steps), len(self._running))
 
     def stats(self) -> Sequence[EngineStats]:
         """The engine's load, with the requests that wait here for their media."""
-        return self._media.add_to(self._engine.stats())
+        stats = self._engine.stats()
+        return stats if self._media is None else self._media.add_to(stats)
 
     @abstractmethod
     def new_outbox(self) -> OutboxT:
@@ -106,7 +110,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         """
         context = start.context
         if not start.is_signed:
-            self._counted.arrive(context.router_id, context.router_request_number)
+            self.starts.arrive(context.router_id, context.router_request_number)
         try:
             id = self._submit(named(context), start, outbox, slot, on_end)
         except ServingError:
@@ -115,7 +119,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             raise
         if self._kind is RequestKind.PREFILL:
             # Routers book no blocks for a prefill, and the load shows its tokens at once.
-            self._counted.count_in(context.router_id, context.router_request_number)
+            self.starts.count_in(context.router_id, context.router_request_number)
         return id
 
     def cancel(self, id: int) -> None:
@@ -169,6 +173,8 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             on_end=on_end,
         )
         if start.media:
+            if self._media is None:
+                raise UnsupportedFieldError("the engine of this worker takes no media", field="media")
             self._media.begin(id, start)
             running.has_media, running.request = True, request
         else:
@@ -201,7 +207,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             self._route_failed(Failed(id, error))
 
     def _stop(self, id: int) -> None:
-        if not self._media.cancel(id):
+        if self._media is None or not self._media.cancel(id):
             self._engine.cancel(id)
 
     def _time_out(self, id: int) -> None:
@@ -215,7 +221,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         if running is None:
             return None
         self._keys.discard(_key(running.context))
-        if running.has_media:
+        if self._media is not None and running.has_media:
             self._media.end(id, has_ended_well=has_ended_well)
         self._count_end(running.context, is_signed=running.is_signed)
         if running.timer is not None:
@@ -223,13 +229,8 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         running.on_end()
         return running
 
-    def _count_in(self, running: Running[OutboxT]) -> None:
-        """The load shows this request from now on."""
-        counted_in = self._placements.start if running.is_signed else self._counted.count_in
-        counted_in(running.context.router_id, running.context.router_request_number)
-
     def _count_end(self, context: RequestContext, *, is_signed: bool) -> None:
-        counted_end = self._placements.end if is_signed else self._counted.count_in
+        counted_end = self.placements.end if is_signed else self.starts.count_in
         counted_end(context.router_id, context.router_request_number)
 
 
@@ -259,7 +260,8 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
         if running is None:
             return
         # The load does not count the blocks of a waiting request. From its first step on it counts them all.
-        self._count_in(running)
+        counted_in = self.placements.start if running.is_signed else self.starts.count_in
+        counted_in(running.context.router_id, running.context.router_request_number)
         if running.media_s:
             started = replace(started, queue_s=started.queue_s + running.media_s)
         self._metrics.queue_time.observe(started.queue_s)
@@ -352,7 +354,7 @@ def _key(context: RequestContext) -> tuple[str, int, int]:
 
 
 def _expanded(running: Running[PrefillOutbox], prefilled: Prefilled) -> Generation | None:
-    """The generation with the prompt that the caller is told; ``None``: the prompt is as it came."""
+    """The generation with the prompt that is reported to the caller; ``None``: the prompt is as it came."""
     laid_out = prefilled.laid_out
     if laid_out is None:
         return running.expanded

@@ -71,7 +71,7 @@ class EmbeddingStore:
             pool: which item lies in which blocks.
             field: of a request, with its items; named where they are refused.
             on_change: called when something came, went, or changed hands; must not raise.
-            room_timeout_s: how long a request that is first in line waits for others to let go.
+            room_timeout_s: how long a request that is first in line waits for others to release theirs.
         """
         self._pool = pool
         self._field = field

@@ -135,7 +135,7 @@ class MediaStage:
         task.add_done_callback(self._endings.discard)
 
     async def close(self) -> None:
-        """Wait until every source was told that its hand-off ended, or can't be. No request has media any more."""
+        """Wait until every source was notified that its hand-off ended, or can't be. No request has media any more."""
         while self._endings:
             await asyncio.wait(self._endings)
 
@@ -285,8 +285,8 @@ async def _tell_taken(claim: Claim) -> None:
     try:
         await claim.fetch(())
     except ServingError as error:
-        # Nothing of the request depends on it any more: its source lets go when the hand-off expires, at the latest.
-        _LOG.info("the source of a media item could not be told that it was taken: %s", error)
+        # Nothing of the request depends on it any more: at the latest, its source releases it on expiry.
+        _LOG.info("the source of a media item could not be notified that it was taken: %s", error)
         await claim.release()
 
 
@@ -306,11 +306,11 @@ class MediaGate:
 
     def __init__(
         self,
-        stage: MediaStage | None,
+        stage: MediaStage,
         on_ready: Callable[[int, ReadyMedia], None],
         on_failed: Callable[[int, ServingError], None],
     ) -> None:
-        """One call of ``on_ready`` or ``on_failed`` follows each ``begin``. Without a stage media are refused."""
+        """One call of ``on_ready`` or ``on_failed`` follows each ``begin``."""
         self._stage = stage
         self._on_ready = on_ready
         self._on_failed = on_failed
@@ -320,12 +320,10 @@ class MediaGate:
     @property
     def num_steps(self) -> int:
         """Progress: grows with every batch encoded and item pulled."""
-        return 0 if self._stage is None else self._stage.num_steps
+        return self._stage.num_steps
 
     def begin(self, id: int, start: WorkerStart) -> None:
         """Prepare the media of request ``id``; call ``end`` when it has ended. Raises as ``MediaStage.open`` does."""
-        if self._stage is None:
-            raise UnsupportedFieldError("the engine of this worker takes no media", field="media")
         use = self._uses[id] = self._stage.open(start)
         task = asyncio.get_running_loop().create_task(use.prepare(), name="media")
         self._preparing[id] = _Preparing(use, start.generation.data_parallel_rank, task)

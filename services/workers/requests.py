@@ -1,8 +1,8 @@
-"""The request book of a worker: its running requests, and what its load tells routers about them.
+"""The request book of a worker: its running requests, and what its load reports to routers about them.
 
 ``RequestBook`` is what the dispatchers of all roles have in common: counting, draining, waiting until idle, one metric
-and one log line for each request's end. ``CountedStarts`` and ``CountedPlacements`` tell routers which of their starts
-the worker's load shows already. A router counts the others itself.
+and one log line for each request's end. ``CountedStarts`` and ``CountedPlacements`` report to routers which of their
+starts the worker's load shows already. A router counts the others itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Bound of the routers remembered. A router that is forgotten only keeps its own bookings in full a little longer.
 _MAX_ROUTERS = 1024
 
-# After this long a live router has heard many times that its last start is counted in.
+# After this long a live router has received many times that its last start is counted in.
 _FORGET_AFTER_S = 600.0
 
 # Loads come once a second or more often, and some are lost.
@@ -101,6 +101,10 @@ class RequestBook(ABC, Generic[RequestT]):
     """The running requests of one worker, by an id that is drawn here. Lives on the event loop.
 
     A dispatcher derives from it: it takes requests from streams and brings results back to them.
+
+    Attributes:
+        starts: by router, the numbers of its starts that arrived, and up to which ``stats`` counts all of them in.
+        placements: by router, what became of the starts that it placed for clients lately.
     """
 
     def __init__(self, metrics: WorkerMetrics) -> None:
@@ -108,8 +112,8 @@ class RequestBook(ABC, Generic[RequestT]):
         self._metrics = metrics
         self._running: dict[int, RequestT] = {}
         self._ids = itertools.count(1)
-        self._counted = CountedStarts()
-        self._placements = CountedPlacements()
+        self.starts = CountedStarts()
+        self.placements = CountedPlacements()
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -123,29 +127,6 @@ class RequestBook(ABC, Generic[RequestT]):
     @abstractmethod
     def progress(self) -> Progress:
         """What health watches: work in flight without a new step means that the worker is stuck."""
-
-    @property
-    def router_progress(self) -> dict[str, int]:
-        """By router, the last request number up to which ``stats`` counts everything in."""
-        return self._counted.watermarks()
-
-    @property
-    def router_arrivals(self) -> dict[str, int]:
-        """By router, the last request number that arrived: its tokens are in ``stats``."""
-        return self._counted.arrivals()
-
-    @property
-    def placements(self) -> dict[str, PlacementProgress]:
-        """By router, what became of the starts that it placed for clients lately: all that is still known."""
-        return self._placements.progress()
-
-    def placement_news(self) -> dict[str, PlacementProgress]:
-        """The part of ``placements`` for the next load; call ``placements_sent`` once that load is sent."""
-        return self._placements.news()
-
-    def placements_sent(self) -> None:
-        """The load with the last ``placement_news`` was sent."""
-        self._placements.sent()
 
     @abstractmethod
     def stats(self) -> Sequence[EngineStats]:
@@ -215,7 +196,7 @@ def named(context: RequestContext) -> RequestContext:
 @dataclass
 class _Router:
     highest: int = 0
-    heard_at: float = 0.0
+    received_at: float = 0.0
     outstanding: set[int] = field(default_factory=set)
 
 
@@ -243,7 +224,7 @@ class CountedStarts:
             return
         router = self._routers.setdefault(router_id, _Router())
         self._routers.move_to_end(router_id)
-        router.heard_at = self._clock()
+        router.received_at = self._clock()
         router.highest = max(router.highest, number)
         router.outstanding.add(number)
         if len(self._routers) > _MAX_ROUTERS:
@@ -253,26 +234,23 @@ class CountedStarts:
         """The load shows that start, or it has ended. May be called twice."""
         router = self._routers.get(router_id)
         if router is not None:
-            router.heard_at = self._clock()
+            router.received_at = self._clock()
             router.outstanding.discard(number)
 
     def watermarks(self) -> dict[str, int]:
         """By router, the last number up to which every start is counted in."""
-        self._forget_quiet()
+        oldest = self._clock() - _FORGET_AFTER_S
+        for router_id, router in list(self._routers.items()):
+            if router.received_at < oldest and not router.outstanding:
+                del self._routers[router_id]
         return {
             router_id: min(router.outstanding, default=router.highest + 1) - 1
             for router_id, router in self._routers.items()
         }
 
     def arrivals(self) -> dict[str, int]:
-        """By router, the highest number that arrived."""
+        """By router, the highest number that arrived: its tokens are in the load."""
         return {router_id: router.highest for router_id, router in self._routers.items()}
-
-    def _forget_quiet(self) -> None:
-        oldest = self._clock() - _FORGET_AFTER_S
-        for router_id, router in list(self._routers.items()):
-            if router.heard_at < oldest and not router.outstanding:
-                del self._routers[router_id]
 
 
 @dataclass(frozen=True)
@@ -321,6 +299,8 @@ class CountedPlacements:
             self._recap_at = self._recap_given_at
 
     def _since(self, since: float) -> dict[str, PlacementProgress]:
+        if not (self._started or self._ended):
+            return {}
         started, ended = _by_router(self._started, since), _by_router(self._ended, since)
         return {
             router_id: PlacementProgress(tuple(started.get(router_id, ())), tuple(ended.get(router_id, ())))

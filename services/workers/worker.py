@@ -121,7 +121,7 @@ class Worker:
 
     def sample_load(self) -> WorkerLoad:
         """The load now, for a caller that asks for it."""
-        return self._load(self._requests.placements)
+        return self._load(self._requests.placements.progress())
 
     async def kv_snapshot(self) -> KvSnapshot:
         """All blocks that can be shared at one moment, with the number of the last batch of events before it."""
@@ -129,20 +129,20 @@ class Worker:
 
     def next_load(self) -> WorkerLoad:
         """The load now, to publish; call ``load_sent`` once it is sent."""
-        return self._load(self._requests.placement_news())
+        return self._load(self._requests.placements.news())
 
     def load_sent(self) -> None:
         """The last ``next_load`` was sent."""
-        self._requests.placements_sent()
+        self._requests.placements.sent()
 
     def _load(self, placements: Mapping[str, PlacementProgress]) -> WorkerLoad:
         now = time.monotonic()
         return WorkerLoad(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
-            ranks=tuple(rank_load(stats, now) for stats in self._requests.stats()),
-            router_progress=self._requests.router_progress,
-            router_arrivals=self._requests.router_arrivals,
+            ranks=tuple([rank_load(stats, now) for stats in self._requests.stats()]),
+            router_progress=self._requests.starts.watermarks(),
+            router_arrivals=self._requests.starts.arrivals(),
             placements=placements,
             is_draining=self._draining is not None,
             is_healthy=self._is_healthy,

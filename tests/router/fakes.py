@@ -236,7 +236,7 @@ class FakeDecode:
     """Gives its tokens to the sink, a step a turn of the event loop, from when its end is first waited for."""
 
     def __init__(self, hops: FakeHops, rank: Rank, start: WorkerStart, sink: DecodeSink, plan: Plan) -> None:
-        self.heard_at: float | None = None
+        self.received_at: float | None = None
         self._hops, self._start, self._sink, self._plan = hops, start, sink, plan
         self._token_ids = list(start.generation.generated_token_ids)
         self._num_given = 0
@@ -293,8 +293,8 @@ class FakeDecode:
         token_ids = self._token_ids[offset:]
         wants_logprobs = self._start.generation.output.logprobs is not None
         logprobs = [TokenLogprobs(token_id, -1.0) for token_id in token_ids] if wants_logprobs else []
-        self.heard_at = time.monotonic()
-        return reason, not self._sink.take(offset, token_ids, logprobs, self.heard_at)
+        self.received_at = time.monotonic()
+        return reason, not self._sink.take(offset, token_ids, logprobs, self.received_at)
 
     def _end(self) -> None:
         self._is_over = True

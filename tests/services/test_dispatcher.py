@@ -239,13 +239,13 @@ async def test_what_is_counted_in_shows_in_the_load() -> None:
         )
         with pytest.raises(DuplicateRequestError):
             await refused.next()
-        assert worker.dispatcher.router_progress == {"r": 0}
+        assert worker.dispatcher.starts.watermarks() == {"r": 0}
         gate.release(1)
         assert (await calls[0].next()).started is not None
-        assert worker.dispatcher.router_progress["r"] in (1, 3)
+        assert worker.dispatcher.starts.watermarks()["r"] in (1, 3)
         assert worker.stats.num_in_use_blocks > 0
         gate.release(1000)
         for start, call in zip(starts, calls, strict=True):
             if call is calls[1]:
                 assert await collect(call) == expected(start)
-        assert worker.dispatcher.router_progress == {"r": 3}
+        assert worker.dispatcher.starts.watermarks() == {"r": 3}

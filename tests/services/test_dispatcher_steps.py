@@ -99,19 +99,19 @@ def test_a_submit_that_the_engine_refuses_leaves_nothing_behind() -> None:
             continue
         raise AssertionError("the engine is closed")
     assert dispatcher.num_running == 0
-    assert dispatcher.router_progress == {"r": 4}
+    assert dispatcher.starts.watermarks() == {"r": 4}
 
 
 def test_a_prefill_is_counted_in_from_its_arrival_a_decode_from_its_start() -> None:
     numbered = make_start([1], router_id="r", router_request_number=1)
     prefills = PrefillDispatcher(StubEngine(), NoHolds(), "stub", metrics())
     prefills.submit(numbered, prefills.new_outbox(), 1, lambda: None)
-    assert prefills.router_progress == {"r": 1}
+    assert prefills.starts.watermarks() == {"r": 1}
     decodes = DecodeDispatcher(StubEngine(), metrics())
     id = decodes.submit(numbered, decodes.new_outbox(), 1, lambda: None)
-    assert decodes.router_progress == {"r": 0}
+    assert decodes.starts.watermarks() == {"r": 0}
     decodes.route(StepOutput(started=[Started(id, 0, 0.0)]))
-    assert decodes.router_progress == {"r": 1}
+    assert decodes.starts.watermarks() == {"r": 1}
 
 
 def test_a_decode_that_ends_before_it_started_is_counted_in() -> None:
@@ -122,9 +122,9 @@ def test_a_decode_that_ends_before_it_started_is_counted_in() -> None:
         for number in (1, 2)
     ]
     decodes.route(StepOutput(failed=[Failed(ids[1], RequestCancelledError("cancelled"))]))
-    assert decodes.router_progress == {"r": 0}
+    assert decodes.starts.watermarks() == {"r": 0}
     decodes.route(StepOutput(failed=[Failed(ids[0], RequestCancelledError("cancelled"))]))
-    assert decodes.router_progress == {"r": 2}
+    assert decodes.starts.watermarks() == {"r": 2}
 
 
 def test_numbers_that_a_broken_stream_lost_hold_nothing_back() -> None:
@@ -176,14 +176,14 @@ def test_a_placed_start_is_told_by_its_own_number_and_holds_no_other_back() -> N
     outbox = decodes.new_outbox()
     first, second = (decodes.submit(_placed(number), outbox, number, _nothing) for number in (7, 3))
     decodes.submit(make_start([1], router_id="r", router_request_number=1), outbox, 9, _nothing)
-    assert decodes.router_progress == {"r": 0}
-    assert decodes.placements == {}
+    assert decodes.starts.watermarks() == {"r": 0}
+    assert decodes.placements.progress() == {}
     decodes.route(StepOutput(started=[Started(second, 0, 0.0)]))
-    assert decodes.placements == {"r": PlacementProgress(started=(3,))}
+    assert decodes.placements.progress() == {"r": PlacementProgress(started=(3,))}
     decodes.route(StepOutput(failed=[Failed(id, RequestCancelledError("cancelled")) for id in (first, second)]))
     whole = {"r": PlacementProgress(started=(3,), ended=(3, 7))}
-    assert [decodes.placements, decodes.placement_news()] == [whole, whole]
-    assert decodes.router_progress == {"r": 0}
+    assert [decodes.placements.progress(), decodes.placements.news()] == [whole, whole]
+    assert decodes.starts.watermarks() == {"r": 0}
 
 
 def test_a_placed_start_that_is_refused_has_ended() -> None:
@@ -191,7 +191,7 @@ def test_a_placed_start_that_is_refused_has_ended() -> None:
     decodes.drain()
     with pytest.raises(DrainingError):
         decodes.submit(_placed(4), decodes.new_outbox(), 1, _nothing)
-    assert decodes.placements == {"r": PlacementProgress(ended=(4,))}
+    assert decodes.placements.progress() == {"r": PlacementProgress(ended=(4,))}
 
 
 def _placed(number: int) -> WorkerStart:

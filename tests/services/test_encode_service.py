@@ -333,4 +333,4 @@ async def test_routers_numbers_are_counted_in_at_once() -> None:
         with pytest.raises(InvalidRequestError):
             bad = make_encode_start([CAT], [name_of(DOG)], router_id="r", router_request_number=2)
             await worker.encode(bad)
-        assert worker.dispatcher.router_progress == worker.dispatcher.router_arrivals == {"r": 2}
+        assert worker.dispatcher.starts.watermarks() == worker.dispatcher.starts.arrivals() == {"r": 2}

@@ -182,7 +182,7 @@ async def test_a_request_that_waits_for_its_media_is_a_request_like_any_other() 
         hand_offs = await hand_off(source, CAT, CAT)
         start = start_with_hand_offs([CAT], hand_offs[:1], router_id="r", router_request_number=3)
         id = worker.submit(start)
-        assert worker.dispatcher.router_progress == worker.dispatcher.router_arrivals == {"r": 3}
+        assert worker.dispatcher.starts.watermarks() == worker.dispatcher.starts.arrivals() == {"r": 3}
         with pytest.raises(DuplicateRequestError):
             worker.submit(replace(start, media=start_with_hand_offs([CAT], hand_offs[1:]).media), 1)
         worker.dispatcher.drain()
@@ -198,9 +198,9 @@ async def test_a_decode_is_counted_in_once_it_runs() -> None:
         start = start_with_hand_offs([CAT], await hand_off(source, CAT), router_id="r", router_request_number=1)
         id = worker.submit(start)
         await worker.submitted(id)
-        assert worker.dispatcher.router_progress == {"r": 0}
+        assert worker.dispatcher.starts.watermarks() == {"r": 0}
         worker.finish(id)
-        assert worker.dispatcher.router_progress == {"r": 1}
+        assert worker.dispatcher.starts.watermarks() == {"r": 1}
 
 
 async def test_an_engine_that_dies_meanwhile_fails_the_request() -> None:

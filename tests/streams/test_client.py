@@ -324,7 +324,7 @@ async def test_a_cancelled_wait_for_the_end_loses_nothing() -> None:
     await asyncio.wait([waiting])
     assert await call.outcome() == FINISHED
     assert (await pulled.next()).token_ids == [1]
-    assert call.heard_at == 1.0
+    assert call.received_at == 1.0
 
 
 async def test_a_sink_that_wants_no_more_ends_its_decode() -> None:

@@ -20,16 +20,15 @@ from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.streams.convert.hand_off import from_hand_off, from_kv_layout, to_hand_off, to_kv_layout
 from quartet.streams.convert.messages import (
-    from_decode_start,
     from_engine_finish_reason,
     from_finish_reason,
     from_generation,
     from_output_options,
     from_prefill_result,
-    from_prefill_start,
     from_request_context,
     from_sampling,
     from_slot_started,
+    from_start,
     from_token_logprobs,
     put_generation,
     to_engine_request,
@@ -102,7 +101,7 @@ def test_a_layout_survives(layout: KvLayout) -> None:
 @given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
 def test_a_decode_start_survives(start: WorkerStart, slot: int) -> None:
     message = over_the_wire(decode_start(slot, start))
-    rebuilt = from_decode_start(message)
+    rebuilt = from_start(message)
     assert message.slot == slot
     assert rebuilt.generation == start.generation
     assert_context(rebuilt.context, start.context)
@@ -113,7 +112,7 @@ def test_a_decode_start_survives(start: WorkerStart, slot: int) -> None:
 @given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
 def test_a_prefill_start_survives(start: WorkerStart, slot: int) -> None:
     message = over_the_wire(prefill_start(slot, start))
-    rebuilt = from_prefill_start(message)
+    rebuilt = from_start(message)
     assert (message.slot, rebuilt.generation, rebuilt.hand_off) == (slot, start.generation, None)
     assert_context(rebuilt.context, start.context)
     assert_media(rebuilt.media, start.media)
@@ -202,15 +201,15 @@ def test_an_impossible_generation_is_refused_by_its_field(message: types_pb2.Gen
     for start in (decode_pb2.DecodeStart(generation=message), prefill_pb2.PrefillStart(generation=message)):
         with pytest.raises(InvalidRequestError) as caught:
             if isinstance(start, decode_pb2.DecodeStart):
-                from_decode_start(start)
+                from_start(start)
             else:
-                from_prefill_start(start)
+                from_start(start)
         assert caught.value.field == field
 
 
 def test_a_start_without_a_generation_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        from_decode_start(decode_pb2.DecodeStart())
+        from_start(decode_pb2.DecodeStart())
     assert caught.value.field == "generation"
 
 

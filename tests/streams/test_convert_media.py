@@ -6,7 +6,7 @@ import pytest
 
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.streams.convert.messages import from_decode_start, from_prefill_start
+from quartet.streams.convert.messages import from_start
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
 
 ID = bytes(range(32))
@@ -35,19 +35,19 @@ def refused_field(media: list[types_pb2.MediaInput], spans: list[types_pb2.Media
     """Of a start for prefill and of one for decode, which is the same."""
     generation = types_pb2.Generation(prompt_token_ids=bytes(4 * 9), media=spans)
     with pytest.raises(InvalidRequestError) as of_prefill:
-        from_prefill_start(prefill_pb2.PrefillStart(generation=generation, media=media))
+        from_start(prefill_pb2.PrefillStart(generation=generation, media=media))
     with pytest.raises(InvalidRequestError) as of_decode:
-        from_decode_start(decode_pb2.DecodeStart(generation=generation, media=media))
+        from_start(decode_pb2.DecodeStart(generation=generation, media=media))
     assert of_prefill.value.field == of_decode.value.field
     return of_prefill.value.field
 
 
 def test_files_and_hand_offs_are_taken_as_they_should_come() -> None:
     generation = types_pb2.Generation(prompt_token_ids=bytes(4 * 9))
-    files = from_prefill_start(prefill_pb2.PrefillStart(generation=generation, media=[FILE, FILE]))
+    files = from_start(prefill_pb2.PrefillStart(generation=generation, media=[FILE, FILE]))
     assert [item.media_id for item in files.media] == [ID, ID]
     generation.media.append(SPAN)
-    handed_off = from_prefill_start(prefill_pb2.PrefillStart(generation=generation, media=[HANDED_OFF]))
+    handed_off = from_start(prefill_pb2.PrefillStart(generation=generation, media=[HANDED_OFF]))
     assert len(handed_off.media) == len(handed_off.generation.media) == 1
 
 
@@ -56,7 +56,7 @@ def test_what_an_encoder_keeps_itself_is_taken_as_it_is() -> None:
     kept.CopyFrom(HANDED_OFF)
     kept.hand_off.opaque.CopyFrom(types_pb2.OpaquePayload(engine="trtllm", state=bytes(range(256))))
     generation = types_pb2.Generation(prompt_token_ids=bytes(4 * 9), media=[SPAN])
-    start = from_prefill_start(prefill_pb2.PrefillStart(generation=generation, media=[kept]))
+    start = from_start(prefill_pb2.PrefillStart(generation=generation, media=[kept]))
     [item] = start.media
     assert isinstance(item.source, HandOff)
     assert item.source.payload == OpaquePayload("trtllm", bytes(range(256)))

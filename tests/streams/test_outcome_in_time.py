@@ -24,7 +24,7 @@ class FakeDecode:
         self._num_looks_left = num_looks
 
     @property
-    def heard_at(self) -> float | None:
+    def received_at(self) -> float | None:
         self._num_looks_left -= 1
         if self._num_looks_left == 0:
             self.end.set()

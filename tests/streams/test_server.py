@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quartet.engine.base import Finished, FinishReason
 from quartet.errors import ConfigError, EngineError, RequestCancelledError, ServingError, SignedStartError
 from quartet.streams import server
-from quartet.streams.convert.messages import from_decode_start
+from quartet.streams.convert.messages import from_start
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import DecodeOutbox
 from quartet.streams.server import StartVerifier, StreamLimits, WorkerStream
@@ -420,4 +420,4 @@ def test_a_start_that_parses_fails_as_a_serving_error_or_makes_sense(
     except DecodeError:
         return
     with contextlib.suppress(ServingError):
-        from_decode_start(message)
+        from_start(message)

@@ -157,7 +157,12 @@ def put_choice_finished(into: router_pb2.ChoiceFinished, finished: ChoiceFinishe
     into.reason = to_finish_reason(finished.reason)
     if finished.stop_string is not None:
         into.stop_string = finished.stop_string
-    _put_usage(into.usage, finished.usage)
+    used, usage = into.usage, finished.usage
+    used.num_prompt_tokens = usage.num_prompt_tokens
+    used.num_cached_tokens = usage.num_cached_tokens
+    used.num_output_tokens = usage.num_output_tokens
+    used.num_attempts = usage.num_attempts
+    used.num_media_tokens = usage.num_media_tokens
     _put_time_breakdown(into.time, finished.time)
 
 
@@ -170,14 +175,6 @@ def from_choice_finished(message: router_pb2.ChoiceFinished) -> ChoiceFinished:
         usage=_from_usage(message.usage),
         time=_from_time_breakdown(message.time),
     )
-
-
-def _put_usage(into: router_pb2.Usage, usage: Usage) -> None:
-    into.num_prompt_tokens = usage.num_prompt_tokens
-    into.num_cached_tokens = usage.num_cached_tokens
-    into.num_output_tokens = usage.num_output_tokens
-    into.num_attempts = usage.num_attempts
-    into.num_media_tokens = usage.num_media_tokens
 
 
 def _from_usage(message: router_pb2.Usage) -> Usage:

@@ -18,6 +18,7 @@ from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaItem, MediaSize
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES
 from quartet.rpc.errors import put_duration, to_duration, to_non_negative_seconds, to_seconds
+from quartet.streams.chunks import StartMessage
 from quartet.streams.convert.hand_off import from_hand_off, to_hand_off
 from quartet.streams.convert.media import (
     from_media_file,
@@ -65,43 +66,32 @@ _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.ite
 _ENGINE_FINISH_REASONS = frozenset({FinishReason.STOP_ID, FinishReason.LENGTH})
 
 
-def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, to the whole start without ``hand_off``.
+def put_start(into: StartMessage, slot: int, start: WorkerStart) -> None:
+    """Set ``into``, which is empty, to the whole start; a prefill has no ``hand_off``.
 
     In place: assigning a message to a field copies it.
     """
     into.slot = slot
     _put_request_context(into.context, start.context)
     put_generation(into.generation, start.generation)
-    into.media.extend(map(to_media_input, start.media))
-
-
-def from_prefill_start(message: prefill_pb2.PrefillStart) -> WorkerStart:
-    """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
-    context = from_request_context(message.context)
-    return WorkerStart(
-        context=context, generation=_required_generation(message, context.choice), media=_media_inputs(message)
-    )
-
-
-def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, to the whole start; in place, as ``put_prefill_start``."""
-    into.slot = slot
-    _put_request_context(into.context, start.context)
-    put_generation(into.generation, start.generation)
-    if start.hand_off is not None:
+    if start.hand_off is not None and isinstance(into, decode_pb2.DecodeStart):
         into.hand_off.CopyFrom(to_hand_off(start.hand_off))
     into.media.extend(map(to_media_input, start.media))
 
 
-def from_decode_start(message: decode_pb2.DecodeStart) -> WorkerStart:
+def from_start(message: StartMessage) -> WorkerStart:
     """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
     context = from_request_context(message.context)
+    if not message.HasField("generation"):
+        raise InvalidRequestError("generation is missing", field="generation")
+    hand_off = None
+    if isinstance(message, decode_pb2.DecodeStart) and message.HasField("hand_off"):
+        hand_off = from_hand_off(message.hand_off)
     return WorkerStart(
         context=context,
-        generation=_required_generation(message, context.choice),
-        hand_off=from_hand_off(message.hand_off) if message.HasField("hand_off") else None,
-        media=_media_inputs(message),
+        generation=from_generation(message.generation, choice=context.choice),
+        hand_off=hand_off,
+        media=_media_inputs(message) if message.media else (),
     )
 
 
@@ -144,7 +134,7 @@ def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
 
 
 def put_generation(into: types_pb2.Generation, generation: Generation) -> None:
-    """Set ``into``, which is empty; in place, as ``put_prefill_start``. ``choice`` travels in the request's context."""
+    """Set ``into``, which is empty; in place, as ``put_start``. ``choice`` travels in the request's context."""
     into.prompt_token_ids = pack_token_ids(generation.prompt_token_ids)
     if generation.generated_token_ids:
         into.generated_token_ids = pack_token_ids(generation.generated_token_ids)
@@ -314,6 +304,7 @@ def to_prefill_result(
 def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
     """How a prefill ended well. Raises ``ProtocolError`` or ``InvalidRequestError`` for an impossible message."""
     is_finished = message.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
+    packed = message.prompt_token_ids
     return PrefillOutcome(
         token_id=message.token_id,
         logprobs=from_token_logprobs(message.logprobs) if message.HasField("logprobs") else None,
@@ -322,7 +313,7 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         num_cached_tokens=message.num_cached_tokens,
         queue_s=to_seconds(message.queue),
         compute_s=to_seconds(message.compute),
-        prompt_token_ids=_expanded_prompt(message),
+        prompt_token_ids=unpack_token_ids(packed, "prompt_token_ids") if packed else (),
         media=tuple(map(from_media_span, message.media)),
     )
 
@@ -429,26 +420,15 @@ def _from_guided(message: types_pb2.GuidedDecoding) -> GuidedDecoding:
     return GuidedDecoding(GrammarKind(kind), getattr(message, kind))
 
 
-def _media_inputs(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart) -> tuple[MediaInput, ...]:
+def _media_inputs(message: StartMessage) -> tuple[MediaInput, ...]:
     media = tuple(from_media_input(item, f"media[{index}]") for index, item in enumerate(message.media))
     num_files = sum(isinstance(item.source, MediaFile) for item in media)
     if num_files not in (0, len(media)):
         raise InvalidRequestError("a start has media files or hand-offs, not both", field="media")
-    if media and len(message.generation.media) != (0 if num_files else len(media)):
+    if len(message.generation.media) != (0 if num_files else len(media)):
         what = "files come without spans" if num_files else "each hand-off takes a span"
         raise InvalidRequestError(what, field="generation.media")
     return media
-
-
-def _required_generation(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart, choice: int) -> Generation:
-    if not message.HasField("generation"):
-        raise InvalidRequestError("generation is missing", field="generation")
-    return from_generation(message.generation, choice=choice)
-
-
-def _expanded_prompt(message: prefill_pb2.PrefillResult) -> Sequence[int]:
-    packed = message.prompt_token_ids
-    return unpack_token_ids(packed, "prompt_token_ids") if packed else ()
 
 
 def _from_encode_item(message: encode_pb2.EncodeItem, field: str) -> MediaItem:

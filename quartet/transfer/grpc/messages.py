@@ -8,7 +8,7 @@ compares both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -58,6 +58,8 @@ class PiecePart:
 
 #: What a puller reads: pieces with their data in place, everything else as generated.
 PullMessage: TypeAlias = pb.PullResponse | PiecePart
+
+_serialize_request: Callable[[pb.PullRequest], bytes] = pb.PullRequest.SerializeToString
 
 PullCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.PullRequest, PullMessage]"
 
@@ -167,10 +169,6 @@ def keep_freed_memory() -> None:
     written to, is enough. Another C library ignores it.
     """
     _ = bytes(_FREED_SIZE_BYTES)  # zeroed by the kernel, on first use: costs nothing
-
-
-def _serialize_request(request: pb.PullRequest) -> bytes:
-    return request.SerializeToString()
 
 
 def _varint(value: int) -> bytes:

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TypeVar
 
 import grpc
@@ -151,7 +152,7 @@ class TransferPuller:
         started = time.monotonic()
         fetch = _Fetch(
             hand_off,
-            sorted(copies, key=lambda copy: copy.piece),
+            sorted(copies, key=attrgetter("piece")),
             pool=self._pool,
             host=self._host,
             config=self.config,
@@ -160,8 +161,11 @@ class TransferPuller:
         )
         with self._channels.use(hand_off.address):
             stream, way = await self._run(fetch, hand_off.address)
-            self._end_soon(stream, hand_off)
-        result = FetchResult(way, fetch.size_bytes, time.monotonic() - started)
+            ending = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+        size_bytes = len(copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
+        result = FetchResult(way, size_bytes, time.monotonic() - started)
         self._on_fetch(result)
         return result
 
@@ -201,13 +205,8 @@ class TransferPuller:
                 stall_timeout_s=self.config.stall_timeout_s,
             )
 
-    def _end_soon(self, stream: PullStream, hand_off: HandOff) -> None:
-        """End a stream in order and open the next, once the request that fetched has gone on: its data is here."""
-        task = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
-
     async def _replace(self, stream: PullStream, hand_off: HandOff) -> None:
+        """End a stream in order and open the next, once the request that fetched has gone on: its data is here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REST_S):
                 await self._closing.wait()
@@ -324,11 +323,6 @@ class _Fetch:
         self._executor = executor
         self._owner = PoolOwner(hand_off.worker_id, hand_off.epoch)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that move."""
-        return len(self._copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
-
     async def run(self, stream: PullStream, *, waits: bool = False) -> TransferWay:
         """Move everything and let the source go, over ``stream``, which stays the caller's to end.
 
@@ -339,37 +333,35 @@ class _Fetch:
         max_pull_s = self._config.max_pull_s
         try:
             async with asyncio.timeout(max_pull_s):
-                return await self._run(stream, waits)
+                await stream.send(pb.PullRequest(begin=self._begin()))
+                async with _running(stream.receive()) as answer:
+                    read_ahead = await self._read_ahead()
+                    if read_ahead is not None and not waits:
+                        # Everything was read, so `finish` need not wait for `granted`; what was read counts only after
+                        # both.
+                        await stream.send(_FINISH)
+                    granted = _expect(await answer, "granted", pb.PullGranted)
+                way = self._check(granted)
+                if read_ahead is None:
+                    await self._move(stream, way, granted)
+                elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
+                    raise TransferError("the source granted other blocks than its hand-off names")
+                if read_ahead is None or waits:
+                    await stream.send(_FINISH)
+                _expect(await stream.receive(), "finished", pb.PullFinished)
+                return way
         except TimeoutError:
             raise TransferTimeoutError(f"the pull took more than {max_pull_s} s") from None
         except WorkerUnavailableError as error:
             # The source is unavailable. The router must not take that for this worker, which answers it.
             raise TransferError(f"the source cannot be reached: {error.message}") from None
 
-    async def _run(self, stream: PullStream, waits: bool) -> TransferWay:
-        await stream.send(pb.PullRequest(begin=self._begin()))
-        async with _running(stream.receive()) as answer:
-            read_ahead = await self._read_ahead()
-            if read_ahead is not None and not waits:
-                # Everything was read, so `finish` need not wait for `granted`; what was read counts only after both.
-                await stream.send(_FINISH)
-            granted = _expect(await answer, "granted", pb.PullGranted)
-        way = self._check(granted)
-        if read_ahead is None:
-            await self._move(stream, way, granted)
-        elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
-            raise TransferError("the source granted other blocks than its hand-off names")
-        if read_ahead is None or waits:
-            await stream.send(_FINISH)
-        _expect(await stream.receive(), "finished", pb.PullFinished)
-        return way
-
     def _begin(self) -> pb.PullBegin:
-        ways = [way for way in self._config.ways if way is not TransferWay.SHM or self._shm_pools.may_open(self._owner)]
+        may_open = self._shm_pools.may_open(self._owner)
         return pb.PullBegin(
             ticket=ticket_to_pb(self._hand_off),
             pieces=[copy.piece for copy in self._copies],
-            ways=[WAY_TO_PB[way] for way in ways],
+            ways=[WAY_TO_PB[way] for way in self._config.ways if way is not TransferWay.SHM or may_open],
             host=host_to_pb(self._host),
         )
 

@@ -108,7 +108,8 @@ class _PullStream:
         except TimeoutError:
             raise TransferTimeoutError("nothing came on the stream for too long, or the pull took too long") from None
         finally:
-            self._cancel_begun()
+            if self._begun is not None:
+                self._cancel(self._begun)
 
     async def _serve_one(self) -> bool:
         """Read and answer one message; whether it was the last."""
@@ -187,11 +188,9 @@ class _PullStream:
     def _reschedule(self, delay_s: float) -> None:
         self._limit.reschedule(asyncio.get_running_loop().time() + delay_s)
 
-    def _cancel_begun(self) -> None:
-        if self._begun is None:
-            return
+    def _cancel(self, begun: HandOffTicket) -> None:
         try:
-            self._source.abort(self._begun)
+            self._source.abort(begun)
         except HandOffNotFoundError:
             return  # it had ended already, by `abort`, by its time or by the worker
         finally:

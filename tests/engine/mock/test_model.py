@@ -67,14 +67,14 @@ def test_negative_times_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("made", "work"),
     [
-        (chunk(0, 10), StepWork(10, 0)),  # a whole prompt
-        (chunk(4, 3), StepWork(3, 0)),  # a part of one
-        (chunk(9, 1), StepWork(1, 0)),  # its last token, the others cached
-        (chunk(9, 1, generated=4), StepWork(1, 0)),  # an earlier attempt's tokens are computed like a prompt
-        (chunk(10, 1, sampled=1), StepWork(0, 11)),  # decodes
-        (chunk(12, 1, sampled=3), StepWork(0, 13)),
-        (chunk(0, 13, sampled=3), StepWork(13, 0)),  # preempted: all of it again
-        (chunk(10, 1, generated=1, hand_off=hand_off(10)), StepWork(0, 11)),  # the first token after a hand-off
+        (chunk(0, 10), StepWork(10, 0, 10)),  # a whole prompt
+        (chunk(4, 3), StepWork(3, 0, 3)),  # a part of one
+        (chunk(9, 1), StepWork(1, 0, 1)),  # its last token, the others cached
+        (chunk(9, 1, generated=4), StepWork(1, 0, 1)),  # an earlier attempt's tokens are computed like a prompt
+        (chunk(10, 1, sampled=1), StepWork(0, 11, 1)),  # decodes
+        (chunk(12, 1, sampled=3), StepWork(0, 13, 1)),
+        (chunk(0, 13, sampled=3), StepWork(13, 0, 13)),  # preempted: all of it again
+        (chunk(10, 1, generated=1, hand_off=hand_off(10)), StepWork(0, 11, 1)),  # the first token after a hand-off
     ],
 )
 def test_what_a_chunk_counts_as(made: ScheduledChunk, work: StepWork) -> None:
@@ -83,5 +83,5 @@ def test_what_a_chunk_counts_as(made: ScheduledChunk, work: StepWork) -> None:
 
 def test_a_step_is_the_sum_of_its_chunks() -> None:
     chunks = [chunk(10, 1, sampled=1), chunk(0, 10), chunk(12, 1, sampled=3), chunk(0, 4)]
-    assert step_work(chunks) == StepWork(14, 24)
+    assert step_work(chunks) == StepWork(14, 24, 16)
     assert chunks[0].running.request.kind is RequestKind.DECODE
