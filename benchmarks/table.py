@@ -571,6 +571,9 @@ def harness_tables(report: Report) -> str:
 
 
 def _middle(values: Sequence[float]) -> str:
+    """The median with the lowest and the highest of ``values``, or the only one of them."""
+    if len(values) == 1:
+        return f"{values[0]:,.4g}" if values[0] < 1000 else f"{values[0]:,.0f}"
     return f"{median(values):.3g} ({min(values):.3g}, {max(values):.3g})"
 
 
@@ -580,6 +583,44 @@ _HARNESS_COLUMNS: Columns = {
     "after": lambda figure: _middle(figure["after"]),
     "runs before": lambda figure: len(figure["before"]),
     "runs after": lambda figure: len(figure["after"]),
+}
+
+
+def ratios_tables(report: Report) -> str:
+    """A row for each ratio to gRPC: its median over the runs, and how far apart runs and windows are."""
+    rows = [
+        {"name": name, "ratio": ratio, "wanted": _RATIO_BARS.get(name, ""), **report["ratio_to_grpc_spread"][name]}
+        for name, ratio in report["ratio_to_grpc"].items()
+    ]
+    return _table(_RATIO_COLUMNS, rows)
+
+
+_RATIO_BARS = {
+    "request_generate": "<= 2.6",
+    "request_session": "<= 3.2",
+    "generate_256": "<= 1.35",
+    "session_256": "<= 1.7",
+    "session_1024": "<= 2.8",
+}
+_RATIO_COLUMNS: Columns = {
+    "times nothing but gRPC": "`{name}`",
+    "median of the runs": "{ratio:.2f}",
+    "runs": lambda row: ", ".join(f"{ratio:.2f}" for ratio in sorted(row["runs"])),
+    "windows, lowest and highest": "{lowest:.2f}, {highest:.2f}",
+    "wanted": "{wanted}",
+}
+
+
+def rebuild_tables(report: Report) -> str:
+    """A row for each figure before and after the layout changed."""
+    return _table(_REBUILD_COLUMNS, report["figures"])
+
+
+_REBUILD_COLUMNS: Columns = {
+    "figure": "{name}",
+    "before": lambda figure: _middle(figure["before"]),
+    "after": lambda figure: _middle(figure["after"]),
+    "wanted": "{wanted}",
 }
 
 
@@ -611,6 +652,8 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "routing_cost": routing_cost_tables,
     "total": total_tables,
     "harness": harness_tables,
+    "ratios": ratios_tables,
+    "rebuild": rebuild_tables,
 }
 
 
