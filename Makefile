@@ -42,7 +42,7 @@ test: setup tools  ## Run all tests (JOBS=4: that many at once)
 test-unit: setup tools  ## Run the tests that start no service processes
 	$(PYTEST) -m "not e2e"
 
-bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 10 minutes)
+bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 7 minutes)
 	$(BIN)/python -m benchmarks
 
 lint: lint-format lint-code lint-types lint-imports lint-protos lint-stubs  ## Run every check of the gate

@@ -338,10 +338,13 @@ class PhaseRunner:
         meter = CpuMeter({**self._stack.pids, _CLIENT: os.getpid()})
         sampler = _Sampler(self._stack)
         sampling = asyncio.create_task(sampler.run())
-        with self._line.showing(lambda *times: f"{name}, {concurrency} clients: {loop.describe(*times)}"):
-            load = await loop.run(concurrency, ramp_s=self._ramp_s, duration_s=duration_s)
-            cpu = meter.read()
-        sampling.cancel()
+        try:
+            with self._line.showing(lambda *times: f"{name}, {concurrency} clients: {loop.describe(*times)}"):
+                load = await loop.run(concurrency, ramp_s=self._ramp_s, duration_s=duration_s)
+                cpu = meter.read()
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
         await asyncio.sleep(_SETTLE_S)
         after = await self._stack.metrics()
         grown = {process: after[process].since(before[process]) for process in before}

@@ -9,6 +9,7 @@ through all requests. Pure: no clock, no task.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -178,11 +179,13 @@ class Booking:
         return self._book.placed.add(share, self._account)
 
     def hold(self, num_tokens: int) -> int:
-        """Note that the rank now has the KV of ``num_tokens`` tokens of the request.
+        """Note that the rank now has the KV of ``num_tokens`` tokens of the request; no-op once it has left the rank.
 
         Returns:
             The caller need not call again until the rank has more tokens than this.
         """
+        if self._is_released:
+            return sys.maxsize
         if self._num_queued_tokens:
             self.arrive()  # a request that decodes waits for no prefill, whatever the reports say
         num_held = -(-num_tokens // self._block_size)

@@ -242,7 +242,8 @@ class WorkerTable:
         return worker if worker is not None and worker.record.epoch == epoch else None
 
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
-        before = worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
+        # Pools are kept only if they still hold: the time that has passed may have changed the state too.
+        before = worker.last_state, worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
         worker.on_load(load, now)
         self._peers.on_report(load, now)
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
@@ -254,8 +255,8 @@ class WorkerTable:
             arrived_number=load.router_arrivals.get(name, 0),
         )
         # Dozens of reports come each second; few of them change a pool.
-        worker.last_state = worker.state(now, self._heartbeat_timeout_s)
-        self._changed(keep_pools=before == (worker.last_state, worker.num_rank_tokens))
+        state = worker.last_state = worker.state(now, self._heartbeat_timeout_s)
+        self._changed(keep_pools=before == (state, state, worker.num_rank_tokens))
 
     def _is_ready(self, worker: KnownWorker, now: float) -> bool:
         return worker.state(now, self._heartbeat_timeout_s) is WorkerState.READY

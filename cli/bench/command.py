@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -110,7 +111,7 @@ def bench(
     plot_file: Annotated[Path | None, _PLOT] = None,
 ) -> None:
     """Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured."""
-    started_at = datetime.now(UTC)
+    started_at, began = datetime.now(UTC), time.monotonic()
     output = OutputFiles(json=json_file, plot=plot_file)
     output.check()
     plan = BenchPlan(
@@ -122,18 +123,24 @@ def bench(
     )
     with reporting_errors():
         used_model, points = uvloop.run(_run(router.router, router.tls, plan))
-        report = _report(plan, trace, started_at, used_model, [point.result for point in points])
+        duration_s = time.monotonic() - began
+        report = _report(plan, trace, started_at, duration_s, used_model, [point.result for point in points])
         raise typer.Exit(_finish(output, report, plan, used_model, points))
 
 
 def _report(
-    plan: BenchPlan, trace: Path | None, started_at: datetime, model: Model, results: Sequence[PointResult]
+    plan: BenchPlan,
+    trace: Path | None,
+    started_at: datetime,
+    duration_s: float,
+    model: Model,
+    results: Sequence[PointResult],
 ) -> Mapping[str, object]:
     """The JSON of one command: what was run, against what, and what came out. docs/bench.md describes its keys."""
     workload = plan.workload
     return {
         **describe_run("bench", started_at, _PACKAGES),
-        "duration_s": (datetime.now(UTC) - started_at).total_seconds(),
+        "duration_s": duration_s,
         "model": {
             "name": model.name,
             "fingerprint": model.fingerprint,

@@ -162,7 +162,7 @@ class LoadPacer:
         """Something may have changed. Call it after each step and each arrival; it costs next to nothing."""
         if self._last is None:
             return
-        if any(map(PromptQueue.is_news, self._prompt_queues(), self._reported)):
+        if any(queue.is_news(last) for queue, last in zip(self._prompt_queues(), self._reported, strict=True)):
             self._is_due.set()
         elif not self._is_change_due:
             self._is_change_due = True

@@ -264,17 +264,18 @@ def draw_signing_key(directory: Path) -> Path:
 
 
 async def while_running(children: Iterable[Child], work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The result of ``work``. Raises ``LaunchError`` if one of ``children`` ends before, and cancels ``work``."""
+    """The result of ``work``. Raises ``LaunchError`` if one of ``children`` has ended by then, and cancels ``work``."""
     working = asyncio.create_task(work)
     ends = {asyncio.create_task(child.wait()): child for child in children}
     try:
-        done, _ = await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (working, *ends):
             task.cancel()
-    if working in done:
-        return working.result()
-    raise LaunchError(next(child.describe_end() for task, child in ends.items() if task in done))
+    for child in ends.values():
+        if not child.is_running:
+            raise LaunchError(child.describe_end())
+    return working.result()
 
 
 async def wait_announced(discovery: DiscoveryConfig, worker_ids: Collection[str]) -> None:

@@ -145,6 +145,21 @@ def test_a_vanished_record_stops_nothing_while_heartbeats_come(scene: Scene) -> 
         assert scene.state() is WorkerState.READY
 
 
+def test_a_worker_that_falls_silent_and_then_reports_that_it_is_unhealthy_takes_nothing(scene: Scene) -> None:
+    record = make_record("decode-0")
+    scene.join(record)
+    pool = scene.table.pools(scene.now)[0].key
+    scene.table.tick(scene.now)
+    assert scene.table.has_ready_decode(pool, scene.now)
+    scene.now += _TIMEOUT_S + 1
+    for _ in range(3):  # it is suspect from its silence on, with no tick in between
+        scene.table.report(make_load(record, is_healthy=False), scene.now)
+        assert scene.state() is WorkerState.SUSPECT
+        assert not scene.table.has_ready_decode(pool, scene.now)
+        assert not scene.table.snapshot(pool, scene.now).decode
+        scene.table.tick(scene.now)
+
+
 def test_a_vanished_and_silent_worker_is_forgotten(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
