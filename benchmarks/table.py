@@ -571,10 +571,14 @@ def harness_tables(report: Report) -> str:
 
 
 def _middle(values: Sequence[float]) -> str:
-    """The median with the lowest and the highest of ``values``, or the only one of them."""
-    if len(values) == 1:
-        return f"{values[0]:,.4g}" if values[0] < 1000 else f"{values[0]:,.0f}"
-    return f"{median(values):.3g} ({min(values):.3g}, {max(values):.3g})"
+    """The median with the lowest and the highest of ``values``, or the only one of them, or nothing."""
+    if len(values) < 2:
+        return "".join(map(_short, values))
+    return f"{_short(median(values))} ({_short(min(values))}, {_short(max(values))})"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 _HARNESS_COLUMNS: Columns = {
