@@ -202,7 +202,7 @@ class Fleet:
             return
         known = self._connections.get(record.key)
         is_new = self._table.put(record, time.monotonic())
-        # Behind another proxy, a worker may also get another address without a new life.
+        # Behind another proxy, a worker may also get another address within one epoch.
         if known is not None and (is_new or known.record.grpc_address != record.grpc_address):
             self._leave(known.record)
         if record.key not in self._connections:
@@ -311,10 +311,10 @@ class Fleet:
 
 
 class WorkerConnection:
-    """One channel to one life of one worker.
+    """One channel to one epoch of one worker.
 
     Attributes:
-        record: of the life to which this connects.
+        record: of the epoch to which this connects.
         client: asks the worker about itself.
         requests: starts requests there. Its stream opens with the first one; each encode has a stream of its own.
         is_closed: ``close`` was called.

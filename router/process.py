@@ -71,7 +71,7 @@ class RouterProcess:
             telemetry = TelemetryServer(config.http_address, self._registry, probes)
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
-            # New at each start, so workers' reports do not include requests that an earlier life of this router placed.
+            # New at each start, so workers' reports do not include what an earlier process of this router placed.
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()

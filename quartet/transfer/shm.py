@@ -55,7 +55,7 @@ class ShmServer:
     """Passes one pool's memfd to peers with the token, from ``start`` until ``close``."""
 
     def __init__(self, memory: PoolMemory) -> None:
-        """Draw a name and a token for this life of the worker; nothing listens yet."""
+        """Draw a name and a token for this epoch of the worker; nothing listens yet."""
         self.memory = memory
         self.socket_path = f"@quartet-shm-{secrets.token_hex(16)}"
         self.token = secrets.token_bytes(TOKEN_SIZE_BYTES)
@@ -121,7 +121,7 @@ class ShmServer:
 
 @dataclass(frozen=True)
 class PoolOwner:
-    """One life of one worker."""
+    """One epoch of one worker."""
 
     worker_id: str
     epoch: int

@@ -76,7 +76,7 @@ class GreedyPolicy(ABC):
         for pending in waiting:
             if len(backfill.reserved) == len(snapshot.decode):
                 break
-            placements.append(self._place(pending, snapshot, tally, backfill))
+            placements.append(self._assign(pending, snapshot, tally, backfill))
         return Decision(placements + [None] * (len(waiting) - len(placements)))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
@@ -97,7 +97,7 @@ class GreedyPolicy(ABC):
                 options.append(_option(candidate, pending, is_decode=True, obstacle=obstacle))
         return options
 
-    def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, backfill: Backfill) -> Placement | None:
+    def _assign(self, pending: Pending, snapshot: Snapshot, tally: Tally, backfill: Backfill) -> Placement | None:
         unreserved = backfill.unreserved(snapshot.decode)
         choices = decode_choices(unreserved, pending, tally)
         if not choices:

@@ -48,7 +48,7 @@ _MAX_REPEATED = 10_000
 
 
 class Computing(Protocol):
-    """An engine, as far as a worker's life depends on it."""
+    """An engine, as far as a worker depends on it."""
 
     @property
     def is_alive(self) -> bool:
