@@ -208,7 +208,7 @@ class ChoiceRun:
         )
         rank = reservation.placement.decode.data_parallel_rank
         try:
-            with gang.kept(hand_off, self._context.hops):
+            with gang.renewed(hand_off, self._context.hops):
                 return await gang.sign(
                     lambda: signer.sign(
                         reservation, terms, lambda number: self._start(reservation.decode, number, rank, hand_off)
@@ -434,7 +434,7 @@ class BookedSink:
         self._num_prompt_tokens = num_prompt_tokens
         self._is_handed_off = is_handed_off
         self._on_length = on_length
-        output.hold_by(self._hold)
+        output.book_by(self._book)
 
     def started(self, started: DecodeStarted) -> None:
         """The decode began; the worker has taken the hand-off, if any."""
@@ -444,8 +444,8 @@ class BookedSink:
             self._on_length(started.num_prompt_tokens)
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
-    def _hold(self, num_output_tokens: int) -> int:
-        return self._booking.hold(self._num_prompt_tokens + num_output_tokens) - self._num_prompt_tokens
+    def _book(self, num_output_tokens: int) -> int:
+        return self._booking.grow_to(self._num_prompt_tokens + num_output_tokens) - self._num_prompt_tokens
 
 
 # Where the next attempt should go after one failed; pure.

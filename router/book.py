@@ -177,7 +177,7 @@ class Booking:
         )
         return self._book.placed.add(share, self._account)
 
-    def hold(self, num_tokens: int) -> int:
+    def grow_to(self, num_tokens: int) -> int:
         """Note that the rank now has the KV of ``num_tokens`` tokens of the request.
 
         Returns:

@@ -126,7 +126,7 @@ class Fleet:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
         return self._requests(Role.DECODE, rank.worker_id, DecodeClient).start(start, sink)
 
-    def keep(self, hand_off: HandOff) -> PullClaim:
+    def renew(self, hand_off: HandOff) -> PullClaim:
         """Renew ``hand_off`` until stopped. Raises ``TransferError`` when closing."""
         return self._puller.claim_for_another(hand_off)
 
@@ -159,7 +159,7 @@ class Fleet:
                 self._leave(record)
             for record in self._table.to_probe(now):
                 self._probe(record)
-            self.texts.keep({pool.key for pool in self._table.pools(now)})
+            self.texts.retain({pool.key for pool in self._table.pools(now)})
             self._table.tick(now)
             self._show_states(now)
             self._must_tend.clear()
@@ -417,7 +417,7 @@ class EncodeHop(Protocol):
         ...
 
 
-class KeptHandOff(Protocol):
+class RenewedHandOff(Protocol):
     """A hand-off that is renewed."""
 
     def stop(self) -> None:
@@ -443,7 +443,7 @@ class Hops(Protocol):
         """Start a decode with outputs to ``sink``. Raises ``WorkerUnavailableError`` when the worker is gone."""
         ...
 
-    def keep(self, hand_off: HandOff) -> KeptHandOff:
+    def renew(self, hand_off: HandOff) -> RenewedHandOff:
         """Renew a hand-off until stopped. Raises ``TransferError`` when this is closing."""
         ...
 
@@ -508,9 +508,9 @@ class FetchedTexts:
         except ServingError as error:
             logger.warning("no tokenizer for %s yet: %s", pool.model_name, error)
 
-    def keep(self, pools: Collection[PoolKey]) -> None:
+    def retain(self, pools: Collection[PoolKey]) -> None:
         """Forget all pools except ``pools``."""
-        self._cache.keep(pools)
+        self._cache.retain(pools)
 
     async def close(self) -> None:
         """Cancel the running fetches."""

@@ -164,16 +164,16 @@ class Gang:
         self._reservations.append(reservation)
 
     @contextmanager
-    def kept(self, hand_off: HandOff | None, hops: Hops) -> Iterator[None]:
+    def renewed(self, hand_off: HandOff | None, hops: Hops) -> Iterator[None]:
         """Renew ``hand_off`` during the block, in which its member waits for others. Raises ``TransferError``."""
         if hand_off is None or self._is_alone:
             yield
             return
-        kept = hops.keep(hand_off)
+        renewed = hops.renew(hand_off)
         try:
             yield
         finally:
-            kept.stop()
+            renewed.stop()
 
     def leave(self) -> None:
         """A member has ended: the others stop waiting for it."""

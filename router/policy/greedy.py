@@ -69,15 +69,15 @@ class GreedyPolicy(ABC):
         """What ``choose_decode`` compares; ``None``: nothing that a rank has."""
         return None
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose ranks for ``waiting``; ``None`` keeps a request in the router's queue."""
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Choose ranks for ``queued``; ``None`` keeps a request in the router's queue."""
         tally, backfill = Tally(), Backfill()
         placements: list[Placement | None] = []
-        for pending in waiting:
+        for pending in queued:
             if len(backfill.reserved) == len(snapshot.decode):
                 break
             placements.append(self._assign(pending, snapshot, tally, backfill))
-        return Decision(placements + [None] * (len(waiting) - len(placements)))
+        return Decision(placements + [None] * (len(queued) - len(placements)))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         """How each rank suits ``pending``, if nothing else waits."""
