@@ -397,7 +397,7 @@ class ChoiceRun:
         return HopFailedError(hop, error, pulls_media=bool(media))
 
     def _drop(self, hand_off: HandOff | None) -> None:
-        """Tell the source of ``hand_off`` that no worker will take it."""
+        """Notify the source of ``hand_off`` that no worker will take it."""
         if hand_off is not None:
             self._context.hops.drop(hand_off)
 

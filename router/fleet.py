@@ -131,7 +131,7 @@ class Fleet:
         return self._puller.claim_for_another(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
-        """Tell the source that no worker will take ``hand_off``; if that fails, the hand-off expires."""
+        """Notify the source that no worker will take ``hand_off``; if that fails, the hand-off expires."""
         try:
             claim = self._puller.claim_for_another(hand_off)
         except TransferError:
@@ -448,7 +448,7 @@ class Hops(Protocol):
         ...
 
     def drop(self, hand_off: HandOff) -> None:
-        """Tell the source of a hand-off that no worker will take it; harmless if one did."""
+        """Notify the source of a hand-off that no worker will take it; harmless if one did."""
         ...
 
 

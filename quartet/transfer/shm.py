@@ -1,6 +1,6 @@
 """Block pools of workers on one host: pass ours to peers, map theirs for reading, copy between the two.
 
-A source's Unix socket passes its pool's memfd (SCM_RIGHTS) to a peer that sends a token, which only ``granted`` tells.
+A source's Unix socket passes its pool's memfd (SCM_RIGHTS) to a peer that sends the token of ``granted``.
 The peer maps it and reads without asking again. It can then read the *whole* pool, not only the pieces that it asked
 for: on one host the workers of a deployment trust each other. Three things limit that trust. The memfd is sealed, so
 the peer cannot write; the peer must run as the same user; the token needs a hand-off's secret first.
