@@ -204,7 +204,7 @@ class ChoiceRun:
             hand_off=hand_off,
             deadline=self._request.deadline,
             num_first_tokens=self._num_tokens,
-            is_kept=not gang.is_alone,
+            is_renewed=not gang.is_alone,
         )
         rank = reservation.placement.decode.data_parallel_rank
         try:
