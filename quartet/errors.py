@@ -122,7 +122,7 @@ class SigningKeyUnknownError(ServingError, reason="SIGNING_KEY_UNKNOWN"):
 
 
 class SignedStartForeignError(ServingError, reason="SIGNED_START_FOREIGN"):
-    """The signed start is for another worker, or for another life of this one."""
+    """The signed start is for another worker, or for another epoch of this one."""
 
 
 class SignedStartExpiredError(ServingError, reason="SIGNED_START_EXPIRED"):
@@ -192,7 +192,7 @@ class HandOffStateError(ServingError, reason="HAND_OFF_STATE"):
 
 
 class StaleEpochError(ServingError, reason="STALE_EPOCH"):
-    """The message is for an earlier life of this worker."""
+    """The message is for an earlier epoch of this worker."""
 
 
 class LayoutMismatchError(ServingError, reason="LAYOUT_MISMATCH"):

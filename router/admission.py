@@ -252,13 +252,13 @@ class Admission:
             if gang is not None and gang in torn and (placement is not None or gang.holds_room):
                 queued.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
             elif placement is not None:
-                self._place(queued, placement, now)
+                self._commit(queued, placement, now)
                 self._take_out(queued)
         if len(head) == MAX_ASSIGNED_TOGETHER and None not in decision.placements:
             self.wake()  # there may be room for more
         return decision.poll_again_in_s
 
-    def _place(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
+    def _commit(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         self._share.served(queued.standing.start)

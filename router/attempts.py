@@ -204,11 +204,11 @@ class ChoiceRun:
             hand_off=hand_off,
             deadline=self._request.deadline,
             num_first_tokens=self._num_tokens,
-            is_kept=not gang.is_alone,
+            is_renewed=not gang.is_alone,
         )
         rank = reservation.placement.decode.data_parallel_rank
         try:
-            with gang.kept(hand_off, self._context.hops):
+            with gang.renewed(hand_off, self._context.hops):
                 return await gang.sign(
                     lambda: signer.sign(
                         reservation, terms, lambda number: self._start(reservation.decode, number, rank, hand_off)
@@ -397,7 +397,7 @@ class ChoiceRun:
         return HopFailedError(hop, error, pulls_media=bool(media))
 
     def _drop(self, hand_off: HandOff | None) -> None:
-        """Tell the source of ``hand_off`` that no worker will take it."""
+        """Notify the source of ``hand_off`` that no worker will take it."""
         if hand_off is not None:
             self._context.hops.drop(hand_off)
 
@@ -434,7 +434,7 @@ class BookedSink:
         self._num_prompt_tokens = num_prompt_tokens
         self._is_handed_off = is_handed_off
         self._on_length = on_length
-        output.hold_by(self._hold)
+        output.book_by(self._book)
 
     def started(self, started: DecodeStarted) -> None:
         """The decode began; the worker has taken the hand-off, if any."""
@@ -444,8 +444,8 @@ class BookedSink:
             self._on_length(started.num_prompt_tokens)
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
-    def _hold(self, num_output_tokens: int) -> int:
-        return self._booking.hold(self._num_prompt_tokens + num_output_tokens) - self._num_prompt_tokens
+    def _book(self, num_output_tokens: int) -> int:
+        return self._booking.grow_to(self._num_prompt_tokens + num_output_tokens) - self._num_prompt_tokens
 
 
 # Where the next attempt should go after one failed; pure.

@@ -20,10 +20,10 @@ from router.policy.base import Placement
 
 
 def numbering(router_id: str, epoch: int) -> str:
-    """The ``router_id`` under which a router numbers its starts to one life of a worker, as load reports name it.
+    """The ``router_id`` under which a router numbers its starts to one epoch of a worker, as load reports name it.
 
-    A start meant for one life may reach the next life, at the same address. Its number must not count among the numbers
-    of the starts meant for that life.
+    A start meant for one epoch may reach the next one, at the same address. Its number must not count among the numbers
+    of the starts meant for that epoch.
     """
     return f"{router_id}.{epoch:x}"
 
@@ -53,7 +53,7 @@ class RankAccount:
 
 
 class WorkerBook:
-    """All bookings at one life of one worker.
+    """All bookings at one epoch of one worker.
 
     A booking counts in full until a load report includes it. Then it counts only with what it may still take, since the
     report's used blocks include the rest. Tokens reach the router before the report that counts their blocks as used,
@@ -66,7 +66,7 @@ class WorkerBook:
     """
 
     def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
-        """``epoch`` names the life; ``block_size`` is in tokens."""
+        """``epoch`` is the worker's; ``block_size`` is in tokens."""
         self.epoch = epoch
         self.accounts = [RankAccount() for _ in range(data_parallel_size)]
         self._block_size = block_size
@@ -131,7 +131,7 @@ class Booking:
 
     Attributes:
         number: its ``router_request_number``; 0: the start has not gone out.
-        epoch: the life of the worker to which it belongs.
+        epoch: of the worker to which it belongs.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Booking:
         )
         return self._book.placed.add(share, self._account)
 
-    def hold(self, num_tokens: int) -> int:
+    def grow_to(self, num_tokens: int) -> int:
         """Note that the rank now has the KV of ``num_tokens`` tokens of the request; no-op once it has left the rank.
 
         Returns:
@@ -354,7 +354,7 @@ class PlacedBooking:
 
 
 class PlacedBookings:
-    """The placed starts of one life of one worker, numbered separately from all other starts."""
+    """The placed starts of one epoch of one worker, numbered separately from all other starts."""
 
     def __init__(self) -> None:
         """Start without placed starts."""

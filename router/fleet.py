@@ -126,12 +126,12 @@ class Fleet:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
         return self._requests(Role.DECODE, rank.worker_id, DecodeClient).start(start, sink)
 
-    def keep(self, hand_off: HandOff) -> PullClaim:
+    def renew(self, hand_off: HandOff) -> PullClaim:
         """Renew ``hand_off`` until stopped. Raises ``TransferError`` when closing."""
         return self._puller.claim_for_another(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
-        """Tell the source that no worker will take ``hand_off``; if that fails, the hand-off expires."""
+        """Notify the source that no worker will take ``hand_off``; if that fails, the hand-off expires."""
         try:
             claim = self._puller.claim_for_another(hand_off)
         except TransferError:
@@ -159,7 +159,7 @@ class Fleet:
                 self._leave(record)
             for record in self._table.to_probe(now):
                 self._probe(record)
-            self.texts.keep({pool.key for pool in self._table.pools(now)})
+            self.texts.retain({pool.key for pool in self._table.pools(now)})
             self._table.tick(now)
             self._show_states(now)
             self._must_tend.clear()
@@ -202,7 +202,7 @@ class Fleet:
             return
         known = self._connections.get(record.key)
         is_new = self._table.put(record, time.monotonic())
-        # Behind another proxy, a worker may also get another address without a new life.
+        # Behind another proxy, a worker may also get another address within one epoch.
         if known is not None and (is_new or known.record.grpc_address != record.grpc_address):
             self._leave(known.record)
         if record.key not in self._connections:
@@ -311,10 +311,10 @@ class Fleet:
 
 
 class WorkerConnection:
-    """One channel to one life of one worker.
+    """One channel to one epoch of one worker.
 
     Attributes:
-        record: of the life to which this connects.
+        record: of the epoch to which this connects.
         client: asks the worker about itself.
         requests: starts requests there. Its stream opens with the first one; each encode has a stream of its own.
         is_closed: ``close`` was called.
@@ -417,7 +417,7 @@ class EncodeHop(Protocol):
         ...
 
 
-class KeptHandOff(Protocol):
+class RenewedHandOff(Protocol):
     """A hand-off that is renewed."""
 
     def stop(self) -> None:
@@ -443,12 +443,12 @@ class Hops(Protocol):
         """Start a decode with outputs to ``sink``. Raises ``WorkerUnavailableError`` when the worker is gone."""
         ...
 
-    def keep(self, hand_off: HandOff) -> KeptHandOff:
+    def renew(self, hand_off: HandOff) -> RenewedHandOff:
         """Renew a hand-off until stopped. Raises ``TransferError`` when this is closing."""
         ...
 
     def drop(self, hand_off: HandOff) -> None:
-        """Tell the source of a hand-off that no worker will take it; harmless if one did."""
+        """Notify the source of a hand-off that no worker will take it; harmless if one did."""
         ...
 
 
@@ -508,9 +508,9 @@ class FetchedTexts:
         except ServingError as error:
             logger.warning("no tokenizer for %s yet: %s", pool.model_name, error)
 
-    def keep(self, pools: Collection[PoolKey]) -> None:
+    def retain(self, pools: Collection[PoolKey]) -> None:
         """Forget all pools except ``pools``."""
-        self._cache.keep(pools)
+        self._cache.retain(pools)
 
     async def close(self) -> None:
         """Cancel the running fetches."""

@@ -143,7 +143,7 @@ class GenerateRun:
         self._placed_choices.add(choice)
         shown = to_choice_placement(choice, placement)
         if self._choices.is_accepted:
-            self._sink.place(shown)
+            self._sink.placed(shown)
         else:
             self._choices.accept(self._accepted(shown))
 

@@ -29,7 +29,7 @@ from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex, keep_up
 from router.media.encode import EncodeTools
 from router.media.fetch import MediaFetcher
-from router.media.queue import MediaLine, MediaLineConfig
+from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.create import create_policy
 from router.servicer import RouterServicer, router_service
@@ -71,7 +71,7 @@ class RouterProcess:
             telemetry = TelemetryServer(config.http_address, self._registry, probes)
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
-            # New at each start, so workers' reports do not include requests that an earlier life of this router placed.
+            # New at each start, so workers' reports do not include what an earlier process of this router placed.
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()
@@ -165,7 +165,7 @@ class RouterProcess:
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
         )
-        keys, line = self._signing_keys, self._media_line(table)
+        keys, media_queue = self._signing_keys, self._media_queue(table)
         pipeline = Pipeline(
             RouterContext(
                 router_id=table.router_id,
@@ -173,26 +173,26 @@ class RouterProcess:
                 texts=fleet.texts,
                 admission=admission,
                 hops=fleet,
-                media=MediaTools(fetcher, encode, line, config.media.max_size_bytes),
+                media=MediaTools(fetcher, encode, media_queue, config.media.max_size_bytes),
                 metrics=self._metrics,
                 config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
             )
         )
-        self._metrics.watch_requests(lambda: admission.length + line.length, lambda: pipeline.num_running)
+        self._metrics.watch_requests(lambda: admission.length + media_queue.length, lambda: pipeline.num_running)
         return pipeline
 
-    def _media_line(self, table: WorkerTable) -> MediaLine:
+    def _media_queue(self, table: WorkerTable) -> MediaQueue:
         admission = self._config.admission
-        bounds = MediaLineConfig(
+        bounds = MediaQueueConfig(
             max_bytes=self._config.media.max_held_bytes,
             max_length=admission.max_queue_length,
             timeout_s=admission.queue_timeout_s,
             retry_delay_s=admission.retry_delay_s,
         )
-        line = MediaLine(
+        queue = MediaQueue(
             bounds, FairShare(admission.tenant_weights), lambda pool: table.num_encode_tokens(pool, time.monotonic())
         )
-        table.listen(line.poll)
-        return line
+        table.listen(queue.poll)
+        return queue

@@ -21,7 +21,7 @@ from router.workers import WorkerTable
 _TTL_SHARE = 0.8
 
 # For a hand-off that was renewed meanwhile: at each third of its time to live, and again a ninth later on failure.
-_KEPT_TTL_SHARE = 0.5
+_RENEWED_TTL_SHARE = 0.5
 
 # Clocks of router and worker differ a little, and the report of a start takes time.
 _MARGIN_S = 5.0
@@ -36,7 +36,7 @@ class SigningTerms:
     Attributes:
         request_id, choice: the choice that it starts.
         hand_off: the hand-off to decode from; ``None``: the decode worker computes the prompt.
-        is_kept: the time to live of ``hand_off`` began a while ago and was renewed since.
+        is_renewed: the time to live of ``hand_off`` began a while ago and was renewed since.
         deadline: of its request, in monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
     """
@@ -46,7 +46,7 @@ class SigningTerms:
     hand_off: HandOff | None
     deadline: float
     num_first_tokens: int
-    is_kept: bool = False
+    is_renewed: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Signer:
     def _time_to_live_s(self, terms: SigningTerms, now: float) -> float:
         ttl_s = min(self._ttl_s, terms.deadline - now)
         if terms.hand_off is not None:
-            share = _KEPT_TTL_SHARE if terms.is_kept else _TTL_SHARE
+            share = _RENEWED_TTL_SHARE if terms.is_renewed else _TTL_SHARE
             ttl_s = min(ttl_s, terms.hand_off.time_to_live.total_seconds() * share)
         return max(ttl_s, 0.0)
 
@@ -164,16 +164,16 @@ class Gang:
         self._reservations.append(reservation)
 
     @contextmanager
-    def kept(self, hand_off: HandOff | None, hops: Hops) -> Iterator[None]:
+    def renewed(self, hand_off: HandOff | None, hops: Hops) -> Iterator[None]:
         """Renew ``hand_off`` during the block, in which its member waits for others. Raises ``TransferError``."""
         if hand_off is None or self._is_alone:
             yield
             return
-        kept = hops.keep(hand_off)
+        renewed = hops.renew(hand_off)
         try:
             yield
         finally:
-            kept.stop()
+            renewed.stop()
 
     def leave(self) -> None:
         """A member has ended: the others stop waiting for it."""

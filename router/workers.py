@@ -1,6 +1,6 @@
 """All that the router knows of workers: discovery, connections, load reports and its own book in one table. Pure.
 
-``WorkerTable`` has a ``KnownWorker`` for each life of a worker. From these it describes pools (``Pool``): workers of a
+``WorkerTable`` has a ``KnownWorker`` for each epoch of a worker. From these it describes pools (``Pool``): workers of a
 pool have the same model and can stand in for each other. Policies see a ``Snapshot`` of a pool's ranks. ``PeerWatch``
 finds the other routers that place requests at the same workers.
 """
@@ -48,7 +48,7 @@ class WorkerTable:
     """All known workers. Times are monotonic seconds, given by the caller."""
 
     def __init__(self, router_id: str, *, heartbeat_timeout_s: float) -> None:
-        """``router_id`` is new at each start, so workers' reports never include what an earlier life of it placed."""
+        """``router_id`` is new at each start, so workers' reports never include what an earlier process placed."""
         self.router_id = router_id
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[WorkerKey, KnownWorker] = {}
@@ -68,7 +68,7 @@ class WorkerTable:
         return lambda: self._listeners.remove(on_change)
 
     def put(self, record: WorkerRecord, now: float) -> bool:
-        """Add ``record`` from discovery. Returns whether it is a new worker, or a new life of one."""
+        """Add ``record`` from discovery. Returns whether it is a new worker, or a new epoch of one."""
         known = self._workers.get(record.key)
         is_new = known is None or known.record.epoch != record.epoch
         if known is None or is_new:
@@ -97,7 +97,7 @@ class WorkerTable:
 
     def connected(self, key: WorkerKey, load: WorkerLoad, now: float) -> None:
         """The worker answered with ``load``; ignored if the worker's known epoch is another one."""
-        worker = self._life(key, load.epoch)
+        worker = self._of_epoch(key, load.epoch)
         if worker is not None:
             worker.is_connected = worker.has_joined = True
             worker.cut_at = None
@@ -106,27 +106,27 @@ class WorkerTable:
 
     def broken(self, key: WorkerKey, epoch: int) -> None:
         """A stream to the worker broke: suspect until it answers."""
-        worker = self._life(key, epoch)
+        worker = self._of_epoch(key, epoch)
         if worker is not None and worker.is_connected:
             worker.is_connected = False
             self._changed()
 
     def cut(self, key: WorkerKey, epoch: int, now: float) -> None:
         """The connection to the worker was lost while it carried no stream of ours: suspect until it reports again."""
-        worker = self._life(key, epoch)
+        worker = self._of_epoch(key, epoch)
         if worker is not None:
             worker.cut_at = now
             self._changed()
 
     def is_draining(self, key: WorkerKey, epoch: int) -> bool:
-        """Whether that life of the worker reported that it only finishes its present work."""
-        worker = self._life(key, epoch)
+        """Whether the worker, in that epoch, reported that it only finishes its present work."""
+        worker = self._of_epoch(key, epoch)
         return worker is not None and worker.load is not None and worker.load.is_draining
 
     def report(self, load: WorkerLoad, now: float) -> None:
-        """Apply a load report; a report from an unknown worker or life is ignored."""
+        """Apply a load report; a report from an unknown worker or epoch is ignored."""
         for role in Role:
-            worker = self._life(WorkerKey(role=role, worker_id=load.worker_id), load.epoch)
+            worker = self._of_epoch(WorkerKey(role=role, worker_id=load.worker_id), load.epoch)
             if worker is not None:
                 self._take(worker, load, now)
                 return
@@ -211,8 +211,8 @@ class WorkerTable:
         return Reservation(placement, prefill, decode, waited_s=waited_s)
 
     def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:
-        """The record of that life of a decode worker. Raises ``WorkerUnavailableError`` unless it is ready."""
-        worker = self._life(WorkerKey(role=Role.DECODE, worker_id=rank.worker_id), epoch)
+        """The record of that epoch of a decode worker. Raises ``WorkerUnavailableError`` unless it is ready."""
+        worker = self._of_epoch(WorkerKey(role=Role.DECODE, worker_id=rank.worker_id), epoch)
         if worker is None or not self._is_ready(worker, now):
             raise WorkerUnavailableError(f"worker {rank.worker_id} takes nothing any more")
         return worker.record
@@ -237,7 +237,7 @@ class WorkerTable:
             or worker.silence_s(now) > limit_s
         ]
 
-    def _life(self, key: WorkerKey, epoch: int) -> KnownWorker | None:
+    def _of_epoch(self, key: WorkerKey, epoch: int) -> KnownWorker | None:
         worker = self._workers.get(key)
         return worker if worker is not None and worker.record.epoch == epoch else None
 
@@ -306,7 +306,7 @@ class _Ready:
 
 @dataclass
 class KnownWorker:
-    """All that the router knows of one life of a worker; its epoch names the life.
+    """All that the router knows of one epoch of a worker.
 
     Attributes:
         pool: the pool that it belongs to.
@@ -338,7 +338,7 @@ class KnownWorker:
         self.describe(self.record)
 
     def describe(self, record: WorkerRecord) -> None:
-        """Take ``record``, discovery's record of this life."""
+        """Take ``record``, discovery's record of this epoch."""
         self.record = record
         # Kept, because every snapshot of its pool needs them.
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
@@ -596,7 +596,7 @@ class PeerWatch:
     def on_report(self, load: WorkerLoad, now: float) -> None:
         """Apply a load report, which names the last start of each router."""
         has_new = False
-        # The first report of a worker's life may include starts that ended long ago.
+        # The first report of an epoch may include starts that ended long ago.
         is_known = self._epochs.get(load.worker_id) == load.epoch
         self._epochs[load.worker_id] = load.epoch
         for name, number in load.router_arrivals.items():

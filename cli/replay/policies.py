@@ -50,10 +50,10 @@ class DynamoPolicy:
         """Its name in replays."""
         return f"dynamo_{self._scale:g}"
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Assign all of ``waiting``, each as if the earlier ones had been sent already."""
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Assign all of ``queued``, each as if the earlier ones had been sent already."""
         placements, sent = list[Placement](), dict[Rank, list[Pending]]()
-        for pending in waiting:
+        for pending in queued:
             costs = [sum(self._terms(pending, one, sent.get(one.rank, ())).values()) for one in snapshot.decode]
             least = min(costs)
             chosen = self._rng.choice([one for one, cost in zip(snapshot.decode, costs, strict=True) if cost == least])

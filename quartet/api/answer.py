@@ -33,7 +33,7 @@ class AnswerSink(DeltaSink, Protocol):
         """The first of its choices is placed; called once."""
         ...
 
-    def place(self, placement: ChoicePlacement) -> None:
+    def placed(self, placement: ChoicePlacement) -> None:
         """One more choice is placed."""
         ...
 
@@ -69,7 +69,7 @@ class Answer(Wakeable):
         self._is_accepted = self._has_rare = True
         self._has_news()
 
-    def place(self, placement: ChoicePlacement) -> None:
+    def placed(self, placement: ChoicePlacement) -> None:
         """One more choice is placed."""
         if self._accepted is None:
             self._placed.append(Placed(placement=placement))

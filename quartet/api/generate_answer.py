@@ -36,7 +36,7 @@ class GenerateAnswer(Wakeable):
         self._accepted = accepted
         self._wake()
 
-    def place(self, placement: ChoicePlacement) -> None:
+    def placed(self, placement: ChoicePlacement) -> None:
         """One more choice is placed."""
         if self._accepted is None:
             self._send(to_generate_response(Placed(placement=placement)))

@@ -70,8 +70,8 @@ class ChoiceOutput:
     """
 
     __slots__ = (
+        "_book",
         "_choice",
-        "_hold",
         "_is_over",
         "_is_plain",
         "_is_timed",
@@ -79,10 +79,10 @@ class ChoiceOutput:
         "_logprobs",
         "_makes_text",
         "_matches",
+        "_num_booked_tokens",
         "_num_cached_tokens",
         "_num_given_bytes",
         "_num_given_tokens",
-        "_num_held_tokens",
         "_num_hidden",
         "_num_media_tokens",
         "_num_prompt_tokens",
@@ -119,8 +119,8 @@ class ChoiceOutput:
         self._is_timed = False  # whether a part with tokens was shown
         self._num_hidden = 0  # tokens that came, but were not shown
         self._num_untimed = 0  # tokens shown, but in a part with neither ids nor text
-        self._hold: Callable[[int], int]  # from ``hold_by``
-        self._num_held_tokens = sys.maxsize  # no book counts the tokens yet
+        self._book: Callable[[int], int]  # from ``book_by``
+        self._num_booked_tokens = sys.maxsize  # no book counts the tokens yet
         self._num_given_tokens = self._num_given_bytes = 0
         self._owed_text = ""
         self._logprobs: deque[TokenLogprobs] = deque()
@@ -147,8 +147,8 @@ class ChoiceOutput:
         known = self.token_ids
         if self._is_plain and offset == len(known) and token_ids:
             known.extend(token_ids)
-            if len(known) > self._num_held_tokens:
-                self._num_held_tokens = self._hold(len(known))
+            if len(known) > self._num_booked_tokens:
+                self._num_booked_tokens = self._book(len(known))
             self._observe_itl((now - self._last_tokens_at) / len(token_ids))
             self._last_tokens_at = now
             text = self._text.push_text(token_ids) if self._makes_text else ""
@@ -188,9 +188,9 @@ class ChoiceOutput:
         if self._owed_text:
             self._give_owed()
 
-    def hold_by(self, hold: Callable[[int], int]) -> None:
-        """From now on, call ``hold`` with the number of tokens here once it is above what ``hold`` last returned."""
-        self._hold, self._num_held_tokens = hold, 0
+    def book_by(self, book: Callable[[int], int]) -> None:
+        """From now on, call ``book`` with the number of tokens here once it is above what ``book`` last returned."""
+        self._book, self._num_booked_tokens = book, 0
 
     def add_time(self, name: str, seconds: float) -> None:
         """The choice spent ``seconds`` more on what the field ``name`` of ``TimeBreakdown`` counts."""
@@ -256,8 +256,8 @@ class ChoiceOutput:
             return
         self.token_ids.extend(token_ids)
         self._num_hidden += len(token_ids)
-        if len(self.token_ids) > self._num_held_tokens:
-            self._num_held_tokens = self._hold(len(self.token_ids))
+        if len(self.token_ids) > self._num_booked_tokens:
+            self._num_booked_tokens = self._book(len(self.token_ids))
         if self._matches:
             self._logprobs.extend(logprobs)
             self._deliver(self._text.push(token_ids), now)

@@ -56,10 +56,10 @@ class SessionCall:
         if not self.is_over:
             self._answer.accept(accepted)
 
-    def place(self, placement: ChoicePlacement) -> None:
+    def placed(self, placement: ChoicePlacement) -> None:
         """One more choice is placed."""
         if not self.is_over:
-            self._answer.place(placement)
+            self._answer.placed(placement)
 
     def finish(self, finished: ChoiceFinished) -> bool:
         """One choice has ended; returns whether it was the last. Raises ``ProtocolError`` if all had ended before."""
@@ -118,7 +118,7 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         for opened in response.accepted:
             self._call(opened.slot).accept(from_accepted(opened.accepted))
         for later in response.placed:
-            self._call(later.slot).place(from_choice_placement(later.placement))
+            self._call(later.slot).placed(from_choice_placement(later.placement))
         self._receive_deltas(response)
         for ended in response.finished:
             if self._call(ended.slot).finish(from_choice_finished(ended.finished)):

@@ -191,7 +191,7 @@ class SessionOutbox(Wakeable):
         self._accepted.append(to_session_accepted(slot, accepted))
         self.wake()
 
-    def place(self, slot: int, placement: ChoicePlacement) -> None:
+    def placed(self, slot: int, placement: ChoicePlacement) -> None:
         """One more choice of the request in ``slot`` is placed."""
         self._placed.append(to_session_placed(slot, placement))
         self.wake()
@@ -338,10 +338,10 @@ class _Request:
         if not self._is_over:
             self._outbox.accept(self._slot, accepted)
 
-    def place(self, placement: ChoicePlacement) -> None:
+    def placed(self, placement: ChoicePlacement) -> None:
         """One more choice is placed."""
         if not self._is_over:
-            self._outbox.place(self._slot, placement)
+            self._outbox.placed(self._slot, placement)
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

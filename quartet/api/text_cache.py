@@ -55,7 +55,7 @@ class TextCache(Generic[KeyT]):
                 raise WorkerUnavailableError("the worker that gave the model's files is gone") from None
             raise
 
-    def keep(self, keys: Collection[KeyT]) -> None:
+    def retain(self, keys: Collection[KeyT]) -> None:
         """Forget all but these."""
         self._texts = {key: text for key, text in self._texts.items() if key in keys}
 

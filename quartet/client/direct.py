@@ -126,7 +126,7 @@ class DirectRequest:
                     case Accepted():
                         self._choices.accept(part)
                     case Placed():
-                        self._answer.place(part.placement)
+                        self._answer.placed(part.placement)
                     case Delta():
                         self._answer.add(part.choice, part.token_offset, part.token_ids, part.text, part.logprobs)
                     case ChoiceFinished():

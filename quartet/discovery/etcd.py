@@ -76,7 +76,7 @@ class EtcdRegistration(Registration):
                 if self._lease_id is None:
                     await self._register()
                 else:
-                    await self._hold(self._lease_id)
+                    await self._keep_alive(self._lease_id)
             except DiscoveryError as error:
                 self._last_error = error
                 await self._back_off.pause(f"registration of {self._key}", error)
@@ -87,7 +87,7 @@ class EtcdRegistration(Registration):
         await self._client.grant(self._lease_id)
         await self._put(self._lease_id)
 
-    async def _hold(self, lease_id: int) -> None:
+    async def _keep_alive(self, lease_id: int) -> None:
         """Renew the lease and watch over the key, until the lease is lost."""
         async with self._client.keep_alive() as stream:
             while await stream.renew(lease_id) > 0:

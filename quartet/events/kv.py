@@ -56,11 +56,11 @@ class RankEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class KvBatch:
-    """What changed at one rank of one life of a worker.
+    """What changed at one rank of one epoch of a worker.
 
     Attributes:
-        epoch: the worker's life.
-        number: counts that life's batches, of all ranks, from 1 on without a gap.
+        epoch: one life of the worker's process.
+        number: counts that epoch's batches, of all ranks, from 1 on without a gap.
     """
 
     worker_id: str

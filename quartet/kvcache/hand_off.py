@@ -51,7 +51,7 @@ class HandOffTicket:
     Attributes:
         hand_off_id: 16 random bytes that name it.
         secret: 16 random bytes without which a caller may not touch it.
-        epoch: the life of the worker that made it.
+        epoch: of the worker that made it.
     """
 
     hand_off_id: bytes
@@ -90,7 +90,7 @@ class HandOffCounts:
 
 
 class Offers:
-    """All offers of one life of a worker. Ended ones leave nothing behind but a count.
+    """All offers of one epoch of a worker. Ended ones leave nothing behind but a count.
 
     Every method that takes a ticket raises ``StaleEpochError`` for another epoch, and ``HandOffNotFoundError`` for an
     id that is unknown, ended or past its deadline, or a wrong secret, without saying which; then nothing has changed.
@@ -103,7 +103,7 @@ class Offers:
         """Start empty.
 
         Args:
-            epoch: this life of the worker.
+            epoch: this worker's.
             ttl_s: how long a hand-off lives without a renewal.
             max_pull_s: how long one pull may take.
             draw: gives that many unguessable bytes.
@@ -206,7 +206,7 @@ class Offers:
 
     def _find(self, ticket: HandOffTicket, now: float) -> Offer:
         if ticket.epoch != self.epoch:
-            raise StaleEpochError("the hand-off is of another life of this worker")
+            raise StaleEpochError("the hand-off is of another epoch of this worker")
         offer = self._held.get(ticket.hand_off_id) or self._pulling.get(ticket.hand_off_id)
         if offer is None or not hmac.compare_digest(ticket.secret, offer.ticket.secret) or offer.deadline <= now:
             raise HandOffNotFoundError("no such hand-off")

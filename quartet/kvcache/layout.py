@@ -111,7 +111,7 @@ class HandOff:
         hand_off_id: 16 random bytes that name it.
         secret: 16 random bytes; without them the source lets no caller read or end it.
         worker_id: the worker that holds.
-        epoch: that worker's life; a hand-off of another life is refused.
+        epoch: that worker's; it refuses a hand-off of another epoch.
         address: ``host:port`` of that worker's TransferService.
         time_to_live: time after which it expires unless renewed.
     """

@@ -22,7 +22,7 @@ from quartet.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of the largest message that a client may send, and of the media files that one start may have.
+#: Bytes of the largest message that a client may send, and of the prompt or the media files of one start.
 MAX_API_MESSAGE_BYTES = 64 << 20
 
 #: Bytes of the largest message on a long-lived stream: of sessions, of worker streams in either direction, of pulls.

@@ -80,7 +80,7 @@ class DecodeOutbox:
         """Start with nothing pending."""
         self.ready = asyncio.Event()
         self._step: _Step | None = None  # all tokens that are pending, or
-        self._tokens: dict[int, _Pending] = {}  # those of several steps by slot
+        self._tokens: dict[int, _PendingTokens] = {}  # those of several steps by slot
         self._tokens_size_bytes = 0
         self._started: dict[int, decode_pb2.SlotStarted] = {}
         self._finished: dict[int, decode_pb2.SlotFinished] = {}
@@ -103,7 +103,7 @@ class DecodeOutbox:
         self._spill()
         pending = self._tokens.get(slot)
         if pending is None:
-            self._tokens[slot] = _Pending(offset, list(token_ids), list(logprobs))
+            self._tokens[slot] = _PendingTokens(offset, list(token_ids), list(logprobs))
             self._tokens_size_bytes += _SLOT_BYTES
         else:
             pending.token_ids.extend(token_ids)
@@ -179,7 +179,7 @@ class DecodeOutbox:
         """More comes before the step was taken: sort it by slot, to be merged."""
         if self._step is not None:
             step, self._step = self._step, None
-            self._tokens = {slot: _Pending(offset, list(part), []) for slot, offset, part in step.parts()}
+            self._tokens = {slot: _PendingTokens(offset, list(part), []) for slot, offset, part in step.parts()}
 
     def _take_tokens(self, message: decode_pb2.DecodeResponse, room: int) -> int:
         if self._tokens_size_bytes <= room:
@@ -196,7 +196,7 @@ class DecodeOutbox:
             self._tokens_size_bytes = 0
             return room
         self._spill()
-        parts: dict[int, _Pending] = {}
+        parts: dict[int, _PendingTokens] = {}
         for slot, pending in self._tokens.items():
             part = _split(pending, room - _SLOT_BYTES)
             if not part.token_ids:
@@ -292,7 +292,7 @@ def payload_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingTokens:
     offset: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -315,7 +315,7 @@ class _Step:
             begin += num_tokens
 
 
-def _split(pending: _Pending, room: int) -> _Pending:
+def _split(pending: _PendingTokens, room: int) -> _PendingTokens:
     """Take as many of the first tokens off ``pending`` as fit into ``room`` bytes."""
     num_tokens = max(0, room) // TOKEN_BYTES
     if pending.logprobs:
@@ -325,14 +325,14 @@ def _split(pending: _Pending, room: int) -> _Pending:
             if room < 0:
                 break
             num_tokens += 1
-    part = _Pending(pending.offset, pending.token_ids[:num_tokens], pending.logprobs[:num_tokens])
+    part = _PendingTokens(pending.offset, pending.token_ids[:num_tokens], pending.logprobs[:num_tokens])
     pending.token_ids = pending.token_ids[num_tokens:]
     pending.logprobs = pending.logprobs[num_tokens:]
     pending.offset += len(part.token_ids)
     return part
 
 
-def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]) -> None:
+def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _PendingTokens]) -> None:
     parts = tokens.values()
     message.slots.extend(tokens)
     message.num_tokens.extend([len(part.token_ids) for part in parts])

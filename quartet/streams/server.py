@@ -76,7 +76,7 @@ class StreamLimits:
 
     stall_timeout_s: float = 10.0
     chunks_timeout_s: float = 30.0
-    max_prompt_bytes: int = 64 << 20
+    max_prompt_bytes: int = MAX_API_MESSAGE_BYTES
     max_media_bytes: int = MAX_API_MESSAGE_BYTES
 
     def __post_init__(self) -> None:

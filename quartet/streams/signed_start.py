@@ -145,7 +145,7 @@ class SignedStartVerifier:
         self._verify(message)
         signed = _parse(message.signed_start)
         if signed.worker_id != self._worker_id or signed.epoch != self._epoch:
-            raise SignedStartForeignError("this start was signed for another worker, or for another life of this one")
+            raise SignedStartForeignError("this start was signed for another worker, or for another epoch of this one")
         self._use(message.mac, signed.expires_at_unix_ms)
         start = signed.start
         start.slot = message.slot

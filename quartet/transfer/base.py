@@ -50,7 +50,7 @@ class Claim(Protocol):
     """A hand-off that this worker accepted; it is renewed until ``fetch`` or ``release`` ends it."""
 
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
-        """Move the pieces, then tell the source that it may release them; ``copies`` may be empty.
+        """Move the pieces, then notify the source that it may release them; ``copies`` may be empty.
 
         Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled; ``release``
         then frees the source's blocks sooner than the hand-off would expire.

@@ -1,6 +1,6 @@
 """Block pools of workers on one host: pass ours to peers, map theirs for reading, copy between the two.
 
-A source's Unix socket passes its pool's memfd (SCM_RIGHTS) to a peer that sends a token, which only ``granted`` tells.
+A source's Unix socket passes its pool's memfd (SCM_RIGHTS) to a peer that sends the token of ``granted``.
 The peer maps it and reads without asking again. It can then read the *whole* pool, not only the pieces that it asked
 for: on one host the workers of a deployment trust each other. Three things limit that trust. The memfd is sealed, so
 the peer cannot write; the peer must run as the same user; the token needs a hand-off's secret first.
@@ -55,7 +55,7 @@ class ShmServer:
     """Passes one pool's memfd to peers with the token, from ``start`` until ``close``."""
 
     def __init__(self, memory: PoolMemory) -> None:
-        """Draw a name and a token for this life of the worker; nothing listens yet."""
+        """Draw a name and a token for this epoch of the worker; nothing listens yet."""
         self.memory = memory
         self.socket_path = f"@quartet-shm-{secrets.token_hex(16)}"
         self.token = secrets.token_bytes(TOKEN_SIZE_BYTES)
@@ -121,7 +121,7 @@ class ShmServer:
 
 @dataclass(frozen=True)
 class PoolOwner:
-    """One life of one worker."""
+    """One epoch of one worker."""
 
     worker_id: str
     epoch: int

@@ -15,7 +15,7 @@ from quartet.transfer.config import TransferConfig
 
 
 class TransferSource:
-    """The offers of one life of a worker. Lives on one event loop; ``close`` withdraws what is left.
+    """The offers of one epoch of a worker. Lives on one event loop; ``close`` withdraws what is left.
 
     Every hand-off ends exactly once, in bounded time once its taker falls silent. ``on_end`` is then called with its
     holder and how it ended: the holder's blocks are to be released.
@@ -34,7 +34,7 @@ class TransferSource:
 
         Args:
             worker_id: this worker.
-            epoch: this life of it.
+            epoch: of this worker.
             config: time to live and bounds.
             on_end: called on the event loop; must not raise.
             memory: the pool whose blocks are offered; ``None`` where every hand-off is opaque.

@@ -1,6 +1,6 @@
 """Keeps the prefix index equal to what workers hold: KV batches and snapshots, applied to it in order.
 
-``KvFeed`` follows one life of one worker. It is pure: no I/O, clock or task. Batches are numbered without gaps, and
+``KvFeed`` follows one epoch of one worker. It is pure: no I/O, clock or task. Batches are numbered without gaps, and
 load reports name the last number, so a lost batch is always noticed. Then the feed needs a snapshot. Batches wait for
 it, and those with a higher number than the snapshot are applied after it.
 
@@ -59,7 +59,7 @@ class FeedState(Enum):
 
 
 class KvFeed:
-    """Applies the batches and snapshots of one life of a worker to an index. Only it changes that worker's ranks.
+    """Applies the batches and snapshots of one epoch of a worker to an index. Only it changes that worker's ranks.
 
     Attributes:
         state: how much is known.
@@ -88,7 +88,7 @@ class KvFeed:
         self._loading: int | None = None  # number of the snapshot whose parts come
 
     def take_batch(self, batch: KvBatch) -> None:
-        """A batch of this life came."""
+        """A batch of this epoch came."""
         if self.state is FeedState.LIVE and batch.number == self.number + 1:
             self._apply(batch)
         elif batch.number > self._last_number():
@@ -105,7 +105,7 @@ class KvFeed:
         """A part of a snapshot came; it begins a snapshot unless one has begun since ``abandon``.
 
         Returns:
-            Whether the snapshot is of use. If not, it is too old, or of another life.
+            Whether the snapshot is of use. If not, it is too old, or of another epoch.
         """
         if part.epoch != self.epoch or part.number < self._least_number or self._loading not in (None, part.number):
             return False
@@ -137,7 +137,7 @@ class KvFeed:
         self._loading = None
 
     def close(self) -> None:
-        """The life is over: its ranks have no blocks any more."""
+        """The epoch is over: its ranks have no blocks any more."""
         self.state = FeedState.LISTENING
         self._waiting.clear()
         self._clear()
@@ -231,27 +231,27 @@ class KvJoins:
         return sum(member.feed.state is FeedState.LIVE for member in list(self._members.values()))
 
     def enter(self, record: WorkerRecord, client: SnapshotClient) -> None:
-        """Follow this life of a worker, which ``client`` reaches, from now on; another life of it is forgotten."""
+        """Follow this epoch of a worker, which ``client`` reaches, from now on; another epoch of it is forgotten."""
         self._forget(record.worker_id)
         feed = KvFeed(record.worker_id, record.epoch, record.data_parallel_size, self._index)
         self._members[record.worker_id] = _Member(feed, client)
 
     def leave(self, record: WorkerRecord) -> None:
-        """Forget this life of a worker; unknown ones are ignored."""
+        """Forget this epoch of a worker; unknown ones are ignored."""
         member = self._members.get(record.worker_id)
         if member is not None and member.feed.epoch == record.epoch:
             self._forget(record.worker_id)
 
     def take_batch(self, batch: KvBatch) -> None:
-        """A batch came; ignored if it is from an unknown worker or life."""
-        member = self._life(batch.worker_id, batch.epoch)
+        """A batch came; ignored if it is from an unknown worker or epoch."""
+        member = self._member(batch.worker_id, batch.epoch)
         if member is not None:
             member.feed.take_batch(batch)
             self._join_if_needed(batch.worker_id, member)
 
     def take_load(self, report: NumberedLoad) -> None:
-        """A load report came; ignored if it is from an unknown worker or life."""
-        member = self._life(report.load.worker_id, report.load.epoch)
+        """A load report came; ignored if it is from an unknown worker or epoch."""
+        member = self._member(report.load.worker_id, report.load.epoch)
         if member is not None:
             member.feed.take_number(report.kv_number)
             self._join_if_needed(report.load.worker_id, member)
@@ -263,7 +263,7 @@ class KvJoins:
             self._forget(worker_id)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _life(self, worker_id: str, epoch: int) -> _Member | None:
+    def _member(self, worker_id: str, epoch: int) -> _Member | None:
         member = self._members.get(worker_id)
         return member if member is not None and member.feed.epoch == epoch else None
 
@@ -316,7 +316,7 @@ class KvJoins:
 
 @dataclass
 class _Member:
-    """One life of one worker.
+    """One epoch of one worker.
 
     Attributes:
         joining: the task that takes snapshots.

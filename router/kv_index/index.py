@@ -3,7 +3,7 @@
 ``PrefixIndex`` has one flat map a tier, from sequence hash to the bit mask of the ranks that have the block. A sequence
 hash names a block with all blocks before it, so no tree is needed; ``router.kv_index.walk`` looks a prompt up. A lookup
 gives ``Matches``. ``PromptMatches`` is a lookup that is made only if a policy asks; ``keep_up`` keeps the index small.
-``Predictions`` are blocks that ranks will have soon, and ``PlaceNumbers`` says which bit stands for which rank.
+``Predictions`` are blocks that ranks will have soon, and ``RankNumbers`` says which bit stands for which rank.
 
 Pure but for ``keep_up``: no locks and no clock. One thread calls, and chooses the clock that times are given by.
 """
@@ -47,7 +47,7 @@ class PrefixIndex:
         Args:
             max_predicted_blocks: predicted blocks to keep, over all ranks; of more, the earliest to expire are dropped.
         """
-        self._numbers = PlaceNumbers()
+        self._numbers = RankNumbers()
         self._device, self._host, self._disk = MaskMap(), MaskMap(), MaskMap()
         self._tiers = {Tier.DEVICE: self._device, Tier.HOST: self._host, Tier.DISK: self._disk}
         self._walker = Walker(self._device.mask_of)
@@ -307,7 +307,7 @@ class Predictions:
     """Blocks that ranks will have soon, because requests that compute them were just sent there.
 
     A prediction ends when its rank stores the block, or at its time. If there are too many, the one that ends first is
-    dropped. Ranks are known by number and bit (see ``PlaceNumbers``).
+    dropped. Ranks are known by number and bit (see ``RankNumbers``).
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -379,7 +379,7 @@ class Numbering:
     alive: int
 
 
-class PlaceNumbers:
+class RankNumbers:
     """Numbers ranks, smallest number first, so that masks stay short; numbers are free again when masks are swept.
 
     A change makes a new ``Numbering``: old masks can still be read with the old one.

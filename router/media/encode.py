@@ -22,7 +22,7 @@ from quartet.media.media_id import media_hash
 from quartet.streams.client import FINAL, pause_s
 from quartet.streams.messages import EncodeStart, MediaInput, RequestContext
 from router.book import Booking, numbering
-from router.fleet import Hops, KeptHandOff
+from router.fleet import Hops, RenewedHandOff
 from router.kv_index.index import PrefixIndex
 from router.workers import EncodeCandidate, PoolKey, WorkerTable
 
@@ -155,7 +155,7 @@ class Encoding:
         if sizes is not None:
             self._sizes.set_result(sizes)
         self._hand_offs: Sequence[HandOff] = ()
-        self._kept: list[KeptHandOff] = []
+        self._renewed: list[RenewedHandOff] = []
         self._work = asyncio.create_task(self._run(), name="encode")
         self._work.add_done_callback(self._settle)
         self._on_end = on_end
@@ -203,18 +203,18 @@ class Encoding:
         rank = self._choose()
         tools, order = self._tools, self._order
         booking = tools.table.reserve_encode(rank, len(order.items))
-        kept: list[KeptHandOff] = []
+        renewed: list[RenewedHandOff] = []
         call, self.rank = None, rank
         try:
             async with asyncio.timeout(tools.timeout_s):
                 call = tools.hops.encode(
-                    rank, self._start(booking), lambda hand_off: kept.append(tools.hops.keep(hand_off))
+                    rank, self._start(booking), lambda hand_off: renewed.append(tools.hops.renew(hand_off))
                 )
                 for item_hash in self._hashes:
                     tools.index.predict(rank, (item_hash,), time.monotonic() + _PREDICTION_LIFE_S)
                 self._learn(await call.sizes())
                 self._hand_offs = await call.hand_offs()
-                self._kept, kept = kept, []
+                self._renewed, renewed = renewed, []
         except TimeoutError as error:
             order.avoid.add(rank.worker_id)
             raise WorkerUnavailableError(f"worker {rank.worker_id} did not encode in time") from error
@@ -225,7 +225,7 @@ class Encoding:
             booking.release()
             if call is not None:
                 call.cancel()
-            for one in kept:
+            for one in renewed:
                 one.stop()
 
     def _choose(self) -> Rank:
@@ -264,9 +264,9 @@ class Encoding:
         self._on_end()
 
     def _stop_keeping(self) -> None:
-        for kept in self._kept:
-            kept.stop()
-        self._kept = []
+        for renewed in self._renewed:
+            renewed.stop()
+        self._renewed = []
 
 
 class ReadyInputs:

@@ -39,7 +39,7 @@ class MediaOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaLineConfig:
+class MediaQueueConfig:
     """Bounds of the queue.
 
     Attributes:
@@ -56,11 +56,11 @@ class MediaLineConfig:
 
 
 class MediaRoom:
-    """The room that one request has. The caller of ``MediaLine.enter`` closes it."""
+    """The room that one request has. The caller of ``MediaQueue.enter`` closes it."""
 
-    def __init__(self, order: MediaOrder, line: MediaLine) -> None:
-        """Made by ``MediaLine.enter``."""
-        self._line = line
+    def __init__(self, order: MediaOrder, queue: MediaQueue) -> None:
+        """Made by ``MediaQueue.enter``."""
+        self._queue = queue
         self._pool = order.pool
         self.num_encode_tokens, self.num_bytes = order.num_encode_tokens, order.num_bytes
 
@@ -84,13 +84,13 @@ class MediaRoom:
         tokens, freed = self.num_encode_tokens - num_encode_tokens, self.num_bytes - num_bytes
         self.num_encode_tokens, self.num_bytes = num_encode_tokens, num_bytes
         if tokens or freed:
-            self._line.give_back(self._pool, tokens, freed)
+            self._queue.give_back(self._pool, tokens, freed)
 
 
-class MediaLine:
+class MediaQueue:
     """Requests with media that wait for room, best position first. Runs on the event loop."""
 
-    def __init__(self, config: MediaLineConfig, share: FairShare, encode_room: Callable[[PoolKey], int]) -> None:
+    def __init__(self, config: MediaQueueConfig, share: FairShare, encode_room: Callable[[PoolKey], int]) -> None:
         """No request has room yet.
 
         Args:
@@ -101,7 +101,7 @@ class MediaLine:
         self._config = config
         self._share = share
         self._encode_room = encode_room
-        self._line: list[_Waiting] = []
+        self._queue: list[_QueuedMedia] = []
         self._num_arrived = 0
         self._num_bytes = 0
         self._num_encode_tokens: dict[PoolKey, int] = {}
@@ -109,7 +109,7 @@ class MediaLine:
     @property
     def length(self) -> int:
         """Requests that wait."""
-        return len(self._line)
+        return len(self._queue)
 
     async def enter(self, order: MediaOrder) -> MediaRoom:
         """Wait for room. Leaves nothing behind when cancelled.
@@ -119,20 +119,20 @@ class MediaLine:
         """
         self._num_arrived += 1
         start = self._share.start(order.tenant, max(order.num_encode_tokens, 1))
-        waiting = _Waiting(order=order, position=(-order.priority, start, self._num_arrived), start=start)
-        insort(self._line, waiting, key=attrgetter("position"))
+        queued = _QueuedMedia(order=order, position=(-order.priority, start, self._num_arrived), start=start)
+        insort(self._queue, queued, key=attrgetter("position"))
         self.poll()
-        if len(self._line) > self._config.max_length:
-            last = self._line.pop()
+        if len(self._queue) > self._config.max_length:
+            last = self._queue.pop()
             last.let_in.set_exception(self._refusal("too many requests with media wait"))
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                return await waiting.let_in
+                return await queued.let_in
         except TimeoutError as error:
-            self._leave(waiting)
+            self._leave(queued)
             raise self._refusal("no room for the request's media came up in time") from error
         except BaseException:
-            self._leave(waiting)
+            self._leave(queued)
             raise
 
     def preview(self, order: MediaOrder) -> MediaRoom:
@@ -142,9 +142,9 @@ class MediaLine:
     def poll(self) -> None:
         """Let requests in that there is room for; a request never overtakes another one of its pool."""
         full: set[PoolKey] = set()
-        for waiting in tuple(self._line):
-            order = waiting.order
-            if waiting.let_in.done():  # just cancelled: it leaves by itself
+        for queued in tuple(self._queue):
+            order = queued.order
+            if queued.let_in.done():  # just cancelled: it leaves by itself
                 continue
             if self._num_bytes and self._num_bytes + order.num_bytes > self._config.max_bytes:
                 return
@@ -153,13 +153,13 @@ class MediaLine:
             if not self._has_encode_room(order):
                 full.add(order.pool)
                 continue
-            self._line.remove(waiting)
-            self._share.served(waiting.start)
+            self._queue.remove(queued)
+            self._share.served(queued.start)
             self._num_bytes += order.num_bytes
             if order.num_encode_tokens:
                 taken = self._num_encode_tokens.get(order.pool, 0)
                 self._num_encode_tokens[order.pool] = taken + order.num_encode_tokens
-            waiting.let_in.set_result(MediaRoom(order, self))
+            queued.let_in.set_result(MediaRoom(order, self))
 
     def give_back(self, pool: PoolKey, num_encode_tokens: int, num_bytes: int) -> None:
         """So much room is free again."""
@@ -168,18 +168,18 @@ class MediaLine:
             self._num_encode_tokens[pool] -= num_encode_tokens
             if not self._num_encode_tokens[pool]:
                 del self._num_encode_tokens[pool]
-        if self._line:
+        if self._queue:
             self.poll()
 
-    def _leave(self, waiting: _Waiting) -> None:
+    def _leave(self, queued: _QueuedMedia) -> None:
         """It waits no more; it may have been let in, or refused, just before."""
-        if waiting in self._line:
-            self._line.remove(waiting)
+        if queued in self._queue:
+            self._queue.remove(queued)
             self.poll()
-        elif (room := result_if_done(waiting.let_in)) is not None:
+        elif (room := result_if_done(queued.let_in)) is not None:
             room.close()
             return
-        self._share.give_back(waiting.order.tenant, max(waiting.order.num_encode_tokens, 1))
+        self._share.give_back(queued.order.tenant, max(queued.order.num_encode_tokens, 1))
 
     def _has_encode_room(self, order: MediaOrder) -> bool:
         taken = self._num_encode_tokens.get(order.pool, 0)
@@ -191,7 +191,7 @@ class MediaLine:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Waiting:
+class _QueuedMedia:
     order: MediaOrder
     position: tuple[int, float, int]
     start: float

@@ -26,7 +26,7 @@ from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import MediaInput, RequestContext
 from quartet.text.model_text import MediaText, ModelText
 from router.media.encode import EncodeOrder, EncodeTools, Encoding, KnownSizes, ReadyInputs, client_error
-from router.media.queue import MediaLine, MediaOrder, MediaRoom
+from router.media.queue import MediaOrder, MediaQueue, MediaRoom
 from router.workers import MediaWay, Pool, PoolKey, needs_of
 
 
@@ -46,7 +46,7 @@ class MediaTools:
 
     fetcher: MediaFetch
     encode: EncodeTools
-    line: MediaLine
+    queue: MediaQueue
     max_item_bytes: int
 
 
@@ -116,7 +116,7 @@ async def prepare_media(
         raise UnsupportedFieldError("this model takes no media", field=item_field(fields[0]))
     check_items(request.start, token_ids, text.media, fields)
     order = _media_order(request.start, pool, parts, tools.max_item_bytes)
-    room = await tools.line.enter(order) if encodes else tools.line.preview(order)
+    room = await tools.queue.enter(order) if encodes else tools.queue.preview(order)
     media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
     sizes = tools.encode.sizes.find(media.items)
     if encodes and way is MediaWay.ENCODE:

@@ -209,8 +209,8 @@ class Option:
 class Policy(Protocol):
     """Chooses ranks. Its only state is its random numbers and its turn, which a deep copy does not share."""
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose ranks for ``waiting``, which stand in the order of the queue.
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Choose ranks for ``queued``, the requests that wait, in the order of the queue.
 
         A request is placed only if its decode rank has room for its ``num_reserved_tokens`` beside the requests that
         this call placed there before.

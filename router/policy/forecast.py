@@ -33,7 +33,7 @@ class CostWeights:
 
 
 @dataclass(frozen=True)
-class Hold:
+class Deferral:
     """For how long a request is not sent to each rank; one entry a forecast, or empty: it may go at once.
 
     Attributes:
@@ -46,7 +46,7 @@ class Hold:
 
 
 #: It may go to any rank at once.
-AT_ONCE = Hold()
+AT_ONCE = Deferral()
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +61,7 @@ class Job:
         is_due: it has waited so long that no request behind it in the queue may go first.
         num_missing: by forecast, tokens to compute there; ``None``: it can't go there.
         num_shared: by the other job's number, leading tokens that both have.
-        hold: for how long it is not sent to which rank.
+        deferral: for how long it is not sent to which rank.
     """
 
     number: int
@@ -70,7 +70,7 @@ class Job:
     priority: int
     num_missing: Sequence[int | None]
     num_shared: Sequence[int]
-    hold: Hold = AT_ONCE
+    deferral: Deferral = AT_ONCE
     is_due: bool = False
 
 
@@ -146,9 +146,9 @@ class PrefillForecast:
         """Seconds to compute ``num_tokens`` tokens, including the time that the steps spend on decoding."""
         return self._step_time.prefill_in_steps_s(num_tokens, self._budget, self._decode_s)
 
-    def held_s(self, group: Sequence[Job]) -> float:
+    def deferred_s(self, group: Sequence[Job]) -> float:
         """Seconds for which some of ``group`` must not be sent here."""
-        return max([job.hold.until_s[self.number] for job in group if job.hold.until_s], default=0.0)
+        return max([job.deferral.until_s[self.number] for job in group if job.deferral.until_s], default=0.0)
 
     def terms(self, job: Job) -> dict[str, float]:
         """The parts of the cost of ``job``, if it goes here alone; their sum is the cost of that plan."""
@@ -196,8 +196,8 @@ class PrefillForecast:
 
     def _start_s(self, free_in_s: float, group: Sequence[Job]) -> float:
         for job in group:
-            if job.hold.starts_in_s:
-                free_in_s = max(free_in_s, job.hold.starts_in_s[self.number])
+            if job.deferral.starts_in_s:
+                free_in_s = max(free_in_s, job.deferral.starts_in_s[self.number])
         return free_in_s
 
     def _ordered(self, jobs: Sequence[Job]) -> list[Job]:

@@ -69,15 +69,15 @@ class GreedyPolicy(ABC):
         """What ``choose_decode`` compares; ``None``: nothing that a rank has."""
         return None
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose ranks for ``waiting``; ``None`` keeps a request in the router's queue."""
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Choose ranks for ``queued``; ``None`` keeps a request in the router's queue."""
         tally, backfill = Tally(), Backfill()
         placements: list[Placement | None] = []
-        for pending in waiting:
+        for pending in queued:
             if len(backfill.reserved) == len(snapshot.decode):
                 break
-            placements.append(self._place(pending, snapshot, tally, backfill))
-        return Decision(placements + [None] * (len(waiting) - len(placements)))
+            placements.append(self._assign(pending, snapshot, tally, backfill))
+        return Decision(placements + [None] * (len(queued) - len(placements)))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         """How each rank suits ``pending``, if nothing else waits."""
@@ -97,7 +97,7 @@ class GreedyPolicy(ABC):
                 options.append(_option(candidate, pending, is_decode=True, obstacle=obstacle))
         return options
 
-    def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, backfill: Backfill) -> Placement | None:
+    def _assign(self, pending: Pending, snapshot: Snapshot, tally: Tally, backfill: Backfill) -> Placement | None:
         unreserved = backfill.unreserved(snapshot.decode)
         choices = decode_choices(unreserved, pending, tally)
         if not choices:

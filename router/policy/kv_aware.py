@@ -20,7 +20,7 @@ from itertools import islice
 
 from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Snapshot
-from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Plan, PrefillForecast
+from router.policy.forecast import AT_ONCE, CostWeights, Deferral, Job, Plan, PrefillForecast
 from router.policy.joint import JointAssignment
 from router.policy.room import (
     JUST_FAILED,
@@ -113,12 +113,12 @@ class KvAwarePolicy:
         """The name that users know."""
         return "kv_aware"
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose ranks for the requests to bind now; ``None`` keeps a request in the router's queue."""
-        placements: list[Placement | None] = [None] * len(waiting)
+        placements: list[Placement | None] = [None] * len(queued)
         routes, config = _routes(snapshot), self._config
         limit = min(config.num_planned_per_rank * len(routes), config.max_planned)
-        planned = choose_planned(waiting, snapshot, limit)
+        planned = choose_planned(queued, snapshot, limit)
         if not planned:
             return Decision(placements)
         routes = self._worth_planning(routes, planned, snapshot.now)
@@ -206,7 +206,7 @@ class KvAwarePolicy:
                     0 if other is one else pending.num_shared_tokens(other.pending, routes[0].candidate.block_size)
                     for other in planned
                 ],
-                hold=waits.hold(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
+                deferral=waits.defer(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
             )
             jobs.append(job)
         return jobs
@@ -295,13 +295,13 @@ class Planned:
     reserved: frozenset[Rank]
 
 
-def choose_planned(waiting: Sequence[Pending], snapshot: Snapshot, limit: int) -> list[Planned]:
-    """The first ``limit`` of ``waiting`` that find room now, and all those behind them that bind at once.
+def choose_planned(queued: Sequence[Pending], snapshot: Snapshot, limit: int) -> list[Planned]:
+    """The first ``limit`` of ``queued`` that find room now, and all those behind them that bind at once.
 
     A request that finds no room reserves a rank (see ``router.policy.room.Backfill``).
     """
     backfill, found = Backfill(), list[Planned]()
-    for index, pending in enumerate(waiting):
+    for index, pending in enumerate(queued):
         if len(found) >= limit and not pending.binds_at_once:
             continue
         unreserved = backfill.unreserved(snapshot.decode)
@@ -372,7 +372,7 @@ class PeerWaits:
             self._waits_s = [distance * config.report_s for distance in distances]
         self._is_alone = not any(self._waits_s)
 
-    def hold(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Hold:
+    def defer(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Deferral:
         """For how long a prompt is not sent to each rank.
 
         Args:
@@ -381,7 +381,7 @@ class PeerWaits:
             least_s: for how much longer it goes nowhere.
         """
         if self._is_alone:
-            return Hold([least_s] * len(num_missing), [least_s] * len(num_missing)) if least_s else AT_ONCE
+            return Deferral([least_s] * len(num_missing), [least_s] * len(num_missing)) if least_s else AT_ONCE
         own = [count for count, wait_s in zip(num_missing, self._waits_s, strict=True) if count and not wait_s]
         num_spared = (1.0 - self._config.saving_share) * min(own, default=0)
         until_s, starts_in_s = list[float](), list[float]()
@@ -389,7 +389,7 @@ class PeerWaits:
             is_free = not wait_s or (count is not None and count <= num_spared)
             until_s.append(least_s if is_free else max(wait_s - age_s, least_s))
             starts_in_s.append(until_s[-1] if is_free else until_s[-1] + self._config.doubt_s)
-        return Hold(until_s, starts_in_s)
+        return Deferral(until_s, starts_in_s)
 
 
 def _routes(snapshot: Snapshot) -> list[_Route]:
@@ -401,7 +401,7 @@ def _num_bound(candidate: Candidate, forecast: PrefillForecast, plan: Plan, marg
     """How many groups of ``plan`` are bound now, and in how many seconds the next one may be."""
     if not candidate.is_measured:
         return len(plan.groups), math.inf  # when the rank runs out of prompts can't be foreseen
-    wait_s = max(forecast.free_in_s - margin_s, forecast.held_s(plan.groups[0]))
+    wait_s = max(forecast.free_in_s - margin_s, forecast.deferred_s(plan.groups[0]))
     if wait_s > 0.0:
         return 0, wait_s
     return 1, plan.first_token_in_s[0] - margin_s if len(plan.groups) > 1 else math.inf

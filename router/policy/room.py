@@ -150,7 +150,7 @@ def decode_obstacle(candidate: Candidate, pending: Pending, tally: Tally) -> str
 
 
 def with_step_times(candidates: Sequence[Candidate], others: Sequence[Candidate] = ()) -> Sequence[Candidate]:
-    """``candidates``, of which those without measured step times take the median of the measured ones.
+    """Give each of ``candidates`` without measured step times the median of the measured ones.
 
     A worker that just started is most likely as fast as its fellows. If none of ``candidates`` was measured, ``others``
     stand in; if none of these was measured either, nothing changes.

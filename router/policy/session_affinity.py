@@ -33,37 +33,37 @@ class _Home:
 
 
 class SessionAffinityPolicy:
-    """Shows ``inner`` only a session's own ranks; for requests without a session, all ranks."""
+    """Shows ``base`` only a session's own ranks; for requests without a session, all ranks."""
 
-    def __init__(self, inner: Policy, *, max_load_factor: float = 1.25) -> None:
+    def __init__(self, base: Policy, *, max_load_factor: float = 1.25) -> None:
         """A rank with more than ``max_load_factor`` times the mean load is skipped for the next in a session's order.
 
         Load is the share of blocks used or promised on ranks that decode, and the prompt tokens queued on ranks that
         prefill; tokens that fit one step are no queue.
         """
-        self._inner = inner
+        self._base = base
         self._max_load_factor = max_load_factor
 
     @property
     def name(self) -> str:
         """The name that users know."""
-        return f"session_affinity({self._inner.name})"
+        return f"session_affinity({self._base.name})"
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose ranks for ``waiting``; ``None`` keeps a request in the router's queue.
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Choose ranks for ``queued``; ``None`` keeps a request in the router's queue.
 
-        Requests of one priority that have the same home are shown to the inner policy together. Homes come in the order
+        Requests of one priority that have the same home are shown to the base policy together. Homes come in the order
         of their first requests.
         """
         homes, tally = _Homes(snapshot, self._max_load_factor), Tally()
         remaining = Remaining(snapshot)
-        placements: list[Placement | None] = [None] * len(waiting)
+        placements: list[Placement | None] = [None] * len(queued)
         polls_s: list[float] = []
-        for _, level in groupby(range(len(waiting)), key=lambda index: waiting[index].priority):
-            for home, indices in _grouped((index, homes.find(waiting[index], tally)) for index in level):
-                group = [waiting[index] for index in indices]
+        for _, level in groupby(range(len(queued)), key=lambda index: queued[index].priority):
+            for home, indices in _grouped((index, homes.find(queued[index], tally)) for index in level):
+                group = [queued[index] for index in indices]
                 shown = remaining.snapshot if home is None else remaining.at(home.prefill, home.decode)
-                decision = self._inner.assign(group, shown)
+                decision = self._base.assign(group, shown)
                 remaining.decide(group, decision.placements)
                 for index, placement in zip(indices, decision.placements, strict=True):
                     placements[index] = placement
@@ -74,11 +74,11 @@ class SessionAffinityPolicy:
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         """How each rank suits ``pending``, if nothing else waits."""
         home = _Homes(snapshot, self._max_load_factor).find(pending, Tally())
-        everywhere = self._inner.explain(pending, snapshot)
+        everywhere = self._base.explain(pending, snapshot)
         if home is None:
             return everywhere
         shown = Remaining(snapshot).at(home.prefill, home.decode)
-        own = {option.rank: option for option in self._inner.explain(pending, shown)}
+        own = {option.rank: option for option in self._base.explain(pending, shown)}
         return [own.get(option.rank) or _elsewhere(option, home) for option in everywhere]
 
 

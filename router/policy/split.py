@@ -30,19 +30,19 @@ class SplitPolicy:
         """The name that users know."""
         return f"split({self._prefill.name}, {self._decode.name})"
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose ranks for ``waiting``; ``None`` keeps a request in the router's queue."""
-        first = self._prefill.assign(waiting, snapshot)
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Choose ranks for ``queued``; ``None`` keeps a request in the router's queue."""
+        first = self._prefill.assign(queued, snapshot)
         placements = list(first.placements)
         handed_off = [(index, placement) for index, placement in enumerate(placements) if _is_handed_off(placement)]
         if not handed_off:
             return first
         remaining = Remaining(snapshot)
-        for pending, placement in zip(waiting, placements, strict=True):
+        for pending, placement in zip(queued, placements, strict=True):
             if placement is not None and placement.prefill is None:
                 remaining.decide([pending], [placement])
         second = self._decode.assign(
-            [_prefilled(waiting[index], snapshot) for index, _ in handed_off], _for_decode(remaining.snapshot)
+            [_prefilled(queued[index], snapshot) for index, _ in handed_off], _for_decode(remaining.snapshot)
         )
         for (index, placement), decoded in zip(handed_off, second.placements, strict=True):
             assert placement is not None, "it is handed off"
@@ -84,9 +84,9 @@ class Remaining:
         decodes = [] if decode in self._backfill.reserved else [self._decode[decode]]
         return replace(self._snapshot, prefill=prefills, decode=decodes)
 
-    def decide(self, waiting: Sequence[Pending], placements: Sequence[Placement | None]) -> None:
-        """Subtract what the placed ones of ``waiting`` take. Each other one that no rank has room for reserves one."""
-        decided = list(zip(waiting, placements, strict=True))
+    def decide(self, queued: Sequence[Pending], placements: Sequence[Placement | None]) -> None:
+        """Subtract what the placed ones of ``queued`` take. Each other one that no rank has room for reserves one."""
+        decided = list(zip(queued, placements, strict=True))
         for pending, placement in decided:
             if placement is not None:
                 self._take(pending, placement)

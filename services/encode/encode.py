@@ -40,9 +40,9 @@ from quartet.transfer.source import TransferSource
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore, Hold
 from services.workers.files import FileEncoder, SizedItem
-from services.workers.media import MediaBacklog, WaitingMedia
+from services.workers.media import TowerQueue, WaitingMedia
 from services.workers.parts import EncoderFactory, Serving, Surroundings
-from services.workers.requests import BookedRequest, Holds, Progress, RequestBook, named
+from services.workers.requests import BookedRequest, HandOffSource, Progress, RequestBook, named
 
 #: Items of one start, at most.
 MAX_ITEMS = 256
@@ -90,7 +90,7 @@ class EncodeParts:
             self._surroundings.metrics,
             metrics,
             engine_name=config.engine.kind,
-            backlog=MediaBacklog(
+            tower_queue=TowerQueue(
                 max_items=config.encoder.max_waiting_items, max_pixels=config.encoder.max_waiting_pixels
             ),
         )
@@ -155,26 +155,26 @@ class EncodeDispatcher(RequestBook[_Running]):
         encoder: MediaEncoder,
         files: FileEncoder,
         store: EmbeddingStore,
-        holds: Holds,
+        source: HandOffSource,
         metrics: WorkerMetrics,
         encode_metrics: EncodeMetrics,
         *,
         engine_name: str,
-        backlog: MediaBacklog,
+        tower_queue: TowerQueue,
     ) -> None:
-        """Encode on ``encoder`` by way of ``files``, into ``store``, and offer the results in ``holds``.
+        """Encode on ``encoder`` by way of ``files``, into ``store``, and offer the results by ``source``.
 
-        Hand-offs of states that the encoder keeps carry ``engine_name``. ``backlog`` counts and bounds the items that
-        are not encoded yet.
+        Hand-offs of states that the encoder keeps carry ``engine_name``. ``tower_queue`` counts and bounds the items
+        that are not encoded yet.
         """
         super().__init__(metrics)
         self._encoder = encoder
         self._files = files
         self._store = store
-        self._holds = holds
+        self._source = source
         self._encode_metrics = encode_metrics
         self._engine_name = engine_name
-        self._backlog = backlog
+        self._tower_queue = tower_queue
         self._releases: dict[int, Callable[[bool], None]] = {}  # by holder; called with whether a worker took it
         self._next_holder = itertools.count(1)
 
@@ -193,7 +193,7 @@ class EncodeDispatcher(RequestBook[_Running]):
         return (
             EngineStats(
                 num_running=stats.num_running,
-                num_waiting=max(self._backlog.num_items - stats.num_running, 0),
+                num_waiting=max(self._tower_queue.num_items - stats.num_running, 0),
                 num_in_use_blocks=counts.in_use,
                 num_held_blocks=counts.held,
                 num_cached_blocks=counts.cached,
@@ -223,7 +223,7 @@ class EncodeDispatcher(RequestBook[_Running]):
             num_prompt_tokens=None,
             start=start,
             outbox=outbox,
-            waiting=self._backlog.enter(len(start.items)),
+            waiting=self._tower_queue.enter(len(start.items)),
         )
         id = next(self._ids)
         self._begin(id, running)
@@ -232,7 +232,7 @@ class EncodeDispatcher(RequestBook[_Running]):
 
     def withdraw(self, holder: int) -> None:
         """End the hand-off of ``holder``: its ticket was not sent."""
-        self._holds.withdraw(holder)
+        self._source.withdraw(holder)
 
     def release(self, holder: int, *, was_taken: bool) -> None:
         """The hand-off of ``holder`` has ended: free what it held."""
@@ -301,7 +301,7 @@ class EncodeDispatcher(RequestBook[_Running]):
         self, running: _Running, index: int, holder: int, block_ids: tuple[int, ...], payload: Payload
     ) -> None:
         try:
-            hand_off = self._holds.offer(holder, block_ids, payload)
+            hand_off = self._source.offer(holder, block_ids, payload)
         except ServingError:
             self.release(holder, was_taken=False)
             raise

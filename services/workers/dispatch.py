@@ -35,7 +35,7 @@ from quartet.streams.messages import MAX_UNCHUNKED_BYTES, RequestContext, Worker
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.media import MediaGate, MediaStage, ReadyMedia
-from services.workers.requests import BookedRequest, Holds, Progress, RequestBook, named
+from services.workers.requests import BookedRequest, HandOffSource, Progress, RequestBook, named
 
 OutboxT = TypeVar("OutboxT", DecodeOutbox, PrefillOutbox)
 
@@ -298,22 +298,22 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
     def __init__(
         self,
         engine: Engine,
-        holds: Holds,
+        source: HandOffSource,
         engine_name: str,
         metrics: WorkerMetrics,
         media: MediaStage | None = None,
     ) -> None:
-        """Prefill on ``engine``, which is started; ``media`` as for ``Dispatcher``.
+        """Prefill on ``engine``, which is started, and offer the blocks by ``source``; ``media`` as for ``Dispatcher``.
 
         Opaque hand-offs carry ``engine_name``: only that engine can read them.
         """
         super().__init__(engine, RequestKind.PREFILL, metrics, media)
-        self._holds = holds
+        self._source = source
         self._engine_name = engine_name
 
     def new_outbox(self) -> PrefillOutbox:
         """An outbox for a new stream."""
-        return PrefillOutbox(self._holds.withdraw)
+        return PrefillOutbox(self._source.withdraw)
 
     def _route_results(self, step: StepOutput) -> None:
         for prefilled in step.prefilled:
@@ -346,7 +346,7 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
             layout = self._engine.capabilities.layout
             assert layout is not None, "an engine without a layout gives opaque state"
             payload = BlocksPayload(layout, prefilled.num_tokens)
-        return self._holds.offer(prefilled.id, prefilled.block_ids, payload)
+        return self._source.offer(prefilled.id, prefilled.block_ids, payload)
 
 
 def _key(context: RequestContext) -> tuple[str, int, int]:

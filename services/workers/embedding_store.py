@@ -11,8 +11,8 @@ from quartet.errors import InvalidRequestError, MediaTooLargeError, OutOfBlocksE
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.embedding_pool import EmbeddingPool, PooledItem
 
-#: How long the first in line waits for room; less than what health takes for a standstill. Meanwhile a request
-#: that holds embeddings uses them, or its hand-off expires.
+#: How long the first request in the queue waits for room; less than what health takes for a standstill. Meanwhile a
+#: request that holds embeddings uses them, or its hand-off expires.
 _ROOM_TIMEOUT_S = 10.0
 
 
@@ -52,7 +52,7 @@ class EmbeddingStore:
     waiting request writes the item, to the same blocks. A request all of whose items are there or being written needs
     no room, and goes ahead at once.
 
-    The other requests stand in line. The first one takes room for all that it lacks at once. Of those in line only the
+    The other requests wait in a queue. The first one takes room for all that it lacks at once. Of those queued only the
     first holds those of its items that are there: every other holder needs no more room, so the first one gets its own
     when they are done. Requests that go ahead can keep it waiting, but no longer than its time-out.
     """
@@ -71,14 +71,14 @@ class EmbeddingStore:
             pool: which item lies in which blocks.
             field: of a request, with its items; named where they are refused.
             on_change: called when something came, went, or changed hands; must not raise.
-            room_timeout_s: how long a request that is first in line waits for others to release theirs.
+            room_timeout_s: how long the first request in the queue waits for others to release theirs.
         """
         self._pool = pool
         self._field = field
         self._on_change = on_change
         self._room_timeout_s = room_timeout_s
         self._writing: dict[bytes, _Writing] = {}
-        self._line: deque[Sequence[_Pending]] = deque()
+        self._queue: deque[Sequence[_WantedItem]] = deque()
         self._changed = asyncio.Event()
 
     @property
@@ -99,22 +99,22 @@ class EmbeddingStore:
         Raises:
             InvalidRequestError, MediaTooLargeError: naming ``field``: they never fit, or differ in length from
                 what is here.
-            OutOfBlocksError: it was first in line, and other requests held too much of the pool for too
+            OutOfBlocksError: it was first in the queue, and other requests held too much of the pool for too
                 long.
             ServingError: what ``Want.make`` or ``on_hold`` raised; the others' are cancelled.
         """
         self._check_fit(wants)
-        pending = [_Pending(index, want, on_hold) for index, want in enumerate(wants)]
+        wanted = [_WantedItem(index, want, on_hold) for index, want in enumerate(wants)]
         try:
-            await self._take_room(pending)
+            await self._take_room(wanted)
             async with asyncio.TaskGroup() as group:
-                for one in pending:
+                for one in wanted:
                     if not one.is_given:
                         group.create_task(self._have(one))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            for one in pending:
+            for one in wanted:
                 self._leave(one)
 
     def release(self, media_id: bytes) -> None:
@@ -122,60 +122,60 @@ class EmbeddingStore:
         self._pool.release(media_id)
         self._notify()
 
-    async def _take_room(self, pending: Sequence[_Pending]) -> None:
+    async def _take_room(self, wanted: Sequence[_WantedItem]) -> None:
         """Give what is there, and take blocks for what is not being written, once there is room for all of that."""
-        if not self._absent(pending):
-            self._line_up(pending)
+        if not self._absent(wanted):
+            self._go_ahead(wanted)
             return
-        self._line.append(pending)
+        self._queue.append(wanted)
         try:
-            while self._line[0] is not pending:
+            while self._queue[0] is not wanted:
                 await self._change()
-                if not self._absent(pending):
-                    self._line_up(pending)
+                if not self._absent(wanted):
+                    self._go_ahead(wanted)
                     return
             async with asyncio.timeout(self._room_timeout_s):
-                while not self._has_room(pending):
+                while not self._has_room(wanted):
                     await self._change()
-            self._line_up(pending)
+            self._go_ahead(wanted)
         except TimeoutError:
             message = "the pool of embeddings is full of what others hold"
             raise OutOfBlocksError(message, retry_delay_s=1.0) from None
         finally:
-            self._line.remove(pending)
+            self._queue.remove(wanted)
             self._changed.set()
 
     async def _change(self) -> None:
-        """Return after the next change of the pool, or of the line."""
+        """Return after the next change of the pool, or of the queue."""
         self._changed.clear()
         await self._changed.wait()
 
-    def _absent(self, pending: Sequence[_Pending]) -> dict[bytes, _Pending]:
+    def _absent(self, wanted: Sequence[_WantedItem]) -> dict[bytes, _WantedItem]:
         """Those, each item once, that are neither there nor being written."""
-        absent: dict[bytes, _Pending] = {}
-        for one in pending:
+        absent: dict[bytes, _WantedItem] = {}
+        for one in wanted:
             media_id = one.want.media_id
             if not one.is_given and media_id not in self._writing and self._pool.find(media_id) is None:
                 absent.setdefault(media_id, one)
         return absent
 
-    def _has_room(self, pending: Sequence[_Pending]) -> bool:
-        """Give the first in line what is there; whether the rest of it has room."""
-        for one in pending:
+    def _has_room(self, wanted: Sequence[_WantedItem]) -> bool:
+        """Give the first request of the queue what is there; whether the rest of it has room."""
+        for one in wanted:
             if not one.is_given:
                 self._give(one)
-        return sum(self._num_blocks(one.want) for one in self._absent(pending).values()) <= self._pool.num_available
+        return sum(self._num_blocks(one.want) for one in self._absent(wanted).values()) <= self._pool.num_available
 
-    def _line_up(self, pending: Sequence[_Pending]) -> None:
+    def _go_ahead(self, wanted: Sequence[_WantedItem]) -> None:
         """Give what is there; write what is absent, and wait for the writers of the rest."""
-        for one in pending:
+        for one in wanted:
             if not one.is_given:
                 self._give(one)
-        absent = self._absent(pending)
+        absent = self._absent(wanted)
         for media_id, one in absent.items():
             num_tokens = one.want.num_tokens
             self._writing[media_id] = _Writing(self._pool.allocate(media_id, num_tokens), num_tokens, one)
-        for one in pending:
+        for one in wanted:
             if not one.is_given and not self._is_writer(one):
                 writing = self._writing[one.want.media_id]
                 self._check_size(one, writing.num_tokens)
@@ -183,7 +183,7 @@ class EmbeddingStore:
         if absent:
             self._notify()
 
-    async def _have(self, one: _Pending) -> None:
+    async def _have(self, one: _WantedItem) -> None:
         if not self._is_writer(one):
             await one.turn.wait()
         if one.error is not None:
@@ -204,7 +204,7 @@ class EmbeddingStore:
         self._give(one)
         self._notify()
 
-    def _give(self, one: _Pending) -> bool:
+    def _give(self, one: _WantedItem) -> bool:
         """Give what is there; whether it is."""
         media_id = one.want.media_id
         item = self._pool.find(media_id)
@@ -216,7 +216,7 @@ class EmbeddingStore:
         one.on_hold(one.index, Hold(self, media_id, item))
         return True
 
-    def _leave(self, one: _Pending) -> None:
+    def _leave(self, one: _WantedItem) -> None:
         """A call has ended and writes nothing any more: the next one that waits writes what it left unwritten."""
         writing = self._writing.get(one.want.media_id)
         if writing is None:
@@ -232,7 +232,7 @@ class EmbeddingStore:
             self._pool.discard(one.want.media_id)
             self._notify()
 
-    def _is_writer(self, one: _Pending) -> bool:
+    def _is_writer(self, one: _WantedItem) -> bool:
         writing = self._writing.get(one.want.media_id)
         return writing is not None and writing.writer is one
 
@@ -246,7 +246,7 @@ class EmbeddingStore:
             message = f"the media take {num_blocks} blocks of embeddings, and there are {self._pool.num_blocks}"
             raise MediaTooLargeError(message, field=self._field)
 
-    def _check_size(self, one: _Pending, num_tokens: int) -> None:
+    def _check_size(self, one: _WantedItem, num_tokens: int) -> None:
         if one.want.num_tokens != num_tokens:
             message = "a media item of this name is here, and fills another number of tokens"
             raise InvalidRequestError(message, field=f"{self._field}[{one.index}]")
@@ -256,7 +256,7 @@ class EmbeddingStore:
 
 
 @dataclass(eq=False)
-class _Pending:
+class _WantedItem:
     """One want of one call.
 
     Attributes:
@@ -277,5 +277,5 @@ class _Writing:
 
     block_ids: tuple[int, ...]
     num_tokens: int
-    writer: _Pending
-    waiting: deque[_Pending] = field(default_factory=deque)
+    writer: _WantedItem
+    waiting: deque[_WantedItem] = field(default_factory=deque)

@@ -23,7 +23,7 @@ from services.prefill.servicer import prefill_service
 from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.files import FileEncoder, FileSizer
-from services.workers.media import MediaBacklog, MediaStage
+from services.workers.media import MediaStage, TowerQueue
 from services.workers.parts import (
     EncoderFactory,
     EngineFactory,
@@ -216,7 +216,7 @@ class MediaParts:
             read_files=self._read_files,
             read_states=self._config.engine.kind if self._reads_media else None,
             placeholder_id=placeholder_id,
-            backlog=MediaBacklog(
+            tower_queue=TowerQueue(
                 max_items=self._config.encoder.max_waiting_items, max_pixels=self._config.encoder.max_waiting_pixels
             ),
         )

@@ -124,7 +124,7 @@ FLAGS = (
         ("--publish-events-and-metrics",),
         "engine.publish_events_and_metrics",
         Form.SWITCH,
-        "tell what the cache holds and how long steps take",
+        "publish what the cache holds and how long steps take",
     ),
     Flag(
         ("--custom-jinja-template",),

@@ -38,7 +38,7 @@ from services.workers.files import FileEncoder, FileSizer, SizedItem
 _LOG = logging.getLogger(__name__)
 
 # The expanded prompt of a request with files is sent back in one message: 4 bytes a token.
-_MAX_TOLD_TOKENS = MAX_UNCHUNKED_BYTES // 4
+_MAX_RETURNED_TOKENS = MAX_UNCHUNKED_BYTES // 4
 
 # Waiting items are encoded within a few seconds.
 _RETRY_DELAY_S = 1.0
@@ -73,7 +73,7 @@ class MediaStage:
         *,
         files: FileEncoder | None,
         placeholder_id: int,
-        backlog: MediaBacklog,
+        tower_queue: TowerQueue,
         read_files: FileSizer | None = None,
         read_states: str | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class MediaStage:
             metrics: counts items.
             files: encodes files into that pool; ``None``: files are refused.
             placeholder_id: the token that stands in a prompt for each file.
-            backlog: bounds the files that wait for the vision tower.
+            tower_queue: bounds the files that wait for the vision tower.
             read_files: sizes files that the engine reads by itself, in place of ``files``; ``None``: it reads none.
             read_states: name of the engine whose opaque hand-offs it reads by itself; ``None``: it reads none.
         """
@@ -94,7 +94,7 @@ class MediaStage:
         self.metrics = metrics
         self.files = files
         self.placeholder_id = placeholder_id
-        self.backlog = backlog
+        self.tower_queue = tower_queue
         self.read_files = read_files
         self.read_states = read_states
         self.num_pulls = 0
@@ -116,7 +116,7 @@ class MediaStage:
         """
         if isinstance(start.media[0].source, MediaFile):
             self._check_files(start)
-            return MediaUse(self, start, {}, self.backlog.enter(len(start.media)))
+            return MediaUse(self, start, {}, self.tower_queue.enter(len(start.media)))
         hand_offs = [self._checked_hand_off(start, index) for index in range(len(start.media))]
         use = MediaUse(self, start, {})
         try:
@@ -128,8 +128,8 @@ class MediaStage:
         return use
 
     def end(self, claim: Claim, *, was_taken: bool) -> None:
-        """Tell the source that the engine took a hand-off itself, or that it is not needed any more."""
-        ending = _tell_taken(claim) if was_taken else claim.release()
+        """Notify the source that the engine took a hand-off itself, or that it is not needed any more."""
+        ending = _notify_taken(claim) if was_taken else claim.release()
         task = asyncio.get_running_loop().create_task(ending, name="end-media")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
@@ -245,8 +245,8 @@ class MediaUse:
                     check_placeholders(token_ids, stage.placeholder_id, len(sizes))
                     return start.generation
             expanded, spans = expand_placeholders(token_ids, stage.placeholder_id, sizes)
-            if len(expanded) > _MAX_TOLD_TOKENS:
-                message = f"a prompt with media files has {_MAX_TOLD_TOKENS} tokens at most, not {len(expanded)}"
+            if len(expanded) > _MAX_RETURNED_TOKENS:
+                message = f"a prompt with media files has {_MAX_RETURNED_TOKENS} tokens at most, not {len(expanded)}"
                 raise PromptTooLongError(message, field="media")
             self.num_prompt_tokens = len(expanded)
             if stage.files is not None:
@@ -280,8 +280,8 @@ class MediaUse:
             self._stage.end(claim, was_taken=False)
 
 
-async def _tell_taken(claim: Claim) -> None:
-    """Tell the source that the engine has read the item by itself: nothing is left to move."""
+async def _notify_taken(claim: Claim) -> None:
+    """Notify the source that the engine has read the item by itself: nothing is left to move."""
     try:
         await claim.fetch(())
     except ServingError as error:
@@ -371,7 +371,7 @@ class MediaGate:
             self._on_ready(id, task.result())
 
 
-class MediaBacklog:
+class TowerQueue:
     """Counts the items that wait for the vision tower, and refuses more than allowed. Lives on the event loop.
 
     Pixels are bounded besides items, because a file of a kilobyte may take seconds to decode. While nothing waits, a
@@ -401,22 +401,22 @@ class MediaBacklog:
 class WaitingMedia:
     """The waiting items of one request."""
 
-    def __init__(self, backlog: MediaBacklog, num_items: int) -> None:
-        """Made by ``MediaBacklog.enter``, which counts the items."""
-        self._backlog = backlog
+    def __init__(self, tower_queue: TowerQueue, num_items: int) -> None:
+        """Made by ``TowerQueue.enter``, which counts the items."""
+        self._tower_queue = tower_queue
         self._num_pixels = dict.fromkeys(range(num_items), 0)
 
     def add_pixels(self, num_pixels: Sequence[int]) -> None:
         """Count the decoded pixels of each item. Raises ``QueueFullError``: too many wait already."""
-        self._backlog.check_pixels(sum(num_pixels))
+        self._tower_queue.check_pixels(sum(num_pixels))
         for index in self._num_pixels:
             self._num_pixels[index] = num_pixels[index]
-            self._backlog.num_pixels += num_pixels[index]
+            self._tower_queue.num_pixels += num_pixels[index]
 
     def leave(self, index: int) -> None:
         """An item no longer waits."""
-        self._backlog.num_items -= 1
-        self._backlog.num_pixels -= self._num_pixels.pop(index)
+        self._tower_queue.num_items -= 1
+        self._tower_queue.num_pixels -= self._num_pixels.pop(index)
 
     def leave_all(self) -> None:
         """No item waits any longer. May be called twice."""

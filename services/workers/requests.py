@@ -48,7 +48,7 @@ _MAX_REPEATED = 10_000
 
 
 class Computing(Protocol):
-    """An engine, as far as a worker's life depends on it."""
+    """An engine, as far as a worker depends on it."""
 
     @property
     def is_alive(self) -> bool:
@@ -60,8 +60,8 @@ class Computing(Protocol):
         ...
 
 
-class Holds(Protocol):
-    """Holds results until another worker has pulled them (``quartet.transfer.source.TransferSource``)."""
+class HandOffSource(Protocol):
+    """Offers results until another worker has pulled them (``quartet.transfer.source.TransferSource``)."""
 
     def offer(self, holder: int, block_ids: tuple[int, ...], payload: Payload) -> HandOff:
         """Hold ``holder``'s blocks under a ticket."""

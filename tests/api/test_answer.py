@@ -30,7 +30,7 @@ async def test_what_gathers_comes_in_order_and_merged_by_choice() -> None:
     answer.accept(ACCEPTED)
     answer.add(0, 0, [1], "a", ())
     assert await answer.next() == [ACCEPTED, Delta(choice=0, token_offset=0, token_ids=(1,), text="a")]
-    answer.place(placement(1))
+    answer.placed(placement(1))
     answer.finish(finished(0))
     for number in range(3):
         answer.add(1, number, [number], "b", ())
@@ -55,7 +55,7 @@ async def test_a_failure_comes_after_all_that_came_before_it() -> None:
 async def test_nothing_comes_before_it_is_accepted() -> None:
     answer = Answer()
     reading = asyncio.create_task(answer.next())
-    answer.place(placement(1))
+    answer.placed(placement(1))
     await asyncio.sleep(0)
     assert not reading.done()
     answer.accept(ACCEPTED)

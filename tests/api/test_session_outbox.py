@@ -162,7 +162,7 @@ def test_many_side_messages_go_out_in_bounded_messages_in_order() -> None:
     owed = Owed()
     for slot in range(10_000):
         owed.outbox.accept(slot, ACCEPTED)
-        owed.outbox.place(slot, PLACEMENT)
+        owed.outbox.placed(slot, PLACEMENT)
         owed.outbox.finish(slot, make_finished(), is_last=False)
         owed.outbox.fail(slot, InvalidRequestError("x" * 100, field="y"))
     accepted: set[int] = set()

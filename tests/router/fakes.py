@@ -32,7 +32,7 @@ from router.context import RouterContext
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, KnownSizes
-from router.media.queue import MediaLine, MediaLineConfig
+from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
@@ -135,7 +135,7 @@ class FakeHops:
         rank, start, plan = self._note("decode", rank, start)
         return FakeDecode(self, rank, start, sink, plan)
 
-    def keep(self, hand_off: HandOff) -> FakeKept:
+    def renew(self, hand_off: HandOff) -> FakeKept:
         assert hand_off.hand_off_id in self.held
         self.kept.add(hand_off.hand_off_id)
         self.keeping.set()
@@ -357,7 +357,7 @@ class Fleet:
         self.on_pause: Callable[[], None] = lambda: None
         config = attempts or AttemptConfig()
         self.media, self.sizes = FakeMedia(), KnownSizes()
-        self.media_line = self._media_line()
+        self.media_queue = self._media_queue()
         self.pipeline = Pipeline(
             RouterContext(
                 router_id="router-a",
@@ -365,7 +365,7 @@ class Fleet:
                 texts=self.texts,
                 admission=self.admission,
                 hops=self.hops,
-                media=MediaTools(self.media, self._encode_tools(config), self.media_line, 20 << 20),
+                media=MediaTools(self.media, self._encode_tools(config), self.media_queue, 20 << 20),
                 metrics=metrics,
                 config=config,
                 max_timeout_s=max_timeout_s,
@@ -376,9 +376,9 @@ class Fleet:
         for worker_id in worker_ids:
             self.join(worker_id, **record)
 
-    def _media_line(self) -> MediaLine:
-        bounds = MediaLineConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
-        return MediaLine(bounds, FairShare({}), lambda pool: self.table.num_encode_tokens(pool, 0.0))
+    def _media_queue(self) -> MediaQueue:
+        bounds = MediaQueueConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
+        return MediaQueue(bounds, FairShare({}), lambda pool: self.table.num_encode_tokens(pool, 0.0))
 
     def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
         return Request(self.pipeline, start, resume=resume, traceparent=traceparent)

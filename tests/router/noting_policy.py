@@ -22,8 +22,8 @@ class NotingPolicy(LeastLoadedPolicy):
         # What a copy decides is noted nowhere.
         return NotingPolicy(self._local_prefill_max_tokens, copy.deepcopy(self._rng, memo))
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        decision = super().assign(waiting, snapshot)
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        decision = super().assign(queued, snapshot)
         if None in decision.placements:
             self.kept_waiting.set()
         return decision

@@ -82,12 +82,12 @@ class PatientPolicy(RoundRobinPolicy):
         self.num_looks_left = num_looks
         self.seen: list[dict[Rank, int]] = []
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        self.seen += [dict(pending.num_cached_tokens) for pending in waiting]
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        self.seen += [dict(pending.num_cached_tokens) for pending in queued]
         self.num_looks_left -= 1
         if self.num_looks_left >= 0:
-            return Decision([None] * len(waiting), poll_again_in_s=0.001)
-        return super().assign(waiting, snapshot)
+            return Decision([None] * len(queued), poll_again_in_s=0.001)
+        return super().assign(queued, snapshot)
 
 
 async def test_a_policy_that_wants_to_look_again_is_asked_again_though_nothing_happens() -> None:
@@ -125,12 +125,12 @@ class SlowPolicy(RoundRobinPolicy):
         super().__init__(10**9)
         self.looks: list[tuple[float, float, float]] = []  # when each began and ended, and how long it computed
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         began, computed_s = time.monotonic(), time.thread_time()
         while time.thread_time() < computed_s + 0.02:
             pass
         self.looks.append((began, time.monotonic(), time.thread_time() - computed_s))
-        return Decision([None] * len(waiting))
+        return Decision([None] * len(queued))
 
 
 async def test_a_policy_that_takes_long_leaves_the_event_loop_to_others() -> None:

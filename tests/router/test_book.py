@@ -19,7 +19,7 @@ def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
     number = booking.send()
     book.on_report(number - 1)
     assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 40)
-    booking.hold(41)
+    booking.grow_to(41)
     book.on_report(number - 1)
     book.on_report(number - 1)
     assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 0)
@@ -42,7 +42,7 @@ def test_who_decodes_waits_for_no_prefill_whatever_reports_say() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=100, num_queued_tokens=90)
     booking.send()
-    booking.hold(91)
+    booking.grow_to(91)
     assert book.accounts[0].num_unreported_tokens == 0
 
 
@@ -50,10 +50,10 @@ def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=100)
     book.on_report(booking.send())
-    booking.hold(30)
+    booking.grow_to(30)
     assert book.accounts[0].num_promised_blocks == 10
     book.on_report(1)  # it may have been sent before those tokens were sampled
-    booking.hold(50)
+    booking.grow_to(50)
     assert book.accounts[0].num_promised_blocks == 10
     book.on_report(1)
     assert book.accounts[0].num_promised_blocks == 7
@@ -67,7 +67,7 @@ def test_what_a_request_takes_is_promised_no_more() -> None:
     book.on_report(booking.send())
     promised = []
     for num_tokens in (10, 11, 39, 40, 41, 95):
-        booking.hold(num_tokens)
+        booking.grow_to(num_tokens)
         book.on_report(1)
         book.on_report(1)
         promised.append(book.accounts[0].num_promised_blocks)
@@ -110,7 +110,7 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
     book = WorkerBook(1, block_size=10)
     bookings: list[Naive] = []
     for _ in range(data.draw(st.integers(1, 40))):
-        step = data.draw(st.sampled_from(["reserve", "send", "report", "hold", "release"]))
+        step = data.draw(st.sampled_from(["reserve", "send", "report", "grow", "release"]))
         chosen = data.draw(st.sampled_from(bookings)) if bookings else None
         if step == "reserve" or chosen is None:
             tokens, queued = data.draw(st.integers(0, 100)), data.draw(st.integers(0, 100))
@@ -126,9 +126,9 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
                 naive.settled, naive.held_at_report = naive.held_at_report, naive.held
                 naive.is_reported |= 0 < naive.booking.number <= number
                 naive.has_arrived |= 0 < naive.booking.number <= max(number, arrived)
-        elif step == "hold":
+        elif step == "grow":
             chosen.held = max(chosen.held, data.draw(st.integers(0, 12)))
-            chosen.booking.hold(chosen.held * 10)
+            chosen.booking.grow_to(chosen.held * 10)
             chosen.has_arrived = True
         elif step == "release":
             chosen.booking.release()

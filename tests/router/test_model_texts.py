@@ -89,9 +89,9 @@ async def test_the_texts_of_pools_that_are_gone_are_forgotten() -> None:
     source.gate.set()
     texts = FetchedTexts(source.fetch)
     await texts.model_text(_POOL)
-    texts.keep({_POOL})
+    texts.retain({_POOL})
     assert texts.known(_POOL) is not None
-    texts.keep(set())
+    texts.retain(set())
     assert texts.known(_POOL) is None
 
 

@@ -44,7 +44,7 @@ class Scene:
             hand_off=hand_off,
             deadline=NOW + left_s,
             num_first_tokens=50,
-            is_kept=is_kept,
+            is_renewed=is_kept,
         )
         try:
             return self.signer.sign(reservation, terms, lambda number: self._start(number, num_tokens))

@@ -33,7 +33,7 @@ from services.encode.encode import EncodeDispatcher, PoolReports
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.files import FileEncoder
-from services.workers.media import MediaBacklog
+from services.workers.media import TowerQueue
 from tests.services.fake_encoder import FakeEncoder
 from tests.services.stream_workers import EPOCH
 
@@ -135,9 +135,9 @@ async def encode_worker(
     registry = CollectorRegistry()
     metrics = EncodeMetrics(registry)
     files = FileEncoder(encoder, store, metrics, max_size_bytes=max_size_bytes)
-    backlog = MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels)
+    tower_queue = TowerQueue(max_items=max_waiting_items, max_pixels=max_waiting_pixels)
     dispatcher = EncodeDispatcher(
-        encoder, files, store, source, WorkerMetrics(registry), metrics, engine_name="fake", backlog=backlog
+        encoder, files, store, source, WorkerMetrics(registry), metrics, engine_name="fake", tower_queue=tower_queue
     )
     desks.append(dispatcher)
     shm = ShmServer(memory)

@@ -27,7 +27,7 @@ from quartet.v1 import decode_pb2
 from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.files import FileEncoder, FileSizer
-from services.workers.media import MediaBacklog, MediaStage
+from services.workers.media import MediaStage, TowerQueue
 from tests.services.fake_encoder import FakeEncoder, embedding_memory, name_of
 from tests.services.stream_workers import until
 from tests.services.stub_engine import StubEngine
@@ -127,7 +127,7 @@ async def media_worker(
             read_files=None if sizer is None else FileSizer(sizer, metrics, max_size_bytes=max_size_bytes),
             read_states=read_states,
             placeholder_id=PLACEHOLDER_ID,
-            backlog=MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels),
+            tower_queue=TowerQueue(max_items=max_waiting_items, max_pixels=max_waiting_pixels),
         )
     dispatcher: DecodeDispatcher | PrefillDispatcher
     if kind is RequestKind.PREFILL:

@@ -114,7 +114,7 @@ async def test_a_bad_file_is_named_and_its_request_leaves_nothing_behind(start: 
         assert await worker.outcome() == outcome
         assert worker.dispatcher.num_running == 0
         assert worker.stage is not None
-        assert worker.stage.backlog.num_items == 0
+        assert worker.stage.tower_queue.num_items == 0
 
 
 async def test_files_are_refused_where_there_is_no_tower() -> None:
@@ -185,7 +185,7 @@ async def test_more_pixels_than_may_wait_are_refused_until_fewer_do() -> None:
         encoder.may_encode.set()
         await worker.submitted(id)
         assert worker.stage is not None
-        assert worker.stage.backlog.num_items == worker.stage.backlog.num_pixels == 0
+        assert worker.stage.tower_queue.num_items == worker.stage.tower_queue.num_pixels == 0
         other = worker.submit(start_with_files([DOG], [PLACEHOLDER_ID]), 2)
         await worker.submitted(other)
         worker.finish(id)

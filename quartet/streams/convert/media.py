@@ -90,6 +90,6 @@ def to_media_size(size: MediaSize) -> encode_pb2.MediaSize:
 def from_media_size(message: encode_pb2.MediaSize) -> MediaSize:
     """The size. Raises ``ProtocolError`` where it is impossible."""
     if len(message.media_id) != MEDIA_ID_SIZE_BYTES or message.num_tokens < 1:
-        raise ProtocolError("an encode worker reported a size that makes no sense")
+        raise ProtocolError("an encode worker reported an impossible size")
     grid = MediaGrid(message.grid.num_rows, message.grid.num_columns) if message.HasField("grid") else None
     return MediaSize(media_id=message.media_id, num_tokens=message.num_tokens, grid=grid, is_cached=message.is_cached)

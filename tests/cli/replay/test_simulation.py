@@ -182,10 +182,10 @@ class _Watching:
     def __init__(self) -> None:
         self.seen: list[Candidate] = []
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         [candidate] = snapshot.decode
         self.seen.append(candidate)
-        return Decision([Placement(None, candidate.rank) for _ in waiting])
+        return Decision([Placement(None, candidate.rank) for _ in queued])
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         return ()

@@ -11,7 +11,7 @@ import pytest
 from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index import index as index_upkeep
-from router.kv_index.index import Match, PlaceNumbers, PrefixIndex, keep_up
+from router.kv_index.index import Match, PrefixIndex, RankNumbers, keep_up
 
 A, B, C = Rank("a"), Rank("b"), Rank("c")
 _TIMEOUT_S = 30.0
@@ -215,7 +215,7 @@ def test_what_was_predicted_for_an_old_life_changes_nothing_of_the_next_one_s(ol
 
 
 def test_numbers_are_used_again_once_swept_so_masks_stay_short() -> None:
-    numbers = PlaceNumbers()
+    numbers = RankNumbers()
     assert [numbers.number(rank) for rank in (A, B, C, A)] == [0, 1, 2, 0]
     assert numbers.retire(A) == 0
     assert numbers.retire(A) is None

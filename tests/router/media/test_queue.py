@@ -8,7 +8,7 @@ import pytest
 
 from quartet.errors import QueueFullError
 from router.admission import FairShare
-from router.media.queue import MediaLine, MediaLineConfig, MediaOrder, MediaRoom
+from router.media.queue import MediaOrder, MediaQueue, MediaQueueConfig, MediaRoom
 from router.workers import PoolKey
 
 POOL, OTHER_POOL = PoolKey("seeing", "aa"), PoolKey("other", "bb")
@@ -20,8 +20,8 @@ class Line:
     """A line, and who asked for room in it."""
 
     def __init__(self, *, max_bytes: int = 1000, max_length: int = 100, timeout_s: float = WAIT_S) -> None:
-        bounds = MediaLineConfig(max_bytes=max_bytes, max_length=max_length, timeout_s=timeout_s, retry_delay_s=2.0)
-        self.line = MediaLine(bounds, FairShare({}), lambda _pool: ENCODE_ROOM)
+        bounds = MediaQueueConfig(max_bytes=max_bytes, max_length=max_length, timeout_s=timeout_s, retry_delay_s=2.0)
+        self.line = MediaQueue(bounds, FairShare({}), lambda _pool: ENCODE_ROOM)
         self.order: list[str] = []
 
     def ask(

@@ -41,7 +41,7 @@ def policy() -> KvAwarePolicy:
 
 
 def test_a_router_alone_holds_nothing() -> None:
-    assert PeerWaits(candidates(3), candidates(3), Peers(), CONFIG).hold([10, None, 10], 0.0, 0.0) is AT_ONCE
+    assert PeerWaits(candidates(3), candidates(3), Peers(), CONFIG).defer([10, None, 10], 0.0, 0.0) is AT_ONCE
 
 
 @given(num_ranks=st.integers(1, 12), num_routers=st.integers(2, 5), seed=st.integers(0, 9))
@@ -53,8 +53,8 @@ def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
     for number in range(num_routers):
         shown = random.Random(seed + number).sample(ranks, len(ranks))  # each sees them in its own order
         waits = PeerWaits(shown, shown, Peers(number=number, num_routers=num_routers), CONFIG)
-        hold = waits.hold([10] * num_ranks, 0.0, 0.0)
-        for candidate, until_s in zip(shown, hold.until_s or [0.0] * num_ranks, strict=True):
+        deferral = waits.defer([10] * num_ranks, 0.0, 0.0)
+        for candidate, until_s in zip(shown, deferral.until_s or [0.0] * num_ranks, strict=True):
             by_rank[candidate.rank].append(until_s)
     wanted = pytest.approx([distance * CONFIG.report_s for distance in range(num_routers)])
     assert all(sorted(waits_s) == wanted for waits_s in by_rank.values())
@@ -62,17 +62,17 @@ def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
 
 def test_others_places_are_doubted_and_waiting_counts() -> None:
     waits = PeerWaits(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
-    assert waits.hold([10, 10], 0.0, 0.0).until_s == [0.0, 0.1]
-    assert waits.hold([10, 10], 0.0, 0.0).starts_in_s == pytest.approx([0.0, 0.6])
-    assert waits.hold([10, 10], 0.04, 0.0).until_s == pytest.approx([0.0, 0.06])
-    assert waits.hold([10, 10], 5.0, 0.0).until_s == [0.0, 0.0]
+    assert waits.defer([10, 10], 0.0, 0.0).until_s == [0.0, 0.1]
+    assert waits.defer([10, 10], 0.0, 0.0).starts_in_s == pytest.approx([0.0, 0.6])
+    assert waits.defer([10, 10], 0.04, 0.0).until_s == pytest.approx([0.0, 0.06])
+    assert waits.defer([10, 10], 5.0, 0.0).until_s == [0.0, 0.0]
 
 
 def test_a_prompt_of_which_a_place_has_most_does_not_wait_for_it() -> None:
     waits = PeerWaits(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
-    assert waits.hold([100, 25], 0.0, 0.0).until_s == [0.0, 0.0]
-    assert waits.hold([100, 26], 0.0, 0.0).until_s == [0.0, 0.1]
-    assert waits.hold([None, 26], 0.0, 0.0).until_s == [0.0, 0.1]
+    assert waits.defer([100, 25], 0.0, 0.0).until_s == [0.0, 0.0]
+    assert waits.defer([100, 26], 0.0, 0.0).until_s == [0.0, 0.1]
+    assert waits.defer([None, 26], 0.0, 0.0).until_s == [0.0, 0.1]
 
 
 def test_routers_with_one_picture_send_to_different_places() -> None:
@@ -110,6 +110,6 @@ def test_a_long_prompt_waits_a_moment_for_what_comes_with_it_and_a_short_one_doe
 
 def test_whose_a_place_is_does_not_hang_on_which_others_are_looked_at() -> None:
     everybody, peers = candidates(9), Peers(number=1, num_routers=3)
-    whole = PeerWaits(everybody, everybody, peers, CONFIG).hold([10] * 9, 0.0, 0.0)
-    some = PeerWaits(everybody[4:], everybody, peers, CONFIG).hold([10] * 5, 0.0, 0.0)
+    whole = PeerWaits(everybody, everybody, peers, CONFIG).defer([10] * 9, 0.0, 0.0)
+    some = PeerWaits(everybody[4:], everybody, peers, CONFIG).defer([10] * 5, 0.0, 0.0)
     assert list(some.until_s) == list(whole.until_s[4:])
