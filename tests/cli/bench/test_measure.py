@@ -161,7 +161,7 @@ def test_the_shares_of_the_hops_are_of_the_sum_over_all_requests(recorder: Recor
     assert sum(hop.share for hop in hops.values()) == pytest.approx(1.0)
 
 
-def test_nothing_measured_is_no_error(recorder: Recorder) -> None:
+def test_an_empty_measurement_is_no_error(recorder: Recorder) -> None:
     recorder.open()
     figures = result(recorder)
     assert (figures.requests_per_s, figures.ttft_ms.count, figures.ttft_ms.p99, figures.hops) == (0.0, 0, None, {})
@@ -226,7 +226,7 @@ def test_the_distribution_ascends_to_the_whole() -> None:
     assert shares.tolist() == [0.5, 0.75, 1.0]
 
 
-def test_without_durations_there_is_nothing_to_read_off() -> None:
+def test_without_durations_there_are_no_percentiles() -> None:
     histogram = DurationHistogram()
     assert (histogram.count, histogram.quantile_s(0.5)) == (0, 0.0)
     assert [array.tolist() for array in histogram.distribution()] == [[], []]
