@@ -21,7 +21,7 @@ from tests.discovery.records import make_record
 _A, _B = make_record("a"), make_record("b")
 
 
-def test_nothing_is_synchronised_before_the_first_list() -> None:
+def test_the_watch_is_not_synchronised_before_the_first_list() -> None:
     workers = WorkerSet()
     workers.put(_A)
     assert _drain(workers) == [WorkerAdded(_A)]
