@@ -50,7 +50,7 @@ def test_it_is_the_digest_of_the_documented_text(make_model: Callable[[str], Pat
     assert model_fingerprint(make_model("model"), "bfloat16") == expected
 
 
-def test_it_names_the_content_not_the_place(make_model: Callable[[str], Path]) -> None:
+def test_it_depends_on_the_content_and_not_on_the_path(make_model: Callable[[str], Path]) -> None:
     other = make_model("other")
     (other / "README.md").write_text("a card")
     assert model_fingerprint(make_model("model"), "float32") == model_fingerprint(str(other), "float32")

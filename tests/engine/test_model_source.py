@@ -61,7 +61,9 @@ def test_all_else_is_a_path(text: str) -> None:
     assert not is_repository_id(text)
 
 
-def test_a_folder_that_is_here_is_one_whatever_it_looks_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_is_a_folder_even_if_its_name_looks_like_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_repository_id("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
