@@ -141,7 +141,7 @@ async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show
         publisher.close()
 
 
-async def test_who_wants_only_loads_gets_only_loads(publisher: EventPublisher) -> None:
+async def test_a_subscriber_to_loads_gets_only_loads(publisher: EventPublisher) -> None:
     heard: asyncio.Queue[NumberedLoad] = asyncio.Queue()
     malformed: list[None] = []
     subscriber = EventSubscriber(heard.put_nowait, lambda: malformed.append(None))
@@ -157,7 +157,9 @@ async def test_who_wants_only_loads_gets_only_loads(publisher: EventPublisher) -
         subscriber.close()
 
 
-async def test_with_a_key_only_its_holders_hear_anything(tmp_path: Path, make_ear: Callable[..., Ear]) -> None:
+async def test_with_a_key_only_subscribers_that_hold_it_receive_events(
+    tmp_path: Path, make_ear: Callable[..., Ear]
+) -> None:
     key, other_key = make_key(tmp_path), make_key(tmp_path)
     publisher = make_publisher(key=key)
     outsiders = [make_ear(), make_ear(key=other_key)]
@@ -194,7 +196,7 @@ async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Ca
     publisher.close()
 
 
-async def test_who_has_a_key_does_not_listen_to_who_has_none(
+async def test_a_subscriber_with_a_key_ignores_publishers_without_one(
     tmp_path: Path, make_ear: Callable[..., Ear], publisher: EventPublisher
 ) -> None:
     suspicious, trusting = make_ear(key=make_key(tmp_path)), make_ear()

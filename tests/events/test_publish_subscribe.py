@@ -65,7 +65,7 @@ async def test_a_report_arrives_as_it_was_published(ear: Ear, publisher: EventPu
     await ear.hear(lambda: publisher.publish_load(load), lambda heard: heard == load)
 
 
-async def test_several_workers_are_heard_over_one_socket(ear: Ear, publisher: EventPublisher) -> None:
+async def test_events_of_several_workers_arrive_over_one_socket(ear: Ear, publisher: EventPublisher) -> None:
     other = make_publisher()
     try:
         for speaker, name in ((publisher, "one"), (other, "two")):
@@ -76,7 +76,7 @@ async def test_several_workers_are_heard_over_one_socket(ear: Ear, publisher: Ev
         other.close()
 
 
-async def test_a_worker_that_comes_back_at_its_address_is_heard_again(ear: Ear) -> None:
+async def test_events_of_a_worker_that_comes_back_at_its_address_arrive_again(ear: Ear) -> None:
     first = make_publisher()
     ear.subscriber.connect(first.endpoint)
     await ear.hear(lambda: first.publish_load(make_load(epoch=1)), lambda heard: heard.epoch == 1)
@@ -99,7 +99,7 @@ async def test_a_flood_in_one_burst_is_drained_whole(ear: Ear, publisher: EventP
             steps = (await ear.heard.get()).ranks[0].num_steps
 
 
-async def test_malformed_frames_are_counted_and_harm_nothing(ear: Ear) -> None:
+async def test_malformed_frames_are_counted_and_skipped(ear: Ear) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -113,7 +113,7 @@ async def test_malformed_frames_are_counted_and_harm_nothing(ear: Ear) -> None:
     assert ear.num_malformed > 0
 
 
-async def test_a_worker_that_was_left_is_heard_no_more(ear: Ear, publisher: EventPublisher) -> None:
+async def test_events_of_a_disconnected_worker_arrive_no_more(ear: Ear, publisher: EventPublisher) -> None:
     other = make_publisher()
     try:
         ear.subscriber.connect(publisher.endpoint)

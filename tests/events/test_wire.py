@@ -129,7 +129,7 @@ def test_many_small_events_are_split_too() -> None:
     assert [event for batch in frames for event in decode_kv(batch).events] == events
 
 
-def test_what_is_short_enough_is_one_batch_and_nothing_is_none() -> None:
+def test_few_events_are_one_batch_and_no_events_are_no_batch() -> None:
     assert list(split_events([Cleared(), Removed([1])])) == [[Cleared(), Removed([1])]]
     assert list(split_events([])) == []
 
@@ -144,7 +144,7 @@ def test_what_is_short_enough_is_one_batch_and_nothing_is_none() -> None:
         pb.KvEvent(removed=pb.BlocksRemoved(tier=pb.TIER_DEVICE)),
     ],
 )
-def test_a_batch_with_an_event_that_says_nothing_is_refused(event: pb.KvEvent) -> None:
+def test_a_batch_with_an_empty_event_is_refused(event: pb.KvEvent) -> None:
     payload = pb.KvEventBatch(worker_id="w", events=[event]).SerializeToString()
     with pytest.raises(MalformedFrameError):
         decode_kv([KV_TOPIC, bytes(8), payload])
