@@ -69,7 +69,7 @@ def test_a_handle_is_a_dict_with_bytes_and_is_for_one_consumer() -> None:
         SharedTensorContainer.from_dict({**handle, "surprise": 1})
 
 
-def test_tensors_of_others_can_be_handed_on_too() -> None:
+def test_tensors_of_other_encoders_can_be_handed_on_too() -> None:
     handle = SharedTensorContainer.from_tensor(torch.ones(2, 3)).dump_to_dict()
     assert SharedTensorContainer.from_dict(handle).get_local_view().tolist() == [[1.0] * 3] * 2
 

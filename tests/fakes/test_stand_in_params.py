@@ -74,7 +74,7 @@ def test_a_call_checks_types() -> None:
         llm.generate_async(SPELL, params(), disaggregated_params=DisaggregatedParams(opaque_state="text"))
 
 
-def test_a_request_changes_its_parameters_so_they_are_for_one_request() -> None:
+def test_a_request_changes_its_parameters_so_they_cannot_be_reused() -> None:
     llm = engine(stream_interval=3)
     given = params(2)
     untouched = copy.copy(given)
