@@ -20,7 +20,7 @@ async def desk() -> AsyncIterator[Desk]:
     await desk.close()
 
 
-async def test_what_fits_is_placed_at_once_and_the_rest_when_room_comes(desk: Desk) -> None:
+async def test_a_request_that_fits_is_admitted_at_once_and_the_next_when_blocks_are_released(desk: Desk) -> None:
     first, second = desk.ask("first", 6), desk.ask("second", 6)
     await desk.settle()
     assert (first.done(), second.done(), desk.admission.length) == (True, False, 1)
@@ -49,7 +49,7 @@ async def test_small_requests_do_not_starve_a_large_one(desk: Desk) -> None:
     assert desk.order == ["small", "large"]
 
 
-async def test_one_that_leaves_makes_way(desk: Desk) -> None:
+async def test_cancelling_a_queued_request_admits_the_one_behind_it(desk: Desk) -> None:
     desk.ask("small", 4)
     await desk.settle()
     large, late = desk.ask("large", 10), desk.ask("late", 2)
@@ -60,7 +60,7 @@ async def test_one_that_leaves_makes_way(desk: Desk) -> None:
     assert desk.admission.length == 0
 
 
-async def test_a_load_report_that_shows_room_lets_the_next_one_in(desk: Desk) -> None:
+async def test_a_load_report_with_free_blocks_admits_the_next_request(desk: Desk) -> None:
     desk.table.report(make_load(RECORD, num_in_use_blocks=8), 0.0)
     waiting = desk.ask("waiting", 5)
     await desk.settle()
@@ -70,7 +70,7 @@ async def test_a_load_report_that_shows_room_lets_the_next_one_in(desk: Desk) ->
     assert waiting.done()
 
 
-async def test_one_cancelled_in_the_moment_of_its_placement_gives_it_back(desk: Desk) -> None:
+async def test_a_request_cancelled_at_the_moment_of_its_placement_releases_it(desk: Desk) -> None:
     first = desk.ask("first", 10)
     await desk.settle()
     second = desk.ask("second", 10)
@@ -99,14 +99,14 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     assert desk.outcomes() == {"placed": 3, "refused": 1}
 
 
-async def test_a_burst_larger_than_the_queue_gets_in_while_there_is_room() -> None:
+async def test_a_burst_larger_than_the_queue_is_admitted_while_blocks_are_free() -> None:
     desk = Desk(max_queue_length=2)
     burst = [desk.ask(str(i), 1) for i in range(10)]
     await desk.settle()
     assert all(task.done() and task.exception() is None for task in burst)
 
 
-async def test_of_more_than_are_assigned_at_once_all_get_in_as_far_as_there_is_room() -> None:
+async def test_more_requests_than_are_assigned_at_once_are_all_admitted_while_blocks_are_free() -> None:
     desk = Desk(max_queue_length=1000)
     desk.table.broken(RECORD.key, RECORD.epoch)
     waiting = [desk.ask(str(i), 0) for i in range(2 * MAX_ASSIGNED_TOGETHER + 1)]
@@ -117,7 +117,7 @@ async def test_of_more_than_are_assigned_at_once_all_get_in_as_far_as_there_is_r
         await desk.result(task)
 
 
-async def test_a_retry_gets_in_past_the_bound() -> None:
+async def test_a_retry_is_queued_past_the_queues_bound() -> None:
     desk = Desk(max_queue_length=1)
     full = desk.ask("full", 10)
     await desk.settle()
@@ -148,7 +148,7 @@ class CountedPriority(int):
     __hash__ = int.__hash__
 
 
-async def test_no_request_walks_through_a_long_queue() -> None:
+async def test_admitting_a_request_does_not_scan_a_long_queue() -> None:
     desk = Desk(max_queue_length=1000)
     full = desk.ask("full", 10)
     await desk.settle()
@@ -166,7 +166,7 @@ async def test_no_request_walks_through_a_long_queue() -> None:
     assert 0 < CountedPriority.num_comparisons < 500 * 3 * 10
 
 
-async def test_the_length_of_the_queue_is_told(desk: Desk) -> None:
+async def test_the_admission_reports_the_length_of_its_queue(desk: Desk) -> None:
     full = desk.ask("full", 10)
     await desk.settle()
     desk.ask("waiting", 10)

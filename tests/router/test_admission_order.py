@@ -17,7 +17,7 @@ from router.policy.greedy import RoundRobinPolicy
 from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
 
 
-async def test_a_tenant_that_floods_is_refused_itself_and_keeps_nobody_waiting() -> None:
+async def test_a_tenant_that_floods_is_refused_and_does_not_delay_other_tenants() -> None:
     desk = Desk(max_queue_length=20)
     full = desk.ask("full", 10, tenant="flood")
     await desk.settle()
@@ -45,7 +45,7 @@ async def test_a_tenant_that_weighs_more_gets_more() -> None:
     assert 8 <= desk.order[1:].count("heavy") <= 10
 
 
-async def test_a_higher_priority_pushes_out_who_stands_last() -> None:
+async def test_a_request_of_higher_priority_displaces_the_last_queued_one() -> None:
     desk = Desk(max_queue_length=1)
     desk.ask("full", 10)
     await desk.settle()
@@ -57,7 +57,7 @@ async def test_a_higher_priority_pushes_out_who_stands_last() -> None:
     assert desk.admission.length == 1
 
 
-async def test_waits_that_end_for_nothing_are_counted_by_cause() -> None:
+async def test_waits_that_end_without_a_placement_are_counted_by_cause() -> None:
     desk = Desk(queue_timeout_s=0.05, unavailable_timeout_s=0.05)
     full = desk.ask("full", 10)
     await desk.settle()
@@ -90,12 +90,12 @@ class PatientPolicy(RoundRobinPolicy):
         return super().assign(waiting, snapshot)
 
 
-async def test_a_policy_that_wants_to_look_again_is_asked_again_though_nothing_happens() -> None:
+async def test_a_policy_that_asks_for_another_poll_is_polled_again_without_an_event() -> None:
     desk = Desk(PatientPolicy(3))
     assert (await desk.result(desk.ask("late", 1))).placement.decode.worker_id == "decode-0"
 
 
-async def test_a_policy_is_shown_what_is_cached_now_and_what_was_sent_lately() -> None:
+async def test_a_policy_sees_cached_blocks_and_those_of_requests_sent_lately() -> None:
     policy = PatientPolicy(1)
     desk = Desk(policy)
     rank = Rank("decode-0")
@@ -133,7 +133,7 @@ class SlowPolicy(RoundRobinPolicy):
         return Decision([None] * len(waiting))
 
 
-async def test_a_policy_that_takes_long_leaves_the_event_loop_to_others() -> None:
+async def test_a_slow_policy_takes_only_a_share_of_the_event_loop() -> None:
     policy = SlowPolicy()
     desk = Desk(policy, max_queue_length=2)
     asked = [desk.ask(str(number), 1) for number in range(5)]
@@ -147,7 +147,7 @@ async def test_a_policy_that_takes_long_leaves_the_event_loop_to_others() -> Non
     await desk.close()
 
 
-async def test_those_that_wait_for_an_adapter_keep_nobody_else_waiting() -> None:
+async def test_requests_that_wait_for_an_adapter_do_not_delay_others() -> None:
     desk = Desk(max_queue_length=1000)
     standing = desk.admission.standing(POOL)
     kept = [

@@ -126,7 +126,7 @@ async def test_a_worker_lost_after_an_end_of_sequence_is_not_asked_for_more() ->
     ],
     **by_reason,
 )
-async def test_what_would_fail_anywhere_fails_at_once(error: ServingError) -> None:
+async def test_an_error_that_every_worker_would_give_fails_at_once(error: ServingError) -> None:
     fleet = Fleet("prefill-0", "prefill-1", "decode-0")
     fleet.hops.plan("prefill", Plan(error=error))
     with pytest.raises(type(error)) as caught:
@@ -155,7 +155,7 @@ async def test_too_long_for_every_worker_is_too_long() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_what_fits_only_the_largest_place_goes_there() -> None:
+async def test_a_request_that_fits_only_the_largest_worker_goes_there() -> None:
     fleet = Fleet(attempts=AttemptConfig(reserve_tokens=5))
     fleet.join("decode-0", num_blocks=3)
     fleet.join("decode-1", num_blocks=20)
@@ -169,7 +169,7 @@ async def test_what_fits_only_the_largest_place_goes_there() -> None:
     assert (await collect(short.generate(make_start(sampling=Sampling(max_tokens=11))))).finished
 
 
-async def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
+async def test_attempts_are_bounded_and_the_last_error_is_raised() -> None:
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=3))
     failures = [errors.EngineError("one"), errors.WorkerUnavailableError("two"), errors.OutOfBlocksError("three")]
     fleet.hops.plan("decode", *(Plan(error=error) for error in failures))
@@ -196,7 +196,7 @@ async def test_one_choice_that_fails_for_good_ends_all() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_short_of_room_everywhere_it_pauses_longer_each_time() -> None:
+async def test_if_all_workers_are_out_of_blocks_each_pause_is_longer() -> None:
     fleet = Fleet("decode-0")
     fleet.hops.plan("decode", *(Plan(error=errors.OutOfBlocksError("full")) for _ in range(4)))
     answer = await collect(fleet.generate(make_start()))
@@ -250,7 +250,7 @@ _plans = st.builds(
     tokens_per_step=st.integers(1, 4),
     has_stop=st.booleans(),
 )
-async def test_whatever_breaks_the_client_sees_the_undisturbed_answer(
+async def test_after_any_failures_the_client_gets_the_undisturbed_answer(
     prefill_plans: list[Plan],
     decode_plans: list[Plan],
     num_prefill: int,

@@ -74,7 +74,7 @@ async def test_a_bad_request_fails_alone_by_field(served: tuple[System, Stub]) -
     assert session.heard[0].token_ids[0] == expected(PROMPT, 12)
 
 
-async def test_a_resumed_request_gives_what_is_left(served: tuple[System, Stub]) -> None:
+async def test_a_resumed_request_gives_the_rest_of_its_answer(served: tuple[System, Stub]) -> None:
     system, stub = served
     whole = expected(PROMPT, 12)
     given = pb.TokenIds(ids=whole[:5])

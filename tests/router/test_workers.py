@@ -68,7 +68,7 @@ def test_a_broken_stream_makes_a_worker_suspect_until_it_answers_again(scene: Sc
     assert scene.table.to_probe(scene.now) == []
 
 
-def test_a_lost_connection_makes_a_worker_suspect_until_it_is_heard_again(scene: Scene) -> None:
+def test_a_lost_connection_makes_a_worker_suspect_until_its_next_report(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     scene.table.cut(record.key, record.epoch, scene.now)
@@ -87,7 +87,7 @@ def test_a_lost_connection_makes_a_worker_suspect_until_it_is_heard_again(scene:
     assert scene.state() is WorkerState.READY
 
 
-def test_only_a_ready_life_of_a_decode_worker_is_placed_at(scene: Scene) -> None:
+def test_only_a_ready_epoch_of_a_decode_worker_can_be_placed_on(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     rank = Rank("decode-0", 0)
@@ -134,7 +134,7 @@ def test_silence_makes_a_worker_suspect_and_a_report_ends_it(scene: Scene) -> No
     assert scene.state() is WorkerState.READY
 
 
-def test_a_vanished_record_stops_nothing_while_heartbeats_come(scene: Scene) -> None:
+def test_a_worker_whose_record_vanished_stays_in_use_while_its_heartbeats_come(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     scene.table.unlist(record.key)
@@ -163,7 +163,7 @@ def test_a_vanished_worker_whose_stream_broke_is_forgotten_at_once(scene: Scene)
     assert scene.table.forget_gone(scene.now) == [record]
 
 
-def test_whoever_vanished_or_fell_silent_is_asked_how_it_is(scene: Scene) -> None:
+def test_a_worker_that_vanished_or_fell_silent_is_probed(scene: Scene) -> None:
     records = [make_record(f"decode-{i}") for i in range(3)]
     scene.join(*records)
     assert scene.table.to_probe(scene.now) == []
@@ -183,7 +183,7 @@ def test_a_record_that_comes_back_is_the_same_worker(scene: Scene) -> None:
     assert scene.table.forget_gone(scene.now) == []
 
 
-def test_draining_and_unwell_workers_get_nothing(scene: Scene) -> None:
+def test_draining_and_unhealthy_workers_get_no_requests(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     pool = PoolKey("tiny", record.model_fingerprint)
@@ -196,7 +196,7 @@ def test_draining_and_unwell_workers_get_nothing(scene: Scene) -> None:
     assert scene.places(pool) == (set(), {Rank("decode-0")})
 
 
-def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
+def test_a_new_epoch_replaces_the_worker_and_its_bookings(scene: Scene) -> None:
     old, new = make_record(epoch=1), make_record(epoch=2)
     scene.join(old)
     reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
@@ -213,7 +213,7 @@ def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
     assert scene.candidate(new).num_promised_blocks == 0
 
 
-def test_a_start_placed_at_an_old_life_counts_nothing_in_at_the_new_one(scene: Scene) -> None:
+def test_a_start_placed_at_an_old_epoch_is_not_counted_by_the_new_one(scene: Scene) -> None:
     old, new = make_record(epoch=10), make_record(epoch=11)
     scene.join(old)
     scene.join(new)
@@ -266,7 +266,7 @@ def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
     assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
 
 
-def test_prefill_and_decode_of_one_name_are_told_apart_by_epoch(scene: Scene) -> None:
+def test_prefill_and_decode_workers_of_one_name_are_distinguished_by_epoch(scene: Scene) -> None:
     decode, prefill = make_record("both", role=Role.DECODE, epoch=1), make_record("both", role=Role.PREFILL, epoch=2)
     scene.join(decode, prefill)
     scene.table.report(make_load(prefill, num_held_blocks=5), scene.now)
@@ -281,7 +281,7 @@ def test_reports_of_strangers_are_ignored(scene: Scene) -> None:
     assert scene.table.statuses(scene.now) == []
 
 
-def test_listeners_hear_of_changes_until_they_stop(scene: Scene) -> None:
+def test_listeners_are_notified_of_changes_until_they_stop(scene: Scene) -> None:
     heard: list[str] = []
     stop = scene.table.listen(lambda: heard.append("change"))
     scene.join(make_record())

@@ -65,7 +65,7 @@ async def test_embeddings_pin_a_bounded_share_of_the_encode_workers_pools() -> N
     assert line.line.length == 0
 
 
-async def test_files_are_counted_as_what_they_may_be_and_then_as_what_they_are() -> None:
+async def test_files_are_counted_at_their_largest_size_and_then_at_their_real_size() -> None:
     line = Line(max_bytes=100)
     first, second = line.ask("first", size=80, tokens=1), line.ask("second", size=80)
     room = await result(first)
@@ -82,14 +82,14 @@ async def test_files_are_counted_as_what_they_may_be_and_then_as_what_they_are()
     await result(third)
 
 
-async def test_one_alone_gets_in_whatever_it_takes() -> None:
+async def test_a_single_request_is_admitted_whatever_its_size() -> None:
     line = Line(max_bytes=10)
     room = await result(line.ask("large", tokens=10**6, size=10**6))
     room.close()
     await result(line.ask("next", tokens=10**6, size=10**6))
 
 
-async def test_a_tenant_with_many_requests_keeps_nobody_elses_waiting() -> None:
+async def test_a_tenant_with_many_requests_does_not_delay_another_tenants() -> None:
     line = Line()
     many = [line.ask("a", tokens=100, tenant="a") for _ in range(5)]
     await settle()
@@ -101,7 +101,7 @@ async def test_a_tenant_with_many_requests_keeps_nobody_elses_waiting() -> None:
     assert line.order[:3] == ["a", "urgent", "b"]
 
 
-async def test_who_waits_for_encode_workers_of_one_pool_holds_up_none_of_another() -> None:
+async def test_a_request_that_waits_for_one_pools_encode_workers_does_not_delay_another_pools() -> None:
     line = Line()
     await result(line.ask("first", tokens=100))
     waiting = line.ask("second", tokens=100)
@@ -113,7 +113,7 @@ async def test_who_waits_for_encode_workers_of_one_pool_holds_up_none_of_another
         task.cancel()
 
 
-async def test_who_stands_last_is_refused_when_too_many_wait() -> None:
+async def test_the_last_queued_request_is_refused_when_the_queue_is_full() -> None:
     line = Line(max_length=2)
     await result(line.ask("in", tokens=100))
     waiting = [line.ask(str(number), tokens=100) for number in range(2)]
@@ -135,7 +135,7 @@ async def test_a_wait_has_a_bound() -> None:
     assert line.line.length == 0
 
 
-async def test_one_that_is_cancelled_leaves_nothing_behind() -> None:
+async def test_a_cancelled_request_leaves_nothing_behind() -> None:
     line = Line()
     room = await result(line.ask("in", tokens=100))
     waiting, next_one = line.ask("waiting", tokens=100), line.ask("next", tokens=100)
@@ -150,7 +150,7 @@ async def test_one_that_is_cancelled_leaves_nothing_behind() -> None:
     await result(line.ask("last", tokens=100))
 
 
-async def test_a_crowd_that_is_cancelled_at_once_makes_room_for_who_is_not() -> None:
+async def test_cancelling_thousands_of_queued_requests_admits_the_one_behind_them() -> None:
     line = Line(max_length=5000)
     room = await result(line.ask("in", tokens=100))
     crowd = [line.ask(str(number), tokens=100) for number in range(2000)]
@@ -164,7 +164,7 @@ async def test_a_crowd_that_is_cancelled_at_once_makes_room_for_who_is_not() -> 
     assert line.line.length == 0
 
 
-async def test_who_only_looks_takes_up_nothing() -> None:
+async def test_a_preview_takes_up_no_room() -> None:
     line = Line()
     order = MediaOrder(pool=POOL, tenant="", priority=0, num_encode_tokens=100, num_bytes=1000)
     looks = [line.line.preview(order) for _ in range(3)]
