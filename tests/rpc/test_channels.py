@@ -38,7 +38,7 @@ class SeenChannel:
         return state
 
 
-async def test_each_loss_is_told_also_where_nobody_calls() -> None:
+async def test_each_lost_connection_is_reported_also_without_calls() -> None:
     server, port = await serve()
     lost: asyncio.Queue[None] = asyncio.Queue()
     async with asyncio.timeout(WAIT_S), create_channel(f"127.0.0.1:{port}", None) as channel:
@@ -107,7 +107,7 @@ async def test_where_policies_may_not_be_changed_it_runs_as_ever(monkeypatch: py
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-async def test_a_policy_that_somebody_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scheduling_policy_that_was_already_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[int] = []
     monkeypatch.setattr(os, "sched_getscheduler", lambda _thread: os.SCHED_FIFO)
     monkeypatch.setattr(os, "sched_setscheduler", lambda _thread, policy, _parameter: changes.append(policy))
