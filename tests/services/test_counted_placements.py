@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_news_are_told_by_router_for_some_seconds() -> None:
+def test_news_are_reported_by_router_for_some_seconds() -> None:
     clock = Clock()
     counted = CountedPlacements(clock)
     counted.start("a", 5)
@@ -32,7 +32,7 @@ def test_news_are_told_by_router_for_some_seconds() -> None:
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 0.19, 0.4, 0.5, 0.7, 1.0])
-def test_however_often_loads_come_each_is_told_several_times_and_not_in_all_of_them(interval_s: float) -> None:
+def test_each_placement_is_reported_several_times_but_not_in_every_load(interval_s: float) -> None:
     clock = Clock()
     counted = CountedPlacements(clock)
     num_told: list[int] = []
@@ -46,7 +46,7 @@ def test_however_often_loads_come_each_is_told_several_times_and_not_in_all_of_t
     assert 2 < min(times) <= max(times) <= 12
 
 
-def test_what_is_asked_for_or_never_goes_out_takes_nothing_from_those_who_listen() -> None:
+def test_asking_for_progress_and_unsent_loads_do_not_use_up_news() -> None:
     clock = Clock()
     counted = CountedPlacements(clock)
     counted.news()
@@ -64,7 +64,7 @@ def test_what_is_asked_for_or_never_goes_out_takes_nothing_from_those_who_listen
     assert counted.progress() == whole
 
 
-def test_what_no_router_placed_is_told_to_nobody() -> None:
+def test_requests_that_no_router_placed_are_not_reported() -> None:
     counted = CountedPlacements(Clock())
     counted.start("", 5)
     counted.end("a", 0)

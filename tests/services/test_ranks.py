@@ -118,7 +118,7 @@ def at_rank(rank: int, start: WorkerStart) -> WorkerStart:
     return replace(start, generation=replace(start.generation, data_parallel_rank=rank))
 
 
-async def test_the_rank_that_is_named_runs_the_request_and_tells_of_it(tmp_path: Path) -> None:
+async def test_the_named_rank_runs_the_request_and_reports_its_load(tmp_path: Path) -> None:
     async with serving(tmp_path, Role.DECODE) as worker:
         assert (worker.record.data_parallel_size, worker.record.num_blocks) == (NUM_RANKS, NUM_BLOCKS)
         answers = []

@@ -83,7 +83,7 @@ def test_only_work_in_flight_without_a_step_is_a_standstill() -> None:
     assert not watch.is_moving(num_steps=1, num_in_flight=1, now=122.1)
 
 
-async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() -> None:
+async def test_a_standstill_and_its_end_show_in_health_probes_and_load() -> None:
     gate = threading.Semaphore(1)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner, asyncio.TaskGroup() as tasks:
         worker = make_worker(inner, Role.DECODE, stall_timeout_s=0.1)
@@ -110,7 +110,7 @@ async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() ->
         await telemetry.close()
 
 
-async def test_the_load_tells_of_the_step_that_runs() -> None:
+async def test_the_load_describes_the_running_step() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
         worker, client = make_worker(inner, Role.DECODE), inner.decodes()
@@ -130,7 +130,7 @@ async def test_the_load_tells_of_the_step_that_runs() -> None:
         assert (load.num_unbegun_prefill_tokens, load.num_decoding, load.step_ends_in_s) == (0, 0, 0.0)
 
 
-async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
+async def test_a_drain_refuses_new_requests_and_waits_for_running_ones() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
         worker, registration = make_worker(inner, Role.DECODE), FakeRegistration(make_record(), on_close=lambda _: None)
@@ -151,7 +151,7 @@ async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
         assert worker.sample_load().is_draining
 
 
-async def test_a_drain_cancels_what_does_not_end_in_time() -> None:
+async def test_a_drain_cancels_requests_that_do_not_end_in_time() -> None:
     gate = threading.Semaphore(2)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
         worker = make_worker(inner, Role.DECODE)
@@ -164,7 +164,7 @@ async def test_a_drain_cancels_what_does_not_end_in_time() -> None:
             await collect(call)
 
 
-async def test_a_drain_waits_for_what_others_still_have_to_fetch() -> None:
+async def test_a_drain_waits_for_hand_offs_that_are_not_fetched_yet() -> None:
     async with stream_worker(RequestKind.PREFILL) as inner:
         worker = make_worker(inner, Role.PREFILL)
         outcome = await inner.prefills().start(make_start(PROMPT)).outcome()

@@ -66,7 +66,7 @@ def template(tmp_path: Path) -> Path:
     return file
 
 
-async def test_the_template_is_given_in_place_of_the_models_own(tmp_path: Path, template: Path) -> None:
+async def test_the_custom_template_replaces_the_models_own(tmp_path: Path, template: Path) -> None:
     async with mock_worker(tmp_path, Role.DECODE, custom_jinja_template=str(template)) as worker:
         # What was checked is what is served, whatever becomes of the file.
         _write(template, "{{ another }}")
@@ -76,7 +76,7 @@ async def test_the_template_is_given_in_place_of_the_models_own(tmp_path: Path, 
     assert own[CHAT_TEMPLATE] != files[CHAT_TEMPLATE]
 
 
-async def test_workers_with_one_template_are_one_pool_and_exchange_blocks(tmp_path: Path, template: Path) -> None:
+async def test_workers_with_the_same_template_are_one_pool_and_exchange_blocks(tmp_path: Path, template: Path) -> None:
     async with (
         mock_worker(tmp_path / "a", Role.PREFILL, custom_jinja_template=str(template)) as prefill,
         mock_worker(tmp_path / "b", Role.DECODE, custom_jinja_template=str(template)) as decode,

@@ -165,7 +165,9 @@ def _parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-async def test_nothing_of_one_that_runs_is_a_rest(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
+async def test_a_running_child_is_not_killed_as_a_leftover(
+    start_python: StartPython, lines: asyncio.Queue[str]
+) -> None:
     child = await start_python("import signal; print('up'); signal.pause()")
     await next_line(lines)
     child.kill_rest()
