@@ -78,7 +78,7 @@ async def test_what_was_read_where_the_source_holds_something_else_does_not_coun
         assert (await source.end()).holder == 2
 
 
-async def test_what_was_read_and_granted_does_not_count_when_the_source_let_go_before_the_end(
+async def test_blocks_read_and_granted_do_not_count_if_the_source_released_them_before_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with mapped_workers() as (source, here):
@@ -94,7 +94,7 @@ async def test_what_was_read_and_granted_does_not_count_when_the_source_let_go_b
             await here.puller.claim(source.offer(2, (3, 7))).fetch(COPIES)
 
 
-async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read() -> None:
+async def test_the_source_gets_the_end_before_it_granted_if_all_blocks_were_read() -> None:
     async with mapped_workers() as (source, here):
         hand_off = source.offer(2, (3, 7))
         offsets = [block * LAYOUT.piece_size_bytes for block in (3, 7)]
@@ -158,7 +158,7 @@ async def test_what_was_read_ahead_of_a_refusal_does_not_count() -> None:
             await here.puller.claim(hand_off).fetch(COPIES)
 
 
-async def test_a_fetch_that_is_cancelled_as_it_begins_leaves_nobody_listening() -> None:
+async def test_a_fetch_cancelled_as_it_begins_leaves_no_listener() -> None:
     def listening() -> list[asyncio.Task[object]]:
         return [task for task in asyncio.all_tasks() if "PullStream.receive" in repr(task)]
 

@@ -52,7 +52,7 @@ async def test_a_mapped_pool_shows_what_its_worker_writes_and_cannot_be_written(
         pools.close()
 
 
-def test_nobody_can_write_through_the_descriptor(memory: PoolMemory) -> None:
+def test_the_descriptor_cannot_be_written_through(memory: PoolMemory) -> None:
     reopened = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR)
     for fd in (memory.fd, reopened):
         with pytest.raises(PermissionError):
