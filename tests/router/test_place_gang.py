@@ -132,12 +132,12 @@ async def test_choices_stay_valid_if_their_prefills_end_further_apart_than_the_h
     settings = {"transfer": TransferConfig(hand_off_ttl_s=HAND_OFF_TTL_S)}
     workers = ("prefill-0", "prefill-1", "decode-0")
     async with running_system(tmp_path, monkeypatch, *workers, gated=("prefill-1",), worker=settings) as (system, stub):
-        tokens = await _place_apart(system, stub)
+        tokens = await _place_with_prefills_far_apart(system, stub)
         assert tokens == [expected(PROMPT, 12, choice=number) for number in range(2)]
         await system.wait_idle()
 
 
-async def _place_apart(system: System, stub: Stub) -> list[list[int]]:
+async def _place_with_prefills_far_apart(system: System, stub: Stub) -> list[list[int]]:
     sampling = types_pb2.Sampling(max_tokens=12)
     placing = asyncio.create_task(place_over_the_wire(stub, make_request(num_choices=2, sampling=sampling)))
     await system.wait_workers(lambda known: known["prefill-0"].load.ranks[0].num_held_blocks > 0)

@@ -1,4 +1,4 @@
-"""What workers are told of a request, beside what the client said."""
+"""What workers are sent of a request, beside what the client said."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.router.test_generate import make_start
 
 
 async def stop_token_ids(sampling: Sampling, **record: object) -> tuple[int, ...]:
-    """Those that both workers are told."""
+    """Those that both workers are sent."""
     fleet = Fleet("prefill-0", "decode-0", **record)
     await collect(fleet.generate(make_start(sampling=sampling)))
-    [told] = {call.start.generation.sampling.stop_token_ids for call in fleet.hops.calls}
-    return told
+    [sent] = {call.start.generation.sampling.stop_token_ids for call in fleet.hops.calls}
+    return sent
 
 
 def make_prepared(text: ModelText, stop_token_ids: tuple[int, ...]) -> RouterRequest:

@@ -31,7 +31,7 @@ class Scene:
     def state(self, worker_id: str = "decode-0") -> WorkerState:
         return {status.record.worker_id: status.state for status in self.table.statuses(self.now)}[worker_id]
 
-    def places(self, pool: PoolKey) -> tuple[set[Rank], set[Rank]]:
+    def ranks(self, pool: PoolKey) -> tuple[set[Rank], set[Rank]]:
         snapshot = self.table.snapshot(pool, self.now)
         return {c.rank for c in snapshot.prefill}, {c.rank for c in snapshot.decode}
 
@@ -189,11 +189,11 @@ def test_draining_and_unhealthy_workers_get_no_requests(scene: Scene) -> None:
     pool = PoolKey("tiny", record.model_fingerprint)
     scene.table.report(make_load(record, is_draining=True), scene.now)
     assert scene.state() is WorkerState.DRAINING
-    assert scene.places(pool) == (set(), set())
+    assert scene.ranks(pool) == (set(), set())
     scene.table.report(make_load(record, is_healthy=False), scene.now)
     assert scene.state() is WorkerState.SUSPECT
     scene.table.report(make_load(record), scene.now)
-    assert scene.places(pool) == (set(), {Rank("decode-0")})
+    assert scene.ranks(pool) == (set(), {Rank("decode-0")})
 
 
 def test_a_new_epoch_replaces_the_worker_and_its_bookings(scene: Scene) -> None:
@@ -230,8 +230,8 @@ def test_pools_of_one_name_are_never_mixed(scene: Scene) -> None:
     old = [make_record(f"decode-{i}", model_fingerprint="aa" * 32) for i in range(2)]
     new = [make_record("prefill-9", model_fingerprint="bb" * 32), make_record("decode-9", model_fingerprint="bb" * 32)]
     scene.join(*old, *new)
-    assert scene.places(PoolKey("tiny", "aa" * 32)) == (set(), {Rank("decode-0"), Rank("decode-1")})
-    assert scene.places(PoolKey("tiny", "bb" * 32)) == ({Rank("prefill-9")}, {Rank("decode-9")})
+    assert scene.ranks(PoolKey("tiny", "aa" * 32)) == (set(), {Rank("decode-0"), Rank("decode-1")})
+    assert scene.ranks(PoolKey("tiny", "bb" * 32)) == ({Rank("prefill-9")}, {Rank("decode-9")})
 
 
 def test_of_two_pools_of_one_name_the_one_with_more_ready_decode_workers_serves(scene: Scene) -> None:

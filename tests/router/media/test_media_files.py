@@ -95,10 +95,10 @@ async def test_a_known_picture_is_routed_by_its_blocks_and_sent_as_a_file(
 
 async def test_a_pictures_size_follows_from_the_prompt_lengths_that_a_decode_worker_reported() -> None:
     fleet = media_fleet("decode-0", takes=AGGREGATED)
-    nums_told = []
+    nums_reported = []
     for start in (media_start(), media_start(prompt=ONE, media=(A,)), media_start(), media_start()):
-        nums_told.append((await collect(fleet.generate(start))).accepted.num_prompt_tokens)
-    assert nums_told == [len(PROMPT.token_ids), len(ONE.token_ids), len(PROMPT.token_ids), len(EXPANDED)]
+        nums_reported.append((await collect(fleet.generate(start))).accepted.num_prompt_tokens)
+    assert nums_reported == [len(PROMPT.token_ids), len(ONE.token_ids), len(PROMPT.token_ids), len(EXPANDED)]
 
 
 @pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
@@ -172,13 +172,13 @@ async def test_each_choice_learns_the_prompt() -> None:
 async def test_a_prefill_that_does_not_report_the_prompt_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = media_fleet("prefill-0", "prefill-1", "decode-0", takes=TOWERS)
     outcome = FakePrefill.outcome
-    num_told = 0
+    num_reported = 0
 
     async def forget(self: FakePrefill) -> PrefillOutcome:
-        nonlocal num_told
-        told = await outcome(self)
-        num_told += 1
-        return told if num_told > 1 else PrefillOutcome(**{**vars(told), "prompt_token_ids": ()})
+        nonlocal num_reported
+        reported = await outcome(self)
+        num_reported += 1
+        return reported if num_reported > 1 else PrefillOutcome(**{**vars(reported), "prompt_token_ids": ()})
 
     monkeypatch.setattr(FakePrefill, "outcome", forget)
     answer = await collect(fleet.generate(media_start()))

@@ -304,14 +304,14 @@ async def test_an_answer_may_fill_what_the_media_leave() -> None:
     assert len(answer.token_ids[0]) == 1001 - len(EXPANDED)  # 100 blocks of 10, and the last token needs no room
 
 
-def told(*sizes: tuple[MediaFile, int]) -> list[MediaSize]:
+def media_sizes(*sizes: tuple[MediaFile, int]) -> list[MediaSize]:
     return [MediaSize(media_id=item_of(file).media_id, num_tokens=num_tokens) for file, num_tokens in sizes]
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 async def test_if_an_encode_worker_reports_other_sizes_than_are_known_its_sizes_are_used(num_choices: int) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
-    fleet.sizes.learn(told((A, 33), (B, 12)))
+    fleet.sizes.learn(media_sizes((A, 33), (B, 12)))
     answer = await collect(fleet.generate(media_start(num_choices=num_choices)))
     for choice in range(num_choices):
         assert answer.token_ids[choice] == expected_tokens(5, choice, len(EXPANDED), 12)
@@ -359,7 +359,7 @@ def test_a_size_follows_from_the_prompt_length_if_all_other_sizes_are_known(
     known: list[tuple[MediaFile, int]], items: list[MediaFile], num_tokens: int, sizes: list[int] | None
 ) -> None:
     sizes_of_all = KnownSizes()
-    sizes_of_all.learn(told(*known))
+    sizes_of_all.learn(media_sizes(*known))
     sizes_of_all.learn_total(list(map(item_of, items)), num_tokens)
     found = sizes_of_all.find(list(map(item_of, items)))
     assert (found and [size.num_tokens for size in found]) == sizes
