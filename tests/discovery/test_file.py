@@ -20,10 +20,10 @@ async def test_a_living_workers_file_outlives_its_time_to_live(tmp_path: Path) -
     [path] = (tmp_path / "default").iterdir()
     deadline = path.stat().st_mtime + 2 * 0.3
 
-    async def is_older_than_two_lives() -> bool:
+    async def is_older_than_two_ttls() -> bool:
         return path.stat().st_mtime > deadline
 
-    await eventually(is_older_than_two_lives)
+    await eventually(is_older_than_two_ttls)
     assert await registry.workers() == [make_record()]
     await registry.close()
 
