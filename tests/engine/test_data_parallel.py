@@ -13,7 +13,7 @@ NUM_RANKS = 3
 
 
 class Rank:
-    """One rank, which answers whoever asks with its next output."""
+    """One rank; its next output answers a request for a snapshot."""
 
     def __init__(self) -> None:
         self.held = Replica()

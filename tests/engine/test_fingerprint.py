@@ -77,11 +77,11 @@ def test_weights_are_hashed_once_until_they_change(
     hashed: list[str] = []
     hash_file = fingerprint._hash_file
 
-    def hash_and_tell(state: fingerprint._FileState) -> str:
+    def note_and_hash(state: fingerprint._FileState) -> str:
         hashed.append(state.path.name)
         return hash_file(state)
 
-    monkeypatch.setattr(fingerprint, "_hash_file", hash_and_tell)
+    monkeypatch.setattr(fingerprint, "_hash_file", note_and_hash)
     assert model_fingerprint(directory, "float32") == before
     assert not [name for name in hashed if name.endswith(".safetensors")]
     weights = directory / "model-00002-of-00002.safetensors"

@@ -24,7 +24,7 @@ class Loop:
     Attributes:
         now: what its clock says; steps take no time but what ``step_s`` says.
         during: statistics as the last step that computed something ran.
-        num_begins: steps that it told of as they began.
+        num_begins: steps that it reported as they began.
         early_pulls: requests whose pull it asked for as a step began.
     """
 
@@ -177,7 +177,7 @@ def test_a_step_is_reported_as_it_begins_if_no_prompt_was_or_is_left_to_begin() 
     loop.step()
     assert loop.num_begins == 2  # nothing is
     loop.run_until_idle([])
-    assert loop.num_begins == 2  # nobody waits for steps that only decode
+    assert loop.num_begins == 2  # no caller waits for steps that only decode
     loop.step(submit(make_request(range(3), max_tokens=1)))
     assert loop.num_begins == 3
 

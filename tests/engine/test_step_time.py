@@ -94,7 +94,7 @@ def test_steps_that_are_all_alike_do_not_degrade_the_estimate() -> None:
     fit = StepTimeFit()
     for _ in range(100_000):
         fit.observe(512, 0, TIMING.step_ms(512, 0) / 1e3)
-    # What could not be told apart for so long is told apart by a few steps of another kind.
+    # A few steps of another kind separate the terms that equal steps could not separate.
     for num_tokens in (100, 2000, 4000) * 3:
         fit.observe(num_tokens, 0, TIMING.step_ms(num_tokens, 0) / 1e3)
     for work in ((512, 0), (1000, 0), (3000, 0)):
