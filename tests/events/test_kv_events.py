@@ -23,7 +23,7 @@ _TIMEOUT_S = 30.0
 _CHANGE = RankEvents(1, [Stored(None, [1, 2]), Removed([2])])
 
 
-class Ear:
+class Receiver:
     """A subscriber to both topics and what it heard, in order."""
 
     def __init__(self, **settings: object) -> None:
@@ -58,16 +58,16 @@ class Ear:
 
 
 @pytest.fixture
-async def make_ear() -> AsyncIterator[Callable[..., Ear]]:
-    ears: list[Ear] = []
+async def make_ear() -> AsyncIterator[Callable[..., Receiver]]:
+    ears: list[Receiver] = []
 
-    def make(**settings: object) -> Ear:
-        ears.append(Ear(**settings))
+    def make(**settings: object) -> Receiver:
+        ears.append(Receiver(**settings))
         return ears[-1]
 
     yield make
-    for ear in ears:
-        ear.subscriber.close()
+    for receiver in ears:
+        receiver.subscriber.close()
 
 
 @pytest.fixture
@@ -85,16 +85,16 @@ def make_key(tmp_path: Path, content: str | None = None) -> EventsKey:
 
 
 async def test_batches_and_reports_come_in_order_with_their_numbers(
-    make_ear: Callable[..., Ear], publisher: EventPublisher
+    make_ear: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    ear = make_ear()
-    await ear.join(publisher)
+    receiver = make_ear()
+    await receiver.join(publisher)
     publisher.publish_load(make_load(steps=1))
     publisher.publish_kv(_CHANGE)
     publisher.publish_load(make_load(steps=2))
     publisher.publish_kv(RankEvents(0, [Removed([1])]))
     batch = KvBatch(worker_id="decode-0", epoch=7, number=1, data_parallel_rank=1, events=_CHANGE.events)
-    assert [await ear.next() for _ in range(4)] == [
+    assert [await receiver.next() for _ in range(4)] == [
         NumberedLoad(make_load(steps=1), 0),
         batch,
         NumberedLoad(make_load(steps=2), 1),
@@ -103,12 +103,12 @@ async def test_batches_and_reports_come_in_order_with_their_numbers(
 
 
 async def test_what_is_too_long_for_a_frame_comes_in_several_batches(
-    make_ear: Callable[..., Ear], publisher: EventPublisher
+    make_ear: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    ear = make_ear()
-    await ear.join(publisher)
+    receiver = make_ear()
+    await receiver.join(publisher)
     publisher.publish_kv(RankEvents(0, [Removed(range(300_000))]))
-    heard = await ear.catch_up(publisher)
+    heard = await receiver.catch_up(publisher)
     assert [batch.number for batch in heard if isinstance(batch, KvBatch)] == list(range(1, publisher.kv_number + 1))
     assert publisher.kv_number > 2
 
@@ -119,11 +119,11 @@ async def test_no_change_is_no_batch(publisher: EventPublisher) -> None:
 
 
 async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show_it(
-    make_ear: Callable[..., Ear],
+    make_ear: Callable[..., Receiver],
 ) -> None:
-    publisher, ear = make_publisher(max_pending_messages=2), make_ear(max_pending_messages=2)
+    publisher, receiver = make_publisher(max_pending_messages=2), make_ear(max_pending_messages=2)
     try:
-        await ear.join(publisher)
+        await receiver.join(publisher)
         # More than the sockets' buffers hold, in one go: nothing is read meanwhile, as this does not wait.
         for _ in range(100):
             publisher.publish_kv(RankEvents(0, [Removed(range(60_000))]))
@@ -132,8 +132,8 @@ async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show
             while numbers[-1] <= num_published:  # the first ones after it are lost too, until there is room again
                 publisher.publish_kv(_CHANGE)
                 await asyncio.sleep(0.01)
-                while not ear.heard.empty():
-                    heard = ear.heard.get_nowait()
+                while not receiver.heard.empty():
+                    heard = receiver.heard.get_nowait()
                     numbers += [heard.number] if isinstance(heard, KvBatch) else []
         assert numbers == sorted(numbers)
         assert len(numbers) < num_published
@@ -158,25 +158,25 @@ async def test_a_subscriber_to_loads_gets_only_loads(publisher: EventPublisher) 
 
 
 async def test_with_a_key_only_subscribers_that_hold_it_receive_events(
-    tmp_path: Path, make_ear: Callable[..., Ear]
+    tmp_path: Path, make_ear: Callable[..., Receiver]
 ) -> None:
     key, other_key = make_key(tmp_path), make_key(tmp_path)
     publisher = make_publisher(key=key)
     outsiders = [make_ear(), make_ear(key=other_key)]
     holder = make_ear(key=key)
     try:
-        for ear in outsiders:
-            ear.subscriber.connect(publisher.endpoint)
+        for receiver in outsiders:
+            receiver.subscriber.connect(publisher.endpoint)
         await holder.join(publisher)
         publisher.publish_kv(_CHANGE)
         assert len(await holder.catch_up(publisher)) == 1
         # They dialled first, so they were refused, or would have heard by now.
-        assert all(ear.heard.empty() for ear in outsiders)
+        assert all(receiver.heard.empty() for receiver in outsiders)
     finally:
         publisher.close()
 
 
-async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Callable[..., Ear]) -> None:
+async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Callable[..., Receiver]) -> None:
     key, other_key = make_key(tmp_path), make_key(tmp_path)
     publisher, holder = make_publisher(key=key), make_ear(key=key)
     with zmq.Context() as context, context.socket(zmq.SUB) as outsider, outsider.get_monitor_socket() as monitor:
@@ -197,7 +197,7 @@ async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Ca
 
 
 async def test_a_subscriber_with_a_key_ignores_publishers_without_one(
-    tmp_path: Path, make_ear: Callable[..., Ear], publisher: EventPublisher
+    tmp_path: Path, make_ear: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
     suspicious, trusting = make_ear(key=make_key(tmp_path)), make_ear()
     suspicious.subscriber.connect(publisher.endpoint)
