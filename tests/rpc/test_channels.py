@@ -1,4 +1,4 @@
-"""Whether the end of a connection is told, each time; and gRPC's poller yields while the program's threads don't."""
+"""The end of each connection is reported; and gRPC's poller yields while the program's threads don't."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def serve(port: int = 0) -> tuple[grpc.aio.Server, int]:
 
 
 class SeenChannel:
-    """A channel that tells when its watcher has seen it connected."""
+    """A channel that sets an event when its watcher has seen it connected."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""A server's life: where it listens, what it tells of its health, how it ends."""
+"""A server: where it listens, the health that it reports, how it ends."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ from tests.rpc.services import generic_service
 DRAIN = "/quartet.v1.WorkerService/Drain"
 
 
-async def tell_caller(request: bytes, context: Any) -> bytes:
+async def return_caller(request: bytes, context: Any) -> bytes:
     identity = caller_identity(context.auth_context())
     return identity.name.encode() if identity else b"nobody"
 
 
 def service() -> Service:
-    return generic_service("quartet.v1.WorkerService", {"Drain": grpc.unary_unary_rpc_method_handler(tell_caller)})
+    return generic_service("quartet.v1.WorkerService", {"Drain": grpc.unary_unary_rpc_method_handler(return_caller)})
 
 
 async def start(start_server: StartServer, authority: CertificateAuthority, **changes: bool) -> str:
