@@ -21,7 +21,7 @@ from tests.streams.test_outbox import make_hand_off
 
 
 class NoHolds:
-    """Holds what it is told to."""
+    """Notes the hand-offs that it is given."""
 
     def __init__(self) -> None:
         self.offered: list[int] = []

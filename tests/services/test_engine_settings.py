@@ -1,4 +1,4 @@
-"""What a worker is told of its engine, by the names that all engines share, arrives where it matters."""
+"""Engine settings of a worker, by the names that all engines share, reach the engine."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Ended(Exception):
 
 
 class Recorder:
-    """Stands where a worker's process would run, and keeps what it was told."""
+    """Stands where a worker's process would run, and keeps its configuration."""
 
     configs: list[tuple[Role, WorkerConfig]]
 

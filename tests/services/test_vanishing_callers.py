@@ -171,7 +171,7 @@ async def test_cancel_takes_back_a_hand_off_that_was_not_sent_yet() -> None:
         context.may_write.set()
         await until(lambda: len(context.written) == 2)
         first, second = (output for message in context.written for output in message.outputs)
-        # The first was on its way: whoever gets it lets it go.
+        # The first was on its way: its receiver releases it.
         assert (first.slot, first.WhichOneof("outcome")) == (0, "result")
         assert (second.slot, second.failure.code) == (1, grpc.StatusCode.CANCELLED.value[0])
         serving.cancel()
