@@ -1,4 +1,4 @@
-"""An answer on its way to its reader: in order, merged while nobody looks, and bounded where that is asked for."""
+"""An answer on its way to its reader: in order, merged while its reader is away, and bounded if that is asked for."""
 
 from __future__ import annotations
 

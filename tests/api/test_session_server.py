@@ -27,7 +27,7 @@ USAGE = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, num
 
 
 class FakeRun:
-    """A request whose answer the test gives; it ends when told so, one turn of the loop later."""
+    """A request whose answer the test gives; it ends one turn of the loop after its last choice or an abort."""
 
     def __init__(self, asked: SessionStart, sink: AnswerSink) -> None:
         self.asked, self.sink = asked, sink
@@ -229,7 +229,7 @@ async def test_a_reader_that_stops_loses_its_busy_request_only_and_memory_stays_
     await other.start(2)
     busy, calm, elsewhere = [await served.sessions.wait_for(slot) for slot in range(3)]
     calm.give(10)
-    while busy.aborted is None:  # nobody reads on `slow`
+    while busy.aborted is None:  # no client reads on `slow`
         assert busy.num_given < 1_000_000, "it gathers without bound"
         busy.give(100)
         elsewhere.give(1)
@@ -411,7 +411,7 @@ async def test_a_call_that_is_cancelled_twice_leaves_no_request_running(num_turn
     serving.cancel()
     await asyncio.wait([serving], timeout=_TIMEOUT_S)
     assert serving.cancelled()
-    await asyncio.sleep(0)  # in which those that were told end
+    await asyncio.sleep(0)  # the aborted requests end in this turn
     assert all(run.has_ended for run in runs)
 
 
