@@ -103,7 +103,7 @@ class FakeHops:
     Attributes:
         calls: everything that was started.
         num_open: calls that neither ended nor were cancelled.
-        held: hand-offs that nobody took, dropped or ended, those of embeddings included.
+        held: hand-offs that were not taken, dropped or ended, those of embeddings included.
         kept: those that are renewed.
         tokens_per_step: tokens of each progress.
         eos_at: output position at which the model ends.
@@ -160,7 +160,7 @@ class FakeHops:
 
     def finish_reason(self, start: WorkerStart, token_ids: list[int]) -> FinishReason | None:
         sampling = start.generation.sampling
-        # Like an engine whose files name no end-of-sequence id: it knows those that it is told.
+        # Like an engine whose files name no end-of-sequence id: it knows those that a start names.
         if token_ids[-1] in sampling.stop_token_ids and len(token_ids) > sampling.min_tokens:
             return FinishReason.STOP_ID
         max_tokens = sampling.max_tokens or self.max_sequence_tokens - len(expanded(start)[0])

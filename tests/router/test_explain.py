@@ -1,4 +1,4 @@
-"""Explain: where a request would go, told without its going there."""
+"""Explain: where a request would go, without running it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_explain_runs_books_and_uses_up_nothing() -> None:
             [placement] = answer.accepted.choices
             routes.append((placement.prefill, placement.decode))
         assert routes[0] == routes[1]
-        # What was foretold is what happened.
+        # The request goes where explain said.
         assert {option.rank for option in explanation.options if option.is_chosen} == set(routes[0])
     assert [call.kind for call in asked.hops.calls] == [call.kind for call in unasked.hops.calls]
 

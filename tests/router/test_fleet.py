@@ -52,7 +52,7 @@ async def finish(call: grpc.aio.StreamStreamCall, responses: list[pb.GenerateRes
 
 
 def levels_of_breaks(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """How loudly each broken stream was told."""
+    """The log level of each broken stream."""
     return [record.levelno for record in caplog.records if record.name == "router.fleet" and "broke" in record.message]
 
 
@@ -196,15 +196,15 @@ async def test_a_stopping_router_waits_until_its_requests_end(tmp_path: Path, mo
             watch = stub.WatchWorkers(pb.WatchWorkersRequest())
             await watch.read()
             system.router.stop.set()
-            # It hears of the drain; from then on nothing new is taken.
+            # It gets notice of the drain; from then on the router takes no new request.
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 while await watch.read() is not grpc.aio.EOF:
                     pass
                 raise AssertionError("the watch ended without a status")
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-            with pytest.raises(grpc.aio.AioRpcError) as told:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await read_all(silent)
-            assert told.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
         open_gates(system)
         assert token_ids_of(await finish(call, [accepted])) == expected(PROMPT, 12)
         await system.router.end()

@@ -235,7 +235,7 @@ async def test_a_flood_past_the_high_water_mark_leaves_the_index_exact() -> None
         await until(lambda: joins.num_live == 1)
         for _ in range(3):
             num_snapshots = worker.num_snapshots
-            # In one go: the event loop, which hears it, is not asked meanwhile.
+            # In one go: the event loop, which receives it, does not run meanwhile.
             for number in range(60):
                 worker.change(number, removed=number - 1 if number % 2 else None)
             await until(lambda: is_exact(worker))

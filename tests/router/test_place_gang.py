@@ -48,7 +48,7 @@ async def test_a_ready_choice_is_kept_alive_and_signed_only_with_the_last_one() 
     placed = await settle(placing)
     assert all(isinstance(choice.next, SignedPlacement) for choice in placed.choices)
     assert signed_for(fleet, 0) == signed_for(fleet, 1) == {"decode-0"}
-    # What is left is the client's: nobody renews it any more.
+    # What is left is the client's: the router renews it no more.
     assert (len(fleet.hops.held), fleet.hops.kept, num_booked(fleet)) == (2, set(), 2)
 
 

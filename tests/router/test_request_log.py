@@ -104,7 +104,7 @@ async def test_the_log_line_of_a_request_refused_from_the_queue_has_its_waiting_
     said = said_in(caplog)
     assert said["router_queue_s"] >= 0.05
     assert (said["num_attempts"], said["num_output_tokens"]) == (0, 0)
-    # It was never placed: nobody computed its prompt.
+    # It was never placed: no worker computed its prompt.
     assert value(fleet, "quartet_router_prompt_tokens_total") == 0
 
 

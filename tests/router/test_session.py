@@ -141,7 +141,7 @@ async def test_a_reader_that_stops_loses_only_what_it_does_not_read_and_all_is_f
             wordy = make_start(sampling=types_pb2.Sampling(max_tokens=150), output=types_pb2.OutputOptions(logprobs=20))
             for slot in range(40):
                 await stopped.start(slot, wordy)
-            await system.wait_idle()  # nobody waited for it
+            await system.wait_idle()  # no caller waited for it
             await other.start(0, make_start())
             await other.read_ends(0)
             assert other.heard[0].token_ids[0] == expected(PROMPT, 12)

@@ -202,7 +202,7 @@ def test_a_new_epoch_replaces_the_worker_and_its_bookings(scene: Scene) -> None:
     reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
     assert scene.table.put(new, scene.now)
     assert scene.state() is WorkerState.JOINING
-    # What the old life still says changes nothing.
+    # Reports of the old epoch change nothing.
     scene.table.report(make_load(old, num_in_use_blocks=90), scene.now)
     scene.table.connected(old.key, make_load(old), scene.now)
     scene.table.broken(old.key, old.epoch)
@@ -219,7 +219,7 @@ def test_a_start_placed_at_an_old_epoch_is_not_counted_by_the_new_one(scene: Sce
     scene.join(new)
     reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
     reservation.decode.send()
-    # What was placed at the old life reached the new one, which counts it in under its old number.
+    # A start placed at the old epoch reached the new one, which counts it under its old number.
     scene.table.report(make_load(new, router_progress={numbering("router-a", 10): 1000}), scene.now)
     assert scene.candidate(new).num_queued_tokens == 100
     scene.table.report(make_load(new, router_progress={numbering("router-a", 11): 1}), scene.now)

@@ -161,7 +161,7 @@ async def test_a_worker_that_leaves_is_forgotten_at_once_with_its_snapshot() -> 
         it.client.hold.clear()
         it.heartbeat()
         await until(lambda: it.client.num_open == 1)
-        it.joins.leave(make_record(epoch=99))  # another life: not this one
+        it.joins.leave(make_record(epoch=99))  # another epoch: not this one
         it.joins.leave(it.record)
         assert not it.index.held
         await until(lambda: not it.client.num_open)

@@ -142,8 +142,8 @@ def test_a_copy_of_a_policy_decides_as_the_original_would(name: str) -> None:
     snapshot = Snapshot([candidate("p0"), candidate("p1")], [candidate(f"d{number}") for number in range(4)])
     policy = _POLICIES[name]()
     for _ in range(20):
-        foretold = copy.deepcopy(policy).assign([pending()], snapshot)
-        assert policy.assign([pending()], snapshot) == foretold
+        predicted = copy.deepcopy(policy).assign([pending()], snapshot)
+        assert policy.assign([pending()], snapshot) == predicted
 
 
 @each_policy
