@@ -1,4 +1,4 @@
-"""What a worker listens on, and what it tells others to dial."""
+"""What a worker listens on, and what it advertises for others to dial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker tells of placed starts, and for how long."""
+"""What a worker reports of placed starts, and for how long."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_news_are_reported_by_router_for_some_seconds() -> None:
 def test_each_placement_is_reported_several_times_but_not_in_every_load(interval_s: float) -> None:
     clock = Clock()
     counted = CountedPlacements(clock)
-    num_told: list[int] = []
+    num_reported: list[int] = []
     for number in range(1, 101):
         counted.end("a", number)
         clock.now += interval_s
-        num_told += counted.news().get("a", PlacementProgress()).ended
+        num_reported += counted.news().get("a", PlacementProgress()).ended
         counted.sent()
-    times = [num_told.count(number) for number in range(1, 101)][: -int(4 / interval_s)]
+    times = [num_reported.count(number) for number in range(1, 101)][: -int(4 / interval_s)]
     assert times
     assert 2 < min(times) <= max(times) <= 12
 

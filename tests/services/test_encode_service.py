@@ -150,7 +150,7 @@ async def test_a_bad_item_is_named_and_its_request_leaves_nothing(
             await worker.encode(make_encode_start([CAT, file]))
         assert getattr(caught.value, "field", None) == field
         await until(lambda: not worker.dispatcher.num_running and not worker.pool.counts.in_use)
-        assert worker.pool.counts.held in (0, 2)  # that of the cat, if it was told of before
+        assert worker.pool.counts.held in (0, 2)  # that of the cat, if it was sent before
 
 
 async def test_too_many_items_are_refused() -> None:
@@ -247,9 +247,9 @@ async def test_a_hand_off_that_was_sent_outlives_its_stream_and_then_expires() -
         assert worker.pool.counts.held
         await until(worker.is_clean)
         assert worker.source.counts.expired >= 1
-        told = encoded.encoded.hand_off
+        sent = encoded.encoded.hand_off
         with pytest.raises(HandOffNotFoundError):
-            worker.source.renew(HandOffTicket(told.hand_off_id, told.secret, told.epoch))
+            worker.source.renew(HandOffTicket(sent.hand_off_id, sent.secret, sent.epoch))
 
 
 async def test_the_timeout_of_a_request_ends_it() -> None:

@@ -1,4 +1,4 @@
-"""A worker's KV events and snapshots: numbers that fit together, and nobody who waits for ever."""
+"""A worker's KV events and snapshots: their numbers match, and no caller waits for ever."""
 
 from __future__ import annotations
 

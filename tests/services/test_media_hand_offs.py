@@ -103,7 +103,7 @@ async def test_a_missing_hand_off_fails_the_request_and_releases_its_other_hand_
         lost = replace(cat, secret=bytes(16))
         worker.submit(start_with_hand_offs([CAT, DOG], [lost, dog]))
         assert await worker.outcome() == "HAND_OFF_NOT_FOUND"
-        await until(lambda: source.source.counts.held == 1)  # the cat's, of which nobody has the right secret
+        await until(lambda: source.source.counts.held == 1)  # the cat's: no request has its right secret
         assert not worker.engine.requests
 
 

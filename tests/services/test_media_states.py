@@ -85,7 +85,7 @@ async def test_a_kept_item_is_no_block_that_other_requests_could_find() -> None:
 
 async def test_nothing_of_a_request_that_fails_is_kept() -> None:
     encoder, states = keeper()
-    # What was told before the other item failed is the caller's, who says nothing here: it expires.
+    # A hand-off sent before the other item failed is the caller's, which does not release it here: it expires.
     async with encode_worker(encoder, hand_off_ttl_s=0.2) as worker:
         for name, error in (("broken", InvalidMediaError), ("other", EngineError)):
             with pytest.raises(error) as caught:
@@ -184,7 +184,7 @@ async def test_a_hand_off_is_renewed_as_long_as_the_engine_needs_the_state() -> 
     async with encode_worker(encoder, hand_off_ttl_s=0.3) as source, media_worker(read_states="fake") as worker:
         [cat] = await opaque(source, CAT)
         id = worker.submit(start_with_hand_offs([CAT], [cat]))
-        [other] = await opaque(source, DOG)  # of whom nobody speaks
+        [other] = await opaque(source, DOG)  # that no request names
         await until(lambda: source.source.counts.expired == 1)
         assert [file.data for file in states.held.values()] == [CAT.data], other
         worker.finish(id)
@@ -229,7 +229,7 @@ async def test_a_file_that_cannot_be_sized_is_named() -> None:
 
 
 class UnsizedEncoder(FakeEncoder):
-    """Looks at files, and can't tell how many tokens they fill."""
+    """Reads files without knowing how many tokens they fill."""
 
     async def size(self, file: MediaFile) -> ItemSize:
         return replace(await super().size(file), num_tokens=0, grid=None)

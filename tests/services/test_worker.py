@@ -52,7 +52,7 @@ def make_worker(inner: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0
 
 
 async def next_status(health: Any) -> int:
-    """The status that a watcher of health is told next."""
+    """The next status that a watcher of health gets."""
     async with asyncio.timeout(WAIT_S):
         response = await health.read()
     return int(response.status)
