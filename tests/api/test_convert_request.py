@@ -52,7 +52,7 @@ def test_an_explanation_survives(explanation: Explanation) -> None:
 
 
 @given(strategies.GENERATE_STARTS)
-def test_what_is_to_be_explained_survives(start: GenerateStart) -> None:
+def test_an_explain_request_survives(start: GenerateStart) -> None:
     assert from_explain_request(over_the_wire(to_explain_request(start))) == start
 
 
@@ -136,7 +136,7 @@ def test_empty_media_are_refused(part: router_pb2.MediaPart) -> None:
         (GenerateStart(prompt=HI, sampling=Sampling(stop_token_ids=(-1,))), None),
     ],
 )
-def test_what_a_message_cannot_hold_is_refused(start: GenerateStart, field: str | None) -> None:
+def test_a_value_that_a_message_cannot_hold_is_refused(start: GenerateStart, field: str | None) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         to_generate_start(start)
     assert caught.value.field == field
