@@ -86,7 +86,7 @@ def test_rounds_share_no_prompt() -> None:
     assert len({job.prompt for job in first.jobs}) == len(first.jobs) == 32
 
 
-def test_of_prompts_only_their_own_tokens_are_useful() -> None:
+def test_only_the_prompts_own_tokens_count_as_useful() -> None:
     assert WORKLOADS["prefill"](random.Random(0)).num_useful_tokens == 32 * 256
 
 
