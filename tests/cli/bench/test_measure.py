@@ -208,7 +208,7 @@ def test_a_count_stands_for_as_many_equal_durations() -> None:
     assert histogram.quantile_s(0.99) == pytest.approx(1.0, rel=0.01)
 
 
-def test_what_is_out_of_range_is_counted_at_its_end() -> None:
+def test_a_duration_out_of_range_is_counted_in_the_outermost_bucket() -> None:
     histogram = DurationHistogram()
     for value in (0.0, 1e-9, 1e9):
         histogram.add(value)
