@@ -68,7 +68,7 @@ async def test_a_worker_takes_its_file_back_from_another_that_died_with_it(tmp_p
     await registry.close()
 
 
-async def test_what_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:
+async def test_a_file_in_place_of_the_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "default").write_text("a file")
     registry = FileRegistry(FileConfig(directory=tmp_path))
     with pytest.raises(DiscoveryError, match="cannot write"):

@@ -70,7 +70,7 @@ _steps = st.lists(
 
 
 @given(_steps)
-def test_whatever_happens_the_reader_ends_up_with_the_truth(steps: list[tuple[str, str, int]]) -> None:
+def test_after_any_changes_the_reader_knows_exactly_the_registered_workers(steps: list[tuple[str, str, int]]) -> None:
     workers, truth, received = WorkerSet(), dict[WorkerKey, WorkerRecord](), dict[WorkerKey, WorkerRecord]()
     for step, names, epoch in steps:
         records = [make_record(name, epoch=epoch) for name in names]
