@@ -242,7 +242,7 @@ def test_impossible_bounds_are_refused(num_seqs: int, num_tokens: int) -> None:
         SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
 
 
-def test_what_a_step_computes_is_shared_within_it_where_the_runner_allows_that() -> None:
+def test_blocks_computed_in_a_step_are_shared_within_it_if_the_runner_allows_that() -> None:
     def cached_tokens(*, shares_within_step: bool) -> list[int]:
         blocks = BlockManager(16, 4)
         limits = EngineLimits(max_model_len=64, num_pool_tokens=64, vocab_size=100)

@@ -176,7 +176,7 @@ async def test_too_large_an_item_is_refused(checkpoint: Callable[[str], Path]) -
         assert (await encoder.size(embeddings_file(torch.zeros(40, HIDDEN_SIZE)))).num_tokens == 40
 
 
-async def test_what_does_not_fill_its_blocks_is_refused(checkpoint: Callable[[str], Path]) -> None:
+async def test_a_picture_that_does_not_fill_its_blocks_is_refused(checkpoint: Callable[[str], Path]) -> None:
     async with running_encoder(encoder_config(checkpoint("llava_clip"))) as encoder:
         for block_ids in ([0], [0, 1, 2]):
             with pytest.raises(InvalidMediaError, match="fills 16 tokens"):

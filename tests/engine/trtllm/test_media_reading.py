@@ -100,7 +100,7 @@ async def test_many_pictures_wait_for_few_threads(door: Door) -> None:
         assert len(door.threads) <= 4
 
 
-async def test_what_is_refused_anyway_is_not_decoded(door: Door) -> None:
+async def test_the_picture_of_a_refused_request_is_not_decoded(door: Door) -> None:
     async with running(modality=Modality.MULTIMODAL) as decode:
         end = await decode.end_of(picture_request(1_000_001, adapter="none"))
         assert isinstance(end, Failed)
