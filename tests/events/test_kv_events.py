@@ -58,7 +58,7 @@ class Receiver:
 
 
 @pytest.fixture
-async def make_ear() -> AsyncIterator[Callable[..., Receiver]]:
+async def make_receiver() -> AsyncIterator[Callable[..., Receiver]]:
     ears: list[Receiver] = []
 
     def make(**settings: object) -> Receiver:
@@ -85,9 +85,9 @@ def make_key(tmp_path: Path, content: str | None = None) -> EventsKey:
 
 
 async def test_batches_and_reports_come_in_order_with_their_numbers(
-    make_ear: Callable[..., Receiver], publisher: EventPublisher
+    make_receiver: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    receiver = make_ear()
+    receiver = make_receiver()
     await receiver.join(publisher)
     publisher.publish_load(make_load(steps=1))
     publisher.publish_kv(_CHANGE)
@@ -102,10 +102,10 @@ async def test_batches_and_reports_come_in_order_with_their_numbers(
     ]
 
 
-async def test_what_is_too_long_for_a_frame_comes_in_several_batches(
-    make_ear: Callable[..., Receiver], publisher: EventPublisher
+async def test_events_too_long_for_a_frame_come_in_several_batches(
+    make_receiver: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    receiver = make_ear()
+    receiver = make_receiver()
     await receiver.join(publisher)
     publisher.publish_kv(RankEvents(0, [Removed(range(300_000))]))
     heard = await receiver.catch_up(publisher)
@@ -119,9 +119,9 @@ async def test_no_change_is_no_batch(publisher: EventPublisher) -> None:
 
 
 async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show_it(
-    make_ear: Callable[..., Receiver],
+    make_receiver: Callable[..., Receiver],
 ) -> None:
-    publisher, receiver = make_publisher(max_pending_messages=2), make_ear(max_pending_messages=2)
+    publisher, receiver = make_publisher(max_pending_messages=2), make_receiver(max_pending_messages=2)
     try:
         await receiver.join(publisher)
         # More than the sockets' buffers hold, in one go: nothing is read meanwhile, as this does not wait.
@@ -158,12 +158,12 @@ async def test_a_subscriber_to_loads_gets_only_loads(publisher: EventPublisher) 
 
 
 async def test_with_a_key_only_subscribers_that_hold_it_receive_events(
-    tmp_path: Path, make_ear: Callable[..., Receiver]
+    tmp_path: Path, make_receiver: Callable[..., Receiver]
 ) -> None:
     key, other_key = make_key(tmp_path), make_key(tmp_path)
     publisher = make_publisher(key=key)
-    outsiders = [make_ear(), make_ear(key=other_key)]
-    holder = make_ear(key=key)
+    outsiders = [make_receiver(), make_receiver(key=other_key)]
+    holder = make_receiver(key=key)
     try:
         for receiver in outsiders:
             receiver.subscriber.connect(publisher.endpoint)
@@ -176,9 +176,9 @@ async def test_with_a_key_only_subscribers_that_hold_it_receive_events(
         publisher.close()
 
 
-async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Callable[..., Receiver]) -> None:
+async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_receiver: Callable[..., Receiver]) -> None:
     key, other_key = make_key(tmp_path), make_key(tmp_path)
-    publisher, holder = make_publisher(key=key), make_ear(key=key)
+    publisher, holder = make_publisher(key=key), make_receiver(key=key)
     with zmq.Context() as context, context.socket(zmq.SUB) as outsider, outsider.get_monitor_socket() as monitor:
         outsider.setsockopt(zmq.CURVE_SERVERKEY, key.public)
         outsider.setsockopt(zmq.CURVE_PUBLICKEY, other_key.public)
@@ -197,9 +197,9 @@ async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Ca
 
 
 async def test_a_subscriber_with_a_key_ignores_publishers_without_one(
-    tmp_path: Path, make_ear: Callable[..., Receiver], publisher: EventPublisher
+    tmp_path: Path, make_receiver: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    suspicious, trusting = make_ear(key=make_key(tmp_path)), make_ear()
+    suspicious, trusting = make_receiver(key=make_key(tmp_path)), make_receiver()
     suspicious.subscriber.connect(publisher.endpoint)
     await trusting.join(publisher)
     assert suspicious.heard.empty()

@@ -186,12 +186,12 @@ def test_frames_of_another_shape_are_refused(frames: list[bytes]) -> None:
         decode_load(frames)
 
 
-def test_what_is_only_cached_is_not_used() -> None:
+def test_cached_blocks_do_not_count_as_used() -> None:
     assert RankLoad(num_in_use_blocks=3, num_held_blocks=2, num_cached_blocks=50).num_used_blocks == 5
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_what_is_no_time_is_refused(bad: float) -> None:
+def test_a_negative_or_infinite_time_is_refused(bad: float) -> None:
     ranks = (
         RankLoad(num_total_blocks=1, step_ends_in_s=bad),
         RankLoad(num_total_blocks=1, step_time=StepTime(decode_base_s=bad)),
