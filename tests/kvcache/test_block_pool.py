@@ -308,7 +308,7 @@ def test_a_shared_block_that_is_no_longer_held_is_still_in_use() -> None:
     assert pool.counts == BlockCounts(free=2, cached=2, held=0, in_use=0, total=4)
 
 
-def test_what_was_held_is_evicted_from_its_leaf() -> None:
+def test_held_blocks_are_evicted_leaf_first_after_their_release() -> None:
     pool = BlockManager(3, 4)
     seq = new_seq(12)
     run(pool, seq)
