@@ -188,7 +188,7 @@ async def test_tokens_that_came_are_shown_before_the_failure() -> None:
     assert shown.token_ids[0] == expected_tokens(5, 0, 20, 4)
 
 
-async def test_one_choice_that_fails_for_good_ends_all() -> None:
+async def test_a_choice_that_fails_for_good_ends_all_choices() -> None:
     fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plan("decode", Plan(), Plan(error=errors.EngineError("broke"), fail_after=3), Plan(hang_after=1))
     with pytest.raises(errors.EngineError):

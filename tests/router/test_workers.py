@@ -234,7 +234,7 @@ def test_pools_of_one_name_are_never_mixed(scene: Scene) -> None:
     assert scene.ranks(PoolKey("tiny", "bb" * 32)) == ({Rank("prefill-9")}, {Rank("decode-9")})
 
 
-def test_of_two_pools_of_one_name_the_one_with_more_ready_decode_workers_serves(scene: Scene) -> None:
+def test_among_pools_of_one_name_the_one_with_more_ready_decode_workers_serves(scene: Scene) -> None:
     old = [make_record(f"decode-{i}", model_fingerprint="bb" * 32) for i in range(2)]
     scene.join(*old, make_record("decode-9", model_fingerprint="aa" * 32))
     assert scene.table.pool("tiny", scene.now).key.fingerprint == "bb" * 32

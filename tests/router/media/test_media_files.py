@@ -102,7 +102,7 @@ async def test_a_pictures_size_follows_from_the_prompt_lengths_that_a_decode_wor
 
 
 @pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
-async def test_where_a_worker_makes_other_sizes_of_files_than_are_known_its_own_are_taken(
+async def test_if_a_worker_reports_other_sizes_of_files_than_are_known_its_sizes_are_used(
     takes: dict[str, tuple[str, ...]], kind: str
 ) -> None:
     fleet = media_fleet("prefill-0", "decode-0", takes=takes)

@@ -42,7 +42,7 @@ async def refusal(fleet: Fleet, **changes: Any) -> errors.ServingError:
     return raised.value
 
 
-async def test_what_is_impossible_is_refused_by_the_clients_field_before_any_worker_is_asked() -> None:
+async def test_an_impossible_request_is_refused_by_the_clients_field_before_any_worker_is_called() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     one, none = TokenPrompt((1, PLACEHOLDER)), TokenPrompt((1, 2))
     torn = MediaUrl("http://nowhere/")
@@ -93,7 +93,7 @@ async def test_prompts_that_are_too_long_with_their_media_are_refused() -> None:
 @pytest.mark.parametrize(
     ("takes", "num_decode_blocks"), [(TOWERS, 7), (TOWERS, 100), (AGGREGATED, 7)], ids=["all", "prefill", "decode"]
 )
-async def test_of_files_what_could_be_too_long_is_for_the_worker_to_refuse(
+async def test_a_prompt_whose_files_might_make_it_too_long_is_left_to_the_worker_to_refuse(
     takes: dict[str, tuple[str, ...]], num_decode_blocks: int
 ) -> None:
     fleet = media_fleet(takes=takes)
@@ -112,7 +112,7 @@ async def test_of_files_what_could_be_too_long_is_for_the_worker_to_refuse(
 
 
 @pytest.mark.parametrize("takes", [TOWERS, AGGREGATED])
-async def test_of_files_an_answer_may_fill_what_they_leave(takes: dict[str, tuple[str, ...]]) -> None:
+async def test_an_answer_may_fill_what_files_leave_of_the_model_length(takes: dict[str, tuple[str, ...]]) -> None:
     fleet = media_fleet(takes=takes)
     fleet.hops.max_sequence_tokens = 71
     for worker_id in ("prefill-0", "decode-0"):
@@ -159,7 +159,7 @@ async def test_a_chat_has_its_media_in_its_messages() -> None:
         (["nothing"], 1, "chat.messages"),
     ],
 )
-async def test_what_is_wrong_with_one_item_of_a_chat_names_its_message_and_part(
+async def test_an_error_in_one_item_of_a_chat_names_its_message_and_part(
     contents: list[Any], num_ranks: int, field: str
 ) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes={"encode": ("image",), "prefill": ("hand_off",)})
@@ -169,7 +169,7 @@ async def test_what_is_wrong_with_one_item_of_a_chat_names_its_message_and_part(
     fleet.assert_nothing_left()
 
 
-async def test_what_an_encode_worker_refuses_of_a_chat_names_its_message_and_part() -> None:
+async def test_an_encode_workers_refusal_of_a_chats_item_names_its_message_and_part() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     fleet.texts.text = chat_text(2)
     fleet.hops.plan("encode", Plan(error=errors.InvalidMediaError("it is torn", field="items[1].file.data")))
@@ -282,7 +282,7 @@ async def test_placed_choices_that_are_cancelled_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
-async def test_a_request_is_gone_on_with_by_the_same_start(is_placed: bool) -> None:
+async def test_a_request_is_resumed_by_the_same_start(is_placed: bool) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     given = expected_tokens(5, 0, len(EXPANDED), 4)
     resume = Resume(request_id="00ff" * 8, attempt=2, seed=5, generated_token_ids=given)
@@ -298,7 +298,7 @@ async def test_a_request_is_gone_on_with_by_the_same_start(is_placed: bool) -> N
     assert calls_of(fleet, "prefill")[0].start.context.attempt == 2
 
 
-async def test_an_answer_may_fill_what_the_media_leave() -> None:
+async def test_an_answer_may_fill_what_the_media_leave_of_the_model_length() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=None)
     answer = await collect(fleet.generate(media_start(sampling=Sampling())))
     assert len(answer.token_ids[0]) == 1001 - len(EXPANDED)  # 100 blocks of 10, and the last token needs no room
