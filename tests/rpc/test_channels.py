@@ -98,7 +98,9 @@ def test_only_grpcs_own_threads_yield_and_calls_go_on() -> None:
     assert status == "UNIMPLEMENTED"
 
 
-async def test_where_policies_may_not_be_changed_it_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_if_the_scheduling_policy_may_not_be_changed_the_poller_runs_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(_thread: int, _policy: int, _parameter: os.sched_param) -> None:
         raise PermissionError("not here")
 
