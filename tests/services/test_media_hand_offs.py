@@ -72,7 +72,7 @@ async def test_a_repeated_picture_moves_nothing() -> None:
         assert worker.stage.num_pulls == 1
 
 
-async def test_one_picture_twice_in_a_request_is_pulled_once() -> None:
+async def test_a_picture_named_twice_in_a_request_is_pulled_once() -> None:
     async with encode_worker() as source, media_worker() as worker:
         id = worker.submit(start_with_hand_offs([CAT, CAT], await hand_off(source, CAT, CAT)))
         await worker.submitted(id)

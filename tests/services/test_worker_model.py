@@ -146,7 +146,9 @@ async def test_a_repository_is_fetched_and_is_the_models_name(tmp_path: Path, mo
     assert asked == [(Repository("org/name", "v1"), False)]
 
 
-async def test_a_repository_that_can_not_be_had_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_repository_that_cannot_be_fetched_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fetch(_repository: Repository, *, needs_weights: bool) -> Path:
         raise ConfigError("model_path: there is none")
 
