@@ -271,7 +271,7 @@ async def test_a_message_that_holds_nothing_ends_the_stream() -> None:
     assert serving.work.abandoned == [1]
 
 
-async def test_whatever_comes_for_unknown_slots_is_ignored() -> None:
+async def test_messages_for_unknown_slots_are_ignored() -> None:
     serving = Serving()
     await serving.send(chunk(9, b"x"), done(9), cancel(9), start_message(1))
     serving.work.finish(1)
