@@ -136,7 +136,7 @@ async def test_a_wrong_ticket_moves_no_blocks_and_leaves_the_hand_off_intact(cha
         await here.puller.claim(hand_off).fetch([PieceCopy(0, 0)])
 
 
-async def test_pieces_out_of_range_are_refused_and_the_hand_off_lives_on() -> None:
+async def test_pieces_out_of_range_are_refused_and_the_hand_off_stays_valid() -> None:
     async with source_worker() as source, puller_worker() as here:
         hand_off = source.offer(1, BLOCKS)
         with pytest.raises(TransferError, match="INVALID_ARGUMENT"):
