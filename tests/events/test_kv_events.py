@@ -24,11 +24,11 @@ _CHANGE = RankEvents(1, [Stored(None, [1, 2]), Removed([2])])
 
 
 class Receiver:
-    """A subscriber to both topics and what it heard, in order."""
+    """A subscriber to both topics and what it received, in order."""
 
     def __init__(self, **settings: object) -> None:
-        self.heard: asyncio.Queue[KvBatch | NumberedLoad] = asyncio.Queue()
-        put = self.heard.put_nowait
+        self.received: asyncio.Queue[KvBatch | NumberedLoad] = asyncio.Queue()
+        put = self.received.put_nowait
         self.subscriber = EventSubscriber(put, self._fail, put, **settings)  # type: ignore[arg-type]
 
     def _fail(self) -> None:
@@ -36,25 +36,25 @@ class Receiver:
 
     async def next(self) -> KvBatch | NumberedLoad:
         async with asyncio.timeout(_TIMEOUT_S):
-            return await self.heard.get()
+            return await self.received.get()
 
     async def join(self, publisher: EventPublisher) -> None:
-        """Return once ``publisher`` is heard and all that it has said until then is taken."""
+        """Return once an event of ``publisher`` has arrived and all that it sent until then is taken."""
         self.subscriber.connect(publisher.endpoint)
         async with asyncio.timeout(_TIMEOUT_S):
-            while self.heard.empty():
+            while self.received.empty():
                 publisher.publish_load(make_load())
                 await asyncio.sleep(0.01)
         await self.catch_up(publisher)
 
     async def catch_up(self, publisher: EventPublisher) -> list[KvBatch | NumberedLoad]:
-        """All that is heard up to a last report."""
+        """All that is received up to a last report."""
         last = make_load(steps=secrets.randbits(32))
         publisher.publish_load(last)
-        heard = [await self.next()]
-        while not (isinstance(heard[-1], NumberedLoad) and heard[-1].load == last):
-            heard.append(await self.next())
-        return heard[:-1]
+        received = [await self.next()]
+        while not (isinstance(received[-1], NumberedLoad) and received[-1].load == last):
+            received.append(await self.next())
+        return received[:-1]
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ async def test_events_too_long_for_a_frame_come_in_several_batches(
     receiver = make_receiver()
     await receiver.join(publisher)
     publisher.publish_kv(RankEvents(0, [Removed(range(300_000))]))
-    heard = await receiver.catch_up(publisher)
-    assert [batch.number for batch in heard if isinstance(batch, KvBatch)] == list(range(1, publisher.kv_number + 1))
+    received = await receiver.catch_up(publisher)
+    assert [batch.number for batch in received if isinstance(batch, KvBatch)] == list(range(1, publisher.kv_number + 1))
     assert publisher.kv_number > 2
 
 
@@ -132,9 +132,9 @@ async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show
             while numbers[-1] <= num_published:  # the first ones after it are lost too, until there is room again
                 publisher.publish_kv(_CHANGE)
                 await asyncio.sleep(0.01)
-                while not receiver.heard.empty():
-                    heard = receiver.heard.get_nowait()
-                    numbers += [heard.number] if isinstance(heard, KvBatch) else []
+                while not receiver.received.empty():
+                    received = receiver.received.get_nowait()
+                    numbers += [received.number] if isinstance(received, KvBatch) else []
         assert numbers == sorted(numbers)
         assert len(numbers) < num_published
     finally:
@@ -142,13 +142,13 @@ async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show
 
 
 async def test_a_subscriber_to_loads_gets_only_loads(publisher: EventPublisher) -> None:
-    heard: asyncio.Queue[NumberedLoad] = asyncio.Queue()
+    received: asyncio.Queue[NumberedLoad] = asyncio.Queue()
     malformed: list[None] = []
-    subscriber = EventSubscriber(heard.put_nowait, lambda: malformed.append(None))
+    subscriber = EventSubscriber(received.put_nowait, lambda: malformed.append(None))
     try:
         subscriber.connect(publisher.endpoint)
         async with asyncio.timeout(_TIMEOUT_S):
-            while heard.empty():
+            while received.empty():
                 publisher.publish_kv(_CHANGE)
                 publisher.publish_load(make_load())
                 await asyncio.sleep(0.01)
@@ -170,8 +170,8 @@ async def test_with_a_key_only_subscribers_that_hold_it_receive_events(
         await holder.join(publisher)
         publisher.publish_kv(_CHANGE)
         assert len(await holder.catch_up(publisher)) == 1
-        # They dialled first, so they were refused, or would have heard by now.
-        assert all(receiver.heard.empty() for receiver in outsiders)
+        # They dialled first, so they were refused, or would have received events by now.
+        assert all(receiver.received.empty() for receiver in outsiders)
     finally:
         publisher.close()
 
@@ -202,7 +202,7 @@ async def test_a_subscriber_with_a_key_ignores_publishers_without_one(
     suspicious, trusting = make_receiver(key=make_key(tmp_path)), make_receiver()
     suspicious.subscriber.connect(publisher.endpoint)
     await trusting.join(publisher)
-    assert suspicious.heard.empty()
+    assert suspicious.received.empty()
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ class Receiver:
     """A subscriber and the loads that it received."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[WorkerLoad] = asyncio.Queue()
+        self.received: asyncio.Queue[WorkerLoad] = asyncio.Queue()
         self.num_malformed = 0
         self.subscriber = EventSubscriber(self._take_load, self._count_malformed)
 
     def _take_load(self, report: NumberedLoad) -> None:
-        self.heard.put_nowait(report.load)
+        self.received.put_nowait(report.load)
 
     def _count_malformed(self) -> None:
         self.num_malformed += 1
@@ -39,7 +39,7 @@ class Receiver:
                 send()
                 try:
                     async with asyncio.timeout(0.02):
-                        if wanted(await self.heard.get()):
+                        if wanted(await self.received.get()):
                             return
                 except TimeoutError:
                     continue
@@ -62,7 +62,7 @@ def publisher() -> Iterator[EventPublisher]:
 async def test_a_report_arrives_as_it_was_published(receiver: Receiver, publisher: EventPublisher) -> None:
     receiver.subscriber.connect(publisher.endpoint)
     load = make_load(queued=5)
-    await receiver.send_until_received(lambda: publisher.publish_load(load), lambda heard: heard == load)
+    await receiver.send_until_received(lambda: publisher.publish_load(load), lambda received: received == load)
 
 
 async def test_events_of_several_workers_arrive_over_one_socket(receiver: Receiver, publisher: EventPublisher) -> None:
@@ -72,7 +72,7 @@ async def test_events_of_several_workers_arrive_over_one_socket(receiver: Receiv
             receiver.subscriber.connect(speaker.endpoint)
             load = make_load(worker_id=name)
             await receiver.send_until_received(
-                lambda s=speaker, m=load: s.publish_load(m), lambda heard, m=load: heard == m
+                lambda s=speaker, m=load: s.publish_load(m), lambda received, m=load: received == m
             )
     finally:
         other.close()
@@ -81,12 +81,14 @@ async def test_events_of_several_workers_arrive_over_one_socket(receiver: Receiv
 async def test_events_of_a_worker_that_comes_back_at_its_address_arrive_again(receiver: Receiver) -> None:
     first = make_publisher()
     receiver.subscriber.connect(first.endpoint)
-    await receiver.send_until_received(lambda: first.publish_load(make_load(epoch=1)), lambda heard: heard.epoch == 1)
+    await receiver.send_until_received(
+        lambda: first.publish_load(make_load(epoch=1)), lambda received: received.epoch == 1
+    )
     first.close()
     second = make_publisher(int(first.endpoint.rpartition(":")[2]))
     try:
         await receiver.send_until_received(
-            lambda: second.publish_load(make_load(epoch=2)), lambda heard: heard.epoch == 2
+            lambda: second.publish_load(make_load(epoch=2)), lambda received: received.epoch == 2
         )
     finally:
         second.close()
@@ -94,13 +96,13 @@ async def test_events_of_a_worker_that_comes_back_at_its_address_arrive_again(re
 
 async def test_a_flood_in_one_burst_is_drained_whole(receiver: Receiver, publisher: EventPublisher) -> None:
     receiver.subscriber.connect(publisher.endpoint)
-    await receiver.send_until_received(lambda: publisher.publish_load(make_load()), lambda heard: True)
+    await receiver.send_until_received(lambda: publisher.publish_load(make_load()), lambda received: True)
     for number in range(1, 2001):
         publisher.publish_load(make_load(steps=number))
     steps = 0
     async with asyncio.timeout(_TIMEOUT_S):
         while steps < 2000:
-            steps = (await receiver.heard.get()).ranks[0].num_steps
+            steps = (await receiver.received.get()).ranks[0].num_steps
 
 
 async def test_malformed_frames_are_counted_and_skipped(receiver: Receiver) -> None:
@@ -113,7 +115,7 @@ async def test_malformed_frames_are_counted_and_skipped(receiver: Receiver) -> N
             socket.send_multipart([LOAD_TOPIC, b"short", b""])
             socket.send_multipart(encode_load(make_load(), 0))
 
-        await receiver.send_until_received(send, lambda heard: heard == make_load())
+        await receiver.send_until_received(send, lambda received: received == make_load())
     assert receiver.num_malformed > 0
 
 
@@ -121,20 +123,20 @@ async def test_events_of_a_disconnected_worker_arrive_no_more(receiver: Receiver
     other = make_publisher()
     try:
         receiver.subscriber.connect(publisher.endpoint)
-        await receiver.send_until_received(lambda: publisher.publish_load(make_load()), lambda heard: True)
+        await receiver.send_until_received(lambda: publisher.publish_load(make_load()), lambda received: True)
         receiver.subscriber.disconnect(publisher.endpoint)
         receiver.subscriber.disconnect(publisher.endpoint)
-        while not receiver.heard.empty():
-            receiver.heard.get_nowait()
+        while not receiver.received.empty():
+            receiver.received.get_nowait()
         publisher.publish_load(make_load(steps=99))
         # What the other says proves that everything said before has had its time.
         receiver.subscriber.connect(other.endpoint)
         left = make_load(worker_id="other")
         said_after: list[WorkerLoad] = []
 
-        def is_other(heard: WorkerLoad) -> bool:
-            said_after.append(heard)
-            return heard.worker_id == "other"
+        def is_other(received: WorkerLoad) -> bool:
+            said_after.append(received)
+            return received.worker_id == "other"
 
         await receiver.send_until_received(lambda: other.publish_load(left), is_other)
         assert {load.worker_id for load in said_after} == {"other"}
