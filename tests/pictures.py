@@ -1,4 +1,4 @@
-"""Pictures that nobody trained on, with questions about them, as files."""
+"""Pictures that no model was trained on, with questions about them, as files."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ class Stopwatch:
     def seconds(self) -> float:
         """How long it has run, without the time in which some process of the machine waited for a CPU.
 
-        Where the kernel does not tell that (Linux since 4.20 does), all of the time.
+        Where the kernel does not report that (Linux since 4.20 does), all of the time.
         """
         return time.monotonic() - self._began - (_stalled_s() - self._stalled_s)
 
     @property
     def stalled_share(self) -> float:
-        """What part of its time some process waited for a CPU; 0 where the kernel does not tell that."""
+        """What part of its time some process waited for a CPU; 0 where the kernel does not report that."""
         return (_stalled_s() - self._stalled_s) / (time.monotonic() - self._began)
 
 

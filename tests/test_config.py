@@ -44,7 +44,7 @@ class Outer:
     by_name: Mapping[str, float] = field(default_factory=dict)
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def test_an_absent_value_has_its_default() -> None:
     assert build(Outer, {"name": "a"}) == Outer(name="a")
 
 
@@ -98,7 +98,7 @@ def test_every_kind_of_field_is_built() -> None:
         ({"name": "a", "ways": "grpc"}, "top.ways: must be a list"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_path(mapping: dict[str, object], message: str) -> None:
+def test_a_value_of_the_wrong_type_or_range_is_refused_by_its_path(mapping: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         build(Outer, mapping, "top")
 
@@ -177,7 +177,7 @@ def test_an_override_that_makes_no_sense_is_refused(assignment: str) -> None:
         override({"name": "text"}, assignment)
 
 
-def test_what_another_component_checks_is_left_as_it_is() -> None:
+def test_a_mapping_that_another_component_checks_is_kept_unchanged() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Section:
         settings: Mapping[str, object]

@@ -1,4 +1,4 @@
-"""An answer on its way to its reader: in order, merged while nobody looks, and bounded where that is asked for."""
+"""An answer on its way to its reader: in order, merged while its reader is away, and bounded if that is asked for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def finished(choice: int) -> ChoiceFinished:
     return ChoiceFinished(choice=choice, reason=FinishReason.LENGTH, usage=usage, time=TimeBreakdown())
 
 
-async def test_what_gathers_comes_in_order_and_merged_by_choice() -> None:
+async def test_unread_parts_come_in_order_and_merged_by_choice() -> None:
     answer = Answer()
     answer.accept(ACCEPTED)
     answer.add(0, 0, [1], "a", ())
@@ -42,7 +42,7 @@ async def test_what_gathers_comes_in_order_and_merged_by_choice() -> None:
     assert await answer.next() == ()
 
 
-async def test_a_failure_comes_after_all_that_came_before_it() -> None:
+async def test_a_failure_comes_after_all_parts_before_it() -> None:
     answer = Answer()
     answer.accept(ACCEPTED)
     answer.add(0, 0, [1], "a", ())
@@ -52,7 +52,7 @@ async def test_a_failure_comes_after_all_that_came_before_it() -> None:
         await answer.next()
 
 
-async def test_nothing_comes_before_it_is_accepted() -> None:
+async def test_no_part_comes_before_the_request_is_accepted() -> None:
     answer = Answer()
     reading = asyncio.create_task(answer.next())
     answer.placed(placement(1))
@@ -63,7 +63,7 @@ async def test_nothing_comes_before_it_is_accepted() -> None:
         assert await reading == [ACCEPTED, Placed(placement=placement(1))]
 
 
-async def test_a_reader_that_gave_up_waiting_may_come_again() -> None:
+async def test_a_reader_whose_wait_was_cancelled_can_read_again() -> None:
     answer = Answer()
     reading = asyncio.create_task(answer.next())
     await asyncio.sleep(0)
@@ -74,7 +74,7 @@ async def test_a_reader_that_gave_up_waiting_may_come_again() -> None:
 
 
 @pytest.mark.parametrize(("token_ids", "text"), [((1, 2), ""), ((), "ab"), ((1,), "a")])
-async def test_no_more_gathers_than_may_be_left_unread(token_ids: tuple[int, ...], text: str) -> None:
+async def test_unread_parts_are_bounded(token_ids: tuple[int, ...], text: str) -> None:
     answer = Answer(max_unread=9)
     answer.accept(ACCEPTED)
     for round_number in range(2):  # reading makes room again

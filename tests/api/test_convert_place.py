@@ -68,7 +68,7 @@ def test_a_placement_survives(placed: PlacedRequest) -> None:
 
 
 @given(signed=SIGNED, slot=U32)
-def test_a_sealed_start_is_forwarded_untouched(signed: SignedPlacement, slot: int) -> None:
+def test_a_signed_start_is_forwarded_unchanged(signed: SignedPlacement, slot: int) -> None:
     message = over_the_wire(to_signed_decode_start(slot, signed))
     assert message.slot == slot
     assert (message.signed_start, message.key_id, message.mac) == (signed.signed_start, signed.key_id, signed.mac)

@@ -52,11 +52,11 @@ def test_an_explanation_survives(explanation: Explanation) -> None:
 
 
 @given(strategies.GENERATE_STARTS)
-def test_what_is_to_be_explained_survives(start: GenerateStart) -> None:
+def test_an_explain_request_survives(start: GenerateStart) -> None:
     assert from_explain_request(over_the_wire(to_explain_request(start))) == start
 
 
-def test_nothing_to_explain_and_places_of_no_kind_are_refused() -> None:
+def test_an_explain_request_without_a_start_and_a_rank_option_without_a_role_are_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         from_explain_request(router_pb2.ExplainRequest())
     assert caught.value.field == "start"
@@ -116,7 +116,7 @@ def test_a_message_that_makes_no_sense_is_refused_by_its_field(message: router_p
 @pytest.mark.parametrize(
     "part", [router_pb2.MediaPart(), router_pb2.MediaPart(url=""), router_pb2.MediaPart(embeddings=b"")]
 )
-def test_media_that_are_nothing_are_refused(part: router_pb2.MediaPart) -> None:
+def test_empty_media_are_refused(part: router_pb2.MediaPart) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         from_generate_start(router_pb2.GenerateStart(text="Hi", media=[part]))
     assert caught.value.field == "media"
@@ -136,7 +136,7 @@ def test_media_that_are_nothing_are_refused(part: router_pb2.MediaPart) -> None:
         (GenerateStart(prompt=HI, sampling=Sampling(stop_token_ids=(-1,))), None),
     ],
 )
-def test_what_a_message_cannot_hold_is_refused(start: GenerateStart, field: str | None) -> None:
+def test_a_value_that_a_message_cannot_hold_is_refused(start: GenerateStart, field: str | None) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         to_generate_start(start)
     assert caught.value.field == field

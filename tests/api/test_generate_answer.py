@@ -51,7 +51,7 @@ async def _rest(answer: GenerateAnswer) -> list[AnswerPart]:
     return parts
 
 
-async def test_what_waits_is_one_message_a_choice() -> None:
+async def test_unread_output_is_one_message_a_choice() -> None:
     answer = GenerateAnswer()
     answer.accept(_ACCEPTED)
     answer.placed(_placement(1))
@@ -70,7 +70,7 @@ async def test_what_waits_is_one_message_a_choice() -> None:
     assert finished == _finished(0)
 
 
-async def test_what_was_taken_is_not_added_to() -> None:
+async def test_a_message_that_was_read_is_not_changed_later() -> None:
     answer = GenerateAnswer()
     answer.accept(_ACCEPTED)
     await _next(answer)

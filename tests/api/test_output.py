@@ -1,4 +1,4 @@
-"""What one choice gives: nothing more once its end is told."""
+"""What one choice gives: nothing more after its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_tokens_that_come_after_the_end_are_neither_shown_nor_counted() ->
     assert output.take(0, [7, 8], (), 1.0)
     finished = output.finish(FinishReason.CANCELLED)
     answer.finish(finished)
-    # A worker that was asked to cancel has sent these before it heard.
+    # A worker that was asked to cancel sent these before the cancel arrived.
     assert not output.take(2, [9], (), 2.0)
     [_accepted, delta, end] = await answer.next()
     assert isinstance(delta, Delta) and delta.token_ids == (7, 8)

@@ -102,7 +102,7 @@ PARTS = st.lists(
 
 
 @given(PARTS, st.integers(100, 600))
-def test_a_backlog_gives_everything_in_order_whatever_the_room(
+def test_a_backlog_comes_complete_and_in_order_for_any_message_size(
     parts: list[tuple[tuple[int, int], int, str, bool]], room: int
 ) -> None:
     given_in, taken = Streams(), Streams()
@@ -184,7 +184,7 @@ def test_a_slot_is_owed_its_end_until_that_is_taken() -> None:
     assert not owed.outbox.owes(1)
 
 
-def test_what_gathers_is_merged_and_beyond_its_bound_only_that_request_ends() -> None:
+def test_unread_output_is_merged_and_only_a_request_beyond_the_bound_ends() -> None:
     owed = Owed(is_writing=True, max_pending_tokens=100)
     owed.outbox.finish(1, make_finished(1), is_last=False)
     for step in range(95):

@@ -27,7 +27,7 @@ USAGE = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, num
 
 
 class FakeRun:
-    """A request whose answer the test gives; it ends when told so, one turn of the loop later."""
+    """A request whose answer the test gives; it ends one turn of the loop after its last choice or an abort."""
 
     def __init__(self, asked: SessionStart, sink: AnswerSink) -> None:
         self.asked, self.sink = asked, sink
@@ -229,7 +229,7 @@ async def test_a_reader_that_stops_loses_its_busy_request_only_and_memory_stays_
     await other.start(2)
     busy, calm, elsewhere = [await served.sessions.wait_for(slot) for slot in range(3)]
     calm.give(10)
-    while busy.aborted is None:  # nobody reads on `slow`
+    while busy.aborted is None:  # no client reads on `slow`
         assert busy.num_given < 1_000_000, "it gathers without bound"
         busy.give(100)
         elsewhere.give(1)
@@ -266,7 +266,7 @@ async def test_a_slow_reader_gets_fewer_larger_messages(make_served: Any) -> Non
     assert not run.aborted
 
 
-async def test_a_session_that_takes_nothing_at_all_ends_and_its_requests_with_it(make_served: Any) -> None:
+async def test_a_session_whose_client_reads_nothing_ends_with_its_requests(make_served: Any) -> None:
     served = await make_served(stall_timeout_s=0.3, max_pending_tokens=1 << 30, max_pending_bytes=1 << 40)
     client = served.open()
     await client.start(0)
@@ -335,7 +335,7 @@ async def test_a_slot_in_use_ends_the_stream_and_all_its_requests(make_served: A
     assert (await served.sessions.wait_for(1)).has_ended
 
 
-async def test_a_cancel_is_told_once_and_unknown_slots_are_ignored(make_served: Any) -> None:
+async def test_a_cancel_is_answered_once_and_unknown_slots_are_ignored(make_served: Any) -> None:
     served = await make_served()
     client = served.open()
     await client.start(3)
@@ -364,7 +364,7 @@ async def test_a_request_that_cannot_begin_fails_alone_and_its_slot_is_free(make
     assert await client.read_end(2) == ""
 
 
-async def test_what_comes_after_the_last_end_goes_nowhere(make_served: Any) -> None:
+async def test_output_after_the_last_end_is_dropped(make_served: Any) -> None:
     served = await make_served()
     client = served.open()
     await client.start(0, num_choices=2)
@@ -411,11 +411,11 @@ async def test_a_call_that_is_cancelled_twice_leaves_no_request_running(num_turn
     serving.cancel()
     await asyncio.wait([serving], timeout=_TIMEOUT_S)
     assert serving.cancelled()
-    await asyncio.sleep(0)  # in which those that were told end
+    await asyncio.sleep(0)  # the aborted requests end in this turn
     assert all(run.has_ended for run in runs)
 
 
-async def test_a_drain_takes_nothing_new_and_ends_with_the_last_request(make_served: Any) -> None:
+async def test_a_draining_session_takes_no_new_request_and_ends_with_the_last_one(make_served: Any) -> None:
     served = await make_served()
     client, idle = served.open(), served.open()
     await client.start(0)

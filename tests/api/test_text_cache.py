@@ -17,7 +17,7 @@ async def fetch() -> Mapping[str, bytes]:
     return _FILES
 
 
-async def test_the_one_fetched_first_makes_room_for_another() -> None:
+async def test_the_text_fetched_first_is_evicted_for_a_new_one() -> None:
     cache: TextCache[str] = TextCache(max_texts=2)
     first = await cache.get("a", fetch)
     assert await cache.get("b", fetch) is not first
@@ -27,7 +27,7 @@ async def test_the_one_fetched_first_makes_room_for_another() -> None:
     assert cache.known("b") is not None and cache.known("c") is not None
 
 
-async def test_a_caller_who_is_cancelled_in_one_turn_with_the_fetch_is_cancelled() -> None:
+async def test_a_caller_cancelled_in_the_same_turn_as_the_fetch_is_cancelled() -> None:
     fetching = asyncio.Event()
 
     async def fetch_for_ever() -> Mapping[str, bytes]:

@@ -86,7 +86,7 @@ def test_rounds_share_no_prompt() -> None:
     assert len({job.prompt for job in first.jobs}) == len(first.jobs) == 32
 
 
-def test_of_prompts_only_their_own_tokens_are_useful() -> None:
+def test_only_the_prompts_own_tokens_count_as_useful() -> None:
     assert WORKLOADS["prefill"](random.Random(0)).num_useful_tokens == 32 * 256
 
 
@@ -116,7 +116,7 @@ async def test_a_floor_is_of_prompts_alone(checkpoint: Path) -> None:
         await floor.run([Job(prompt=(1,) * 65, num_output_tokens=1)])
 
 
-def test_the_table_has_a_ceiling_where_there_is_one() -> None:
+def test_the_table_has_a_ceiling_if_the_result_has_one() -> None:
     side = {"tokens_per_s": 1000.0}
     old = {"quartet": side, "generate": side, "ratio": 1.25, "cpu_ratio": 1.5, "num_ties": 0, "num_outputs": 7}
     new = old | {"ceiling": 1.75, "cpu_ceiling": 2.25}

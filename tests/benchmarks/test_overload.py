@@ -54,7 +54,7 @@ async def test_every_request_is_counted_and_all_have_ended(router: FakeRouter, a
     assert 0 < figures.ttft_ms_p50 <= figures.duration_ms_p50 <= figures.duration_ms_p99
 
 
-async def test_prompts_share_nothing_and_keep_to_their_bounds(router: FakeRouter, address: str) -> None:
+async def test_prompts_share_no_prefix_and_keep_to_their_bounds(router: FakeRouter, address: str) -> None:
     await ClosedLoop(address, WORKLOAD).run(2, ramp_s=0.0, duration_s=0.2)
     prompts = [tuple(start.token_ids.ids) for start in router.starts]
     assert len(set(prompts)) == len(prompts)
@@ -107,7 +107,7 @@ async def test_a_request_that_never_ends_is_a_failure(
         ({1: 100.0, 2: 190.0, 4: 191.0, 8: 250.0}, 16),
     ],
 )
-def test_the_sweep_doubles_until_two_levels_brought_nothing(sweep: dict[int, float], level: int | None) -> None:
+def test_the_sweep_doubles_until_two_levels_bring_no_gain(sweep: dict[int, float], level: int | None) -> None:
     assert next_level(Plan(), sweep) == level
 
 

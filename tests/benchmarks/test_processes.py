@@ -58,7 +58,7 @@ def test_a_prompt_that_is_prefilled_again_shows_even_where_it_was_cached() -> No
     assert evidence.attempts == {"first": 10, "lost": 1}
 
 
-def test_what_decode_computes_beyond_one_token_a_prompt_is_double_work() -> None:
+def test_prompt_tokens_that_decode_computes_beyond_one_a_prompt_count_as_double_work() -> None:
     assert _evidence(decode_tokens=310).tokens_computed_again == 300
 
 

@@ -77,7 +77,7 @@ def test_bursts_are_spread_and_nothing_else_changes(trace: Path, name: str, spre
     assert before[-1].arrival_s == pytest.approx(faster[-1].arrival_s / 1.5)
 
 
-def test_what_was_replayed_is_read_again_and_saved_each_time(trace: Path, tmp_path: Path) -> None:
+def test_replayed_runs_are_saved_each_time_and_read_again(trace: Path, tmp_path: Path) -> None:
     file, runs, saved = tmp_path / "routing.json", list[Run](), list[int]()
     jobs = find_jobs(["old_load"], 1, [], has_trace=True)[:2]
     replay_all(jobs, trace, runs, 1, lambda: saved.append(len(runs)))

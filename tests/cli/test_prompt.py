@@ -31,7 +31,7 @@ def picture(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["generate", "explain"])
-async def test_in_a_users_message_pictures_come_first(
+async def test_pictures_come_before_the_text_of_a_users_message(
     router: FakeRouter, start_router: StartRouter, run_cli: RunCli, picture: Path, command: str
 ) -> None:
     images = ("--image", str(picture), "--image", URL)
@@ -64,7 +64,7 @@ async def test_a_file_that_is_not_there_is_exit_code_2(run_cli: RunCli, command:
     assert "--image /nowhere/at/all.png: No such file or directory" in " ".join(result.stderr.replace("│", "").split())
 
 
-async def test_what_the_router_does_not_allow_is_one_line(
+async def test_a_url_that_the_router_does_not_allow_is_one_line(
     router: FakeRouter, start_router: StartRouter, run_cli: RunCli
 ) -> None:
     field = "chat.messages[0].parts[1].media.url"
@@ -75,7 +75,7 @@ async def test_what_the_router_does_not_allow_is_one_line(
 
 
 @pytest.mark.parametrize("url", ["http://a/b.png", "HTTPS://a/b", "file:///tmp/a.png", "data:image/png;base64,AA=="])
-def test_what_begins_with_a_scheme_is_left_to_the_router(url: str) -> None:
+def test_a_url_is_passed_to_the_router(url: str) -> None:
     assert to_media(url) == MediaUrl(url)
 
 

@@ -106,7 +106,7 @@ def test_the_grpcurl_line_asks_the_router_for_tokens() -> None:
     assert (address, method) == ("127.0.0.1:6001", "quartet.v1.RouterService/Generate")
 
 
-def test_where_pictures_are_taken_there_are_lines_that_send_one() -> None:
+def test_if_the_model_takes_pictures_some_lines_send_one() -> None:
     lines = paste_lines("127.0.0.1:6001", "/usr/bin", takes_images=True)
     [generate] = [shlex.split(line) for line in lines if "--image" in line]
     assert Path(generate[generate.index("--image") + 1]).read_bytes().startswith(b"\xff\xd8")

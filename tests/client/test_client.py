@@ -97,7 +97,7 @@ async def test_an_answer_is_accepted_then_streamed_then_finished(
         assert (finished.time.first_token_s, finished.time.total_s, finished.time.transfer_s) == (0.25, 0.5, None)
 
 
-async def test_a_request_says_what_the_caller_said(
+async def test_a_request_has_the_values_that_the_caller_gave(
     router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     async with QuartetClient(await start_router(router)) as client:
@@ -239,7 +239,7 @@ async def test_the_routers_error_comes_as_its_own_type(
         (lambda client: client.generate("Hi", stop=["\ud800"]), None),
     ],
 )
-async def test_what_no_router_could_take_is_refused_at_once(
+async def test_a_request_that_no_router_could_take_is_refused_at_once(
     ask: Callable[[QuartetClient], object], field: str | None
 ) -> None:
     async with QuartetClient("127.0.0.1:1") as client:
@@ -400,9 +400,7 @@ async def test_a_model_is_found_by_name_or_not(router: FakeRouter, start_router:
             await client.get_model("huge")
 
 
-async def test_what_is_to_be_explained_is_checked_before_it_is_asked(
-    router: FakeRouter, start_router: StartRouter
-) -> None:
+async def test_an_explain_request_is_checked_before_it_is_sent(router: FakeRouter, start_router: StartRouter) -> None:
     router.error = ModelNotFoundError("no worker serves any model yet", field="model")
     async with QuartetClient(await start_router(router)) as client:
         with pytest.raises(InvalidRequestError) as caught:
@@ -414,7 +412,7 @@ async def test_what_is_to_be_explained_is_checked_before_it_is_asked(
     assert list(start.token_ids.ids) == [1, 2]
 
 
-async def test_whatever_fails_is_a_serving_error(
+async def test_every_failure_is_a_serving_error(
     router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     router.words = ["\ud800"]  # makes the fake break

@@ -213,7 +213,7 @@ async def test_a_request_without_text_needs_no_tokenizer(router: FakeRouter, sta
         PlaceTooLargeError("the choices don't fit at once"),
     ],
 )
-async def test_what_cannot_go_directly_is_generated_by_the_router(
+async def test_a_request_that_cannot_go_directly_is_generated_by_the_router(
     router: FakeRouter, start_router: StartRouter, refusal: ServingError | None
 ) -> None:
     if refusal is None:

@@ -87,7 +87,7 @@ async def test_a_prompt_has_its_media_beside_it(
     assert ids.token_ids.ids and list(ids.media) == SENT
 
 
-async def test_what_is_to_be_explained_has_its_media_too(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_an_explain_request_has_its_media(router: FakeRouter, start_router: StartRouter) -> None:
     async with QuartetClient(await start_router(router)) as client:
         await client.explain(messages=[MESSAGE])
     assert parts(router.starts[0]) == texts_and_media()
@@ -174,7 +174,7 @@ async def test_a_conversation_has_no_media_beside_it() -> None:
         ("A.SAFETENSORS", MediaKind.EMBEDDINGS),
     ],
 )
-def test_a_file_is_what_its_name_says(tmp_path: Path, name: str, kind: MediaKind) -> None:
+def test_the_kind_of_a_file_follows_from_its_name(tmp_path: Path, name: str, kind: MediaKind) -> None:
     (tmp_path / name).write_bytes(b"content")
     assert read_media(tmp_path / name) == read_media(str(tmp_path / name)) == MediaFile(kind, b"content")
 

@@ -48,7 +48,7 @@ def test_a_worker_that_is_full_says_how_long_to_wait() -> None:
         UnauthenticatedError,
     ],
 )
-def test_what_another_placement_does_not_mend_is_final(kind: type[ServingError]) -> None:
+def test_an_error_that_another_placement_does_not_mend_is_final(kind: type[ServingError]) -> None:
     with pytest.raises(kind):
         Retries().note(kind("no"))
 
@@ -73,6 +73,6 @@ def test_a_router_that_restarts_is_given_the_seconds_that_it_needs() -> None:
 
 
 @pytest.mark.parametrize("error", [PermissionDeniedError("no"), InvalidRequestError("no"), ClientClosedError()])
-def test_what_a_router_will_not_say_otherwise_is_final(error: ServingError) -> None:
+def test_a_routers_refusal_that_a_retry_does_not_change_is_final(error: ServingError) -> None:
     with pytest.raises(type(error)):
         Retries().note_refusal(error)

@@ -20,10 +20,10 @@ async def test_a_living_workers_file_outlives_its_time_to_live(tmp_path: Path) -
     [path] = (tmp_path / "default").iterdir()
     deadline = path.stat().st_mtime + 2 * 0.3
 
-    async def is_older_than_two_lives() -> bool:
+    async def is_older_than_two_ttls() -> bool:
         return path.stat().st_mtime > deadline
 
-    await eventually(is_older_than_two_lives)
+    await eventually(is_older_than_two_ttls)
     assert await registry.workers() == [make_record()]
     await registry.close()
 
@@ -68,7 +68,7 @@ async def test_a_worker_takes_its_file_back_from_another_that_died_with_it(tmp_p
     await registry.close()
 
 
-async def test_what_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:
+async def test_a_file_in_place_of_the_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "default").write_text("a file")
     registry = FileRegistry(FileConfig(directory=tmp_path))
     with pytest.raises(DiscoveryError, match="cannot write"):

@@ -63,7 +63,7 @@ def test_the_epoch_is_a_decimal_string_because_doubles_hold_53_bits() -> None:
     assert json.loads(to_json(make_record(epoch=2**64 - 1)))["epoch"] == "18446744073709551615"
 
 
-def test_what_has_a_default_may_be_missing() -> None:
+def test_a_field_with_a_default_may_be_missing() -> None:
     fields = {key: value for key, value in _fields().items() if key in _REQUIRED}
     assert from_json(json.dumps(fields).encode()) == make_record()
 

@@ -21,7 +21,7 @@ from tests.discovery.records import make_record
 _A, _B = make_record("a"), make_record("b")
 
 
-def test_nothing_is_synchronised_before_the_first_list() -> None:
+def test_the_watch_is_not_synchronised_before_the_first_list() -> None:
     workers = WorkerSet()
     workers.put(_A)
     assert _drain(workers) == [WorkerAdded(_A)]
@@ -70,7 +70,7 @@ _steps = st.lists(
 
 
 @given(_steps)
-def test_whatever_happens_the_reader_ends_up_with_the_truth(steps: list[tuple[str, str, int]]) -> None:
+def test_after_any_changes_the_reader_knows_exactly_the_registered_workers(steps: list[tuple[str, str, int]]) -> None:
     workers, truth, received = WorkerSet(), dict[WorkerKey, WorkerRecord](), dict[WorkerKey, WorkerRecord]()
     for step, names, epoch in steps:
         records = [make_record(name, epoch=epoch) for name in names]

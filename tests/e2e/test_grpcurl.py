@@ -219,7 +219,7 @@ async def test_workers_and_models_are_listed(router: Grpcurl) -> None:
     assert model["has_chat_template"] and "top_p" in model["sampling_fields"]
 
 
-async def test_where_a_request_would_go_is_explained(router: Grpcurl) -> None:
+async def test_explain_names_the_ranks_for_a_request(router: Grpcurl) -> None:
     answer = await router.call("quartet.v1.RouterService/Explain", {"start": {"text": PROMPT}})
     [explained] = answer.messages
     assert explained["policy"] and explained["model"] == tiny.NAME

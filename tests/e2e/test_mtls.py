@@ -151,7 +151,7 @@ async def test_a_client_generates_through_prefill_and_decode_on_every_path(
         ("router", list_workers),
     ],
 )
-def test_what_is_for_peers_and_operators_is_refused_to_clients(
+def test_methods_for_peers_and_operators_are_refused_to_clients(
     call: Callable[..., grpc.StatusCode], identities: Identities, name: str, method: Callable[[grpc.Channel], Any]
 ) -> None:
     assert call(name, identities.client, method) is grpc.StatusCode.PERMISSION_DENIED

@@ -91,7 +91,7 @@ async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[
 
 
 @pytest.mark.parametrize("topology", ["epd_disagg", "epd_multimodal_image_and_embeddings"])
-async def test_embeddings_of_a_picture_computed_elsewhere_say_what_it_says(
+async def test_embeddings_of_a_picture_computed_elsewhere_give_its_caption(
     topology: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     with one_oracle() as oracle:

@@ -251,7 +251,7 @@ async def test_pictures_of_many_requests_that_each_fill_a_pool_wait_for_each_oth
     assert crowd.token_ids == await undisturbed(client, asks)
 
 
-async def test_what_is_cached_ends_before_another_picture(whole: Stack, client: QuartetClient) -> None:
+async def test_the_cached_prefix_ends_before_another_picture(whole: Stack, client: QuartetClient) -> None:
     before = LONG_TEXT[:600]
     one, other = (picture_ask([file], before=before, num_tokens=2) for file in pictures(1500, 2))
     place = one.token_ids.index(7)
@@ -330,7 +330,7 @@ async def refusal(client: QuartetClient, ask: Ask, path: RequestPath = RequestPa
     return outcome
 
 
-async def test_what_urls_lead_to_answers_like_the_file(
+async def test_pictures_behind_urls_are_answered_like_the_file(
     whole: Stack, client: QuartetClient, site: PictureSite, folder: Path
 ) -> None:
     urls = [
@@ -372,7 +372,7 @@ async def test_urls_that_lead_out_of_what_is_allowed_are_refused(
     await returned(whole)
 
 
-async def test_a_site_that_never_answers_is_waited_for_no_longer_than_was_said(
+async def test_a_site_that_never_answers_is_given_up_after_the_fetch_timeout(
     whole: Stack, client: QuartetClient, site: PictureSite
 ) -> None:
     ask = picture_ask([FILE, MediaUrl(f"http://{site.host}/never")])

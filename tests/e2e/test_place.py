@@ -26,7 +26,7 @@ def test_the_tokens_are_those_of_generate(stack: Stack, router: str) -> None:
     stack.wait_blocks_returned(timeout_s=10)
 
 
-def test_a_placement_is_good_for_once(stack: Stack) -> None:
+def test_a_placement_can_be_used_once(stack: Stack) -> None:
     with stack.channel("router") as router, stack.channel("decode-0") as worker:
         choice = place(router)
         assert not decode(worker, signed_start(choice.stream)).failures

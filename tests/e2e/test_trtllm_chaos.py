@@ -233,7 +233,7 @@ async def test_a_request_cancelled_during_a_transfer_gets_its_end(chaos: Stack, 
     await returned(chaos)
 
 
-async def test_what_fails_or_comes_too_late_is_prefilled_again(
+async def test_a_transfer_that_fails_or_comes_too_late_is_prefilled_again(
     chaos: Stack, client: QuartetClient, answers: list[list[int]]
 ) -> None:
     hold(chaos, "transfers", *DECODES)

@@ -93,7 +93,7 @@ async def test_a_prefill_is_handed_off_and_decoded_elsewhere(prefill: Grpcurl, d
     await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
 
 
-async def test_a_hand_off_is_good_for_one_decode(prefill: Grpcurl, decode: Grpcurl) -> None:
+async def test_a_hand_off_can_be_used_by_one_decode(prefill: Grpcurl, decode: Grpcurl) -> None:
     [output] = (await prefill.call(PREFILL, start(salt="once"))).messages[0]["outputs"]
     first, hand_off = output["result"]["token_id"], output["result"]["hand_off"]
     request = start(generated=[first], salt="once", hand_off=hand_off)

@@ -13,7 +13,7 @@ NUM_RANKS = 3
 
 
 class Rank:
-    """One rank, which answers whoever asks with its next output."""
+    """One rank; its next output answers a request for a snapshot."""
 
     def __init__(self) -> None:
         self.held = Replica()
@@ -42,7 +42,7 @@ changes = st.sampled_from(["nothing", "store", "store", "remove", "clear"])
 
 
 @given(st.lists(st.tuples(st.integers(0, NUM_RANKS - 1), changes, st.booleans()), max_size=60))
-def test_a_whole_snapshot_is_what_all_ranks_hold_and_comes_once_all_were_heard(
+def test_a_whole_snapshot_has_the_blocks_of_all_ranks_and_comes_once_all_have_answered(
     outputs: list[tuple[int, str, bool]],
 ) -> None:
     ranks, snapshots = [Rank() for _ in range(NUM_RANKS)], RankSnapshots(NUM_RANKS)
@@ -70,7 +70,7 @@ def test_a_whole_snapshot_is_what_all_ranks_hold_and_comes_once_all_were_heard(
             assert [blocks.data_parallel_rank for blocks in whole] == list(range(NUM_RANKS))
 
 
-def test_an_answer_that_nobody_waits_for_is_no_part_of_the_next_snapshot() -> None:
+def test_an_answer_without_a_waiter_is_no_part_of_the_next_snapshot() -> None:
     snapshots = RankSnapshots(2)
     snapshots.want()
     assert snapshots.take((), [StoredBlocks(0, {1: None})]) is None

@@ -50,7 +50,7 @@ def test_it_is_the_digest_of_the_documented_text(make_model: Callable[[str], Pat
     assert model_fingerprint(make_model("model"), "bfloat16") == expected
 
 
-def test_it_names_the_content_not_the_place(make_model: Callable[[str], Path]) -> None:
+def test_it_depends_on_the_content_and_not_on_the_path(make_model: Callable[[str], Path]) -> None:
     other = make_model("other")
     (other / "README.md").write_text("a card")
     assert model_fingerprint(make_model("model"), "float32") == model_fingerprint(str(other), "float32")
@@ -77,11 +77,11 @@ def test_weights_are_hashed_once_until_they_change(
     hashed: list[str] = []
     hash_file = fingerprint._hash_file
 
-    def hash_and_tell(state: fingerprint._FileState) -> str:
+    def note_and_hash(state: fingerprint._FileState) -> str:
         hashed.append(state.path.name)
         return hash_file(state)
 
-    monkeypatch.setattr(fingerprint, "_hash_file", hash_and_tell)
+    monkeypatch.setattr(fingerprint, "_hash_file", note_and_hash)
     assert model_fingerprint(directory, "float32") == before
     assert not [name for name in hashed if name.endswith(".safetensors")]
     weights = directory / "model-00002-of-00002.safetensors"

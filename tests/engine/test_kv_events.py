@@ -1,4 +1,4 @@
-"""What an engine tells of its blocks, step by step, against what it says of them when asked."""
+"""The block events of an engine, step by step, against its snapshots."""
 
 from __future__ import annotations
 

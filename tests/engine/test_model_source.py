@@ -61,7 +61,9 @@ def test_all_else_is_a_path(text: str) -> None:
     assert not is_repository_id(text)
 
 
-def test_a_folder_that_is_here_is_one_whatever_it_looks_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_is_a_folder_even_if_its_name_looks_like_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_repository_id("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -95,7 +97,7 @@ def test_a_repository_without_a_configuration_is_refused(tmp_path: Path) -> None
         fetch_model(Repository("org/name"), needs_weights=True, fetch=lambda _repository, _patterns: tmp_path)
 
 
-def test_what_the_cache_of_the_hub_has_is_found_without_a_network(tmp_path: Path) -> None:
+def test_a_repository_in_the_hub_cache_is_found_without_a_network(tmp_path: Path) -> None:
     cached = tmp_path / "hub" / "models--org--name"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text(COMMIT)
@@ -104,7 +106,7 @@ def test_what_the_cache_of_the_hub_has_is_found_without_a_network(tmp_path: Path
     assert fetch_offline(tmp_path, f"org/name@{COMMIT}") == str(cached / "snapshots" / COMMIT)
 
 
-def test_what_can_not_be_had_is_refused_with_the_reason_and_without_an_address(tmp_path: Path) -> None:
+def test_a_repository_that_cannot_be_fetched_is_refused_with_the_reason_and_without_an_address(tmp_path: Path) -> None:
     said = fetch_offline(tmp_path, "org/name")
     assert said.startswith("model_path: org/name is no folder here, and no repository that can be had")
     assert "HF_HUB_OFFLINE" in said

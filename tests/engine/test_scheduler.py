@@ -99,7 +99,7 @@ def test_priority_decides_who_is_preempted() -> None:
     assert stepper.scheduler.live[first.id].state is RequestState.WAITING
 
 
-def test_a_request_preempts_itself_where_the_rest_of_the_pool_is_held() -> None:
+def test_a_request_preempts_itself_if_the_rest_of_the_pool_is_held() -> None:
     stepper = Stepper(num_blocks=4)
     prefill = make_request([1] * 8, kind=RequestKind.PREFILL)
     decode = make_request([2] * 8, max_tokens=4)
@@ -112,7 +112,7 @@ def test_a_request_preempts_itself_where_the_rest_of_the_pool_is_held() -> None:
     assert stepper.outputs[decode.id] == expected_output(decode.generation)
 
 
-def test_after_a_preemption_whoever_fits_is_admitted_without_a_message() -> None:
+def test_after_a_preemption_a_request_that_fits_is_admitted_without_a_message() -> None:
     stepper = Stepper(num_blocks=4)
     prefill = make_request([1] * 8, kind=RequestKind.PREFILL)
     decode = make_request([2] * 8, max_tokens=4)
@@ -143,7 +143,7 @@ def test_a_prefill_gives_one_token_and_holds_its_blocks_until_released() -> None
         Sampling(max_tokens=9, stop_token_ids=(next_token([1, 2, 3, 4, 5, 6], 64),)),
     ],
 )
-def test_a_prefill_whose_token_ends_the_generation_holds_nothing(sampling: Sampling) -> None:
+def test_a_prefill_whose_token_ends_the_generation_holds_no_blocks(sampling: Sampling) -> None:
     stepper = Stepper()
     stepper.add(make_request([1, 2, 3, 4, 5], generated=[6], kind=RequestKind.PREFILL, sampling=sampling))
     [out] = stepper.step()
@@ -226,7 +226,7 @@ def test_a_cancelled_request_gives_its_blocks_back_wherever_it_stands() -> None:
     assert stepper.counts.in_use == 0
 
 
-def test_queued_prefill_tokens_are_those_that_nobody_has_computed() -> None:
+def test_queued_prefill_tokens_are_those_that_are_not_computed_yet() -> None:
     stepper = Stepper(max_num_batched_tokens=8)
     stepper.add(make_request(range(20)), make_request([1, 2, 3]))
     assert stepper.scheduler.num_queued_prefill_tokens == 23
@@ -242,7 +242,7 @@ def test_impossible_bounds_are_refused(num_seqs: int, num_tokens: int) -> None:
         SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
 
 
-def test_what_a_step_computes_is_shared_within_it_where_the_runner_allows_that() -> None:
+def test_blocks_computed_in_a_step_are_shared_within_it_if_the_runner_allows_that() -> None:
     def cached_tokens(*, shares_within_step: bool) -> list[int]:
         blocks = BlockManager(16, 4)
         limits = EngineLimits(max_model_len=64, num_pool_tokens=64, vocab_size=100)

@@ -108,7 +108,7 @@ def test_a_preempted_request_computes_its_media_again() -> None:
         assert made.outputs[request.id] == expected_output(request.generation)
 
 
-def test_without_embeddings_what_is_pulled_is_enough() -> None:
+def test_without_embeddings_pulled_blocks_are_enough() -> None:
     made = stepper()
     made.add(request := decode_of(made, range(6), 0, [7]))
     made.step()
@@ -119,7 +119,7 @@ def test_without_embeddings_what_is_pulled_is_enough() -> None:
 
 
 @pytest.mark.parametrize("kind", RequestKind)
-def test_without_embeddings_what_is_cached_is_enough(kind: RequestKind) -> None:
+def test_without_embeddings_cached_blocks_are_enough(kind: RequestKind) -> None:
     made = stepper()
     made.add(picture_request(range(6), 0, [7]))
     made.run()

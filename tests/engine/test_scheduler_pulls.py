@@ -60,7 +60,7 @@ def test_only_blocks_that_are_not_cached_here_are_pulled() -> None:
     assert stepper.outputs[request.id] == expected_output(request.generation)[1:]
 
 
-def test_a_pull_of_nothing_is_still_a_pull_so_that_the_source_is_told() -> None:
+def test_a_pull_of_no_blocks_is_still_a_pull_so_that_the_source_is_notified() -> None:
     stepper = Stepper()
     stepper.add(make_request(range(8), max_tokens=2))
     stepper.run()
@@ -80,7 +80,7 @@ def test_pulled_blocks_can_be_shared() -> None:
     assert stepper.scheduler.live[other.id].num_cached_tokens == 8
 
 
-def test_others_decode_while_a_pull_goes_on() -> None:
+def test_other_requests_decode_while_a_pull_goes_on() -> None:
     stepper = Stepper()
     stepper.add(request := _request(stepper, 10), other := make_request([40, 41]))
     stepper.run()
@@ -88,7 +88,7 @@ def test_others_decode_while_a_pull_goes_on() -> None:
     assert _state(stepper, request) is RequestState.PULLING
 
 
-def test_a_pull_takes_a_place_among_max_num_seqs_so_that_it_can_join_at_once() -> None:
+def test_a_pull_counts_towards_max_num_seqs_so_that_its_request_can_run_at_once() -> None:
     stepper = Stepper(max_num_seqs=1)
     stepper.add(_request(stepper, 10), make_request([40]))
     stepper.step()
@@ -140,7 +140,7 @@ def test_a_preempted_request_with_a_hand_off_is_computed_not_pulled_again() -> N
     assert stepper.outputs[first.id] == expected_output(first.generation)
 
 
-def test_what_is_to_be_pulled_is_no_queued_prefill() -> None:
+def test_tokens_to_be_pulled_do_not_count_as_queued_prefill() -> None:
     stepper = Stepper()
     stepper.add(_request(stepper, 10))
     assert stepper.scheduler.num_queued_prefill_tokens == 0

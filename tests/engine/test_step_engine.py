@@ -155,7 +155,7 @@ async def test_a_waiting_and_a_running_request_can_be_cancelled(start_engine: St
     _check_idle(engine)
 
 
-async def test_cancelling_what_has_ended_or_never_was_changes_nothing(start_engine: StartEngine) -> None:
+async def test_cancelling_an_ended_or_unknown_request_changes_nothing(start_engine: StartEngine) -> None:
     engine = await start_engine(FakeRunner())
     consumer = Consumer(engine)
     first, second = make_request([1]), make_request([2])
@@ -182,7 +182,9 @@ async def test_a_request_that_no_step_has_seen_yet_counts_as_waiting(start_engin
     gate.release(100)
 
 
-async def test_the_event_loop_hears_of_prompts_as_they_begin_and_not_of_decoding(start_engine: StartEngine) -> None:
+async def test_the_event_loop_is_notified_of_prompts_as_they_begin_and_not_of_decoding(
+    start_engine: StartEngine,
+) -> None:
     gate = threading.Semaphore(0)
     engine = await start_engine(FakeRunner(step_gate=gate))
     outputs = engine.outputs()
@@ -260,7 +262,7 @@ async def test_the_model_is_loaded_in_the_engine_thread() -> None:
     assert names == ["quartet-engine"]
 
 
-async def test_close_fails_what_runs_and_ends_the_outputs(start_engine: StartEngine) -> None:
+async def test_close_fails_running_requests_and_ends_the_outputs(start_engine: StartEngine) -> None:
     gate = threading.Semaphore(1)
     runner = FakeRunner(step_gate=gate)
     engine = await start_engine(runner)

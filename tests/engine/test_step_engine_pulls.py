@@ -47,7 +47,7 @@ def _check_free(engine: StepEngine) -> None:
     assert engine.stats()[0].num_in_use_blocks == 0
 
 
-async def test_blocks_are_fetched_while_the_step_runs_in_which_they_got_their_place(start_engine: StartEngine) -> None:
+async def test_blocks_are_fetched_during_the_step_that_allocated_them(start_engine: StartEngine) -> None:
     puller, gate = FakePuller(), threading.Semaphore(0)
     runner = FakeRunner(step_gate=gate)
     engine = await start_engine(runner, puller=puller)
@@ -87,7 +87,7 @@ async def test_a_fetch_that_fails_fails_its_request_only(
     _check_free(engine)
 
 
-async def test_whose_hand_off_lacks_some_of_its_media_fails_and_the_source_is_told(start_engine: StartEngine) -> None:
+async def test_a_request_whose_hand_off_lacks_media_fails_and_the_source_is_notified(start_engine: StartEngine) -> None:
     puller = FakePuller()
     engine = await start_engine(FakeRunner(num_embedding_blocks=4, placeholder_id=63), puller=puller)
     consumer = Consumer(engine)
@@ -100,7 +100,7 @@ async def test_whose_hand_off_lacks_some_of_its_media_fails_and_the_source_is_to
     _check_free(engine)
 
 
-async def test_the_source_is_told_even_if_nothing_has_to_be_copied(start_engine: StartEngine) -> None:
+async def test_the_source_is_notified_even_if_no_block_has_to_be_copied(start_engine: StartEngine) -> None:
     puller = FakePuller()
     engine = await start_engine(FakeRunner(), puller=puller)
     consumer = Consumer(engine)
@@ -187,7 +187,7 @@ async def test_a_hand_off_of_another_layout_or_kind_is_refused(start_engine: Sta
     assert puller.claims == []
 
 
-async def test_a_refused_request_lets_go_of_its_hand_off(start_engine: StartEngine) -> None:
+async def test_a_refused_request_releases_its_hand_off(start_engine: StartEngine) -> None:
     puller = FakePuller()
     engine = await start_engine(FakeRunner(), puller=puller)
     consumer = Consumer(engine)

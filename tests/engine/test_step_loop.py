@@ -24,7 +24,7 @@ class Loop:
     Attributes:
         now: what its clock says; steps take no time but what ``step_s`` says.
         during: statistics as the last step that computed something ran.
-        num_begins: steps that it told of as they began.
+        num_begins: steps that it reported as they began.
         early_pulls: requests whose pull it asked for as a step began.
     """
 
@@ -83,7 +83,7 @@ def pulling() -> EngineRequest:
     return make_request(prompt, generated=[1], hand_off=puller.offer_prefix([*prompt, 1]))
 
 
-def test_the_step_that_ends_the_last_request_leaves_nothing_to_do() -> None:
+def test_the_loop_is_idle_after_the_step_that_ends_the_last_request() -> None:
     loop = Loop()
     request = make_request(range(9), kind=RequestKind.PREFILL)
     loop.step(submit(request))
@@ -91,7 +91,7 @@ def test_the_step_that_ends_the_last_request_leaves_nothing_to_do() -> None:
     assert loop.is_idle
 
 
-def test_whoever_only_waits_for_bytes_leaves_nothing_to_do() -> None:
+def test_the_loop_is_idle_while_its_only_request_is_pulled() -> None:
     loop = Loop()
     report = loop.step(submit(request := pulling()))
     assert [pull.id for pull in report.pulls] == [request.id]
@@ -100,7 +100,7 @@ def test_whoever_only_waits_for_bytes_leaves_nothing_to_do() -> None:
     assert loop.ended == [request.id]
 
 
-def test_who_decodes_is_not_left_waiting_beside_who_pulls() -> None:
+def test_a_request_decodes_while_another_one_is_pulled() -> None:
     loop = Loop()
     decoding, pulled = make_request(range(5), max_tokens=3), pulling()
     # It has not to wait for the step to have its bytes fetched.
@@ -111,7 +111,7 @@ def test_who_decodes_is_not_left_waiting_beside_who_pulls() -> None:
     assert loop.ended == [decoding.id]
 
 
-def test_who_has_lost_its_media_is_told_at_once() -> None:
+def test_a_request_that_lost_its_media_fails_at_once() -> None:
     loop = Loop(num_embedding_blocks=4)
     prompt, media = [1, *[5] * 6, 2], (MediaSpan(bytes(32), 1, 6),)
     lost, later = make_request(prompt, media=media), make_request(prompt, max_tokens=1)
@@ -126,7 +126,7 @@ def test_who_has_lost_its_media_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_idle_loop_has_nothing_to_do_and_has_left_nobody_out(seed: int) -> None:
+def test_the_loop_becomes_idle_only_after_every_request_ended(seed: int) -> None:
     rng = random.Random(seed)
     loop = Loop(num_blocks=8)  # 32 tokens: they take turns, and are preempted
     submitted: list[int] = []
@@ -156,7 +156,7 @@ def test_a_step_that_runs_has_begun_what_it_computes() -> None:
     assert (loop.during.num_prompt_steps, loop.during.max_step_tokens) == (3, 16)
 
 
-def test_those_that_decode_are_told_with_their_tokens() -> None:
+def test_the_stats_count_decoding_requests_and_their_tokens() -> None:
     loop = Loop()
     loop.step(submit(make_request(range(5))), submit(make_request(range(10, 18))))
     assert (loop.during.num_decoding, loop.during.num_context_tokens) == (0, 0)
@@ -168,7 +168,7 @@ def test_those_that_decode_are_told_with_their_tokens() -> None:
     assert loop.steps.snapshot.stats.num_context_tokens == 7 + 10
 
 
-def test_a_step_is_told_of_as_it_begins_where_nothing_was_or_is_left_to_begin() -> None:
+def test_a_step_is_reported_as_it_begins_if_no_prompt_was_or_is_left_to_begin() -> None:
     loop = Loop()
     loop.step(submit(make_request(range(40), max_tokens=3)))
     assert loop.num_begins == 1  # nothing was
@@ -177,12 +177,12 @@ def test_a_step_is_told_of_as_it_begins_where_nothing_was_or_is_left_to_begin() 
     loop.step()
     assert loop.num_begins == 2  # nothing is
     loop.run_until_idle([])
-    assert loop.num_begins == 2  # nobody waits for steps that only decode
+    assert loop.num_begins == 2  # no caller waits for steps that only decode
     loop.step(submit(make_request(range(3), max_tokens=1)))
     assert loop.num_begins == 3
 
 
-def test_the_end_of_a_step_is_foretold_by_those_before_it() -> None:
+def test_the_end_of_a_step_is_predicted_from_earlier_steps() -> None:
     loop = Loop()
     for num_tokens in (4, 8, 12, 16) * 4:
         loop.step_s = 0.01 + 0.001 * num_tokens
@@ -195,7 +195,7 @@ def test_the_end_of_a_step_is_foretold_by_those_before_it() -> None:
     assert loop.during.step_ends_at == pytest.approx(loop.now, abs=0.0005)
 
 
-def test_the_time_between_two_steps_that_follow_is_the_second_ones() -> None:
+def test_the_time_between_two_consecutive_steps_counts_for_the_second() -> None:
     loop = Loop()
     loop.step_s = 0.01
     loop.step(submit(make_request(range(5), max_tokens=100)))

@@ -79,7 +79,7 @@ def test_a_stall_now_and_then_changes_little() -> None:
     assert forecast_s(stalled, 4000, 0) == pytest.approx(forecast_s(calm, 4000, 0), rel=0.05)
 
 
-def test_what_is_known_of_prompts_outlasts_a_long_answer() -> None:
+def test_the_time_of_prompts_is_remembered_through_a_long_answer() -> None:
     fit, rng = StepTimeFit(), random.Random(4)
     for _ in range(200):
         observe(fit, rng)
@@ -90,18 +90,18 @@ def test_what_is_known_of_prompts_outlasts_a_long_answer() -> None:
         assert forecast_s(fit, *work) == pytest.approx(TIMING.step_ms(*work) / 1e3, rel=0.03)
 
 
-def test_steps_that_are_all_alike_do_not_wear_it_out() -> None:
+def test_steps_that_are_all_alike_do_not_degrade_the_estimate() -> None:
     fit = StepTimeFit()
     for _ in range(100_000):
         fit.observe(512, 0, TIMING.step_ms(512, 0) / 1e3)
-    # What could not be told apart for so long is told apart by a few steps of another kind.
+    # A few steps of another kind separate the terms that equal steps could not separate.
     for num_tokens in (100, 2000, 4000) * 3:
         fit.observe(num_tokens, 0, TIMING.step_ms(num_tokens, 0) / 1e3)
     for work in ((512, 0), (1000, 0), (3000, 0)):
         assert forecast_s(fit, *work) == pytest.approx(TIMING.step_ms(*work) / 1e3, rel=0.02)
 
 
-def test_it_says_nothing_before_a_few_steps_and_never_anything_negative() -> None:
+def test_it_gives_no_estimate_before_a_few_steps_and_never_a_negative_one() -> None:
     fit = StepTimeFit()
     assert fit.step_time is None
     fit.observe(0, 0, 1.0)
@@ -125,7 +125,9 @@ def test_it_says_nothing_before_a_few_steps_and_never_anything_negative() -> Non
         (prompts_only, 0.03, PROMPTS),
     ],
 )
-def test_it_does_not_wear_out(works: Works, noise: float, seen: tuple[tuple[int, int], ...]) -> None:
+def test_the_estimate_does_not_degrade_over_many_steps(
+    works: Works, noise: float, seen: tuple[tuple[int, int], ...]
+) -> None:
     fit, rng = StepTimeFit(), random.Random(6)
     for number in range(200_000):
         work = works(rng, number)
@@ -135,7 +137,7 @@ def test_it_does_not_wear_out(works: Works, noise: float, seen: tuple[tuple[int,
                 assert forecast_s(fit, *size) == pytest.approx(TIMING.step_ms(*size) / 1e3, rel=0.1)
 
 
-def test_short_prompts_and_stalls_say_little_of_long_ones() -> None:
+def test_short_prompts_and_stalls_barely_change_the_estimate_for_long_prompts() -> None:
     fit, rng = StepTimeFit(), random.Random(7)
     for number in range(20_000):
         work = (rng.randint(10, 128), 0)
@@ -167,7 +169,7 @@ steps = st.tuples(
 
 
 @given(st.lists(steps, max_size=60))
-def test_what_it_says_is_always_finite_and_never_negative(observed: list[tuple[int, int, float]]) -> None:
+def test_the_estimate_is_always_finite_and_never_negative(observed: list[tuple[int, int, float]]) -> None:
     fit = StepTimeFit()
     for step in observed:
         fit.observe(*step)

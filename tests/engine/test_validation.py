@@ -48,7 +48,7 @@ def _blocks(num_tokens: int) -> HandOff:
         make_request(range(5), generated=[1], hand_off=_blocks(5)),
     ],
 )
-def test_what_can_be_served_passes(request_: EngineRequest) -> None:
+def test_a_possible_request_passes(request_: EngineRequest) -> None:
     check_request(request_, LIMITS)
 
 
@@ -73,7 +73,7 @@ def test_what_can_be_served_passes(request_: EngineRequest) -> None:
         (make_request(range(5), hand_off=_hand_off(OpaquePayload("x", b""))), LayoutMismatchError, "hand_off"),
     ],
 )
-def test_what_can_never_be_served_is_refused_naming_the_field(
+def test_an_impossible_request_is_refused_naming_the_field(
     request_: EngineRequest, error: type[InvalidRequestError], field: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -168,7 +168,7 @@ def test_limits_are_those_of_the_runner() -> None:
         (Generation(prompt_token_ids=(1,), sampling=Sampling(guided=GRAMMAR)), "sampling.guided"),
     ],
 )
-def test_what_is_not_offered_is_refused_not_ignored(generation: Generation, field: str) -> None:
+def test_an_option_that_the_engine_lacks_is_refused_not_ignored(generation: Generation, field: str) -> None:
     with pytest.raises(UnsupportedFieldError) as caught:
         check_request(EngineRequest(id=1, kind=RequestKind.DECODE, generation=generation), LIMITS)
     assert caught.value.field == field

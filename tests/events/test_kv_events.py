@@ -23,12 +23,12 @@ _TIMEOUT_S = 30.0
 _CHANGE = RankEvents(1, [Stored(None, [1, 2]), Removed([2])])
 
 
-class Ear:
-    """A subscriber to both topics and what it heard, in order."""
+class Receiver:
+    """A subscriber to both topics and what it received, in order."""
 
     def __init__(self, **settings: object) -> None:
-        self.heard: asyncio.Queue[KvBatch | NumberedLoad] = asyncio.Queue()
-        put = self.heard.put_nowait
+        self.received: asyncio.Queue[KvBatch | NumberedLoad] = asyncio.Queue()
+        put = self.received.put_nowait
         self.subscriber = EventSubscriber(put, self._fail, put, **settings)  # type: ignore[arg-type]
 
     def _fail(self) -> None:
@@ -36,38 +36,38 @@ class Ear:
 
     async def next(self) -> KvBatch | NumberedLoad:
         async with asyncio.timeout(_TIMEOUT_S):
-            return await self.heard.get()
+            return await self.received.get()
 
     async def join(self, publisher: EventPublisher) -> None:
-        """Return once ``publisher`` is heard and all that it has said until then is taken."""
+        """Return once an event of ``publisher`` has arrived and all that it sent until then is taken."""
         self.subscriber.connect(publisher.endpoint)
         async with asyncio.timeout(_TIMEOUT_S):
-            while self.heard.empty():
+            while self.received.empty():
                 publisher.publish_load(make_load())
                 await asyncio.sleep(0.01)
         await self.catch_up(publisher)
 
     async def catch_up(self, publisher: EventPublisher) -> list[KvBatch | NumberedLoad]:
-        """All that is heard up to a last report."""
+        """All that is received up to a last report."""
         last = make_load(steps=secrets.randbits(32))
         publisher.publish_load(last)
-        heard = [await self.next()]
-        while not (isinstance(heard[-1], NumberedLoad) and heard[-1].load == last):
-            heard.append(await self.next())
-        return heard[:-1]
+        received = [await self.next()]
+        while not (isinstance(received[-1], NumberedLoad) and received[-1].load == last):
+            received.append(await self.next())
+        return received[:-1]
 
 
 @pytest.fixture
-async def make_ear() -> AsyncIterator[Callable[..., Ear]]:
-    ears: list[Ear] = []
+async def make_receiver() -> AsyncIterator[Callable[..., Receiver]]:
+    ears: list[Receiver] = []
 
-    def make(**settings: object) -> Ear:
-        ears.append(Ear(**settings))
+    def make(**settings: object) -> Receiver:
+        ears.append(Receiver(**settings))
         return ears[-1]
 
     yield make
-    for ear in ears:
-        ear.subscriber.close()
+    for receiver in ears:
+        receiver.subscriber.close()
 
 
 @pytest.fixture
@@ -85,16 +85,16 @@ def make_key(tmp_path: Path, content: str | None = None) -> EventsKey:
 
 
 async def test_batches_and_reports_come_in_order_with_their_numbers(
-    make_ear: Callable[..., Ear], publisher: EventPublisher
+    make_receiver: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    ear = make_ear()
-    await ear.join(publisher)
+    receiver = make_receiver()
+    await receiver.join(publisher)
     publisher.publish_load(make_load(steps=1))
     publisher.publish_kv(_CHANGE)
     publisher.publish_load(make_load(steps=2))
     publisher.publish_kv(RankEvents(0, [Removed([1])]))
     batch = KvBatch(worker_id="decode-0", epoch=7, number=1, data_parallel_rank=1, events=_CHANGE.events)
-    assert [await ear.next() for _ in range(4)] == [
+    assert [await receiver.next() for _ in range(4)] == [
         NumberedLoad(make_load(steps=1), 0),
         batch,
         NumberedLoad(make_load(steps=2), 1),
@@ -102,14 +102,14 @@ async def test_batches_and_reports_come_in_order_with_their_numbers(
     ]
 
 
-async def test_what_is_too_long_for_a_frame_comes_in_several_batches(
-    make_ear: Callable[..., Ear], publisher: EventPublisher
+async def test_events_too_long_for_a_frame_come_in_several_batches(
+    make_receiver: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    ear = make_ear()
-    await ear.join(publisher)
+    receiver = make_receiver()
+    await receiver.join(publisher)
     publisher.publish_kv(RankEvents(0, [Removed(range(300_000))]))
-    heard = await ear.catch_up(publisher)
-    assert [batch.number for batch in heard if isinstance(batch, KvBatch)] == list(range(1, publisher.kv_number + 1))
+    received = await receiver.catch_up(publisher)
+    assert [batch.number for batch in received if isinstance(batch, KvBatch)] == list(range(1, publisher.kv_number + 1))
     assert publisher.kv_number > 2
 
 
@@ -119,11 +119,11 @@ async def test_no_change_is_no_batch(publisher: EventPublisher) -> None:
 
 
 async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show_it(
-    make_ear: Callable[..., Ear],
+    make_receiver: Callable[..., Receiver],
 ) -> None:
-    publisher, ear = make_publisher(max_pending_messages=2), make_ear(max_pending_messages=2)
+    publisher, receiver = make_publisher(max_pending_messages=2), make_receiver(max_pending_messages=2)
     try:
-        await ear.join(publisher)
+        await receiver.join(publisher)
         # More than the sockets' buffers hold, in one go: nothing is read meanwhile, as this does not wait.
         for _ in range(100):
             publisher.publish_kv(RankEvents(0, [Removed(range(60_000))]))
@@ -132,23 +132,23 @@ async def test_past_the_high_water_mark_batches_are_dropped_and_the_numbers_show
             while numbers[-1] <= num_published:  # the first ones after it are lost too, until there is room again
                 publisher.publish_kv(_CHANGE)
                 await asyncio.sleep(0.01)
-                while not ear.heard.empty():
-                    heard = ear.heard.get_nowait()
-                    numbers += [heard.number] if isinstance(heard, KvBatch) else []
+                while not receiver.received.empty():
+                    received = receiver.received.get_nowait()
+                    numbers += [received.number] if isinstance(received, KvBatch) else []
         assert numbers == sorted(numbers)
         assert len(numbers) < num_published
     finally:
         publisher.close()
 
 
-async def test_who_wants_only_loads_gets_only_loads(publisher: EventPublisher) -> None:
-    heard: asyncio.Queue[NumberedLoad] = asyncio.Queue()
+async def test_a_subscriber_to_loads_gets_only_loads(publisher: EventPublisher) -> None:
+    received: asyncio.Queue[NumberedLoad] = asyncio.Queue()
     malformed: list[None] = []
-    subscriber = EventSubscriber(heard.put_nowait, lambda: malformed.append(None))
+    subscriber = EventSubscriber(received.put_nowait, lambda: malformed.append(None))
     try:
         subscriber.connect(publisher.endpoint)
         async with asyncio.timeout(_TIMEOUT_S):
-            while heard.empty():
+            while received.empty():
                 publisher.publish_kv(_CHANGE)
                 publisher.publish_load(make_load())
                 await asyncio.sleep(0.01)
@@ -157,26 +157,28 @@ async def test_who_wants_only_loads_gets_only_loads(publisher: EventPublisher) -
         subscriber.close()
 
 
-async def test_with_a_key_only_its_holders_hear_anything(tmp_path: Path, make_ear: Callable[..., Ear]) -> None:
+async def test_with_a_key_only_subscribers_that_hold_it_receive_events(
+    tmp_path: Path, make_receiver: Callable[..., Receiver]
+) -> None:
     key, other_key = make_key(tmp_path), make_key(tmp_path)
     publisher = make_publisher(key=key)
-    outsiders = [make_ear(), make_ear(key=other_key)]
-    holder = make_ear(key=key)
+    outsiders = [make_receiver(), make_receiver(key=other_key)]
+    holder = make_receiver(key=key)
     try:
-        for ear in outsiders:
-            ear.subscriber.connect(publisher.endpoint)
+        for receiver in outsiders:
+            receiver.subscriber.connect(publisher.endpoint)
         await holder.join(publisher)
         publisher.publish_kv(_CHANGE)
         assert len(await holder.catch_up(publisher)) == 1
-        # They dialled first, so they were refused, or would have heard by now.
-        assert all(ear.heard.empty() for ear in outsiders)
+        # They dialled first, so they were refused, or would have received events by now.
+        assert all(receiver.received.empty() for receiver in outsiders)
     finally:
         publisher.close()
 
 
-async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Callable[..., Ear]) -> None:
+async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_receiver: Callable[..., Receiver]) -> None:
     key, other_key = make_key(tmp_path), make_key(tmp_path)
-    publisher, holder = make_publisher(key=key), make_ear(key=key)
+    publisher, holder = make_publisher(key=key), make_receiver(key=key)
     with zmq.Context() as context, context.socket(zmq.SUB) as outsider, outsider.get_monitor_socket() as monitor:
         outsider.setsockopt(zmq.CURVE_SERVERKEY, key.public)
         outsider.setsockopt(zmq.CURVE_PUBLICKEY, other_key.public)
@@ -194,13 +196,13 @@ async def test_to_know_the_public_key_is_not_enough(tmp_path: Path, make_ear: Ca
     publisher.close()
 
 
-async def test_who_has_a_key_does_not_listen_to_who_has_none(
-    tmp_path: Path, make_ear: Callable[..., Ear], publisher: EventPublisher
+async def test_a_subscriber_with_a_key_ignores_publishers_without_one(
+    tmp_path: Path, make_receiver: Callable[..., Receiver], publisher: EventPublisher
 ) -> None:
-    suspicious, trusting = make_ear(key=make_key(tmp_path)), make_ear()
+    suspicious, trusting = make_receiver(key=make_key(tmp_path)), make_receiver()
     suspicious.subscriber.connect(publisher.endpoint)
     await trusting.join(publisher)
-    assert suspicious.heard.empty()
+    assert suspicious.received.empty()
 
 
 @pytest.mark.parametrize(

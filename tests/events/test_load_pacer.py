@@ -109,7 +109,7 @@ async def test_a_poke_without_a_change_sends_nothing() -> None:
         (PromptQueue(0, 0, 3), PromptQueue(9000, 808, 4)),  # and has more than a step's work
     ],
 )
-async def test_what_routers_may_wait_for_is_told_at_once(told: PromptQueue, now: PromptQueue) -> None:
+async def test_changes_that_routers_may_wait_for_are_sent_at_once(told: PromptQueue, now: PromptQueue) -> None:
     async with pacing(min_interval_s=0.2, heartbeat_s=60) as (pacer, reports):
         idle = PromptQueue(0, 0, 0)
         reports.change(told, idle)
@@ -134,7 +134,7 @@ async def test_what_routers_may_wait_for_is_told_at_once(told: PromptQueue, now:
         PromptQueue(50, 50, 3),  # and has ended
     ],
 )
-async def test_what_they_do_not_wait_for_keeps_the_pace(now: PromptQueue) -> None:
+async def test_other_changes_keep_the_pace(now: PromptQueue) -> None:
     async with pacing(min_interval_s=0.05, heartbeat_s=60) as (pacer, reports):
         reports.change(PromptQueue(100, 100, 3))
         pacer.poke()

@@ -18,38 +18,38 @@ from tests.events.loads import make_load, make_publisher
 _TIMEOUT_S = 30.0
 
 
-class Ear:
-    """A subscriber and what it heard."""
+class Receiver:
+    """A subscriber and the loads that it received."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[WorkerLoad] = asyncio.Queue()
+        self.received: asyncio.Queue[WorkerLoad] = asyncio.Queue()
         self.num_malformed = 0
         self.subscriber = EventSubscriber(self._take_load, self._count_malformed)
 
     def _take_load(self, report: NumberedLoad) -> None:
-        self.heard.put_nowait(report.load)
+        self.received.put_nowait(report.load)
 
     def _count_malformed(self) -> None:
         self.num_malformed += 1
 
-    async def hear(self, speak: Callable[[], None], wanted: Callable[[WorkerLoad], bool]) -> None:
-        """Let ``speak`` speak until ``wanted`` is heard: what is said before a connection stands is lost."""
+    async def send_until_received(self, send: Callable[[], None], wanted: Callable[[WorkerLoad], bool]) -> None:
+        """Call ``send`` until a ``wanted`` load is received: a load sent before the connection is up is lost."""
         async with asyncio.timeout(_TIMEOUT_S):
             while True:
-                speak()
+                send()
                 try:
                     async with asyncio.timeout(0.02):
-                        if wanted(await self.heard.get()):
+                        if wanted(await self.received.get()):
                             return
                 except TimeoutError:
                     continue
 
 
 @pytest.fixture
-async def ear() -> AsyncIterator[Ear]:
-    ear = Ear()
-    yield ear
-    ear.subscriber.close()
+async def receiver() -> AsyncIterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.subscriber.close()
 
 
 @pytest.fixture
@@ -59,88 +59,94 @@ def publisher() -> Iterator[EventPublisher]:
     publisher.close()
 
 
-async def test_a_report_arrives_as_it_was_published(ear: Ear, publisher: EventPublisher) -> None:
-    ear.subscriber.connect(publisher.endpoint)
+async def test_a_report_arrives_as_it_was_published(receiver: Receiver, publisher: EventPublisher) -> None:
+    receiver.subscriber.connect(publisher.endpoint)
     load = make_load(queued=5)
-    await ear.hear(lambda: publisher.publish_load(load), lambda heard: heard == load)
+    await receiver.send_until_received(lambda: publisher.publish_load(load), lambda received: received == load)
 
 
-async def test_several_workers_are_heard_over_one_socket(ear: Ear, publisher: EventPublisher) -> None:
+async def test_events_of_several_workers_arrive_over_one_socket(receiver: Receiver, publisher: EventPublisher) -> None:
     other = make_publisher()
     try:
         for speaker, name in ((publisher, "one"), (other, "two")):
-            ear.subscriber.connect(speaker.endpoint)
+            receiver.subscriber.connect(speaker.endpoint)
             load = make_load(worker_id=name)
-            await ear.hear(lambda s=speaker, m=load: s.publish_load(m), lambda heard, m=load: heard == m)
+            await receiver.send_until_received(
+                lambda s=speaker, m=load: s.publish_load(m), lambda received, m=load: received == m
+            )
     finally:
         other.close()
 
 
-async def test_a_worker_that_comes_back_at_its_address_is_heard_again(ear: Ear) -> None:
+async def test_events_of_a_worker_that_comes_back_at_its_address_arrive_again(receiver: Receiver) -> None:
     first = make_publisher()
-    ear.subscriber.connect(first.endpoint)
-    await ear.hear(lambda: first.publish_load(make_load(epoch=1)), lambda heard: heard.epoch == 1)
+    receiver.subscriber.connect(first.endpoint)
+    await receiver.send_until_received(
+        lambda: first.publish_load(make_load(epoch=1)), lambda received: received.epoch == 1
+    )
     first.close()
     second = make_publisher(int(first.endpoint.rpartition(":")[2]))
     try:
-        await ear.hear(lambda: second.publish_load(make_load(epoch=2)), lambda heard: heard.epoch == 2)
+        await receiver.send_until_received(
+            lambda: second.publish_load(make_load(epoch=2)), lambda received: received.epoch == 2
+        )
     finally:
         second.close()
 
 
-async def test_a_flood_in_one_burst_is_drained_whole(ear: Ear, publisher: EventPublisher) -> None:
-    ear.subscriber.connect(publisher.endpoint)
-    await ear.hear(lambda: publisher.publish_load(make_load()), lambda heard: True)
+async def test_a_flood_in_one_burst_is_drained_whole(receiver: Receiver, publisher: EventPublisher) -> None:
+    receiver.subscriber.connect(publisher.endpoint)
+    await receiver.send_until_received(lambda: publisher.publish_load(make_load()), lambda received: True)
     for number in range(1, 2001):
         publisher.publish_load(make_load(steps=number))
     steps = 0
     async with asyncio.timeout(_TIMEOUT_S):
         while steps < 2000:
-            steps = (await ear.heard.get()).ranks[0].num_steps
+            steps = (await receiver.received.get()).ranks[0].num_steps
 
 
-async def test_malformed_frames_are_counted_and_harm_nothing(ear: Ear) -> None:
+async def test_malformed_frames_are_counted_and_skipped(receiver: Receiver) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        ear.subscriber.connect(f"tcp://127.0.0.1:{port}")
+        receiver.subscriber.connect(f"tcp://127.0.0.1:{port}")
 
-        def speak() -> None:
+        def send() -> None:
             socket.send_multipart([LOAD_TOPIC, b"short", b""])
             socket.send_multipart(encode_load(make_load(), 0))
 
-        await ear.hear(speak, lambda heard: heard == make_load())
-    assert ear.num_malformed > 0
+        await receiver.send_until_received(send, lambda received: received == make_load())
+    assert receiver.num_malformed > 0
 
 
-async def test_a_worker_that_was_left_is_heard_no_more(ear: Ear, publisher: EventPublisher) -> None:
+async def test_events_of_a_disconnected_worker_arrive_no_more(receiver: Receiver, publisher: EventPublisher) -> None:
     other = make_publisher()
     try:
-        ear.subscriber.connect(publisher.endpoint)
-        await ear.hear(lambda: publisher.publish_load(make_load()), lambda heard: True)
-        ear.subscriber.disconnect(publisher.endpoint)
-        ear.subscriber.disconnect(publisher.endpoint)
-        while not ear.heard.empty():
-            ear.heard.get_nowait()
+        receiver.subscriber.connect(publisher.endpoint)
+        await receiver.send_until_received(lambda: publisher.publish_load(make_load()), lambda received: True)
+        receiver.subscriber.disconnect(publisher.endpoint)
+        receiver.subscriber.disconnect(publisher.endpoint)
+        while not receiver.received.empty():
+            receiver.received.get_nowait()
         publisher.publish_load(make_load(steps=99))
         # What the other says proves that everything said before has had its time.
-        ear.subscriber.connect(other.endpoint)
+        receiver.subscriber.connect(other.endpoint)
         left = make_load(worker_id="other")
         said_after: list[WorkerLoad] = []
 
-        def is_other(heard: WorkerLoad) -> bool:
-            said_after.append(heard)
-            return heard.worker_id == "other"
+        def is_other(received: WorkerLoad) -> bool:
+            said_after.append(received)
+            return received.worker_id == "other"
 
-        await ear.hear(lambda: other.publish_load(left), is_other)
+        await receiver.send_until_received(lambda: other.publish_load(left), is_other)
         assert {load.worker_id for load in said_after} == {"other"}
     finally:
         other.close()
 
 
-async def test_an_impossible_endpoint_is_refused(ear: Ear) -> None:
+async def test_an_impossible_endpoint_is_refused(receiver: Receiver) -> None:
     with pytest.raises(ValueError, match="cannot listen"):
-        ear.subscriber.connect("no endpoint")
+        receiver.subscriber.connect("no endpoint")
 
 
 def test_a_port_in_use_is_a_config_error(publisher: EventPublisher) -> None:
@@ -149,6 +155,6 @@ def test_a_port_in_use_is_a_config_error(publisher: EventPublisher) -> None:
         make_publisher(port)
 
 
-async def test_closing_twice_is_harmless(ear: Ear, publisher: EventPublisher) -> None:
-    ear.subscriber.close()
+async def test_closing_twice_is_harmless(receiver: Receiver, publisher: EventPublisher) -> None:
+    receiver.subscriber.close()
     publisher.close()

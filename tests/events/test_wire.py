@@ -129,7 +129,7 @@ def test_many_small_events_are_split_too() -> None:
     assert [event for batch in frames for event in decode_kv(batch).events] == events
 
 
-def test_what_is_short_enough_is_one_batch_and_nothing_is_none() -> None:
+def test_few_events_are_one_batch_and_no_events_are_no_batch() -> None:
     assert list(split_events([Cleared(), Removed([1])])) == [[Cleared(), Removed([1])]]
     assert list(split_events([])) == []
 
@@ -144,7 +144,7 @@ def test_what_is_short_enough_is_one_batch_and_nothing_is_none() -> None:
         pb.KvEvent(removed=pb.BlocksRemoved(tier=pb.TIER_DEVICE)),
     ],
 )
-def test_a_batch_with_an_event_that_says_nothing_is_refused(event: pb.KvEvent) -> None:
+def test_a_batch_with_an_empty_event_is_refused(event: pb.KvEvent) -> None:
     payload = pb.KvEventBatch(worker_id="w", events=[event]).SerializeToString()
     with pytest.raises(MalformedFrameError):
         decode_kv([KV_TOPIC, bytes(8), payload])
@@ -186,12 +186,12 @@ def test_frames_of_another_shape_are_refused(frames: list[bytes]) -> None:
         decode_load(frames)
 
 
-def test_what_is_only_cached_is_not_used() -> None:
+def test_cached_blocks_do_not_count_as_used() -> None:
     assert RankLoad(num_in_use_blocks=3, num_held_blocks=2, num_cached_blocks=50).num_used_blocks == 5
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_what_is_no_time_is_refused(bad: float) -> None:
+def test_a_negative_or_infinite_time_is_refused(bad: float) -> None:
     ranks = (
         RankLoad(num_total_blocks=1, step_ends_in_s=bad),
         RankLoad(num_total_blocks=1, step_time=StepTime(decode_base_s=bad)),

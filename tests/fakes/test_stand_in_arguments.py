@@ -49,7 +49,7 @@ def refused(**arguments: Any) -> str:
     return str(refusal.value)
 
 
-def test_it_is_importable_only_where_it_was_put_in_place() -> None:
+def test_the_stand_in_is_importable_only_while_it_is_installed() -> None:
     with installed():
         assert importlib.import_module("tensorrt_llm") is tensorrt_llm
     del_fixture_path = [entry for entry in sys.path if "fakes" in entry]
@@ -205,7 +205,7 @@ def test_autodeploy_takes_its_own_arguments_and_none_of_the_torch_backend() -> N
         other.LLM(MODEL, backend="_autodeploy", stream_interval=2).shutdown()
 
 
-def test_what_came_with_1_3_is_not_there() -> None:
+def test_modules_of_1_3_are_missing() -> None:
     for name in ("visual_gen", "grpc"):
         with pytest.raises(ImportError):
             importlib.import_module(f"tensorrt_llm.{name}")

@@ -273,7 +273,7 @@ async def test_statistics_must_be_asked_for_and_may_lack_parts() -> None:
     assert all("kvCacheStats" not in record for record in records)
 
 
-async def test_what_waits_to_be_pulled_counts_as_used() -> None:
+async def test_blocks_that_wait_to_be_pulled_count_as_used() -> None:
     llm = prefill_engine(enable_iter_perf_stats=True)
     await prefilled(llm)
     await prefilled(llm, SPELL)

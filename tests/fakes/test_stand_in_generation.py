@@ -104,7 +104,9 @@ async def test_a_seed_repeats_an_answer_and_temperature_varies_it() -> None:
 
 
 @pytest.mark.parametrize(("changes", "is_greedy"), [({"temperature": 0.0, "top_p": 0.5}, True), ({"top_k": 1}, True)])
-async def test_what_counts_as_greedy(changes: dict[str, float], is_greedy: bool) -> None:
+async def test_sampling_parameters_decide_whether_decoding_is_greedy(
+    changes: dict[str, float], is_greedy: bool
+) -> None:
     result = await ended(engine().generate_async(STORY, params(8, **changes)))
     assert (result.outputs[0].token_ids == greedy(STORY, 8)) is is_greedy
 

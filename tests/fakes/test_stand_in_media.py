@@ -36,7 +36,7 @@ with installed():
     from tensorrt_llm.llmapi import DisaggregatedParams
 
 
-def looking(*images: Any) -> dict[str, Any]:
+def picture_prompt(*images: Any) -> dict[str, Any]:
     return {"prompt": LOOK.replace("<|image|>", "<|image|>" * len(images)), "multi_modal_data": {"image": list(images)}}
 
 
@@ -51,12 +51,12 @@ def test_an_encoder_takes_its_few_arguments_and_those_of_llm() -> None:
         encoder(dtype="int8")
     assert list(inspect.signature(MultimodalEncoder.generate_async).parameters)[1:] == ["inputs", "sampling_params"]
     with pytest.raises(TypeError, match="streaming"):
-        encoder().generate_async(looking(picture()), streaming=True)
+        encoder().generate_async(picture_prompt(picture()), streaming=True)
 
 
 def test_a_handle_is_a_dict_with_bytes_and_is_for_one_consumer() -> None:
     tower = encoder()
-    disagg = tower.generate(looking(picture()), use_tqdm=False).disaggregated_params
+    disagg = tower.generate(picture_prompt(picture()), use_tqdm=False).disaggregated_params
     [handle] = disagg.multimodal_embedding_handles
     assert set(handle) == set(API["shapes"]["mm_embedding_handle"])
     assert isinstance(handle["storage_handle"], bytes)
@@ -69,7 +69,7 @@ def test_a_handle_is_a_dict_with_bytes_and_is_for_one_consumer() -> None:
         SharedTensorContainer.from_dict({**handle, "surprise": 1})
 
 
-def test_tensors_of_others_can_be_handed_on_too() -> None:
+def test_tensors_of_other_encoders_can_be_handed_on_too() -> None:
     handle = SharedTensorContainer.from_tensor(torch.ones(2, 3)).dump_to_dict()
     assert SharedTensorContainer.from_dict(handle).get_local_view().tolist() == [[1.0] * 3] * 2
 
@@ -77,7 +77,7 @@ def test_tensors_of_others_can_be_handed_on_too() -> None:
 def test_the_same_picture_has_the_same_hash() -> None:
     tower = encoder()
     red, again, blue = (
-        tower.generate(looking(picture(colour))).disaggregated_params.multimodal_hashes
+        tower.generate(picture_prompt(picture(colour))).disaggregated_params.multimodal_hashes
         for colour in ("red", "red", "blue")
     )
     assert red == again != blue
@@ -86,56 +86,56 @@ def test_the_same_picture_has_the_same_hash() -> None:
 def test_an_encoder_wants_one_picture_a_request() -> None:
     tower = encoder()
     with pytest.raises(StandInError, match="one by one"):
-        tower.generate(looking(picture(), picture("blue")))
+        tower.generate(picture_prompt(picture(), picture("blue")))
     with pytest.raises(ValueError, match="multi_modal_data"):
         tower.generate(SPELL)
 
 
 def test_an_encoder_that_ended_takes_its_tensors_along() -> None:
     with encoder() as tower:
-        [handle] = tower.generate(looking(picture())).disaggregated_params.multimodal_embedding_handles
+        [handle] = tower.generate(picture_prompt(picture())).disaggregated_params.multimodal_embedding_handles
     with pytest.raises(GoneError):
         SharedTensorContainer.from_dict(handle).get_local_view()
     with pytest.raises(RuntimeError, match="shutting down"):
-        tower.generate_async(looking(picture()))
+        tower.generate_async(picture_prompt(picture()))
 
 
 async def test_handles_of_several_pictures_go_into_one_prompt() -> None:
     tower, images = encoder(), (picture("red"), picture("blue"))
-    parts = [(await ended(tower.generate_async(looking(image)))).disaggregated_params for image in images]
+    parts = [(await ended(tower.generate_async(picture_prompt(image)))).disaggregated_params for image in images]
     disagg = DisaggregatedParams(
         multimodal_embedding_handles=[handle for part in parts for handle in part.multimodal_embedding_handles],
         multimodal_hashes=[item for part in parts for item in part.multimodal_hashes],
     )
     disagg.request_type = "context_and_generation"
     llm = engine()
-    apart = await ended(llm.generate_async(looking(*images), params(12), disaggregated_params=disagg))
-    alone = await ended(llm.generate_async(looking(*images), params(12)))
+    apart = await ended(llm.generate_async(picture_prompt(*images), params(12), disaggregated_params=disagg))
+    alone = await ended(llm.generate_async(picture_prompt(*images), params(12)))
     assert apart.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 async def test_handles_that_are_gone_fail_the_request_alone() -> None:
     tower = encoder()
-    disagg = (await ended(tower.generate_async(looking(picture())))).disaggregated_params
+    disagg = (await ended(tower.generate_async(picture_prompt(picture())))).disaggregated_params
     tower.shutdown()
     with pytest.raises(RequestError, match="embedding"):
-        await prefilled(prefill_engine(), looking(picture()), disagg=disagg)
+        await prefilled(prefill_engine(), picture_prompt(picture()), disagg=disagg)
 
 
 async def test_handles_need_a_model_that_takes_them_and_the_same_inputs() -> None:
-    handle = encoder().generate(looking(picture())).disaggregated_params
+    handle = encoder().generate(picture_prompt(picture())).disaggregated_params
     with pytest.raises(ValueError, match="same inputs"):
         await prefilled(prefill_engine(), SPELL, disagg=handle)
     with installed(support_mm_disagg=False) as other, other.LLM(MODEL) as llm:
         disagg = other.llmapi.DisaggregatedParams(request_type="context_only", multimodal_embedding_handles=[{}])
         with pytest.raises(ValueError, match="does not support"):
-            llm.generate_async(looking(picture()), disaggregated_params=disagg)
+            llm.generate_async(picture_prompt(picture()), disaggregated_params=disagg)
 
 
 async def test_a_later_candidate_wraps_the_list_of_handles() -> None:
     with installed(handles_in_tuple=True) as other, other.MultimodalEncoder(MODEL) as tower:
         handles = (
-            await ended(tower.generate_async(looking(picture())))
+            await ended(tower.generate_async(picture_prompt(picture())))
         ).disaggregated_params.multimodal_embedding_handles
     assert isinstance(handles, tuple)
     assert isinstance(handles[0][0], dict)
@@ -145,8 +145,8 @@ async def test_tensors_and_embeddings_are_pictures_too() -> None:
     llm, expected = engine(), greedy(LOOK, 12, picture())
     pixels = torch.frombuffer(bytearray(picture().tobytes()), dtype=torch.uint8).reshape(96, 96, 3)
     tensor = pixels.permute(2, 0, 1).float() / 255
-    assert (await ended(llm.generate_async(looking(tensor), params(12)))).outputs[0].token_ids == expected
-    [handle] = encoder().generate(looking(picture())).disaggregated_params.multimodal_embedding_handles
+    assert (await ended(llm.generate_async(picture_prompt(tensor), params(12)))).outputs[0].token_ids == expected
+    [handle] = encoder().generate(picture_prompt(picture())).disaggregated_params.multimodal_embedding_handles
     embedding = SharedTensorContainer.from_dict(handle).get_local_view()
     inputs = {"prompt": LOOK, "multi_modal_embeddings": {"image": [embedding]}}
     assert (await ended(llm.generate_async(inputs, params(12)))).outputs[0].token_ids == expected

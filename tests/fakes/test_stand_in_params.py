@@ -74,7 +74,7 @@ def test_a_call_checks_types() -> None:
         llm.generate_async(SPELL, params(), disaggregated_params=DisaggregatedParams(opaque_state="text"))
 
 
-def test_a_request_changes_its_parameters_so_they_are_for_one_request() -> None:
+def test_a_request_changes_its_parameters_so_they_cannot_be_reused() -> None:
     llm = engine(stream_interval=3)
     given = params(2)
     untouched = copy.copy(given)
@@ -88,7 +88,7 @@ def test_a_request_changes_its_parameters_so_they_are_for_one_request() -> None:
         llm.generate([SPELL, SPELL], params())
 
 
-def test_without_a_tokenizer_the_caller_says_the_end_id() -> None:
+def test_without_a_tokenizer_the_caller_gives_the_end_id() -> None:
     llm = engine(skip_tokenizer_init=True)
     assert llm.tokenizer is None
     with pytest.raises(ValueError, match="end_id"):
@@ -158,7 +158,7 @@ def test_an_adapter_s_path_exists(tmp_path: Path) -> None:
         engine().generate_async(SPELL, params(), lora_request=request)
 
 
-def test_what_is_not_imitated_says_so() -> None:
+def test_a_parameter_that_is_not_imitated_raises() -> None:
     llm = engine()
     with pytest.raises(StandInError, match="use_beam_search"):
         llm.generate_async(SPELL, params(use_beam_search=True))

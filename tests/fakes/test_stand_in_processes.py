@@ -56,7 +56,7 @@ def submit(llm: Any, line: str) -> Any:
 
 
 @pytest.mark.e2e
-def test_prefill_may_be_another_process_and_die() -> None:
+def test_prefill_may_run_in_another_process_and_die() -> None:
     decode = decode_engine()
     with prefill_process() as process:
         assert process.stdout is not None

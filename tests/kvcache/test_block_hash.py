@@ -96,7 +96,7 @@ def test_media_touches_no_block_that_it_does_not_overlap() -> None:
     assert sequence_hashes(range(6), 4, media=(MediaSpan(ITEM_A, 4, 2),)) == plain[:1]
 
 
-def test_where_an_item_begins_inside_a_block_is_part_of_the_name() -> None:
+def test_the_offset_of_an_item_in_its_block_is_part_of_the_hash() -> None:
     names = {tuple(sequence_hashes([7] * 4, 4, media=(MediaSpan(ITEM_A, first, 1),))) for first in range(4)}
     assert len(names) == 4
 

@@ -100,7 +100,7 @@ def test_generated_tokens_are_cached_too() -> None:
     assert pool.allocate(new_seq(12)) == 8
 
 
-def test_room_is_made_only_where_it_lacks() -> None:
+def test_a_sequence_is_extended_by_a_block_only_when_its_last_one_is_full() -> None:
     pool = BlockManager(4, 4)
     seq = new_seq(6)
     pool.allocate(seq)
@@ -308,7 +308,7 @@ def test_a_shared_block_that_is_no_longer_held_is_still_in_use() -> None:
     assert pool.counts == BlockCounts(free=2, cached=2, held=0, in_use=0, total=4)
 
 
-def test_what_was_held_is_evicted_from_its_leaf() -> None:
+def test_held_blocks_are_evicted_leaf_first_after_their_release() -> None:
     pool = BlockManager(3, 4)
     seq = new_seq(12)
     run(pool, seq)
@@ -318,7 +318,7 @@ def test_what_was_held_is_evicted_from_its_leaf() -> None:
     assert pool.allocate(new_seq(12)) == 8
 
 
-def test_a_block_held_for_two_stays_until_both_let_go() -> None:
+def test_a_block_held_by_two_stays_until_both_release_it() -> None:
     pool = BlockManager(4, 4)
     for holder in (1, 2):
         seq = new_seq(5)
@@ -331,7 +331,7 @@ def test_a_block_held_for_two_stays_until_both_let_go() -> None:
     assert pool.counts == BlockCounts(free=3, cached=1, held=0, in_use=0, total=4)
 
 
-def test_an_unknown_holder_lets_go_of_nothing() -> None:
+def test_releasing_for_an_unknown_holder_changes_nothing() -> None:
     pool = BlockManager(4, 4)
     pool.release(7)
     assert pool.counts.free == 4

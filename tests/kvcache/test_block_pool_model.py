@@ -160,7 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.check_hash(block)
 
     @invariant()
-    def whoever_hears_the_events_knows_what_is_named(self) -> None:
+    def a_subscriber_to_the_events_knows_the_named_blocks(self) -> None:
         self.replica.apply(self.pool.take_events())
         hashes = [self.pool.sequence_hash(block) for block in range(NUM_BLOCKS)]
         assert set(self.replica.parents) == {named for named in hashes if named is not None}

@@ -31,7 +31,7 @@ def test_an_item_is_found_once_it_is_written() -> None:
     assert pool.counts == BlockCounts(free=2, cached=2, held=0, in_use=0, total=4)
 
 
-def test_what_could_not_be_written_leaves_nothing_behind() -> None:
+def test_an_item_that_could_not_be_written_leaves_nothing_behind() -> None:
     pool = EmbeddingPool(2, BLOCK_SIZE, has_events=True)
     pool.allocate(A, 8)
     pool.discard(A)
@@ -52,7 +52,7 @@ def test_the_least_recently_held_item_goes_first() -> None:
     assert pool.find(C) is not None
 
 
-def test_what_is_held_stays_until_its_last_holder_lets_go() -> None:
+def test_a_held_item_stays_until_its_last_holder_releases_it() -> None:
     pool = EmbeddingPool(2, BLOCK_SIZE)
     write(pool, A, 8)
     pool.hold(A)
@@ -79,7 +79,7 @@ def test_a_refused_item_evicts_nothing() -> None:
     assert pool.take_events() == []
 
 
-def test_every_item_is_told_of_as_a_first_block() -> None:
+def test_every_item_is_reported_as_a_first_block() -> None:
     pool = EmbeddingPool(2, BLOCK_SIZE, has_events=True)
     write(pool, A, 4)
     write(pool, B, 4)
@@ -103,7 +103,7 @@ def test_items_of_one_public_name_are_two_items_and_there_until_both_are_gone() 
     assert pool.take_events() == [Removed([media_hash(A)]), Stored(None, [media_hash(C)])]
 
 
-def test_without_events_nothing_is_noted() -> None:
+def test_without_events_no_item_is_noted() -> None:
     pool = EmbeddingPool(1, BLOCK_SIZE)
     write(pool, A, 1)
     assert (pool.take_events(), pool.stored_items()) == ([], {})

@@ -66,7 +66,7 @@ class EmbeddingMachine(RuleBasedStateMachine):
             return
         self.pool.commit(media_id)
         self.found[media_id] = item
-        self.let_go(media_id)
+        self.note_release(media_id)
 
     @precondition(lambda self: self.found)
     @rule(data=st.data())
@@ -82,7 +82,7 @@ class EmbeddingMachine(RuleBasedStateMachine):
         self.pool.release(media_id)
         self.holds.remove(media_id)
         if media_id not in self.holds:
-            self.let_go(media_id)
+            self.note_release(media_id)
 
     @invariant()
     def counts_equal_the_models_and_add_up(self) -> None:
@@ -101,13 +101,13 @@ class EmbeddingMachine(RuleBasedStateMachine):
             assert {self.blocks[block_id] for block_id in item.block_ids} == {media_id}
 
     @invariant()
-    def whoever_hears_the_events_knows_what_is_found(self) -> None:
+    def a_subscriber_to_the_events_knows_the_stored_items(self) -> None:
         self.replica.apply(self.pool.take_events())
         assert set(self.replica.parents) == {media_hash(media_id) for media_id in self.found}
         assert set(self.replica.parents.values()) <= {None}
         assert self.pool.stored_items() == self.replica.parents
 
-    def let_go(self, media_id: bytes) -> None:
+    def note_release(self, media_id: bytes) -> None:
         self.now += 1
         self.last_held[media_id] = self.now
 

@@ -62,7 +62,7 @@ def test_a_copy_and_its_taking_over_are_no_events() -> None:
     assert pool.take_events() == []
 
 
-def test_what_is_evicted_in_one_go_is_one_event_leaves_first() -> None:
+def test_blocks_evicted_at_once_are_one_event_with_the_leaves_first() -> None:
     pool = BlockManager(4, 2, has_events=True)
     pool.free(computed(pool))
     pool.take_events()
@@ -79,7 +79,7 @@ def test_the_table_knows_every_block_and_its_parent() -> None:
     assert list(pool.stored_blocks().items()) == list(zip(HASHES, (None, *HASHES), strict=False))
 
 
-def test_of_colliding_names_the_last_one_to_go_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_blocks_with_colliding_hashes_only_the_last_removal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "chain_hash", lambda *_: 42)
     monkeypatch.setattr(sequence, "hash_bytes", lambda _: 42)
     pool = BlockManager(3, 2, has_events=True)
@@ -93,7 +93,7 @@ def test_of_colliding_names_the_last_one_to_go_is_told(monkeypatch: pytest.Monke
     assert pool.take_events() == [Removed([42])]
 
 
-def test_who_wants_no_events_gets_none() -> None:
+def test_a_pool_without_events_reports_none() -> None:
     pool = BlockManager(8, 2)
     computed(pool)
     assert pool.take_events() == []

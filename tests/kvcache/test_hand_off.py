@@ -96,7 +96,7 @@ def test_an_abort_cancels_in_any_living_state(pulls: bool) -> None:
     assert offers.counts == HandOffCounts(held=0, pulling=0, taken=0, expired=0, cancelled=1)
 
 
-def test_a_hand_off_that_nobody_renews_expires() -> None:
+def test_a_hand_off_that_is_not_renewed_expires() -> None:
     offers = new_offers()
     made = offer(offers)
     assert offers.next_deadline() == 30.0
@@ -150,14 +150,14 @@ def test_another_epoch_is_stale(call: Callable[..., object]) -> None:
 
 
 @any_call
-def test_a_restarted_worker_refuses_hand_offs_of_its_earlier_life(call: Callable[..., object]) -> None:
+def test_a_restarted_worker_refuses_hand_offs_of_its_earlier_epoch(call: Callable[..., object]) -> None:
     made = offer(new_offers())
     with pytest.raises(StaleEpochError):
         call(Offers(EPOCH + 1, 30.0, 10.0), made.ticket, 1.0)
 
 
 @any_call
-def test_unknown_ended_due_and_wrong_secret_look_the_same(call: Callable[..., object]) -> None:
+def test_unknown_ended_expired_and_wrong_secret_give_the_same_error(call: Callable[..., object]) -> None:
     offers = new_offers()
     due, ended, alive = offer(offers, 1), offer(offers, 2), offer(offers, 3)
     begin(offers, alive)
@@ -220,7 +220,7 @@ def test_the_worker_can_withdraw_what_it_holds() -> None:
     assert offers.next_deadline() is None
 
 
-def test_nothing_is_being_pulled_before_begin_or_after_an_abort() -> None:
+def test_no_blocks_are_pulled_before_begin_or_after_an_abort() -> None:
     offers = new_offers()
     made = offer(offers)
     assert not offers.is_pulling(made.ticket.hand_off_id, now=0.0)

@@ -54,7 +54,7 @@ def test_media_beyond_the_prompt_is_refused() -> None:
     assert caught.value.field == "media"
 
 
-def test_what_is_known_already_is_not_worked_out_again_and_what_follows_is() -> None:
+def test_known_blocks_are_not_hashed_again_and_later_ones_are() -> None:
     tokens = range(22)
     whole = Sequence(tokens, block_size=4)
     names = sequence_hashes(tokens, 4)

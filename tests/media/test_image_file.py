@@ -116,7 +116,7 @@ def test_interlaced_and_16_bit_colour_pngs_are_read() -> None:
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_frame_counts(format: str) -> None:
+def test_only_the_first_frame_of_an_animation_counts(format: str) -> None:
     later = [Image.new("RGB", (13, 7), (frame, 0, 0)) for frame in range(1, 40)]
     data = encode(
         make_picture(), format, save_all=True, append_images=later, **({"lossless": True} if format == "WEBP" else {})
@@ -125,7 +125,7 @@ def test_of_an_animation_the_first_frame_counts(format: str) -> None:
     assert_loads_alike(data)
 
 
-def test_of_a_jpeg_with_several_pictures_the_first_counts() -> None:
+def test_only_the_first_picture_of_a_jpeg_with_several_counts() -> None:
     data = encode(make_picture(), "MPO", save_all=True, append_images=[make_picture(20, 20)])
     assert Image.open(io.BytesIO(data)).format == "MPO"
     assert read_header(data, max_pixels=MAX_PIXELS) == ImageHeader("JPEG", 13, 7)
@@ -225,7 +225,7 @@ def test_files_of_countless_pieces_are_refused() -> None:
             pytest.fail(f"{name}: {read_header(data, max_pixels=MAX_PIXELS)}")
 
 
-def test_what_follows_a_jpeg_is_ignored() -> None:
+def test_bytes_after_a_jpeg_are_ignored() -> None:
     data = SMALL["JPEG"] + b"\xff\xda\0\2" * 500
     assert decode(data, max_pixels=MAX_PIXELS).tobytes() == decode(SMALL["JPEG"], max_pixels=MAX_PIXELS).tobytes()
 

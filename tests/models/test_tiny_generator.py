@@ -164,7 +164,7 @@ def test_shapes_of_a_scene_do_not_touch_and_none_lies_between_two_fields() -> No
                 assert (one.x - other.x) ** 2 + (one.y - other.y) ** 2 > (one.radius + other.radius) ** 2
 
 
-def test_what_is_held_out_never_trains_whatever_the_seed() -> None:
+def test_held_out_content_is_never_trained_on_with_any_seed() -> None:
     for kind in (tasks.arithmetic, tasks.counting, tasks.instructions):
         trained = {(turn.question, turn.answer) for turn in turns_of(kind, 500)}
         held_out = {(turn.question, turn.answer) for turn in turns_of(kind, 100, Split.HELD_OUT)}

@@ -37,7 +37,7 @@ from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
 from router.workers import PoolKey, WorkerTable
-from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, told
+from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt
 from tests.router.noting_policy import NotingPolicy
 from tests.router.records import make_load, make_record
 from tests.text.builders import EOS, byte_level_tokenizer
@@ -103,7 +103,7 @@ class FakeHops:
     Attributes:
         calls: everything that was started.
         num_open: calls that neither ended nor were cancelled.
-        held: hand-offs that nobody took, dropped or ended, those of embeddings included.
+        held: hand-offs that were not taken, dropped or ended, those of embeddings included.
         kept: those that are renewed.
         tokens_per_step: tokens of each progress.
         eos_at: output position at which the model ends.
@@ -160,7 +160,7 @@ class FakeHops:
 
     def finish_reason(self, start: WorkerStart, token_ids: list[int]) -> FinishReason | None:
         sampling = start.generation.sampling
-        # Like an engine whose files name no end-of-sequence id: it knows those that it is told.
+        # Like an engine whose files name no end-of-sequence id: it knows those that a start names.
         if token_ids[-1] in sampling.stop_token_ids and len(token_ids) > sampling.min_tokens:
             return FinishReason.STOP_ID
         max_tokens = sampling.max_tokens or self.max_sequence_tokens - len(expanded(start)[0])
@@ -203,7 +203,7 @@ class FakePrefill:
 
     def _succeed(self) -> PrefillOutcome:
         self._hops.pull(self._start)
-        prompt, media, is_told = told(self._start, self._plan.laid_out)
+        prompt, media, is_reported = reported_prompt(self._start, self._plan.laid_out)
         generated = list(self._start.generation.generated_token_ids)
         token_id = self._hops.sample(self._start, len(generated))
         reason = self._hops.finish_reason(self._start, [*generated, token_id])
@@ -227,8 +227,8 @@ class FakePrefill:
             num_cached_tokens=2,
             queue_s=0.01,
             compute_s=0.02,
-            prompt_token_ids=prompt if is_told else (),
-            media=media if is_told else (),
+            prompt_token_ids=prompt if is_reported else (),
+            media=media if is_reported else (),
         )
 
 
@@ -269,13 +269,13 @@ class FakeDecode:
 
     def _take_hand_off(self) -> DecodeStarted:
         self._hops.pull(self._start)
-        prompt, _, is_told = told(self._start)
+        prompt, _, is_reported = reported_prompt(self._start)
         return DecodeStarted(
             num_cached_tokens=3,
             queue_s=0.03,
             transfer_s=0.004,
             transfer_bytes=1,
-            num_prompt_tokens=len(prompt) if is_told else 0,
+            num_prompt_tokens=len(prompt) if is_reported else 0,
         )
 
     def _step(self) -> tuple[FinishReason | None, bool]:

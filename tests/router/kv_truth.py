@@ -36,7 +36,7 @@ class SetIndex:
 
 
 class TruthfulWorker:
-    """One life of a worker: changes what it holds, tells it in numbered batches, and can be asked for all of it."""
+    """One epoch of a worker: changes what it holds, reports it in numbered batches, and can be asked for all of it."""
 
     def __init__(self, worker_id: str, epoch: int, *, num_ranks: int = 2, seed: int = 0) -> None:
         self.worker_id = worker_id

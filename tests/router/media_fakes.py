@@ -51,8 +51,10 @@ def expanded(start: WorkerStart) -> LaidOut:
     return expand_placeholders(list(start.generation.prompt_token_ids), PLACEHOLDER, sizes_of(files))
 
 
-def told(start: WorkerStart, laid_out: LaidOut | None = None) -> tuple[Sequence[int], tuple[MediaSpan, ...], bool]:
-    """The same, or how its worker ``laid_out`` the prompt, and whether that is told."""
+def reported_prompt(
+    start: WorkerStart, laid_out: LaidOut | None = None
+) -> tuple[Sequence[int], tuple[MediaSpan, ...], bool]:
+    """The same, or how its worker ``laid_out`` the prompt, and whether the worker reports it."""
     if laid_out is not None:
         return *laid_out, True
     return *expanded(start), any(isinstance(item.source, MediaFile) for item in start.media)

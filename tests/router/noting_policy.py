@@ -1,4 +1,4 @@
-"""A policy that tells when it keeps a request waiting."""
+"""A policy that sets an event when it keeps a request waiting."""
 
 from __future__ import annotations
 

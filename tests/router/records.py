@@ -42,7 +42,7 @@ _RECORD = WorkerRecord(
 
 
 def make_record(worker_id: str = "decode-0", **changes: object) -> WorkerRecord:
-    """A worker's record; its role is the beginning of its id unless told otherwise."""
+    """A worker's record; its role is the beginning of its id unless given."""
     role = Role(worker_id.split("-", maxsplit=1)[0]) if "role" not in changes else changes["role"]
     return replace(_RECORD, worker_id=worker_id, **{**changes, "role": role})
 

@@ -15,7 +15,7 @@ from tests.router.system import TIMEOUT_S, Stub
 
 
 @dataclass
-class Heard:
+class Received:
     """What came for one request."""
 
     accepted: pb.Accepted | None = None
@@ -32,16 +32,16 @@ class Heard:
 
 
 class SessionReader:
-    """One session. ``heard`` is by slot, of the last request there."""
+    """One session. ``received`` is by slot, of the last request there."""
 
     def __init__(self, stub: Stub, **call: object) -> None:
         self.call = stub.Session(**call)
-        self.heard: dict[int, Heard] = {}
+        self.received: dict[int, Received] = {}
         self.num_messages = 0
         self._num_choices: dict[int, int] = {}
 
     async def start(self, slot: int, start: pb.GenerateStart, **more: object) -> None:
-        self.heard[slot] = Heard()
+        self.received[slot] = Received()
         await self._write(pb.SessionRequest(start=pb.SessionStart(slot=slot, start=start, **more)))
 
     async def cancel(self, slot: int) -> None:
@@ -72,9 +72,9 @@ class SessionReader:
             return await self.call.code()
 
     def has_ended(self, slot: int) -> bool:
-        heard = self.heard[slot]
+        received = self.received[slot]
         num_choices = self._num_choices.get(slot, 1)
-        return heard.failure is not None or len(heard.finished) == num_choices
+        return received.failure is not None or len(received.finished) == num_choices
 
     async def _write(self, request: pb.SessionRequest) -> None:
         if request.HasField("start"):
@@ -85,19 +85,19 @@ class SessionReader:
     def _take(self, response: pb.SessionResponse) -> None:
         self.num_messages += 1
         for item in response.accepted:
-            heard = self._open(item.slot)
-            assert heard.accepted is None
-            heard.accepted = item.accepted
-            heard.placed = {placement.choice for placement in item.accepted.choices}
+            received = self._open(item.slot)
+            assert received.accepted is None
+            received.accepted = item.accepted
+            received.placed = {placement.choice for placement in item.accepted.choices}
         for placed in response.placed:
             self._open(placed.slot).placed.add(placed.placement.choice)
         self._take_columns(response)
         for finished in response.finished:
-            heard = self._open(finished.slot)
-            assert heard.finished.setdefault(finished.finished.choice, finished.finished) is finished.finished
+            received = self._open(finished.slot)
+            assert received.finished.setdefault(finished.finished.choice, finished.finished) is finished.finished
         for failed in response.failures:
-            heard = self._open(failed.slot)
-            heard.failure = failed.failure
+            received = self._open(failed.slot)
+            received.failure = failed.failure
 
     def _take_columns(self, response: pb.SessionResponse) -> None:
         choices = response.choices or [0] * len(response.slots)
@@ -106,20 +106,20 @@ class SessionReader:
         logprobs = list(response.logprobs)
         begin = 0
         for slot, choice, num_tokens, offset, text in columns:
-            heard = self._open(slot)
-            assert choice in heard.placed, "a delta came before its choice's placement"
-            assert choice not in heard.finished, "a delta came after the end"
+            received = self._open(slot)
+            assert choice in received.placed, "a delta came before its choice's placement"
+            assert choice not in received.finished, "a delta came after the end"
             token_ids = list(response.token_ids[begin : begin + num_tokens])
             begin += num_tokens
             if token_ids:
-                assert offset == len(heard.token_ids[choice]), "tokens are missing"
-            heard.token_ids[choice] += token_ids
-            heard.texts[choice] += text
+                assert offset == len(received.token_ids[choice]), "tokens are missing"
+            received.token_ids[choice] += token_ids
+            received.texts[choice] += text
             if logprobs and (logprobs[0].slot, logprobs[0].choice) == (slot, choice):
-                heard.logprobs[choice] += [entry.token_id for entry in logprobs.pop(0).tokens]
+                received.logprobs[choice] += [entry.token_id for entry in logprobs.pop(0).tokens]
         assert begin == len(response.token_ids)
         assert not logprobs
 
-    def _open(self, slot: int) -> Heard:
+    def _open(self, slot: int) -> Received:
         assert not self.has_ended(slot), "something came after the end"
-        return self.heard[slot]
+        return self.received[slot]

@@ -9,128 +9,130 @@ import pytest
 
 from quartet.errors import QueueFullError
 from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
-from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
+from tests.router.admission_scene import POOL, RECORD, TIMEOUT_S, AdmissionScene
 from tests.router.records import make_load
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
-    desk = Desk()
-    yield desk
-    await desk.close()
+async def scene() -> AsyncIterator[AdmissionScene]:
+    scene = AdmissionScene()
+    yield scene
+    await scene.close()
 
 
-async def test_what_fits_is_placed_at_once_and_the_rest_when_room_comes(desk: Desk) -> None:
-    first, second = desk.ask("first", 6), desk.ask("second", 6)
-    await desk.settle()
-    assert (first.done(), second.done(), desk.admission.length) == (True, False, 1)
-    await desk.release(first)
+async def test_a_request_that_fits_is_admitted_at_once_and_the_next_when_blocks_are_released(
+    scene: AdmissionScene,
+) -> None:
+    first, second = scene.ask("first", 6), scene.ask("second", 6)
+    await scene.settle()
+    assert (first.done(), second.done(), scene.admission.length) == (True, False, 1)
+    await scene.release(first)
     assert second.done()
-    assert desk.admission.length == 0
+    assert scene.admission.length == 0
 
 
-async def test_higher_priorities_come_first_and_equals_in_the_order_of_arrival(desk: Desk) -> None:
-    full = desk.ask("full", 10)
-    await desk.settle()
+async def test_higher_priorities_come_first_and_equals_in_the_order_of_arrival(scene: AdmissionScene) -> None:
+    full = scene.ask("full", 10)
+    await scene.settle()
     for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)):
-        desk.ask(name, 10, priority=priority)
-    for task in (full, *(desk.tasks[i] for i in (2, 4, 1, 5))):
-        await desk.release(task)
-    assert desk.order == ["full", "b", "d", "a", "e", "c"]
+        scene.ask(name, 10, priority=priority)
+    for task in (full, *(scene.tasks[i] for i in (2, 4, 1, 5))):
+        await scene.release(task)
+    assert scene.order == ["full", "b", "d", "a", "e", "c"]
 
 
-async def test_small_requests_do_not_starve_a_large_one(desk: Desk) -> None:
-    small = desk.ask("small", 4)
-    await desk.settle()
-    large, late = desk.ask("large", 10), desk.ask("late", 2)
-    await desk.settle()
+async def test_small_requests_do_not_starve_a_large_one(scene: AdmissionScene) -> None:
+    small = scene.ask("small", 4)
+    await scene.settle()
+    large, late = scene.ask("large", 10), scene.ask("late", 2)
+    await scene.settle()
     assert not large.done() and not late.done()
-    await desk.release(small)
-    assert desk.order == ["small", "large"]
+    await scene.release(small)
+    assert scene.order == ["small", "large"]
 
 
-async def test_one_that_leaves_makes_way(desk: Desk) -> None:
-    desk.ask("small", 4)
-    await desk.settle()
-    large, late = desk.ask("large", 10), desk.ask("late", 2)
-    await desk.settle()
+async def test_cancelling_a_queued_request_admits_the_one_behind_it(scene: AdmissionScene) -> None:
+    scene.ask("small", 4)
+    await scene.settle()
+    large, late = scene.ask("large", 10), scene.ask("late", 2)
+    await scene.settle()
     large.cancel()
-    await desk.settle()
+    await scene.settle()
     assert late.done()
-    assert desk.admission.length == 0
+    assert scene.admission.length == 0
 
 
-async def test_a_load_report_that_shows_room_lets_the_next_one_in(desk: Desk) -> None:
-    desk.table.report(make_load(RECORD, num_in_use_blocks=8), 0.0)
-    waiting = desk.ask("waiting", 5)
-    await desk.settle()
+async def test_a_load_report_with_free_blocks_admits_the_next_request(scene: AdmissionScene) -> None:
+    scene.table.report(make_load(RECORD, num_in_use_blocks=8), 0.0)
+    waiting = scene.ask("waiting", 5)
+    await scene.settle()
     assert not waiting.done()
-    desk.table.report(make_load(RECORD, num_in_use_blocks=5, num_cached_blocks=5), 0.0)
-    await desk.settle()
+    scene.table.report(make_load(RECORD, num_in_use_blocks=5, num_cached_blocks=5), 0.0)
+    await scene.settle()
     assert waiting.done()
 
 
-async def test_one_cancelled_in_the_moment_of_its_placement_gives_it_back(desk: Desk) -> None:
-    first = desk.ask("first", 10)
-    await desk.settle()
-    second = desk.ask("second", 10)
-    await desk.settle()
-    (await desk.result(first)).release()
-    desk.admission._pump()  # places it; its task has not run yet
+async def test_a_request_cancelled_at_the_moment_of_its_placement_releases_it(scene: AdmissionScene) -> None:
+    first = scene.ask("first", 10)
+    await scene.settle()
+    second = scene.ask("second", 10)
+    await scene.settle()
+    (await scene.result(first)).release()
+    scene.admission._pump()  # places it; its task has not run yet
     second.cancel()
     await asyncio.wait([second])
     assert second.cancelled()
-    [status] = desk.table.statuses(0.0)
+    [status] = scene.table.statuses(0.0)
     assert status.num_requests == 0
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
-    desk = Desk(max_queue_length=2, retry_delay_s=3.0)
-    full = desk.ask("full", 10)
-    await desk.settle()
-    waiting = [desk.ask(str(i), 1) for i in range(2)]
-    await desk.settle()
+    scene = AdmissionScene(max_queue_length=2, retry_delay_s=3.0)
+    full = scene.ask("full", 10)
+    await scene.settle()
+    waiting = [scene.ask(str(i), 1) for i in range(2)]
+    await scene.settle()
     with pytest.raises(QueueFullError) as caught:
-        await desk.result(desk.ask("refused", 1))
+        await scene.result(scene.ask("refused", 1))
     assert caught.value.retry_delay_s == 3.0
-    assert desk.outcomes() == {"placed": 1, "refused": 1}
-    await desk.release(full)
+    assert scene.outcomes() == {"placed": 1, "refused": 1}
+    await scene.release(full)
     assert all(task.done() for task in waiting)
-    assert desk.outcomes() == {"placed": 3, "refused": 1}
+    assert scene.outcomes() == {"placed": 3, "refused": 1}
 
 
-async def test_a_burst_larger_than_the_queue_gets_in_while_there_is_room() -> None:
-    desk = Desk(max_queue_length=2)
-    burst = [desk.ask(str(i), 1) for i in range(10)]
-    await desk.settle()
+async def test_a_burst_larger_than_the_queue_is_admitted_while_blocks_are_free() -> None:
+    scene = AdmissionScene(max_queue_length=2)
+    burst = [scene.ask(str(i), 1) for i in range(10)]
+    await scene.settle()
     assert all(task.done() and task.exception() is None for task in burst)
 
 
-async def test_of_more_than_are_assigned_at_once_all_get_in_as_far_as_there_is_room() -> None:
-    desk = Desk(max_queue_length=1000)
-    desk.table.broken(RECORD.key, RECORD.epoch)
-    waiting = [desk.ask(str(i), 0) for i in range(2 * MAX_ASSIGNED_TOGETHER + 1)]
-    await desk.settle()
+async def test_more_requests_than_are_assigned_at_once_are_all_admitted_while_blocks_are_free() -> None:
+    scene = AdmissionScene(max_queue_length=1000)
+    scene.table.broken(RECORD.key, RECORD.epoch)
+    waiting = [scene.ask(str(i), 0) for i in range(2 * MAX_ASSIGNED_TOGETHER + 1)]
+    await scene.settle()
     assert not any(task.done() for task in waiting)
-    desk.table.connected(RECORD.key, make_load(RECORD), 0.0)
+    scene.table.connected(RECORD.key, make_load(RECORD), 0.0)
     for task in waiting:
-        await desk.result(task)
+        await scene.result(task)
 
 
-async def test_a_retry_gets_in_past_the_bound() -> None:
-    desk = Desk(max_queue_length=1)
-    full = desk.ask("full", 10)
-    await desk.settle()
-    desk.ask("waiting", 10)
-    await desk.settle()
-    standing = desk.admission.standing(POOL)
+async def test_a_retry_is_queued_past_the_queues_bound() -> None:
+    scene = AdmissionScene(max_queue_length=1)
+    full = scene.ask("full", 10)
+    await scene.settle()
+    scene.ask("waiting", 10)
+    await scene.settle()
+    standing = scene.admission.standing(POOL)
     queued = QueuedRequest(standing=standing, is_retry=True, num_tokens=1, num_reserved_tokens=10, num_most_tokens=10)
-    retry = asyncio.create_task(desk.admission.admit(queued))
-    await desk.settle()
-    assert desk.admission.length == 2
-    await desk.release(full)
-    await desk.release(desk.tasks[1])
-    assert (await desk.result(retry)).placement.decode.worker_id == "decode-0"
+    retry = asyncio.create_task(scene.admission.admit(queued))
+    await scene.settle()
+    assert scene.admission.length == 2
+    await scene.release(full)
+    await scene.release(scene.tasks[1])
+    assert (await scene.result(retry)).placement.decode.worker_id == "decode-0"
 
 
 class CountedPriority(int):
@@ -148,29 +150,29 @@ class CountedPriority(int):
     __hash__ = int.__hash__
 
 
-async def test_no_request_walks_through_a_long_queue() -> None:
-    desk = Desk(max_queue_length=1000)
-    full = desk.ask("full", 10)
-    await desk.settle()
+async def test_admitting_a_request_does_not_scan_a_long_queue() -> None:
+    scene = AdmissionScene(max_queue_length=1000)
+    full = scene.ask("full", 10)
+    await scene.settle()
     CountedPriority.num_comparisons = 0
-    waiting = [desk.ask(str(i), 1, priority=CountedPriority(-i)) for i in range(500)]
-    await desk.settle()
-    await desk.release(full)
+    waiting = [scene.ask(str(i), 1, priority=CountedPriority(-i)) for i in range(500)]
+    await scene.settle()
+    await scene.release(full)
     assert [task.done() for task in waiting].count(True) == 10
     for task in waiting:
         task.cancel()
     async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*waiting, return_exceptions=True)
-    assert desk.admission.length == 0
+    assert scene.admission.length == 0
     # Binary searches look at no more than log2(500) = 9 each; three of them make one request's way.
     assert 0 < CountedPriority.num_comparisons < 500 * 3 * 10
 
 
-async def test_the_length_of_the_queue_is_told(desk: Desk) -> None:
-    full = desk.ask("full", 10)
-    await desk.settle()
-    desk.ask("waiting", 10)
-    await desk.settle()
-    assert desk.admission.length == 1
-    await desk.release(full)
-    assert desk.admission.length == 0
+async def test_the_admission_reports_the_length_of_its_queue(scene: AdmissionScene) -> None:
+    full = scene.ask("full", 10)
+    await scene.settle()
+    scene.ask("waiting", 10)
+    await scene.settle()
+    assert scene.admission.length == 1
+    await scene.release(full)
+    assert scene.admission.length == 0

@@ -14,64 +14,64 @@ from quartet.errors import QueueFullError, WorkerUnavailableError
 from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import RoundRobinPolicy
-from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
+from tests.router.admission_scene import POOL, RECORD, TIMEOUT_S, AdmissionScene
 
 
-async def test_a_tenant_that_floods_is_refused_itself_and_keeps_nobody_waiting() -> None:
-    desk = Desk(max_queue_length=20)
-    full = desk.ask("full", 10, tenant="flood")
-    await desk.settle()
-    flood = [desk.ask(f"flood {number}", 10, tenant="flood") for number in range(30)]
-    await desk.settle()
+async def test_a_tenant_that_floods_is_refused_and_does_not_delay_other_tenants() -> None:
+    scene = AdmissionScene(max_queue_length=20)
+    full = scene.ask("full", 10, tenant="flood")
+    await scene.settle()
+    flood = [scene.ask(f"flood {number}", 10, tenant="flood") for number in range(30)]
+    await scene.settle()
     assert [task.done() for task in flood] == [False] * 20 + [True] * 10
-    small = [desk.ask(f"small {number}", 10, tenant="small") for number in range(2)]
-    await desk.settle()
+    small = [scene.ask(f"small {number}", 10, tenant="small") for number in range(2)]
+    await scene.settle()
     assert [task.done() for task in flood] == [False] * 18 + [True] * 12
     for task in (full, small[0], flood[0], small[1]):
-        await desk.release(task)
-    assert desk.order == ["full", "small 0", "flood 0", "small 1", "flood 1"]
-    assert desk.outcomes() == {"placed": 5, "refused": 12}
-    await desk.close()
+        await scene.release(task)
+    assert scene.order == ["full", "small 0", "flood 0", "small 1", "flood 1"]
+    assert scene.outcomes() == {"placed": 5, "refused": 12}
+    await scene.close()
 
 
 async def test_a_tenant_that_weighs_more_gets_more() -> None:
-    desk = Desk(tenant_weights={"heavy": 3.0})
-    tasks = [desk.ask("full", 10, tenant="nobody")]
-    await desk.settle()
-    tasks += [desk.ask(name, 10, tenant=name) for _ in range(12) for name in ("heavy", "light")]
+    scene = AdmissionScene(tenant_weights={"heavy": 3.0})
+    tasks = [scene.ask("full", 10, tenant="nobody")]
+    await scene.settle()
+    tasks += [scene.ask(name, 10, tenant=name) for _ in range(12) for name in ("heavy", "light")]
     for _ in range(12):
         [running] = [task for task in tasks if task.done() and not task.result().is_released]
-        await desk.release(running)
-    assert 8 <= desk.order[1:].count("heavy") <= 10
+        await scene.release(running)
+    assert 8 <= scene.order[1:].count("heavy") <= 10
 
 
-async def test_a_higher_priority_pushes_out_who_stands_last() -> None:
-    desk = Desk(max_queue_length=1)
-    desk.ask("full", 10)
-    await desk.settle()
-    last = desk.ask("last", 10)
-    await desk.settle()
-    desk.ask("urgent", 10, priority=1)
+async def test_a_request_of_higher_priority_displaces_the_last_queued_one() -> None:
+    scene = AdmissionScene(max_queue_length=1)
+    scene.ask("full", 10)
+    await scene.settle()
+    last = scene.ask("last", 10)
+    await scene.settle()
+    scene.ask("urgent", 10, priority=1)
     with pytest.raises(QueueFullError):
-        await desk.result(last)
-    assert desk.admission.length == 1
+        await scene.result(last)
+    assert scene.admission.length == 1
 
 
-async def test_waits_that_end_for_nothing_are_counted_by_cause() -> None:
-    desk = Desk(queue_timeout_s=0.05, unavailable_timeout_s=0.05)
-    full = desk.ask("full", 10)
-    await desk.settle()
+async def test_waits_that_end_without_a_placement_are_counted_by_cause() -> None:
+    scene = AdmissionScene(queue_timeout_s=0.05, unavailable_timeout_s=0.05)
+    full = scene.ask("full", 10)
+    await scene.settle()
     with pytest.raises(QueueFullError):
-        await desk.result(desk.ask("late", 10))
-    gone = desk.ask("gone", 10)
-    await desk.settle()
+        await scene.result(scene.ask("late", 10))
+    gone = scene.ask("gone", 10)
+    await scene.settle()
     gone.cancel()
     await asyncio.wait([gone])
-    (await desk.result(full)).release()
-    desk.table.broken(RECORD.key, RECORD.epoch)
+    (await scene.result(full)).release()
+    scene.table.broken(RECORD.key, RECORD.epoch)
     with pytest.raises(WorkerUnavailableError):
-        await desk.result(desk.ask("nowhere", 1))
-    assert desk.outcomes() == {"placed": 1, "expired": 1, "cancelled": 1, "unavailable": 1}
+        await scene.result(scene.ask("nowhere", 1))
+    assert scene.outcomes() == {"placed": 1, "expired": 1, "cancelled": 1, "unavailable": 1}
 
 
 class PatientPolicy(RoundRobinPolicy):
@@ -90,32 +90,32 @@ class PatientPolicy(RoundRobinPolicy):
         return super().assign(queued, snapshot)
 
 
-async def test_a_policy_that_wants_to_look_again_is_asked_again_though_nothing_happens() -> None:
-    desk = Desk(PatientPolicy(3))
-    assert (await desk.result(desk.ask("late", 1))).placement.decode.worker_id == "decode-0"
+async def test_a_policy_that_asks_for_another_poll_is_polled_again_without_an_event() -> None:
+    scene = AdmissionScene(PatientPolicy(3))
+    assert (await scene.result(scene.ask("late", 1))).placement.decode.worker_id == "decode-0"
 
 
-async def test_a_policy_is_shown_what_is_cached_now_and_what_was_sent_lately() -> None:
+async def test_a_policy_sees_cached_blocks_and_those_of_requests_sent_lately() -> None:
     policy = PatientPolicy(1)
-    desk = Desk(policy)
+    scene = AdmissionScene(policy)
     rank = Rank("decode-0")
-    desk.index.store(rank, None, [1, 2])
-    first = desk.ask("first", 4, hashes=[1, 2, 3])
-    await desk.settle()
-    desk.index.remove(rank, [2])
-    await desk.result(first)
+    scene.index.store(rank, None, [1, 2])
+    first = scene.ask("first", 4, hashes=[1, 2, 3])
+    await scene.settle()
+    scene.index.remove(rank, [2])
+    await scene.result(first)
     assert policy.seen == [{rank: 20}, {rank: 10}]
-    await desk.result(desk.ask("second", 4, hashes=[1, 2, 3, 4]))
+    await scene.result(scene.ask("second", 4, hashes=[1, 2, 3, 4]))
     assert policy.seen[2:] == [{rank: 30}], "the blocks of the first one are predicted"
-    desk.index.expire(float("inf"))
-    standing = desk.admission.standing(POOL)
+    scene.index.expire(float("inf"))
+    standing = scene.admission.standing(POOL)
     queued = QueuedRequest(
         standing=standing, num_tokens=30, num_reserved_tokens=30, num_most_tokens=30, sequence_hashes=[1, 2, 3]
     )
-    shown, snapshot = desk.admission.preview(queued)
+    shown, snapshot = scene.admission.preview(queued)
     assert dict(shown.num_cached_tokens) == {rank: 10}
     assert [candidate.rank for candidate in snapshot.decode] == [rank]
-    assert desk.admission.num_waiting(POOL) == 0
+    assert scene.admission.num_waiting(POOL) == 0
 
 
 class SlowPolicy(RoundRobinPolicy):
@@ -133,26 +133,26 @@ class SlowPolicy(RoundRobinPolicy):
         return Decision([None] * len(queued))
 
 
-async def test_a_policy_that_takes_long_leaves_the_event_loop_to_others() -> None:
+async def test_a_slow_policy_takes_only_a_share_of_the_event_loop() -> None:
     policy = SlowPolicy()
-    desk = Desk(policy, max_queue_length=2)
-    asked = [desk.ask(str(number), 1) for number in range(5)]
+    scene = AdmissionScene(policy, max_queue_length=2)
+    asked = [scene.ask(str(number), 1) for number in range(5)]
     async with asyncio.timeout(TIMEOUT_S):
         while len(policy.looks) < 4:
-            desk.admission.wake()
+            scene.admission.wake()
             await asyncio.sleep(0)
     for (_, ended, computed_s), (next_began, _, _) in pairwise(policy.looks):
         assert next_began - ended > 3.5 * computed_s, "a fifth of the time, however often something happens"
     assert sum(task.done() for task in asked) == 3, "the queue's bound holds meanwhile"
-    await desk.close()
+    await scene.close()
 
 
-async def test_those_that_wait_for_an_adapter_keep_nobody_else_waiting() -> None:
-    desk = Desk(max_queue_length=1000)
-    standing = desk.admission.standing(POOL)
+async def test_requests_that_wait_for_an_adapter_do_not_delay_others() -> None:
+    scene = AdmissionScene(max_queue_length=1000)
+    standing = scene.admission.standing(POOL)
     kept = [
         asyncio.create_task(
-            desk.admission.admit(
+            scene.admission.admit(
                 QueuedRequest(
                     standing=standing, num_tokens=1, num_reserved_tokens=1, num_most_tokens=1, adapter="absent"
                 )
@@ -160,9 +160,9 @@ async def test_those_that_wait_for_an_adapter_keep_nobody_else_waiting() -> None
         )
         for _ in range(MAX_ASSIGNED_TOGETHER)
     ]
-    await desk.settle()
-    await desk.result(desk.ask("plain", 1))
+    await scene.settle()
+    await scene.result(scene.ask("plain", 1))
     for task in kept:
         task.cancel()
     await asyncio.gather(*kept, return_exceptions=True)
-    assert desk.admission.length == 0
+    assert scene.admission.length == 0

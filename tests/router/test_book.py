@@ -38,7 +38,7 @@ def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
     assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (2, 0)
 
 
-def test_who_decodes_waits_for_no_prefill_whatever_reports_say() -> None:
+def test_a_decoding_request_has_no_tokens_to_prefill_whatever_reports_say() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=100, num_queued_tokens=90)
     booking.send()
@@ -46,7 +46,7 @@ def test_who_decodes_waits_for_no_prefill_whatever_reports_say() -> None:
     assert book.accounts[0].num_unreported_tokens == 0
 
 
-def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
+def test_held_blocks_leave_the_promise_one_report_late() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=100)
     book.on_report(booking.send())
@@ -61,7 +61,7 @@ def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
     assert book.accounts[0].num_promised_blocks == 5
 
 
-def test_what_a_request_takes_is_promised_no_more() -> None:
+def test_blocks_that_a_request_holds_are_promised_no_more() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=40)
     book.on_report(booking.send())
@@ -141,7 +141,7 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
         assert book.num_requests == sum(not naive.is_released for naive in bookings)
 
 
-def test_a_remote_prefill_counts_at_both_places_each_in_its_own_way() -> None:
+def test_a_remote_prefill_counts_tokens_at_its_prefill_rank_and_blocks_at_its_decode_rank() -> None:
     table = WorkerTable("router-a", heartbeat_timeout_s=30)
     prefill, decode = make_record("prefill-0"), make_record("decode-0")
     for record in (prefill, decode):

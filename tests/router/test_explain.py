@@ -1,4 +1,4 @@
-"""Explain: where a request would go, told without its going there."""
+"""Explain: where a request would go, without running it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_name(explanation: Explanation) -> dict[str, RankOption]:
     return {option.rank.worker_id: option for option in explanation.options}
 
 
-async def test_the_places_of_a_request_are_told_the_chosen_ones_first() -> None:
+async def test_explain_lists_the_ranks_for_a_request_with_the_chosen_ones_first() -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1")
     explanation = await explain(fleet, make_start())
     assert explanation.policy == "least_loaded"
@@ -42,7 +42,7 @@ async def test_the_places_of_a_request_are_told_the_chosen_ones_first() -> None:
     assert (explanation.model, explanation.model_fingerprint) == (pool.key.model_name, pool.key.fingerprint)
 
 
-async def test_nothing_is_run_booked_or_used_up() -> None:
+async def test_explain_runs_books_and_uses_up_nothing() -> None:
     asked, unasked = (Fleet("prefill-0", "prefill-1", "decode-0", "decode-1") for _ in range(2))
     for _ in range(10):
         explanation = await explain(asked, make_start())
@@ -54,12 +54,12 @@ async def test_nothing_is_run_booked_or_used_up() -> None:
             [placement] = answer.accepted.choices
             routes.append((placement.prefill, placement.decode))
         assert routes[0] == routes[1]
-        # What was foretold is what happened.
+        # The request goes where explain said.
         assert {option.rank for option in explanation.options if option.is_chosen} == set(routes[0])
     assert [call.kind for call in asked.hops.calls] == [call.kind for call in unasked.hops.calls]
 
 
-async def test_what_is_matched_and_what_it_costs_is_told_alike_by_accepted() -> None:
+async def test_explain_and_accepted_report_the_same_matched_tokens_and_cost() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     await collect(fleet.generate(make_start()))
     explanation = await explain(fleet, make_start())
@@ -72,7 +72,7 @@ async def test_what_is_matched_and_what_it_costs_is_told_alike_by_accepted() -> 
     assert option.cost_unit == "tokens"
 
 
-async def test_a_place_without_room_is_told_with_what_it_lacks() -> None:
+async def test_the_obstacle_of_a_rank_without_free_blocks_names_what_it_lacks() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10)
     fleet.hops.plan("decode", Plan(hang_after=1))
     running = fleet.generate(make_start(sampling=Sampling(max_tokens=60)))
@@ -93,7 +93,7 @@ async def test_a_place_without_room_is_told_with_what_it_lacks() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_workers_that_take_nothing_are_told_too() -> None:
+async def test_explain_also_lists_workers_that_take_no_requests() -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1")
     fleet.break_worker("decode-1")
     explanation = await explain(fleet, make_start())
@@ -112,7 +112,7 @@ async def test_workers_that_take_nothing_are_told_too() -> None:
         ({"num_choices": 65}, errors.InvalidRequestError, "num_choices"),
     ],
 )
-async def test_it_is_refused_as_the_request_would_be(
+async def test_explain_is_refused_as_the_request_would_be(
     changes: dict[str, object], error: type[errors.ServingError], field: str
 ) -> None:
     fleet = Fleet("decode-0")
@@ -121,14 +121,14 @@ async def test_it_is_refused_as_the_request_would_be(
     assert caught.value.field == field
 
 
-async def test_every_rank_is_a_place_of_its_own() -> None:
+async def test_explain_lists_each_data_parallel_rank_separately() -> None:
     fleet = Fleet("decode-0", data_parallel_size=2)
     explanation = await explain(fleet, make_start())
     assert {option.rank for option in explanation.options} == {Rank("decode-0", 0), Rank("decode-0", 1)}
     assert sum(option.is_chosen for option in explanation.options) == 1
 
 
-async def test_a_place_that_is_busy_is_chosen_with_the_time_until_its_moment() -> None:
+async def test_a_busy_rank_is_chosen_with_the_time_until_it_is_free() -> None:
     fleet = Fleet("decode-0", policy=KvAwarePolicy(random.Random(0)))
     load = make_load(make_record("decode-0"))
     busy = replace(load, ranks=(replace(load.ranks[0], step_ends_in_s=100.0, num_running=1, step_time=StepTime()),))

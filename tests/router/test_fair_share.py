@@ -34,7 +34,7 @@ def test_one_tenant_is_served_in_the_order_of_arrival() -> None:
     assert starts == sorted(starts)
 
 
-def test_who_floods_does_not_keep_others_waiting() -> None:
+def test_a_tenant_that_floods_does_not_delay_other_tenants() -> None:
     share = FairShare({})
     queue = [ask(share, "flood", 100) for _ in range(1000)]
     serve(share, queue, 5000)
@@ -59,7 +59,7 @@ def test_while_all_wait_each_gets_its_weight(weights: dict[str, float], sizes: l
     assert max(shares) - min(shares) <= 2 * max(sizes) / min(weights.values())
 
 
-def test_who_was_idle_has_saved_nothing_up() -> None:
+def test_an_idle_tenant_saves_up_no_share() -> None:
     share = FairShare({})
     share.start("idle", 10)
     queue = [ask(share, "busy", 10) for _ in range(100)]
@@ -69,7 +69,7 @@ def test_who_was_idle_has_saved_nothing_up() -> None:
     assert abs(served["idle"] - served["busy"]) <= 20
 
 
-def test_what_is_not_served_is_not_held_against_a_tenant() -> None:
+def test_a_request_that_is_not_served_does_not_count_against_its_tenant() -> None:
     share = FairShare({"a": 2.0})
     share.start("a", 100)
     share.start("a", 1000)
@@ -78,7 +78,7 @@ def test_what_is_not_served_is_not_held_against_a_tenant() -> None:
     share.give_back("unknown", 5)
 
 
-def test_tenants_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_without_debt_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_MAX_TENANTS", 3)
     share = FairShare({})
     for number in range(10):

@@ -52,7 +52,7 @@ async def finish(call: grpc.aio.StreamStreamCall, responses: list[pb.GenerateRes
 
 
 def levels_of_breaks(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """How loudly each broken stream was told."""
+    """The log level of each broken stream."""
     return [record.levelno for record in caplog.records if record.name == "router.fleet" and "broke" in record.message]
 
 
@@ -186,7 +186,7 @@ async def test_a_router_before_its_workers_serves_and_knows_no_model(
         assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
 
 
-async def test_a_router_that_leaves_lets_requests_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopping_router_waits_until_its_requests_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",)) as (system, stub):
         call = stub.Generate()
         await call.write(pb.GenerateRequest(start=make_start()))
@@ -196,15 +196,15 @@ async def test_a_router_that_leaves_lets_requests_end(tmp_path: Path, monkeypatc
             watch = stub.WatchWorkers(pb.WatchWorkersRequest())
             await watch.read()
             system.router.stop.set()
-            # It hears of the drain; from then on nothing new is taken.
+            # It gets notice of the drain; from then on the router takes no new request.
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 while await watch.read() is not grpc.aio.EOF:
                     pass
                 raise AssertionError("the watch ended without a status")
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-            with pytest.raises(grpc.aio.AioRpcError) as told:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await read_all(silent)
-            assert told.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
         open_gates(system)
         assert token_ids_of(await finish(call, [accepted])) == expected(PROMPT, 12)
         await system.router.end()
@@ -233,7 +233,9 @@ async def test_workers_that_vanish_while_the_router_drains_are_worth_no_warning(
         assert levels_of_breaks(caplog) == [logging.INFO]
 
 
-async def test_a_request_that_overstays_the_drain_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_outlasts_the_drain_timeout_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",), drain_timeout_s=0.1) as (
         system,
         stub,
@@ -249,7 +251,7 @@ async def test_a_request_that_overstays_the_drain_is_told_why(tmp_path: Path, mo
         await system.router.end()
 
 
-async def test_a_watch_tells_all_then_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watch_sends_all_workers_and_then_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_system(tmp_path, monkeypatch, "decode-0") as (system, stub):
         watch = stub.WatchWorkers(pb.WatchWorkersRequest())
         async with asyncio.timeout(TIMEOUT_S):
@@ -286,7 +288,7 @@ async def test_events_that_make_no_sense_are_counted() -> None:
     await fleet.close()
 
 
-async def test_the_text_files_of_another_model_are_not_taken_for_those_of_the_pool() -> None:
+async def test_text_files_of_another_model_are_not_used_for_the_pool() -> None:
     worker, old = FakeWorker(make_record(model_fingerprint="0b" * 32)), "0a" * 32
     table, discovery = WorkerTable("router-a", heartbeat_timeout_s=30), MemoryRegistry()
     fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None)

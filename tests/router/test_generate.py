@@ -21,7 +21,7 @@ def make_start(**changes: object) -> GenerateStart:
     return GenerateStart(**fields)
 
 
-async def test_a_long_prompt_is_prefilled_and_decoded_in_two_places() -> None:
+async def test_a_long_prompt_is_prefilled_and_decoded_at_two_workers() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     answer = await collect(fleet.generate(make_start()))
     [placement] = answer.accepted.choices
@@ -88,7 +88,7 @@ async def test_choices_are_answers_of_their_own() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_more_choices_than_there_is_room_for_run_one_after_the_other() -> None:
+async def test_choices_that_do_not_fit_at_once_run_one_after_the_other() -> None:
     # Each takes 4 blocks of 7: prompt of 20 tokens and 12 more, 10 a block.
     fleet = Fleet("prefill-0", "decode-0", num_blocks=7)
     answer = await collect(fleet.generate(make_start(num_choices=4)))
@@ -98,7 +98,7 @@ async def test_more_choices_than_there_is_room_for_run_one_after_the_other() -> 
     fleet.assert_nothing_left()
 
 
-async def test_the_first_choice_is_shown_while_others_wait_for_room() -> None:
+async def test_the_first_choice_is_streamed_while_others_wait_for_blocks() -> None:
     fleet = Fleet("decode-0", num_blocks=7)
     fleet.hops.plan("decode", Plan(hang_after=2))
     run = fleet.generate(make_start(num_choices=3))
@@ -160,7 +160,7 @@ async def test_a_stop_string_in_the_first_token_drops_the_hand_off() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_what_a_client_does_not_want_is_left_out() -> None:
+async def test_parts_that_a_client_does_not_want_are_left_out() -> None:
     fleet = Fleet("decode-0")
     no_text = await collect(fleet.generate(make_start(text_options=TextOptions(omit_text=True))))
     assert (no_text.texts[0], len(no_text.token_ids[0])) == ("", 12)
@@ -197,7 +197,7 @@ async def test_without_max_tokens_an_answer_may_fill_the_model() -> None:
     assert fleet.hops.calls[0].start.generation.sampling.max_tokens == 40
 
 
-async def test_without_a_seed_the_router_draws_one_and_tells_it() -> None:
+async def test_without_a_seed_the_router_draws_one_and_returns_it() -> None:
     fleet = Fleet("decode-0")
     first = await collect(fleet.generate(make_start(seed=None)))
     second = await collect(fleet.generate(make_start(seed=None)))
@@ -214,7 +214,7 @@ async def test_text_is_tokenized_short_or_long() -> None:
         assert text_of(list(prompt)) == text
 
 
-async def test_everybody_hears_who_asked_and_how_long_it_may_take() -> None:
+async def test_every_worker_gets_the_tenant_the_trace_and_the_time_left() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     start = make_start(tenant="acme", priority=3, session_key="chat-1", timeout_s=30.0)
     await collect(fleet.generate(start, traceparent="00-ab-cd-01"))

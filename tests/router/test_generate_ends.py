@@ -153,7 +153,7 @@ async def test_without_a_ready_decode_worker_a_request_is_unavailable() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_a_worker_that_comes_back_in_time_takes_what_waited() -> None:
+async def test_a_worker_that_comes_back_in_time_takes_the_queued_request() -> None:
     fleet = Fleet("decode-0")
     fleet.break_worker("decode-0")
     queued = _queued(fleet)
@@ -165,7 +165,7 @@ async def test_a_worker_that_comes_back_in_time_takes_what_waited() -> None:
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
 
 
-async def test_a_reader_cancelled_twice_leaves_a_log_line_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_cancelled_twice_leaves_only_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet("decode-0")
     asked, leaving, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

@@ -37,7 +37,7 @@ PASSING_ERRORS = [
 by_reason = {"ids": lambda error: error.reason if isinstance(error, ServingError) else str(error)}
 
 
-def places(fleet: Fleet, kind: str) -> list[str]:
+def workers_of(fleet: Fleet, kind: str) -> list[str]:
     return [call.rank.worker_id for call in fleet.hops.calls if call.kind == kind]
 
 
@@ -47,7 +47,7 @@ async def test_a_failed_prefill_is_tried_elsewhere(error: ServingError) -> None:
     fleet.hops.plan("prefill", Plan(error=error))
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
-    assert sorted(places(fleet, "prefill")) == ["prefill-0", "prefill-1"]
+    assert sorted(workers_of(fleet, "prefill")) == ["prefill-0", "prefill-1"]
     assert answer.finished[0].usage.num_attempts == 2
     fleet.assert_nothing_left()
 
@@ -58,7 +58,7 @@ async def test_after_a_failed_transfer_the_same_worker_prefills_again_then_anoth
     fleet.hops.plan("decode", Plan(error=error), Plan(error=error))
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
-    first, second, third = places(fleet, "prefill")
+    first, second, third = workers_of(fleet, "prefill")
     assert first == second != third
     assert [len(call.start.generation.generated_token_ids) for call in fleet.hops.calls] == [0, 1, 1, 2, 2, 3]
     fleet.assert_nothing_left()
@@ -71,7 +71,7 @@ async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on(fail
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert answer.texts[0] == text_of(answer.token_ids[0])
-    assert len(set(places(fleet, "decode"))) == 2
+    assert len(set(workers_of(fleet, "decode"))) == 2
     starts = [call.start for call in fleet.hops.calls if call.kind == "decode"]
     assert {start.generation.seed for start in starts} == {5}
     assert [start.context.attempt for start in starts] == [0, 1]
@@ -105,7 +105,7 @@ async def test_a_worker_lost_after_its_last_token_is_not_asked_for_more() -> Non
     answer = await collect(fleet.generate(start))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert answer.finished[0].reason is FinishReason.LENGTH
-    assert len(places(fleet, "decode")) == 1
+    assert len(workers_of(fleet, "decode")) == 1
 
 
 async def test_a_worker_lost_after_an_end_of_sequence_is_not_asked_for_more() -> None:
@@ -126,7 +126,7 @@ async def test_a_worker_lost_after_an_end_of_sequence_is_not_asked_for_more() ->
     ],
     **by_reason,
 )
-async def test_what_would_fail_anywhere_fails_at_once(error: ServingError) -> None:
+async def test_an_error_that_every_worker_would_give_fails_at_once(error: ServingError) -> None:
     fleet = Fleet("prefill-0", "prefill-1", "decode-0")
     fleet.hops.plan("prefill", Plan(error=error))
     with pytest.raises(type(error)) as caught:
@@ -141,7 +141,7 @@ async def test_a_worker_too_small_for_it_is_avoided() -> None:
     fleet.hops.plan("decode", Plan(error=errors.PromptTooLongError("long", field="prompt")))
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
-    assert sorted(places(fleet, "decode")) == ["decode-0", "decode-1"]
+    assert sorted(workers_of(fleet, "decode")) == ["decode-0", "decode-1"]
     fleet.assert_nothing_left()
 
 
@@ -151,31 +151,31 @@ async def test_too_long_for_every_worker_is_too_long() -> None:
     fleet.hops.plan("decode", *(Plan(error=too_long) for _ in range(5)))
     with pytest.raises(errors.PromptTooLongError):
         await collect(fleet.generate(make_start()))
-    assert len(places(fleet, "decode")) == 3
+    assert len(workers_of(fleet, "decode")) == 3
     fleet.assert_nothing_left()
 
 
-async def test_what_fits_only_the_largest_place_goes_there() -> None:
+async def test_a_request_that_fits_only_the_largest_worker_goes_there() -> None:
     fleet = Fleet(attempts=AttemptConfig(reserve_tokens=5))
     fleet.join("decode-0", num_blocks=3)
     fleet.join("decode-1", num_blocks=20)
     start = make_start(sampling=Sampling(max_tokens=30))
     for _ in range(5):
         await collect(fleet.generate(start))
-    assert set(places(fleet, "decode")) == {"decode-1"}
+    assert set(workers_of(fleet, "decode")) == {"decode-1"}
     short = Fleet()
     short.join("decode-0", num_blocks=3)
     # The last token needs no room: 20 + 11 - 1 tokens are just those of 3 blocks.
     assert (await collect(short.generate(make_start(sampling=Sampling(max_tokens=11))))).finished
 
 
-async def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
+async def test_attempts_are_bounded_and_the_last_error_is_raised() -> None:
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=3))
     failures = [errors.EngineError("one"), errors.WorkerUnavailableError("two"), errors.OutOfBlocksError("three")]
     fleet.hops.plan("decode", *(Plan(error=error) for error in failures))
     with pytest.raises(errors.OutOfBlocksError, match="three"):
         await collect(fleet.generate(make_start()))
-    assert len(places(fleet, "decode")) == 3
+    assert len(workers_of(fleet, "decode")) == 3
     fleet.assert_nothing_left()
 
 
@@ -188,7 +188,7 @@ async def test_tokens_that_came_are_shown_before_the_failure() -> None:
     assert shown.token_ids[0] == expected_tokens(5, 0, 20, 4)
 
 
-async def test_one_choice_that_fails_for_good_ends_all() -> None:
+async def test_a_choice_that_fails_for_good_ends_all_choices() -> None:
     fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plan("decode", Plan(), Plan(error=errors.EngineError("broke"), fail_after=3), Plan(hang_after=1))
     with pytest.raises(errors.EngineError):
@@ -196,7 +196,7 @@ async def test_one_choice_that_fails_for_good_ends_all() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_short_of_room_everywhere_it_pauses_longer_each_time() -> None:
+async def test_if_all_workers_are_out_of_blocks_each_pause_is_longer() -> None:
     fleet = Fleet("decode-0")
     fleet.hops.plan("decode", *(Plan(error=errors.OutOfBlocksError("full")) for _ in range(4)))
     answer = await collect(fleet.generate(make_start()))
@@ -209,7 +209,7 @@ async def test_a_silent_prefill_worker_is_given_up() -> None:
     fleet.hops.plan("prefill", Plan(hang_after=0))
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
-    assert len(set(places(fleet, "prefill"))) == 2
+    assert len(set(workers_of(fleet, "prefill"))) == 2
     fleet.assert_nothing_left()
 
 
@@ -250,7 +250,7 @@ _plans = st.builds(
     tokens_per_step=st.integers(1, 4),
     has_stop=st.booleans(),
 )
-async def test_whatever_breaks_the_client_sees_the_undisturbed_answer(
+async def test_after_any_failures_the_client_gets_the_undisturbed_answer(
     prefill_plans: list[Plan],
     decode_plans: list[Plan],
     num_prefill: int,

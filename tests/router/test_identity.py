@@ -48,9 +48,7 @@ async def test_a_tenant_is_the_certificates_name_unless_a_trusted_gateway_names_
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_whoever_may_ask_for_answers_may_ask_where_they_would_come_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_callers_that_may_call_generate_may_call_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = CertificateAuthority(tmp_path / "certificates")
     server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
     # That no model is there is said to those who may know.

@@ -119,7 +119,7 @@ async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-async def test_whatever_is_computed_and_evicted_the_router_knows_exactly(
+async def test_the_router_knows_exactly_which_blocks_were_stored_and_evicted(
     system: System, tmp_path: Path, has_key: bool
 ) -> None:
     key: EventsKey | None = None
@@ -138,7 +138,7 @@ async def test_whatever_is_computed_and_evicted_the_router_knows_exactly(
         assert NUM_BLOCKS // 2 < len(held[Rank("decode-0")]) <= NUM_BLOCKS
 
 
-async def test_who_joins_late_knows_the_same(system: System) -> None:
+async def test_a_router_that_joins_late_knows_the_same_blocks(system: System) -> None:
     system.start_worker("decode-0")
     async with following(system) as router:
         await router.wait_ready()
@@ -151,7 +151,7 @@ async def test_who_joins_late_knows_the_same(system: System) -> None:
             assert await late.wait_exact() == await router.wait_exact()
 
 
-async def test_a_new_life_of_a_worker_is_known_afresh_and_others_stay(system: System) -> None:
+async def test_a_restarted_workers_blocks_are_learnt_anew_and_other_workers_blocks_stay(system: System) -> None:
     for worker_id in ("decode-0", "decode-1"):
         system.start_worker(worker_id)
     async with following(system) as router:
@@ -235,7 +235,7 @@ async def test_a_flood_past_the_high_water_mark_leaves_the_index_exact() -> None
         await until(lambda: joins.num_live == 1)
         for _ in range(3):
             num_snapshots = worker.num_snapshots
-            # In one go: the event loop, which hears it, is not asked meanwhile.
+            # In one go: the event loop, which receives it, does not run meanwhile.
             for number in range(60):
                 worker.change(number, removed=number - 1 if number % 2 else None)
             await until(lambda: is_exact(worker))

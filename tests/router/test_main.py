@@ -38,7 +38,7 @@ def metrics_at(address: str) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_it_says_where_it_serves_and_ends_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+async def test_the_router_prints_its_address_and_ends_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "router.yaml"
     config.write_text(
         f"server: {{address: '127.0.0.1:0'}}\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\n"
@@ -58,7 +58,7 @@ async def test_it_says_where_it_serves_and_ends_on_a_signal(tmp_path: Path, numb
             process.kill()
 
 
-async def test_an_impossible_setting_ends_it_with_one_line_that_names_it() -> None:
+async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it() -> None:
     process = await start("--set", "polciy=round_robin")
     async with asyncio.timeout(_TIMEOUT_S):
         output, _ = await process.communicate()

@@ -40,7 +40,7 @@ class Source:
         return self.files
 
 
-async def test_several_who_wait_share_one_fetch_and_one_who_leaves_takes_nothing() -> None:
+async def test_several_waiters_share_one_fetch_and_cancelling_one_does_not_cancel_it() -> None:
     source = Source()
     texts = FetchedTexts(source.fetch)
     waiting = [asyncio.create_task(texts.model_text(_POOL)) for _ in range(3)]
@@ -63,7 +63,7 @@ async def test_several_who_wait_share_one_fetch_and_one_who_leaves_takes_nothing
         (asyncio.CancelledError(), WorkerUnavailableError),
     ],
 )
-async def test_a_failed_fetch_is_told_and_the_next_to_ask_tries_again(
+async def test_a_failed_fetch_is_raised_and_the_next_caller_tries_again(
     failure: BaseException, kind: type[ServingError]
 ) -> None:
     source = Source(failure)
@@ -74,7 +74,7 @@ async def test_a_failed_fetch_is_told_and_the_next_to_ask_tries_again(
     assert (await texts.model_text(_POOL)).vocab_size > 0
 
 
-async def test_a_prefetch_that_fails_harms_nobody() -> None:
+async def test_a_failed_prefetch_raises_nothing_and_the_next_one_tries_again() -> None:
     source = Source(WorkerUnavailableError("gone"))
     source.gate.set()
     texts = FetchedTexts(source.fetch)
@@ -105,7 +105,7 @@ async def test_closing_ends_what_is_being_fetched() -> None:
             await waiting
 
 
-async def test_a_template_of_the_routers_own_takes_the_place_of_each_models(tmp_path: Path) -> None:
+async def test_a_template_of_the_routers_own_replaces_each_models_template(tmp_path: Path) -> None:
     (tmp_path / "short.jinja").write_text("{{ messages[-1].content }} é", encoding="utf-8")
     source = Source()
     source.files["chat_template.jinja"] = b"{{ raise_exception('the model has its own') }}"

@@ -25,7 +25,7 @@ def test_routers_whose_starts_arrive_are_counted_in_the_order_of_their_names() -
     assert watch.peers == Peers(number=1, num_routers=3)
 
 
-def test_who_starts_nothing_any_more_is_no_peer() -> None:
+def test_a_router_that_starts_no_requests_any_more_is_no_peer() -> None:
     watch = PeerWatch("router-b")
     watch.on_report(load(a=4), 0.0)
     assert watch.peers == Peers(), "that may be long ago"
@@ -39,7 +39,7 @@ def test_who_starts_nothing_any_more_is_no_peer() -> None:
     assert watch.peers == Peers(number=1, num_routers=2)
 
 
-def test_a_new_life_of_a_worker_counts_anew() -> None:
+def test_a_new_epoch_of_a_worker_counts_anew() -> None:
     watch = PeerWatch("router-b")
     watch.on_report(load(epoch=7, a=500), 0.0)
     watch.on_report(load(epoch=8), 1.0)

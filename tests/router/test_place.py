@@ -70,7 +70,7 @@ async def fails(stub: Stub, request: pb.PlaceRequest) -> errors.ServingError:
     return from_rpc_error(caught.value)
 
 
-async def test_what_is_placed_is_decoded_by_its_client(served: tuple[System, Stub]) -> None:
+async def test_a_placed_request_is_decoded_by_its_client(served: tuple[System, Stub]) -> None:
     system, stub = served
     response = await place(stub, make_request(seed=3))
     [choice] = response.choices
@@ -93,7 +93,7 @@ async def test_tokens_and_their_log_probabilities_are_those_of_generate(served: 
     await take_up(choice)  # the drain would wait for it
 
 
-async def test_where_decode_prefills_itself_there_is_no_first_token(
+async def test_a_placement_whose_decode_worker_prefills_has_no_first_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_system(tmp_path, monkeypatch, "decode-0") as (system, stub):
@@ -105,7 +105,7 @@ async def test_where_decode_prefills_itself_there_is_no_first_token(
         await system.wait_idle()
 
 
-async def test_choices_are_placed_apart(served: tuple[System, Stub]) -> None:
+async def test_each_choice_is_placed_separately(served: tuple[System, Stub]) -> None:
     system, stub = served
     response = await place(stub, make_request(num_choices=3))
     assert [choice.choice for choice in response.choices] == [0, 1, 2]
@@ -123,7 +123,7 @@ async def test_a_first_token_that_ends_it_leaves_nothing_to_stream(served: tuple
     await system.wait_idle()
 
 
-async def test_what_broke_is_placed_again_with_the_same_tokens(served: tuple[System, Stub]) -> None:
+async def test_a_broken_answer_is_placed_again_with_the_same_tokens(served: tuple[System, Stub]) -> None:
     system, stub = served
     first = await place(stub, make_request(num_choices=2))
     whole = expected(PROMPT, 12, choice=1)
@@ -144,7 +144,7 @@ async def test_what_broke_is_placed_again_with_the_same_tokens(served: tuple[Sys
     await system.wait_idle()
 
 
-async def test_where_nothing_was_left_to_do_that_is_told(served: tuple[System, Stub]) -> None:
+async def test_placing_a_complete_answer_returns_its_finish_reason(served: tuple[System, Stub]) -> None:
     system, stub = served
     ids = pb.TokenIds(ids=expected(PROMPT, 12))
     resume = pb.Resume(request_id="ab" * 16, attempt=1, seed=0, generated_token_ids=ids)
@@ -154,7 +154,7 @@ async def test_where_nothing_was_left_to_do_that_is_told(served: tuple[System, S
     await system.wait_idle()
 
 
-async def test_a_placement_is_good_for_once(served: tuple[System, Stub]) -> None:
+async def test_a_placement_can_be_used_once(served: tuple[System, Stub]) -> None:
     system, stub = served
     [choice] = (await place(stub)).choices
     await take_up(choice)
@@ -173,7 +173,7 @@ async def test_an_altered_placement_is_refused_and_the_true_one_still_works(serv
     await system.wait_idle()
 
 
-async def test_without_a_key_there_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_signing_key_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_system(tmp_path, monkeypatch, "decode-0", signing_keys_file=None) as (_, stub):
         assert isinstance(await fails(stub, make_request()), errors.NoSigningKeyError)
 
@@ -194,9 +194,7 @@ async def test_bad_input_is_refused_by_its_field(
     assert (await fails(served[1], request_)).field == field
 
 
-async def test_a_placement_that_nobody_takes_up_ends_with_its_hand_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unused_placement_expires_with_its_hand_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.signing._MARGIN_S", 0.1)
     settings = {"transfer": TransferConfig(hand_off_ttl_s=1.0)}
     async with running_system(
@@ -226,7 +224,7 @@ async def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path, monkeypatc
         await system.wait_idle()
 
 
-async def test_a_placement_that_ended_is_booked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ended_placement_is_booked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The signature outlives the test: only the worker's word can end the booking.
     async with running_system(tmp_path, monkeypatch, "decode-0", signed_start_ttl_s=200.0) as (system, stub):
         [choice] = (await place(stub)).choices
@@ -235,7 +233,7 @@ async def test_a_placement_that_ended_is_booked_no_more(tmp_path: Path, monkeypa
         await system.wait_workers(lambda known: known["decode-0"].num_requests == 0)
 
 
-async def test_the_death_of_a_worker_where_only_clients_decode_is_noticed_at_once(
+async def test_the_death_of_a_worker_that_only_clients_use_is_noticed_at_once(
     served: tuple[System, Stub],
 ) -> None:
     system, stub = served

@@ -36,7 +36,7 @@ def num_booked(fleet: Fleet) -> int:
     return sum(status.num_requests for status in fleet.table.statuses(0.0))
 
 
-async def test_a_failed_prefill_is_tried_elsewhere_and_nothing_of_it_stays() -> None:
+async def test_a_failed_prefill_is_tried_elsewhere_and_leaves_nothing() -> None:
     fleet = Fleet("prefill-0", "prefill-1", "decode-0")
     fleet.hops.plan("prefill", Plan(error=GONE))
     placed = await place(fleet)
@@ -50,7 +50,7 @@ async def test_a_failed_prefill_is_tried_elsewhere_and_nothing_of_it_stays() -> 
     assert (fleet.hops.num_open, len(fleet.hops.held), num_booked(fleet)) == (0, 1, 1)
 
 
-async def test_the_last_error_is_told_and_nothing_is_left() -> None:
+async def test_the_last_error_is_raised_and_nothing_is_left() -> None:
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=2))
     fleet.hops.plan("prefill", Plan(error=GONE), Plan(error=errors.EngineError("broke")))
     with pytest.raises(errors.EngineError):
@@ -58,7 +58,7 @@ async def test_the_last_error_is_told_and_nothing_is_left() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_a_decode_worker_that_goes_while_the_prompt_is_prefilled_is_not_placed_at(
+async def test_a_decode_worker_lost_during_the_prefill_is_not_used_for_the_placement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Fleet("prefill-0", "decode-0")
@@ -81,7 +81,7 @@ async def test_a_decode_worker_that_goes_while_the_prompt_is_prefilled_is_not_pl
     assert num_booked(fleet) == 1
 
 
-async def test_one_choice_that_fails_takes_the_placed_ones_with_it() -> None:
+async def test_a_failed_choice_drops_the_choices_that_were_already_placed() -> None:
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plan("prefill", Plan(), Plan(), Plan(error=GONE))
     with pytest.raises(errors.WorkerUnavailableError):
@@ -90,7 +90,7 @@ async def test_one_choice_that_fails_takes_the_placed_ones_with_it() -> None:
 
 
 @pytest.mark.parametrize("end", ["cancel", "abort", "timeout"])
-async def test_whatever_ends_it_early_leaves_nothing(end: str) -> None:
+async def test_a_place_call_that_ends_early_leaves_nothing(end: str) -> None:
     fleet = Fleet("prefill-0", "decode-0", max_timeout_s=0.05 if end == "timeout" else 60.0)
     fleet.hops.plan("prefill", Plan(), Plan(hang_after=0))
     placing = asyncio.create_task(place(fleet, num_choices=2))
@@ -106,7 +106,7 @@ async def test_whatever_ends_it_early_leaves_nothing(end: str) -> None:
     fleet.assert_nothing_left()
 
 
-async def test_one_that_waits_in_the_queue_leaves_it_when_cancelled() -> None:
+async def test_a_cancelled_place_call_leaves_the_queue() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10)
     await place(fleet, sampling=Sampling(max_tokens=60))
     placing = asyncio.create_task(place(fleet, sampling=Sampling(max_tokens=60)))
@@ -119,7 +119,7 @@ async def test_one_that_waits_in_the_queue_leaves_it_when_cancelled() -> None:
     assert num_booked(fleet) == 1
 
 
-async def test_what_is_placed_takes_room_from_others_until_it_lapses() -> None:
+async def test_a_placement_reserves_its_blocks_until_it_lapses() -> None:
     # It comes free with time, not with a word from anybody.
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10, admission=AdmissionConfig(queue_timeout_s=30))
     await place(fleet, sampling=Sampling(max_tokens=60))
@@ -133,7 +133,7 @@ async def test_what_is_placed_takes_room_from_others_until_it_lapses() -> None:
     await waiting
 
 
-async def test_what_is_too_long_to_be_sealed_is_refused_before_any_worker_is_touched() -> None:
+async def test_a_start_too_long_to_be_signed_is_refused_before_any_worker_is_called() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10**6, max_model_len=10**7)
     with pytest.raises(errors.MessageTooLargeError, match="Session"):
         await place(fleet, prompt=TokenPrompt([1] * (1 << 18)))
@@ -167,7 +167,7 @@ async def test_a_placement_that_failed_is_counted_as_such(caplog: pytest.LogCapt
     assert value(fleet, "quartet_router_requests_total", outcome="worker_unavailable") == 2
 
 
-async def test_what_is_resumed_keeps_its_name_seed_and_tokens() -> None:
+async def test_a_resumed_request_keeps_its_id_seed_and_tokens() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     given = expected_tokens(5, 1, 20, 4)
     resume = Resume(request_id="ab" * 16, attempt=3, seed=5, choice=1, generated_token_ids=given, num_text_bytes=9)
@@ -180,7 +180,7 @@ async def test_what_is_resumed_keeps_its_name_seed_and_tokens() -> None:
     assert len(start.generation.generated_token_ids) == 4 * 5
 
 
-async def test_what_is_resumed_goes_elsewhere_if_it_can() -> None:
+async def test_a_resumed_request_avoids_the_worker_it_was_on_if_possible() -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1", num_blocks=1000)
     for _ in range(6):
         first = await place(fleet)
@@ -191,7 +191,7 @@ async def test_what_is_resumed_goes_elsewhere_if_it_can() -> None:
         assert before.decode != after.decode
 
 
-async def test_what_is_resumed_goes_where_it_was_if_there_is_no_other() -> None:
+async def test_a_resumed_request_returns_to_its_worker_if_there_is_no_other() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     first = await place(fleet)
     again = await place(fleet, resume=Resume(request_id=first.request_id, attempt=1, seed=first.seed))

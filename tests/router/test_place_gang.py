@@ -35,7 +35,7 @@ def signed_for(fleet: Fleet, choice: int) -> frozenset[str]:
     return fleet.table.placed_at(fleet.hops.calls[0].start.context.request_id, choice)
 
 
-async def test_a_choice_that_is_ready_is_kept_alive_and_sealed_only_with_the_last() -> None:
+async def test_a_ready_choice_is_kept_alive_and_signed_only_with_the_last_one() -> None:
     fleet, gate = Fleet("prefill-0", "decode-0"), asyncio.Event()
     fleet.hops.plan("prefill", Plan(), Plan(gate=gate))
     placing = asyncio.create_task(place(fleet, num_choices=2))
@@ -48,11 +48,11 @@ async def test_a_choice_that_is_ready_is_kept_alive_and_sealed_only_with_the_las
     placed = await settle(placing)
     assert all(isinstance(choice.next, SignedPlacement) for choice in placed.choices)
     assert signed_for(fleet, 0) == signed_for(fleet, 1) == {"decode-0"}
-    # What is left is the client's: nobody renews it any more.
+    # What is left is the client's: the router renews it no more.
     assert (len(fleet.hops.held), fleet.hops.kept, num_booked(fleet)) == (2, set(), 2)
 
 
-async def test_where_there_is_no_room_for_all_at_once_none_waits_and_none_stays() -> None:
+async def test_if_the_choices_do_not_fit_at_once_none_waits_and_none_stays() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10)
     with pytest.raises(errors.PlaceTooLargeError):
         await place(fleet, num_choices=2, sampling=Sampling(max_tokens=60))
@@ -60,7 +60,7 @@ async def test_where_there_is_no_room_for_all_at_once_none_waits_and_none_stays(
     fleet.assert_nothing_left()
 
 
-async def test_a_choice_that_fails_and_finds_its_room_taken_does_not_wait_for_the_others() -> None:
+async def test_a_failed_choice_whose_blocks_were_taken_does_not_wait_for_the_other_choices() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=16)
     fleet.hops.plan("prefill", Plan(), Plan(error=errors.OutOfBlocksError("full", retry_delay_s=0.01)))
 
@@ -74,7 +74,7 @@ async def test_a_choice_that_fails_and_finds_its_room_taken_does_not_wait_for_th
     fleet.assert_nothing_left()
 
 
-async def test_while_none_has_room_all_wait_for_it() -> None:
+async def test_if_no_choice_has_room_all_choices_wait() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=16, admission=AdmissionConfig(queue_timeout_s=30))
     decode = fleet.table.statuses(0.0)[0].record
     fleet.table.report(make_load(decode, num_in_use_blocks=16), 0.0)
@@ -86,7 +86,7 @@ async def test_while_none_has_room_all_wait_for_it() -> None:
     assert len((await settle(placing)).choices) == 2
 
 
-async def test_a_worker_that_goes_before_the_last_is_ready_costs_only_its_choice_another_attempt() -> None:
+async def test_a_worker_lost_before_the_last_choice_is_ready_costs_only_its_own_choice_an_attempt() -> None:
     fleet, gate = Fleet("prefill-0", "decode-0", "decode-1"), asyncio.Event()
     fleet.hops.plan("prefill", Plan(), Plan(gate=gate))
     placing = asyncio.create_task(place(fleet, num_choices=2))
@@ -114,7 +114,7 @@ async def test_a_choice_that_ends_with_its_first_token_is_not_waited_for() -> No
 
 
 @pytest.mark.parametrize("error", [GONE, errors.EngineError("broke")])
-async def test_when_one_fails_for_good_what_was_kept_is_dropped(error: errors.ServingError) -> None:
+async def test_when_a_choice_fails_for_good_the_kept_hand_offs_are_dropped(error: errors.ServingError) -> None:
     fleet, gate = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=1)), asyncio.Event()
     fleet.hops.plan("prefill", Plan(), Plan(gate=gate, error=error))
     placing = asyncio.create_task(place(fleet, num_choices=2, prompt=TokenPrompt([1] * 20)))
@@ -126,18 +126,18 @@ async def test_when_one_fails_for_good_what_was_kept_is_dropped(error: errors.Se
     fleet.assert_nothing_left()
 
 
-async def test_choices_whose_prefills_end_further_apart_than_a_hand_off_lives_are_all_good(
+async def test_choices_stay_valid_if_their_prefills_end_further_apart_than_the_hand_off_ttl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"transfer": TransferConfig(hand_off_ttl_s=HAND_OFF_TTL_S)}
     workers = ("prefill-0", "prefill-1", "decode-0")
     async with running_system(tmp_path, monkeypatch, *workers, gated=("prefill-1",), worker=settings) as (system, stub):
-        tokens = await _place_apart(system, stub)
+        tokens = await _place_with_prefills_far_apart(system, stub)
         assert tokens == [expected(PROMPT, 12, choice=number) for number in range(2)]
         await system.wait_idle()
 
 
-async def _place_apart(system: System, stub: Stub) -> list[list[int]]:
+async def _place_with_prefills_far_apart(system: System, stub: Stub) -> list[list[int]]:
     sampling = types_pb2.Sampling(max_tokens=12)
     placing = asyncio.create_task(place_over_the_wire(stub, make_request(num_choices=2, sampling=sampling)))
     await system.wait_workers(lambda known: known["prefill-0"].load.ranks[0].num_held_blocks > 0)

@@ -29,7 +29,7 @@ def promised(book: WorkerBook) -> tuple[int, int, int]:
     return account.num_promised_blocks, account.num_placed_tokens, book.num_requests
 
 
-def test_it_counts_in_full_until_a_report_says_that_it_started() -> None:
+def test_a_placement_counts_in_full_until_a_report_says_that_it_started() -> None:
     book = make_book()
     placed = place(book, num_queued_tokens=40)
     book.on_report(99)
@@ -46,7 +46,7 @@ def test_it_counts_in_full_until_a_report_says_that_it_started() -> None:
     assert promised(book) == (0, 0, 0)
 
 
-def test_one_that_was_refused_is_booked_no_more() -> None:
+def test_a_refused_placement_is_booked_no_more() -> None:
     book = make_book()
     book.on_report(0, PlacementProgress(ended=(place(book).number,)))
     assert promised(book) == (0, 0, 0)
@@ -62,7 +62,7 @@ def test_placements_have_numbers_of_their_own() -> None:
     assert promised(book) == (12, 0, 2)
 
 
-def test_one_that_nobody_brings_lapses_with_its_seal() -> None:
+def test_an_unused_placement_lapses_with_its_signature() -> None:
     book = make_book()
     place(book, num_queued_tokens=40)
     book.placed.poll(LAPSES_AT - 0.1)
@@ -71,7 +71,7 @@ def test_one_that_nobody_brings_lapses_with_its_seal() -> None:
     assert promised(book) == (0, 0, 0)
 
 
-def test_one_that_waited_long_at_the_worker_counts_again_when_it_starts() -> None:
+def test_a_placement_that_starts_after_it_lapsed_counts_again() -> None:
     book = make_book()
     placed = place(book)
     book.placed.poll(LAPSES_AT)
@@ -81,7 +81,7 @@ def test_one_that_waited_long_at_the_worker_counts_again_when_it_starts() -> Non
     assert promised(book) == (5, 0, 1)
 
 
-def test_one_whose_end_was_never_told_ends_with_its_request() -> None:
+def test_a_placement_whose_end_was_never_reported_ends_with_its_request() -> None:
     book = make_book()
     placed = place(book)
     book.on_report(0, PlacementProgress(started=(placed.number,)))
@@ -90,7 +90,7 @@ def test_one_whose_end_was_never_told_ends_with_its_request() -> None:
     assert placed.state is PlacedState.ENDED
 
 
-def test_one_that_is_let_go_of_is_gone_at_once() -> None:
+def test_a_released_placement_is_gone_at_once() -> None:
     book = make_book()
     placed = place(book)
     placed.release()
@@ -100,14 +100,14 @@ def test_one_that_is_let_go_of_is_gone_at_once() -> None:
     assert promised(book) == (0, 0, 0)
 
 
-def test_one_that_takes_less_than_its_first_blocks_promises_nothing_below_zero() -> None:
+def test_a_placement_that_reserves_less_than_its_first_blocks_never_counts_below_zero() -> None:
     book = make_book()
     placed = place(book, num_reserved_tokens=30)
     book.on_report(0, PlacementProgress(started=(placed.number,)))
     assert promised(book) == (0, 0, 1)
 
 
-def test_time_that_passes_is_looked_at_only_where_it_changes_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_visits_a_placement_only_when_the_time_changes_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     book = make_book()
     for _ in range(100):
         place(book)
@@ -124,7 +124,7 @@ _EVENTS = st.lists(st.tuples(st.sampled_from(["place", "started", "ended", "rele
 
 
 @given(events=_EVENTS)
-def test_sums_are_those_of_what_is_booked_whatever_comes_in_whatever_order(events: list[tuple[str, int]]) -> None:
+def test_the_sums_are_those_of_the_bookings_for_any_order_of_events(events: list[tuple[str, int]]) -> None:
     book, placed, now = make_book(), [], 0.0
     for event, index in events:
         if event == "place":

@@ -32,7 +32,7 @@ def only_pool(table: WorkerTable) -> Pool:
     return pool
 
 
-def test_encode_workers_are_of_the_pool_but_hold_no_kv() -> None:
+def test_encode_workers_belong_to_the_pool_but_hold_no_kv() -> None:
     table = make_table("encode-0", "prefill-0", "decode-0", encode=("image",), prefill=("hand_off",))
     pool = only_pool(table)
     assert (pool.block_size, pool.max_model_len, pool.num_ready_encode) == (10, 2000, 1)
@@ -48,7 +48,7 @@ def test_encode_workers_alone_are_no_pool() -> None:
     assert make_table("encode-0", encode=("image",)).pools(0.0) == []
 
 
-def test_what_was_sent_to_an_encode_worker_counts_until_it_is_reported_or_released() -> None:
+def test_items_sent_to_an_encode_worker_count_until_reported_or_released() -> None:
     table = make_table("encode-0", "decode-0", encode=("image",), decode=("hand_off",))
     pool = only_pool(table).key
     record = next(one.record for one in table.statuses(0.0) if one.record.role == "encode")
@@ -90,7 +90,7 @@ def test_one_worker_has_to_take_all_kinds_of_a_request() -> None:
     assert raised.value.field == "media[1]"
 
 
-def test_a_kind_that_nobody_takes_is_named_and_one_whose_takers_are_away_is_not_refused() -> None:
+def test_a_media_kind_that_no_worker_takes_is_refused_and_one_whose_workers_are_away_is_unavailable() -> None:
     pool = only_pool(make_table("decode-0", not_ready=("encode-0",), encode=("image",), decode=("hand_off",)))
     with pytest.raises(UnsupportedFieldError) as raised:
         pool.media.way([IMAGE, EMBEDDINGS], ["media[0].url", "media[1].embeddings"])
@@ -99,13 +99,13 @@ def test_a_kind_that_nobody_takes_is_named_and_one_whose_takers_are_away_is_not_
         pool.media.way([IMAGE], ["media[0].url"])
 
 
-def test_what_nobody_pulls_is_not_taken() -> None:
+def test_media_whose_embeddings_no_worker_pulls_are_refused() -> None:
     pool = only_pool(make_table("encode-0", "prefill-0", "decode-0", encode=("image",)))
     with pytest.raises(UnsupportedFieldError):
         pool.media.way([IMAGE], ["media[0]"])
 
 
-def test_a_pool_whose_encode_workers_are_all_gone_is_waited_for_not_refused() -> None:
+def test_a_request_for_a_pool_whose_encode_workers_are_all_gone_is_unavailable_not_refused() -> None:
     pool = only_pool(make_table("prefill-0", "decode-0", prefill=("hand_off",)))
     with pytest.raises(WorkerUnavailableError, match="no encode worker"):
         pool.media.way([IMAGE], ["media[0]"])

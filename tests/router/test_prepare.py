@@ -1,4 +1,4 @@
-"""What workers are told of a request, beside what the client said."""
+"""What workers are sent of a request, beside what the client said."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.router.test_generate import make_start
 
 
 async def stop_token_ids(sampling: Sampling, **record: object) -> tuple[int, ...]:
-    """Those that both workers are told."""
+    """Those that both workers are sent."""
     fleet = Fleet("prefill-0", "decode-0", **record)
     await collect(fleet.generate(make_start(sampling=sampling)))
-    [told] = {call.start.generation.sampling.stop_token_ids for call in fleet.hops.calls}
-    return told
+    [sent] = {call.start.generation.sampling.stop_token_ids for call in fleet.hops.calls}
+    return sent
 
 
 def make_prepared(text: ModelText, stop_token_ids: tuple[int, ...]) -> RouterRequest:
@@ -33,28 +33,28 @@ def make_prepared(text: ModelText, stop_token_ids: tuple[int, ...]) -> RouterReq
     return request
 
 
-async def test_workers_are_told_the_end_of_a_turn_that_only_the_tokenizer_names() -> None:
+async def test_workers_get_the_end_of_turn_token_that_only_the_tokenizer_names() -> None:
     assert await stop_token_ids(Sampling(max_tokens=2)) == (EOS_ID,)
     assert await stop_token_ids(Sampling(max_tokens=2, stop_token_ids=(7, EOS_ID, 7))) == (7, EOS_ID)
 
 
-async def test_who_ignores_the_end_of_sequence_gets_only_their_own_stop_ids() -> None:
+async def test_a_request_with_ignore_eos_gets_only_its_own_stop_ids() -> None:
     sampling = Sampling(max_tokens=2, ignore_eos=True, stop_token_ids=(7,))
     assert await stop_token_ids(sampling) == (7,)
 
 
-async def test_workers_that_take_no_stop_ids_are_told_none() -> None:
+async def test_workers_that_take_no_stop_ids_get_none() -> None:
     fields = tuple(name for name in ALL_SAMPLING_FIELDS if name != "stop_token_ids")
     assert await stop_token_ids(Sampling(max_tokens=2), sampling_fields=fields) == ()
 
 
-def test_no_more_stop_ids_are_told_than_may_be() -> None:
+def test_the_number_of_stop_ids_for_workers_is_bounded() -> None:
     given = tuple(range(EOS_ID + 1, EOS_ID + 1 + MAX_STOP_IDS))
     assert make_prepared(MODEL_TEXT, given).sampling.stop_token_ids == given
     assert make_prepared(MODEL_TEXT, given[1:]).sampling.stop_token_ids == (*given[1:], EOS_ID)
 
 
-def test_an_end_of_turn_that_the_model_can_never_say_is_not_told() -> None:
+def test_an_end_of_turn_token_outside_the_vocabulary_is_not_sent() -> None:
     text = replace(MODEL_TEXT, eos_token_ids=(MODEL_TEXT.vocab_size, EOS_ID))
     assert make_prepared(text, ()).sampling.stop_token_ids == (EOS_ID,)
 

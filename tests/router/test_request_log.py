@@ -51,7 +51,7 @@ async def test_metrics_count_tokens_and_outcomes() -> None:
     assert fleet.registry.get_sample_value("quartet_router_running_requests") == 0
 
 
-async def test_a_failed_request_tells_where_its_time_went_and_what_it_gave(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_requests_log_line_has_its_times_and_output_tokens(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plan("decode", Plan(error=WorkerUnavailableError("gone"), fail_after=4))
     with pytest.raises(WorkerUnavailableError):
@@ -93,7 +93,9 @@ async def test_a_prompt_counts_once_however_many_its_choices() -> None:
     assert value(fleet, "quartet_router_output_tokens_total") == 36
 
 
-async def test_what_found_no_room_tells_how_long_it_waited(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_line_of_a_request_refused_from_the_queue_has_its_waiting_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     fleet = Fleet("decode-0", admission=AdmissionConfig(queue_timeout_s=0.05))
     for status in fleet.table.statuses(0.0):
         fleet.table.report(make_load(status.record, num_in_use_blocks=status.record.num_blocks), 0.0)
@@ -102,11 +104,11 @@ async def test_what_found_no_room_tells_how_long_it_waited(caplog: pytest.LogCap
     said = said_in(caplog)
     assert said["router_queue_s"] >= 0.05
     assert (said["num_attempts"], said["num_output_tokens"]) == (0, 0)
-    # It was never placed: nobody computed its prompt.
+    # It was never placed: no worker computed its prompt.
     assert value(fleet, "quartet_router_prompt_tokens_total") == 0
 
 
-async def test_what_was_refused_at_once_counts_once_whatever_it_claims(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_refused_at_once_counts_once_whatever_it_claims(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet("decode-0")
     with pytest.raises(InvalidRequestError):
         await collect(fleet.generate(make_start(prompt=TokenPrompt(()), num_choices=9)))

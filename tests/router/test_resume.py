@@ -35,7 +35,7 @@ async def _parts(options: TextOptions) -> list[Delta]:
     ],
     ids=["plain", "stop", "near stop", "ids only"],
 )
-async def test_wherever_the_break_came_nothing_is_lost_or_told_twice(options: TextOptions) -> None:
+async def test_wherever_the_stream_broke_no_output_is_lost_or_repeated(options: TextOptions) -> None:
     whole = await _parts(options)
     for num_parts in range(1, len(whole)):
         given = whole[:num_parts]
@@ -66,7 +66,7 @@ async def test_text_that_was_not_given_yet_comes_first() -> None:
     assert "".join(delta.text for delta in deltas) == text_of(_OUTPUT)[1:]
 
 
-async def test_where_all_was_given_only_the_end_comes_and_no_worker_is_asked() -> None:
+async def test_resuming_a_complete_answer_gives_only_its_end_and_calls_no_worker() -> None:
     fleet = Fleet("decode-0")
     resume = _resume(generated_token_ids=_OUTPUT, num_text_bytes=len(text_of(_OUTPUT)), attempt=3)
     parts = [part async for part in fleet.generate(make_start(), resume=resume).parts()]
@@ -74,7 +74,7 @@ async def test_where_all_was_given_only_the_end_comes_and_no_worker_is_asked() -
     assert fleet.hops.calls == []
 
 
-async def test_workers_hear_of_the_attempt_the_choice_and_its_seed() -> None:
+async def test_workers_get_the_attempt_the_choice_and_its_seed() -> None:
     fleet = Fleet("decode-0")
     resume = _resume(choice=1, attempt=4, generated_token_ids=expected_tokens(5, 1, 20, 3))
     answer = [part async for part in fleet.generate(make_start(num_choices=2), resume=resume).parts()]
@@ -94,7 +94,7 @@ async def test_workers_hear_of_the_attempt_the_choice_and_its_seed() -> None:
         ({"generated_token_ids": [1] * 5000}, "resume.generated_token_ids"),
     ],
 )
-async def test_what_never_was_is_refused(changes: dict[str, object], field: str) -> None:
+async def test_an_impossible_resume_is_refused(changes: dict[str, object], field: str) -> None:
     fleet = Fleet("decode-0")
     with pytest.raises(ServingError) as refused:
         await collect(fleet.generate(make_start(), resume=_resume(**changes)))
@@ -115,7 +115,7 @@ def _fleet_of_two_versions() -> Fleet:
 
 
 @pytest.mark.parametrize("model", ["", "tiny"])
-async def test_only_the_model_that_gave_its_tokens_goes_on_with_a_request(model: str) -> None:
+async def test_a_request_is_resumed_only_by_the_model_that_gave_its_tokens(model: str) -> None:
     fleet = _fleet_of_two_versions()
     first = await collect(fleet.generate(make_start(model=model)))
     assert first.accepted is not None
@@ -130,7 +130,7 @@ async def test_only_the_model_that_gave_its_tokens_goes_on_with_a_request(model:
 @pytest.mark.parametrize(
     ("fingerprint", "model"), [("0c" * 32, "tiny"), (_OLD, "another")], ids=["its version", "its name"]
 )
-async def test_a_request_whose_model_is_gone_is_not_gone_on_with(fingerprint: str, model: str) -> None:
+async def test_a_request_whose_model_is_gone_is_not_resumed(fingerprint: str, model: str) -> None:
     fleet = _fleet_of_two_versions()
     with pytest.raises(WorkerUnavailableError):
         await collect(fleet.generate(make_start(model=model), resume=_resume(model_fingerprint=fingerprint)))

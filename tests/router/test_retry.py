@@ -16,7 +16,7 @@ ALONE = Placement(None, Rank("decode-0"))
 @pytest.mark.parametrize(
     ("hop", "placement", "puller"), [(Hop.PREFILL, APART, "prefill-0"), (Hop.DECODE, ALONE, "decode-0")]
 )
-def test_who_could_not_pull_embeddings_is_left_only_when_that_happens_again(
+def test_a_worker_that_could_not_pull_embeddings_is_avoided_after_the_second_failure(
     hop: Hop, placement: Placement, puller: str
 ) -> None:
     hints = RetryHints()
@@ -27,19 +27,19 @@ def test_who_could_not_pull_embeddings_is_left_only_when_that_happens_again(
     assert hints.avoid == {puller}
 
 
-def test_blocks_that_did_not_come_over_are_still_told_from_embeddings() -> None:
+def test_a_failed_pull_of_blocks_is_distinguished_from_one_of_embeddings() -> None:
     hints = RetryHints()
     hints.note(HopFailedError(Hop.DECODE, errors.TransferError("torn")), APART)
     assert (hints.avoid, hints.prefer_prefill) == (set(), Rank("prefill-0"))
 
 
-def test_lost_media_are_nobodys_fault() -> None:
+def test_lost_media_are_no_workers_fault() -> None:
     hints = RetryHints()
     assert hints.note(HopFailedError(Hop.DECODE, errors.MediaLostError("preempted")), APART) == 0.0
     assert (hints.avoid, hints.prefer_prefill) == (set(), None)
 
 
-def test_damaged_media_end_it() -> None:
+def test_damaged_media_end_the_request() -> None:
     failure = HopFailedError(Hop.PREFILL, errors.InvalidMediaError("torn"), pulls_media=True)
     with pytest.raises(errors.InvalidMediaError):
         RetryHints().note(failure, APART)

@@ -72,7 +72,7 @@ async def test_a_prompt_goes_in_and_tokens_come_out(served: tuple[System, Stub])
     await system.wait_idle()
 
 
-async def test_a_malformed_trace_context_fails_nobody(served: tuple[System, Stub]) -> None:
+async def test_a_malformed_trace_context_fails_no_request(served: tuple[System, Stub]) -> None:
     _, stub = served
     call = stub.Generate(metadata=(("traceparent", "0" * 300),))
     async with asyncio.timeout(TIMEOUT_S):
@@ -107,7 +107,9 @@ async def test_text_and_chats_are_tokenized(served: tuple[System, Stub]) -> None
     assert shorter[0].accepted.num_prompt_tokens < chat[0].accepted.num_prompt_tokens
 
 
-async def test_chats_are_laid_out_as_the_router_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chats_are_laid_out_by_the_routers_custom_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "custom.jinja"
     file.write_text("{{ messages[0].content }}")
     async with running_system(tmp_path, monkeypatch, "decode-0", custom_chat_template=file) as (_system, stub):

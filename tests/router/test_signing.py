@@ -75,7 +75,7 @@ class Scene:
         (30.0, False, -1, 0.0),
     ],
 )
-def test_a_seal_ends_before_the_hand_off_and_with_the_request(
+def test_a_signature_expires_before_the_hand_off_and_with_the_request(
     ttl_s: float | None, is_kept: bool, left_s: float, expected_s: float
 ) -> None:
     scene = Scene()
@@ -86,7 +86,7 @@ def test_a_seal_ends_before_the_hand_off_and_with_the_request(
     assert (signed.worker_id, signed.epoch) == ("decode-0", scene.record.epoch)
 
 
-def test_its_room_is_booked_a_little_longer_than_the_seal_is_good_for() -> None:
+def test_blocks_are_booked_a_little_longer_than_the_signature_is_valid() -> None:
     scene = Scene()
     run = scene.sign(ttl_s=10.0, left_s=600)
     assert run.signed.address == scene.record.grpc_address
@@ -96,7 +96,7 @@ def test_its_room_is_booked_a_little_longer_than_the_seal_is_good_for() -> None:
     assert scene.num_promised_blocks() == 0
 
 
-def test_a_worker_that_is_not_ready_is_not_sealed_for() -> None:
+def test_no_start_is_signed_for_a_worker_that_is_not_ready() -> None:
     scene = Scene()
     scene.table.broken(scene.record.key, scene.record.epoch)
     with pytest.raises(WorkerUnavailableError):
@@ -104,7 +104,7 @@ def test_a_worker_that_is_not_ready_is_not_sealed_for() -> None:
     assert scene.num_starts == 0
 
 
-def test_what_is_too_long_after_all_is_booked_no_more() -> None:
+def test_a_start_that_proves_too_long_to_sign_is_booked_no_more() -> None:
     scene = Scene()
     with pytest.raises(MessageTooLargeError):
         scene.sign(ttl_s=None, left_s=600, num_tokens=1 << 18)

@@ -52,7 +52,7 @@ _NARROW = ("temperature", "max_tokens")
         ),
     ],
 )
-async def test_what_is_impossible_is_refused(
+async def test_an_impossible_request_is_refused(
     changes: dict[str, object], field: str, kind: type[errors.ServingError]
 ) -> None:
     fleet = Fleet("prefill-0", "decode-0")

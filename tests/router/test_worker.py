@@ -20,7 +20,7 @@ def take(worker: KnownWorker, now: float, **rank: object) -> None:
     worker.on_load(make_load(_RECORD, **rank), now)
 
 
-def test_a_forecast_stands_on_the_last_report() -> None:
+def test_a_forecast_is_based_on_the_last_report() -> None:
     worker = KnownWorker(_RECORD, 100.0)
     assert [candidate.max_step_tokens for candidate in worker.candidates()] == [DEFAULT_MAX_STEP_TOKENS] * 2
     step_time = StepTime(prefill_base_s=0.5)
@@ -41,7 +41,7 @@ def test_a_forecast_stands_on_the_last_report() -> None:
     assert second.step_time == step_time
 
 
-def test_what_was_said_of_waiting_prompts_is_over_when_reports_have_stopped() -> None:
+def test_reported_waiting_prompts_count_no_more_once_reports_have_stopped() -> None:
     worker = KnownWorker(_RECORD, 100.0)
     take(worker, 200.0, num_unbegun_prefill_tokens=70)
     worker.poll(202.0)
@@ -53,7 +53,7 @@ def test_what_was_said_of_waiting_prompts_is_over_when_reports_have_stopped() ->
 
 
 @given(st.data())
-def test_what_is_kept_of_places_is_what_they_are(data: st.DataObject) -> None:
+def test_cached_candidates_equal_freshly_computed_ones(data: st.DataObject) -> None:
     kept, now = KnownWorker(_RECORD, 0.0), 0.0
     bookings: list[Booking] = []
     for _ in range(data.draw(st.integers(1, 20))):

@@ -31,7 +31,7 @@ class Scene:
     def state(self, worker_id: str = "decode-0") -> WorkerState:
         return {status.record.worker_id: status.state for status in self.table.statuses(self.now)}[worker_id]
 
-    def places(self, pool: PoolKey) -> tuple[set[Rank], set[Rank]]:
+    def ranks(self, pool: PoolKey) -> tuple[set[Rank], set[Rank]]:
         snapshot = self.table.snapshot(pool, self.now)
         return {c.rank for c in snapshot.prefill}, {c.rank for c in snapshot.decode}
 
@@ -68,7 +68,7 @@ def test_a_broken_stream_makes_a_worker_suspect_until_it_answers_again(scene: Sc
     assert scene.table.to_probe(scene.now) == []
 
 
-def test_a_lost_connection_makes_a_worker_suspect_until_it_is_heard_again(scene: Scene) -> None:
+def test_a_lost_connection_makes_a_worker_suspect_until_its_next_report(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     scene.table.cut(record.key, record.epoch, scene.now)
@@ -87,7 +87,7 @@ def test_a_lost_connection_makes_a_worker_suspect_until_it_is_heard_again(scene:
     assert scene.state() is WorkerState.READY
 
 
-def test_only_a_ready_life_of_a_decode_worker_is_placed_at(scene: Scene) -> None:
+def test_only_a_ready_epoch_of_a_decode_worker_can_be_placed_on(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     rank = Rank("decode-0", 0)
@@ -134,7 +134,7 @@ def test_silence_makes_a_worker_suspect_and_a_report_ends_it(scene: Scene) -> No
     assert scene.state() is WorkerState.READY
 
 
-def test_a_vanished_record_stops_nothing_while_heartbeats_come(scene: Scene) -> None:
+def test_a_worker_whose_record_vanished_stays_in_use_while_its_heartbeats_come(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     scene.table.unlist(record.key)
@@ -178,7 +178,7 @@ def test_a_vanished_worker_whose_stream_broke_is_forgotten_at_once(scene: Scene)
     assert scene.table.forget_gone(scene.now) == [record]
 
 
-def test_whoever_vanished_or_fell_silent_is_asked_how_it_is(scene: Scene) -> None:
+def test_a_worker_that_vanished_or_fell_silent_is_probed(scene: Scene) -> None:
     records = [make_record(f"decode-{i}") for i in range(3)]
     scene.join(*records)
     assert scene.table.to_probe(scene.now) == []
@@ -198,26 +198,26 @@ def test_a_record_that_comes_back_is_the_same_worker(scene: Scene) -> None:
     assert scene.table.forget_gone(scene.now) == []
 
 
-def test_draining_and_unwell_workers_get_nothing(scene: Scene) -> None:
+def test_draining_and_unhealthy_workers_get_no_requests(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     pool = PoolKey("tiny", record.model_fingerprint)
     scene.table.report(make_load(record, is_draining=True), scene.now)
     assert scene.state() is WorkerState.DRAINING
-    assert scene.places(pool) == (set(), set())
+    assert scene.ranks(pool) == (set(), set())
     scene.table.report(make_load(record, is_healthy=False), scene.now)
     assert scene.state() is WorkerState.SUSPECT
     scene.table.report(make_load(record), scene.now)
-    assert scene.places(pool) == (set(), {Rank("decode-0")})
+    assert scene.ranks(pool) == (set(), {Rank("decode-0")})
 
 
-def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
+def test_a_new_epoch_replaces_the_worker_and_its_bookings(scene: Scene) -> None:
     old, new = make_record(epoch=1), make_record(epoch=2)
     scene.join(old)
     reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
     assert scene.table.put(new, scene.now)
     assert scene.state() is WorkerState.JOINING
-    # What the old life still says changes nothing.
+    # Reports of the old epoch change nothing.
     scene.table.report(make_load(old, num_in_use_blocks=90), scene.now)
     scene.table.connected(old.key, make_load(old), scene.now)
     scene.table.broken(old.key, old.epoch)
@@ -228,13 +228,13 @@ def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
     assert scene.candidate(new).num_promised_blocks == 0
 
 
-def test_a_start_placed_at_an_old_life_counts_nothing_in_at_the_new_one(scene: Scene) -> None:
+def test_a_start_placed_at_an_old_epoch_is_not_counted_by_the_new_one(scene: Scene) -> None:
     old, new = make_record(epoch=10), make_record(epoch=11)
     scene.join(old)
     scene.join(new)
     reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
     reservation.decode.send()
-    # What was placed at the old life reached the new one, which counts it in under its old number.
+    # A start placed at the old epoch reached the new one, which counts it under its old number.
     scene.table.report(make_load(new, router_progress={numbering("router-a", 10): 1000}), scene.now)
     assert scene.candidate(new).num_queued_tokens == 100
     scene.table.report(make_load(new, router_progress={numbering("router-a", 11): 1}), scene.now)
@@ -245,11 +245,11 @@ def test_pools_of_one_name_are_never_mixed(scene: Scene) -> None:
     old = [make_record(f"decode-{i}", model_fingerprint="aa" * 32) for i in range(2)]
     new = [make_record("prefill-9", model_fingerprint="bb" * 32), make_record("decode-9", model_fingerprint="bb" * 32)]
     scene.join(*old, *new)
-    assert scene.places(PoolKey("tiny", "aa" * 32)) == (set(), {Rank("decode-0"), Rank("decode-1")})
-    assert scene.places(PoolKey("tiny", "bb" * 32)) == ({Rank("prefill-9")}, {Rank("decode-9")})
+    assert scene.ranks(PoolKey("tiny", "aa" * 32)) == (set(), {Rank("decode-0"), Rank("decode-1")})
+    assert scene.ranks(PoolKey("tiny", "bb" * 32)) == ({Rank("prefill-9")}, {Rank("decode-9")})
 
 
-def test_of_two_pools_of_one_name_the_one_with_more_ready_decode_workers_serves(scene: Scene) -> None:
+def test_among_pools_of_one_name_the_one_with_more_ready_decode_workers_serves(scene: Scene) -> None:
     old = [make_record(f"decode-{i}", model_fingerprint="bb" * 32) for i in range(2)]
     scene.join(*old, make_record("decode-9", model_fingerprint="aa" * 32))
     assert scene.table.pool("tiny", scene.now).key.fingerprint == "bb" * 32
@@ -281,7 +281,7 @@ def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
     assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
 
 
-def test_prefill_and_decode_of_one_name_are_told_apart_by_epoch(scene: Scene) -> None:
+def test_prefill_and_decode_workers_of_one_name_are_distinguished_by_epoch(scene: Scene) -> None:
     decode, prefill = make_record("both", role=Role.DECODE, epoch=1), make_record("both", role=Role.PREFILL, epoch=2)
     scene.join(decode, prefill)
     scene.table.report(make_load(prefill, num_held_blocks=5), scene.now)
@@ -296,7 +296,7 @@ def test_reports_of_strangers_are_ignored(scene: Scene) -> None:
     assert scene.table.statuses(scene.now) == []
 
 
-def test_listeners_hear_of_changes_until_they_stop(scene: Scene) -> None:
+def test_listeners_are_notified_of_changes_until_they_stop(scene: Scene) -> None:
     heard: list[str] = []
     stop = scene.table.listen(lambda: heard.append("change"))
     scene.join(make_record())

@@ -61,7 +61,7 @@ def test_the_table_lists_no_method_that_does_not_exist() -> None:
     assert {method for method in AUDIENCES if not method.endswith("/*")} <= set(methods())
 
 
-def test_a_method_nobody_listed_is_for_nobody() -> None:
+def test_a_method_without_an_audience_is_refused_to_every_caller() -> None:
     assert audiences_of("/quartet.v1.DecodeService/Shutdown") == frozenset()
 
 
@@ -108,12 +108,12 @@ def test_the_audience_of_a_method_gets_in(uri: str, method: str) -> None:
         ("quartet://prod/operator/o", "/quartet.v1.DecodeService/Unknown"),
     ],
 )
-def test_others_are_refused(uri: str, method: str) -> None:
+def test_callers_outside_the_audience_are_refused(uri: str, method: str) -> None:
     with pytest.raises(PermissionDeniedError):
         Gate(namespace="prod", allow_anonymous=False).check(method, auth(uri))
 
 
-def test_without_a_certificate_one_is_a_client_where_that_is_allowed() -> None:
+def test_a_caller_without_a_certificate_is_a_client_if_that_is_allowed() -> None:
     open_gate = Gate(namespace="prod", allow_anonymous=True)
     open_gate.check(GENERATE, {})
     open_gate.check(DECODE, {})

@@ -1,4 +1,4 @@
-"""Whether the end of a connection is told, each time; and gRPC's poller yields while the program's threads don't."""
+"""The end of each connection is reported; and gRPC's poller yields while the program's threads don't."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def serve(port: int = 0) -> tuple[grpc.aio.Server, int]:
 
 
 class SeenChannel:
-    """A channel that tells when its watcher has seen it connected."""
+    """A channel that sets an event when its watcher has seen it connected."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -38,7 +38,7 @@ class SeenChannel:
         return state
 
 
-async def test_each_loss_is_told_also_where_nobody_calls() -> None:
+async def test_each_lost_connection_is_reported_also_without_calls() -> None:
     server, port = await serve()
     lost: asyncio.Queue[None] = asyncio.Queue()
     async with asyncio.timeout(WAIT_S), create_channel(f"127.0.0.1:{port}", None) as channel:
@@ -98,7 +98,9 @@ def test_only_grpcs_own_threads_yield_and_calls_go_on() -> None:
     assert status == "UNIMPLEMENTED"
 
 
-async def test_where_policies_may_not_be_changed_it_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_if_the_scheduling_policy_may_not_be_changed_the_poller_runs_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(_thread: int, _policy: int, _parameter: os.sched_param) -> None:
         raise PermissionError("not here")
 
@@ -107,7 +109,7 @@ async def test_where_policies_may_not_be_changed_it_runs_as_ever(monkeypatch: py
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-async def test_a_policy_that_somebody_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scheduling_policy_that_was_already_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[int] = []
     monkeypatch.setattr(os, "sched_getscheduler", lambda _thread: os.SCHED_FIFO)
     monkeypatch.setattr(os, "sched_setscheduler", lambda _thread, policy, _parameter: changes.append(policy))

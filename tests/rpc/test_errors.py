@@ -80,7 +80,7 @@ def assert_same(rebuilt: ServingError, error: ServingError) -> None:
     assert rebuilt.retry_delay_s == pytest.approx(error.retry_delay_s)
 
 
-def test_an_unexpected_error_tells_the_caller_nothing_and_the_log_everything(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_hidden_from_the_caller_and_logged_in_full(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         failure = to_failure(KeyError("the secret"))
     assert failure.code == grpc.StatusCode.INTERNAL.value[0]
@@ -102,7 +102,7 @@ def test_a_serving_error_in_a_group_is_found() -> None:
         (grpc.StatusCode.DATA_LOSS, ServingError),
     ],
 )
-def test_a_reason_nobody_knows_goes_by_its_code(code: grpc.StatusCode, kind: type[ServingError]) -> None:
+def test_an_unknown_reason_is_read_by_its_status_code(code: grpc.StatusCode, kind: type[ServingError]) -> None:
     number: int = code.value[0]
     assert type(from_failure(types_pb2.Failure(code=number, reason="FROM_THE_FUTURE", message="m"))) is kind
     plain = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "m")

@@ -30,7 +30,7 @@ Context = Any
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
-    """Unary and yielding handlers that fail as told."""
+    """Unary and yielding handlers that fail as configured."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error

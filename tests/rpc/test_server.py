@@ -1,4 +1,4 @@
-"""A server's life: where it listens, what it tells of its health, how it ends."""
+"""A server: where it listens, the health that it reports, how it ends."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_a_message_over_the_limit_ends_only_its_call(start_server: StartSe
         assert len(await again.read()) == 900
 
 
-async def test_drain_tells_watchers_and_lets_running_calls_end(start_server: StartServer) -> None:
+async def test_drain_notifies_health_watchers_and_waits_for_running_calls(start_server: StartServer) -> None:
     echo = Echo()
     server, address = await start_server([echo.service()])
     await server.set_serving(None, True)

@@ -22,7 +22,7 @@ _VERY_SHORT_S, _SHORT_S, _LONG_S = 0.1, 0.3, 30.0
 
 
 class Chatter:
-    """Writes parts for ever, through ``StalledCalls``, and tells how each call ended."""
+    """Writes parts for ever, through ``StalledCalls``, and notes how each call ended."""
 
     def __init__(self, stalled: StalledCalls) -> None:
         self._stalled = stalled

@@ -22,13 +22,13 @@ from tests.rpc.services import generic_service
 DRAIN = "/quartet.v1.WorkerService/Drain"
 
 
-async def tell_caller(request: bytes, context: Any) -> bytes:
+async def return_caller(request: bytes, context: Any) -> bytes:
     identity = caller_identity(context.auth_context())
     return identity.name.encode() if identity else b"nobody"
 
 
 def service() -> Service:
-    return generic_service("quartet.v1.WorkerService", {"Drain": grpc.unary_unary_rpc_method_handler(tell_caller)})
+    return generic_service("quartet.v1.WorkerService", {"Drain": grpc.unary_unary_rpc_method_handler(return_caller)})
 
 
 async def start(start_server: StartServer, authority: CertificateAuthority, **changes: bool) -> str:
@@ -56,7 +56,7 @@ async def test_a_client_may_not_drain(start_server: StartServer, authority: Cert
     assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
 
 
-async def test_an_operator_of_another_namespace_may_not(
+async def test_an_operator_of_another_namespace_is_refused(
     start_server: StartServer, authority: CertificateAuthority
 ) -> None:
     address = await start(start_server, authority)
@@ -65,7 +65,7 @@ async def test_an_operator_of_another_namespace_may_not(
     assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
 
 
-async def test_a_certificate_without_an_identity_is_nobody(
+async def test_a_certificate_without_an_identity_is_refused(
     start_server: StartServer, authority: CertificateAuthority
 ) -> None:
     address = await start(start_server, authority)
@@ -112,7 +112,7 @@ async def test_a_channel_refuses_a_server_of_another_authority(
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_server_is_known_by_a_name_of_ones_choice(
+async def test_a_server_is_verified_by_the_configured_name(
     start_server: StartServer, authority: CertificateAuthority
 ) -> None:
     address = await start(start_server, authority)

@@ -125,10 +125,10 @@ async def encode_worker(
     pool = EmbeddingPool(memory.num_blocks, layout.block_size, has_events=True)
     reports = PoolReports(encoder, pool)
     store = EmbeddingStore(pool, field="items", on_change=reports.changed, room_timeout_s=room_timeout_s)
-    desks: list[EncodeDispatcher] = []
+    dispatchers: list[EncodeDispatcher] = []
 
     def ended(holder: int, state: HandOffState) -> None:
-        desks[0].release(holder, was_taken=state is HandOffState.TAKEN)
+        dispatchers[0].release(holder, was_taken=state is HandOffState.TAKEN)
 
     transfer = TransferConfig(hand_off_ttl_s=hand_off_ttl_s)
     source = TransferSource(worker_id="encoder", epoch=EPOCH, config=transfer, on_end=ended, memory=memory)
@@ -139,7 +139,7 @@ async def encode_worker(
     dispatcher = EncodeDispatcher(
         encoder, files, store, source, WorkerMetrics(registry), metrics, engine_name="fake", tower_queue=tower_queue
     )
-    desks.append(dispatcher)
+    dispatchers.append(dispatcher)
     shm = ShmServer(memory)
     await shm.start()
     pulls = TransferServicer(source, host=host_identity(), config=transfer, shm=shm)

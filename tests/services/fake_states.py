@@ -11,7 +11,7 @@ from quartet.media.items import MediaFile, MediaKind
 
 
 def state_of(file: MediaFile) -> bytes:
-    """What another engine of its kind is told."""
+    """The opaque state that another engine of its kind gets."""
     return b"\x00\xffstate of " + file.data
 
 
@@ -21,7 +21,7 @@ class FakeStates:
 
     Attributes:
         held: by holder.
-        taken, dropped: holders whose items were taken, and those of whom nobody came.
+        taken, dropped: holders whose items were taken, and those whose items were never taken.
     """
 
     may_encode: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""What a worker tells of placed starts, and for how long."""
+"""What a worker reports of placed starts, and for how long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_news_are_told_by_router_for_some_seconds() -> None:
+def test_news_are_reported_by_router_for_some_seconds() -> None:
     clock = Clock()
     counted = CountedPlacements(clock)
     counted.start("a", 5)
@@ -32,21 +32,21 @@ def test_news_are_told_by_router_for_some_seconds() -> None:
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 0.19, 0.4, 0.5, 0.7, 1.0])
-def test_however_often_loads_come_each_is_told_several_times_and_not_in_all_of_them(interval_s: float) -> None:
+def test_each_placement_is_reported_several_times_but_not_in_every_load(interval_s: float) -> None:
     clock = Clock()
     counted = CountedPlacements(clock)
-    num_told: list[int] = []
+    num_reported: list[int] = []
     for number in range(1, 101):
         counted.end("a", number)
         clock.now += interval_s
-        num_told += counted.news().get("a", PlacementProgress()).ended
+        num_reported += counted.news().get("a", PlacementProgress()).ended
         counted.sent()
-    times = [num_told.count(number) for number in range(1, 101)][: -int(4 / interval_s)]
+    times = [num_reported.count(number) for number in range(1, 101)][: -int(4 / interval_s)]
     assert times
     assert 2 < min(times) <= max(times) <= 12
 
 
-def test_what_is_asked_for_or_never_goes_out_takes_nothing_from_those_who_listen() -> None:
+def test_asking_for_progress_and_unsent_loads_do_not_use_up_news() -> None:
     clock = Clock()
     counted = CountedPlacements(clock)
     counted.news()
@@ -64,7 +64,7 @@ def test_what_is_asked_for_or_never_goes_out_takes_nothing_from_those_who_listen
     assert counted.progress() == whole
 
 
-def test_what_no_router_placed_is_told_to_nobody() -> None:
+def test_requests_that_no_router_placed_are_not_reported() -> None:
     counted = CountedPlacements(Clock())
     counted.start("", 5)
     counted.end("a", 0)

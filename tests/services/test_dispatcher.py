@@ -36,7 +36,7 @@ SHM_TOO = (TransferWay.SHM, TransferWay.GRPC)
 
 
 @pytest.mark.parametrize("ways", [SHM_TOO, GRPC_ONLY])
-async def test_what_a_prefill_computed_a_decode_continues(ways: tuple[TransferWay, ...]) -> None:
+async def test_a_decode_continues_from_the_blocks_of_a_prefill(ways: tuple[TransferWay, ...]) -> None:
     async with prefill_and_decode(ways=ways) as (prefill, decode):
         start = make_start(PROMPT)
         outcome = await prefill.prefills().start(start).outcome()
@@ -63,7 +63,7 @@ async def test_many_requests_share_one_stream() -> None:
         await client.close()
 
 
-async def test_a_first_token_may_end_it_and_then_nothing_is_held() -> None:
+async def test_a_prefill_whose_first_token_ends_the_answer_holds_no_blocks() -> None:
     async with stream_worker(RequestKind.PREFILL) as worker:
         start = make_start(PROMPT, max_tokens=1)
         outcome = await worker.prefills().start(start).outcome()
@@ -109,7 +109,7 @@ async def test_a_repeated_key_is_refused_and_its_slot_is_free_at_once() -> None:
             assert await collect(client.start(repeated)) == expected(repeated)
 
 
-async def test_requests_without_an_id_are_nobodys_duplicates() -> None:
+async def test_requests_without_an_id_are_never_duplicates() -> None:
     async with stream_worker(RequestKind.DECODE) as worker:
         client = worker.decodes()
         starts = [make_start(PROMPT, request_id="") for _ in range(3)]
@@ -128,7 +128,7 @@ async def test_an_impossible_request_fails_alone() -> None:
         assert await collect(good_call) == expected(good)
 
 
-async def test_a_draining_worker_refuses_and_ends_what_runs() -> None:
+async def test_a_draining_worker_refuses_new_requests_and_ends_running_ones() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
         client = worker.decodes()
@@ -144,7 +144,7 @@ async def test_a_draining_worker_refuses_and_ends_what_runs() -> None:
         assert await worker.dispatcher.wait_idle(1)
 
 
-async def test_a_dying_engine_fails_what_runs_and_what_comes() -> None:
+async def test_a_dying_engine_fails_running_and_new_requests() -> None:
     gate = threading.Semaphore(0)
     runner = FakeRunner(step_gate=gate)
     async with stream_worker(RequestKind.DECODE, runner) as worker:
@@ -223,7 +223,7 @@ async def test_a_closed_client_fails_its_calls_now_and_later() -> None:
         assert len(worker.broken) == 1
 
 
-async def test_what_is_counted_in_shows_in_the_load() -> None:
+async def test_counted_starts_show_in_the_load() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(num_blocks=8, step_gate=gate)) as worker:
         client = worker.decodes()

@@ -21,7 +21,7 @@ from tests.streams.test_outbox import make_hand_off
 
 
 class NoHolds:
-    """Holds what it is told to."""
+    """Notes the hand-offs that it is given."""
 
     def __init__(self) -> None:
         self.offered: list[int] = []
@@ -48,7 +48,7 @@ def prefilled(id: int, num_bytes: int, finished: FinishReason | None = None) -> 
     return StepOutput(prefilled=[outcome])
 
 
-def test_a_state_too_long_for_a_message_fails_its_prefill_and_is_let_go() -> None:
+def test_a_state_too_long_for_a_message_fails_its_prefill_and_is_released() -> None:
     engine, holds = StubEngine(), NoHolds()
     dispatcher = PrefillDispatcher(engine, holds, "stub", metrics())
     outbox = dispatcher.new_outbox()
@@ -62,7 +62,7 @@ def test_a_state_too_long_for_a_message_fails_its_prefill_and_is_let_go() -> Non
     assert holds.offered == [2]
 
 
-def test_a_source_that_is_closing_fails_the_prefill_and_lets_go() -> None:
+def test_a_closing_source_fails_the_prefill_and_releases_its_blocks() -> None:
     engine, holds = StubEngine(), NoHolds()
     dispatcher = PrefillDispatcher(engine, holds, "stub", metrics())
     outbox = dispatcher.new_outbox()
@@ -75,7 +75,7 @@ def test_a_source_that_is_closing_fails_the_prefill_and_lets_go() -> None:
     assert engine.released == [id]
 
 
-def test_what_was_prefilled_for_a_lost_stream_is_let_go() -> None:
+def test_blocks_prefilled_for_a_lost_stream_are_released() -> None:
     engine, holds = StubEngine(), NoHolds()
     dispatcher = PrefillDispatcher(engine, holds, "stub", metrics())
     outbox = dispatcher.new_outbox()
@@ -127,7 +127,7 @@ def test_a_decode_that_ends_before_it_started_is_counted_in() -> None:
     assert decodes.starts.watermarks() == {"r": 2}
 
 
-def test_numbers_that_a_broken_stream_lost_hold_nothing_back() -> None:
+def test_start_numbers_lost_with_a_broken_stream_do_not_stop_the_count() -> None:
     counted = CountedStarts()
     for number in (1, 2, 5, 6):
         counted.arrive("r", number)
@@ -171,7 +171,7 @@ def test_a_quiet_router_is_forgotten_but_not_while_a_start_of_its_own_is_uncount
     assert counted.watermarks() == {"quiet": 6}
 
 
-def test_a_placed_start_is_told_by_its_own_number_and_holds_no_other_back() -> None:
+def test_a_placed_start_is_reported_by_its_own_number_and_does_not_stop_the_count() -> None:
     decodes = DecodeDispatcher(StubEngine(), metrics())
     outbox = decodes.new_outbox()
     first, second = (decodes.submit(_placed(number), outbox, number, _nothing) for number in (7, 3))
@@ -186,7 +186,7 @@ def test_a_placed_start_is_told_by_its_own_number_and_holds_no_other_back() -> N
     assert decodes.starts.watermarks() == {"r": 0}
 
 
-def test_a_placed_start_that_is_refused_has_ended() -> None:
+def test_a_refused_placed_start_is_reported_as_ended() -> None:
     decodes = DecodeDispatcher(StubEngine(), metrics())
     decodes.drain()
     with pytest.raises(DrainingError):

@@ -91,7 +91,7 @@ async def stores() -> AsyncIterator[Stores]:
         assert store.counts.held == store.counts.in_use == 0
 
 
-async def test_an_item_is_made_once_for_all_who_want_it(stores: Stores) -> None:
+async def test_an_item_is_made_once_for_all_requests_that_want_it(stores: Stores) -> None:
     store, maker, other = stores(), Maker(), ready()
     first, second = User(store, [Want(A, 5, maker)]), User(store, [Want(A, 5, other)])
     await maker.began.wait()
@@ -119,7 +119,7 @@ async def test_an_item_that_a_request_names_twice_is_made_once_and_held_twice(st
     user.release()
 
 
-async def test_who_waits_may_go_and_the_others_still_get_it(stores: Stores) -> None:
+async def test_cancelling_one_waiting_request_does_not_cancel_the_item_for_the_others(stores: Stores) -> None:
     store, maker = stores(), Maker()
     first, second, third = (User(store, [Want(A, 4, maker)]) for _ in range(3))
     await maker.began.wait()
@@ -134,7 +134,9 @@ async def test_who_waits_may_go_and_the_others_still_get_it(stores: Stores) -> N
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-async def test_where_the_writer_fails_the_next_one_who_waits_writes(stores: Stores, is_cancelled: bool) -> None:
+async def test_if_the_request_that_makes_an_item_fails_the_next_waiting_one_makes_it(
+    stores: Stores, is_cancelled: bool
+) -> None:
     store, failing, maker = stores(), Maker(error=TransferError("gone")), Maker()
     first = User(store, [Want(A, 4, failing)])
     second, third = (User(store, [Want(A, 4, maker)]) for _ in range(2))
@@ -155,7 +157,7 @@ async def test_where_the_writer_fails_the_next_one_who_waits_writes(stores: Stor
     third.release()
 
 
-async def test_one_item_that_fails_ends_the_others_of_its_request(stores: Stores) -> None:
+async def test_a_failed_item_cancels_the_other_items_of_its_request(stores: Stores) -> None:
     store, slow = stores(), Maker()
     user = User(store, [Want(A, 4, slow), Want(B, 4, ready(InvalidMediaError("no picture")))])
     with pytest.raises(InvalidMediaError):
@@ -164,7 +166,7 @@ async def test_one_item_that_fails_ends_the_others_of_its_request(stores: Stores
     assert store.counts.free == 4
 
 
-async def test_a_request_waits_until_others_let_go(stores: Stores) -> None:
+async def test_a_request_waits_until_others_release_their_items(stores: Stores) -> None:
     store = stores(2)
     holder, waiting = User(store, [Want(A, 8, ready())]), User(store, [Want(B, 4, ready()), Want(C, 4, ready())])
     await holder.obtained()
@@ -189,7 +191,7 @@ async def test_requests_that_wait_for_room_hold_nothing_that_another_needs(store
         user.release()
 
 
-async def test_waiting_for_room_has_an_end(stores: Stores) -> None:
+async def test_waiting_for_room_times_out(stores: Stores) -> None:
     store = stores(2, room_timeout_s=0.02)
     holder = User(store, [Want(A, 8, ready())])
     await holder.obtained()
@@ -205,7 +207,7 @@ async def test_waiting_for_room_has_an_end(stores: Stores) -> None:
     late.release()
 
 
-async def test_who_gives_up_waiting_for_room_lets_the_next_one_have_it(stores: Stores) -> None:
+async def test_cancelling_a_request_that_waits_for_room_gives_the_room_to_the_next(stores: Stores) -> None:
     store = stores(2)
     holder = User(store, [Want(A, 4, ready())])
     await holder.obtained()
@@ -217,7 +219,7 @@ async def test_who_gives_up_waiting_for_room_lets_the_next_one_have_it(stores: S
     holder.release()
 
 
-async def test_what_is_there_or_being_written_is_had_while_others_wait_for_room(stores: Stores) -> None:
+async def test_stored_items_and_those_being_written_are_obtained_while_others_wait_for_room(stores: Stores) -> None:
     store, maker = stores(3), Maker()
     holder, writer = User(store, [Want(A, 4, ready())]), User(store, [Want(B, 4, maker)])
     await holder.obtained()
@@ -235,7 +237,7 @@ async def test_what_is_there_or_being_written_is_had_while_others_wait_for_room(
     waiting.release()
 
 
-async def test_who_waits_in_line_goes_ahead_once_others_have_made_all_of_it(stores: Stores) -> None:
+async def test_a_queued_request_goes_ahead_once_others_have_made_all_its_items(stores: Stores) -> None:
     store = stores(4)
     holders = [User(store, [Want(name * 32, 8, ready())]) for name in (b"g", b"h")]
     for holder in holders:
@@ -255,7 +257,7 @@ async def test_who_waits_in_line_goes_ahead_once_others_have_made_all_of_it(stor
         user.release()
 
 
-async def test_only_the_first_in_line_holds_what_is_there_of_its_items(stores: Stores) -> None:
+async def test_only_the_first_queued_request_holds_its_stored_items(stores: Stores) -> None:
     """Would the second one hold its own as well, each of the two would wait for the other's block for ever."""
     store = stores(4)
     holder = User(store, [Want(name, num_tokens, ready()) for name, num_tokens in ((A, 4), (B, 4), (C, 8))])
@@ -269,7 +271,7 @@ async def test_only_the_first_in_line_holds_what_is_there_of_its_items(stores: S
         user.release()
 
 
-async def test_the_time_of_who_waits_for_room_begins_when_it_is_first_in_line(stores: Stores) -> None:
+async def test_the_timeout_for_room_begins_when_a_request_is_first_in_the_queue(stores: Stores) -> None:
     """Else a request that came soon after one that waits in vain would fail with it, though there is room for it."""
     store = stores(2, room_timeout_s=0.05)
     holder = User(store, [Want(A, 4, ready())])

@@ -85,7 +85,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_everybody_ends_nobody_is_written_over_and_nothing_stays_held(seed: int) -> None:
+async def test_every_request_ends_no_held_item_is_overwritten_and_nothing_stays_held(seed: int) -> None:
     crowd = Crowd(seed)
     tasks = [asyncio.create_task(crowd.request()) for _ in range(NUM_REQUESTS)]
     for task in crowd.rng.sample(tasks, NUM_REQUESTS // 5):

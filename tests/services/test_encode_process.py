@@ -42,7 +42,7 @@ async def encode(worker: RunningWorker, *files: Any) -> Encoded:
     return encoded
 
 
-async def test_its_record_says_what_it_takes_and_what_it_holds(tmp_path: Path) -> None:
+async def test_the_record_names_the_media_it_takes_and_the_blocks_it_holds(tmp_path: Path) -> None:
     encoder = FakeEncoder()
     async with worker_process(tmp_path, Role.ENCODE, encoder_factory=lambda _config, _pool: encoder) as worker:
         record = worker.record
@@ -115,7 +115,7 @@ async def test_a_dead_tower_ends_the_process(tmp_path: Path) -> None:
                 await encode(worker, CAT)
 
 
-async def test_a_drain_lets_encode_what_it_has_and_waits_until_it_is_pulled(tmp_path: Path) -> None:
+async def test_a_drain_waits_until_running_requests_are_encoded_and_pulled(tmp_path: Path) -> None:
     encoder = FakeEncoder(is_held=True)
     async with worker_process(
         tmp_path,

@@ -60,7 +60,7 @@ async def failure_of(stream: grpc.aio.StreamStreamCall[object, object]) -> Excep
     raise AssertionError("the call went well")
 
 
-async def test_each_item_is_sized_encoded_and_held_for_whoever_pulls_it() -> None:
+async def test_each_item_is_sized_encoded_and_held_for_its_puller() -> None:
     async with encode_worker() as worker:
         encoded = await worker.encode(make_encode_start([CAT, DOG]))
         assert [(size.media_id, size.num_tokens, size.is_cached) for size in encoded.sizes] == [
@@ -81,7 +81,7 @@ async def test_each_item_is_sized_encoded_and_held_for_whoever_pulls_it() -> Non
         assert worker.registry.get_sample_value("quartet_encode_items_total", {"outcome": "encoded"}) == 2
 
 
-async def test_what_is_here_already_is_not_encoded_again() -> None:
+async def test_a_stored_item_is_not_encoded_again() -> None:
     async with encode_worker() as worker:
         await worker.encode(make_encode_start([CAT]))
         again = await worker.encode(make_encode_start([DOG, CAT]))
@@ -142,7 +142,7 @@ async def test_a_media_id_is_checked_where_it_is_given() -> None:
         (MediaFile(MediaKind.EMBEDDINGS, b"5 rows"), UnsupportedFieldError, "items[1].file.kind"),
     ],
 )
-async def test_a_bad_item_is_named_and_nothing_of_its_request_stays(
+async def test_a_bad_item_is_named_and_its_request_leaves_nothing(
     file: MediaFile, error: type[Exception], field: str
 ) -> None:
     async with encode_worker() as worker:
@@ -150,7 +150,7 @@ async def test_a_bad_item_is_named_and_nothing_of_its_request_stays(
             await worker.encode(make_encode_start([CAT, file]))
         assert getattr(caught.value, "field", None) == field
         await until(lambda: not worker.dispatcher.num_running and not worker.pool.counts.in_use)
-        assert worker.pool.counts.held in (0, 2)  # that of the cat, if it was told of before
+        assert worker.pool.counts.held in (0, 2)  # that of the cat, if it was sent before
 
 
 async def test_too_many_items_are_refused() -> None:
@@ -247,9 +247,9 @@ async def test_a_hand_off_that_was_sent_outlives_its_stream_and_then_expires() -
         assert worker.pool.counts.held
         await until(worker.is_clean)
         assert worker.source.counts.expired >= 1
-        told = encoded.encoded.hand_off
+        sent = encoded.encoded.hand_off
         with pytest.raises(HandOffNotFoundError):
-            worker.source.renew(HandOffTicket(told.hand_off_id, told.secret, told.epoch))
+            worker.source.renew(HandOffTicket(sent.hand_off_id, sent.secret, sent.epoch))
 
 
 async def test_the_timeout_of_a_request_ends_it() -> None:
@@ -291,7 +291,7 @@ async def test_more_pixels_than_may_wait_are_refused_unless_they_are_here_or_not
         assert len((await first).hand_offs) == 1
 
 
-async def test_no_room_is_told_and_what_never_fits_is_told_at_once() -> None:
+async def test_a_request_without_room_fails_after_the_timeout_and_one_that_never_fits_fails_at_once() -> None:
     async with encode_worker(FakeEncoder(embedding_memory(3)), room_timeout_s=0.05) as worker:
         await worker.encode(make_encode_start([CAT]))
         with pytest.raises(OutOfBlocksError):
@@ -301,7 +301,7 @@ async def test_no_room_is_told_and_what_never_fits_is_told_at_once() -> None:
         assert caught.value.field == "items"
 
 
-async def test_a_draining_worker_refuses_and_ends_what_runs() -> None:
+async def test_a_draining_worker_refuses_new_requests_and_ends_running_ones() -> None:
     async with encode_worker(FakeEncoder(is_held=True)) as worker:
         running = asyncio.create_task(worker.encode(make_encode_start([CAT])))
         await until(lambda: worker.encoder.num_waiting == 1)
@@ -315,7 +315,7 @@ async def test_a_draining_worker_refuses_and_ends_what_runs() -> None:
         assert await worker.dispatcher.wait_idle(WAIT_S)
 
 
-async def test_a_dead_tower_fails_what_runs_and_what_comes() -> None:
+async def test_a_dead_tower_fails_running_and_new_requests() -> None:
     async with encode_worker(FakeEncoder(is_held=True)) as worker:
         running = asyncio.create_task(worker.encode(make_encode_start([CAT])))
         await until(lambda: worker.encoder.num_waiting == 1)

@@ -1,4 +1,4 @@
-"""What a worker is told of its engine, by the names that all engines share, arrives where it matters."""
+"""Engine settings of a worker, by the names that all engines share, reach the engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_step_keeps_to_its_bounds(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_workers_record_says_what_it_was_told(tmp_path: Path, kind: str) -> None:
+async def test_a_workers_record_has_its_configured_sizes(tmp_path: Path, kind: str) -> None:
     engine = settings(kind, max_model_len=200, block_size=16, num_blocks=20)
     async with worker_process(tmp_path, Role.DECODE, engine=engine) as worker:
         record = worker.record

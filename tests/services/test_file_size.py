@@ -46,7 +46,7 @@ async def test_an_encode_start_with_a_larger_file_is_refused_naming_it() -> None
         await until(worker.is_clean)
 
 
-async def test_an_encode_worker_keeps_to_what_it_is_told(tmp_path: Path) -> None:
+async def test_an_encode_worker_keeps_to_its_configured_file_size(tmp_path: Path) -> None:
     async with worker_process(
         tmp_path, Role.ENCODE, encoder_factory=lambda _config, _pool: FakeEncoder(), max_file_size_mb=0.00001
     ) as worker:
@@ -58,7 +58,7 @@ async def test_an_encode_worker_keeps_to_what_it_is_told(tmp_path: Path) -> None
                 raise AssertionError("it is taken")
 
 
-async def test_a_prefill_worker_with_a_tower_keeps_to_what_it_is_told(tmp_path: Path) -> None:
+async def test_a_prefill_worker_with_a_tower_keeps_to_its_configured_file_size(tmp_path: Path) -> None:
     engine = {"dtype": "float32", "num_blocks": 8, "num_threads": 1, "modality": "multimodal"}
     async with worker_process(
         tmp_path,

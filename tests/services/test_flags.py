@@ -56,7 +56,7 @@ class Ended(Exception):
 
 
 class Recorder:
-    """Stands where a worker's process would run, and keeps what it was told."""
+    """Stands where a worker's process would run, and keeps its configuration."""
 
     configs: list[tuple[Role, WorkerConfig]]
 
@@ -181,7 +181,7 @@ def test_a_file_s_switch_can_be_turned_back(tmp_path: Path) -> None:
         (REFUSED["--allowed-local-media-path"], "--allowed-local-media-path: allowed_local_media_path: workers follow"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_flag_and_its_field(flags: list[str], message: str) -> None:
+def test_an_error_names_its_flag_and_its_field(flags: list[str], message: str) -> None:
     assert refusal(["--model", "m", *flags]).startswith(message)
 
 
@@ -203,9 +203,7 @@ def test_a_worker_without_a_model_says_how_to_name_one() -> None:
         (ConfigError("engine.num_blocks: too many"), "engine.num_blocks: too many"),
     ],
 )
-def test_what_is_found_wrong_later_is_told_with_the_flag_that_said_it(
-    error: ConfigError | ServingError, said: str
-) -> None:
+def test_an_error_found_later_names_the_flag_that_set_the_value(error: ConfigError | ServingError, said: str) -> None:
     line = CommandLine("test", "A test.", ["--model", "m", "--max-seq-len", "9"])
     assert line.named(command._with_field(error)) == said
 

@@ -193,7 +193,7 @@ async def test_an_order_that_makes_no_sense_is_ignored_by_slot() -> None:
         assert await status(call) is grpc.StatusCode.OK
 
 
-async def test_nobody_cancels_a_request_of_another_stream() -> None:
+async def test_a_cancel_does_not_reach_a_request_of_another_stream() -> None:
     async with beside_a_good_stream() as worker:
         call = worker.raw(DECODE_METHOD)
         for slot in range(100):
@@ -224,7 +224,7 @@ async def test_impossible_fields_fail_in_their_slots() -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "\0", "127.0.0.1:1", "[::1", "dns:///x", "unix:/etc/passwd", "ü:9"])
-async def test_hand_offs_from_impossible_places_fail_in_their_slots(address: str) -> None:
+async def test_hand_offs_with_impossible_addresses_fail_in_their_slots(address: str) -> None:
     async with beside_a_good_stream() as worker:
         hand_off = HandOff(
             hand_off_id=bytes(16),
@@ -260,7 +260,7 @@ async def test_a_start_too_long_for_any_message_fails_before_it_is_sent() -> Non
         assert not worker.broken
 
 
-async def test_a_reader_that_takes_nothing_is_ended_and_others_are_not() -> None:
+async def test_a_stream_whose_client_reads_nothing_ends_and_other_streams_do_not() -> None:
     engine = StubEngine()
     dispatcher = DecodeDispatcher(engine, WorkerMetrics(CollectorRegistry()))
     server = RpcServer(ServerConfig(), [decode_service(dispatcher, StreamLimits(stall_timeout_s=0.4))])

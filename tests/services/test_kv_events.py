@@ -1,4 +1,4 @@
-"""A worker's KV events and snapshots: numbers that fit together, and nobody who waits for ever."""
+"""A worker's KV events and snapshots: their numbers match, and no caller waits for ever."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_batches_of_all_ranks_go_out_in_order_and_a_snapshot_has_the_numbe
     assert publisher.published == [changed(0, 1), changed(1, 2), changed(1, 3), changed(0, 4)]
 
 
-async def test_those_who_wait_together_cost_the_engine_one_snapshot() -> None:
+async def test_callers_that_wait_at_once_cost_the_engine_one_snapshot() -> None:
     engine = CountingEngine()
     events = KvEvents(engine, FakeKvPublisher())
     waiting = await ask(events, events, events)
@@ -78,7 +78,7 @@ async def test_those_who_wait_together_cost_the_engine_one_snapshot() -> None:
     assert await answer(later) == KvSnapshot(0, [])
 
 
-async def test_who_gives_up_holds_up_nobody() -> None:
+async def test_a_cancelled_caller_does_not_delay_the_others() -> None:
     engine = CountingEngine()
     events = KvEvents(engine, FakeKvPublisher())
     given_up, waiting = await ask(events, events)
@@ -88,7 +88,7 @@ async def test_who_gives_up_holds_up_nobody() -> None:
     assert await answer(waiting) == KvSnapshot(0, BLOCKS)
 
 
-async def test_when_the_engine_ends_whoever_waits_is_told_and_so_is_who_comes_later() -> None:
+async def test_when_the_engine_ends_waiting_and_later_callers_get_an_error() -> None:
     events = KvEvents(CountingEngine(), FakeKvPublisher())
     [waiting] = await ask(events)
     events.close()
@@ -98,7 +98,7 @@ async def test_when_the_engine_ends_whoever_waits_is_told_and_so_is_who_comes_la
             await answer(task)
 
 
-async def test_an_engine_that_stands_still_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_of_a_stalled_engine_gets_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "_SNAPSHOT_TIMEOUT_S", 0.01)
     events = KvEvents(CountingEngine(), FakeKvPublisher())
     with pytest.raises(WorkerUnavailableError, match="no step"):
@@ -133,7 +133,7 @@ async def test_a_snapshot_crosses_whole_in_short_messages() -> None:
     assert sum(len(part.stored) for part in parts[:4]) == 3 * MAX_PART_BLOCKS // 1000 + 1 + 3
 
 
-async def test_of_a_worker_that_holds_nothing_the_number_comes() -> None:
+async def test_a_snapshot_of_a_worker_without_blocks_has_its_number() -> None:
     async with serving(FakeWorker(snapshot=KvSnapshot(4, ())), {}) as address:
         [part] = await parts_of(address)
     assert (part.number, part.stored) == (4, [])

@@ -43,7 +43,7 @@ async def test_files_are_encoded_and_the_engine_gets_the_prompt_with_their_token
         worker.finish(id)
 
 
-async def test_a_prefill_tells_the_prompt_with_its_medias_tokens() -> None:
+async def test_a_prefill_reports_the_prompt_with_the_tokens_of_its_media() -> None:
     async with media_worker(encoder=FakeEncoder()) as worker:
         id = worker.submit(start_with_files([CAT, DOG], PROMPT))
         await worker.submitted(id)
@@ -55,7 +55,7 @@ async def test_a_prefill_tells_the_prompt_with_its_medias_tokens() -> None:
         assert outcome.queue_s > 0.0, "the wait for media counts"
 
 
-async def test_a_decode_tells_how_long_the_prompt_has_become() -> None:
+async def test_a_decode_reports_the_length_of_the_prompt_with_its_media() -> None:
     async with media_worker(RequestKind.DECODE, encoder=FakeEncoder()) as worker:
         id = worker.submit(start_with_files([CAT, DOG], PROMPT))
         await worker.submitted(id)
@@ -167,7 +167,7 @@ async def test_more_files_than_may_wait_are_refused() -> None:
         worker.finish(id)
 
 
-def test_what_a_router_lets_through_by_default_its_workers_take_and_may_have_waiting() -> None:
+def test_the_default_pixel_limits_of_router_and_workers_agree() -> None:
     settings, encoder = EncoderSettings(), TorchEncoderConfig(model_path="model")
     assert MediaConfig().max_pixels == settings.max_pixels == encoder.max_pixels < 5700 * 5800
     assert settings.max_waiting_pixels == 16 * settings.max_pixels

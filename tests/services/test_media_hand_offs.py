@@ -42,7 +42,7 @@ def check_content(worker: MediaWorker, id: int, *files: object) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_was_encoded_elsewhere_is_here_when_the_engine_gets_the_request(kind: RequestKind) -> None:
+async def test_embeddings_encoded_elsewhere_are_pulled_before_the_engine_gets_the_request(kind: RequestKind) -> None:
     async with encode_worker() as source, media_worker(kind) as worker:
         start = start_with_hand_offs([CAT, DOG], await hand_off(source, CAT, DOG))
         id = worker.submit(start)
@@ -72,7 +72,7 @@ async def test_a_repeated_picture_moves_nothing() -> None:
         assert worker.stage.num_pulls == 1
 
 
-async def test_one_picture_twice_in_a_request_is_pulled_once() -> None:
+async def test_a_picture_named_twice_in_a_request_is_pulled_once() -> None:
     async with encode_worker() as source, media_worker() as worker:
         id = worker.submit(start_with_hand_offs([CAT, CAT], await hand_off(source, CAT, CAT)))
         await worker.submitted(id)
@@ -97,17 +97,17 @@ async def test_two_requests_for_one_picture_at_the_same_time_pull_it_once() -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_hand_off_that_is_gone_fails_the_request_and_the_others_are_given_up(kind: RequestKind) -> None:
+async def test_a_missing_hand_off_fails_the_request_and_releases_its_other_hand_offs(kind: RequestKind) -> None:
     async with encode_worker() as source, media_worker(kind) as worker:
         cat, dog = await hand_off(source, CAT, DOG)
         lost = replace(cat, secret=bytes(16))
         worker.submit(start_with_hand_offs([CAT, DOG], [lost, dog]))
         assert await worker.outcome() == "HAND_OFF_NOT_FOUND"
-        await until(lambda: source.source.counts.held == 1)  # the cat's, of which nobody has the right secret
+        await until(lambda: source.source.counts.held == 1)  # the cat's: no request has its right secret
         assert not worker.engine.requests
 
 
-async def test_a_source_of_another_life_is_told_as_it_is() -> None:
+async def test_a_hand_off_of_another_epoch_fails_with_stale_epoch() -> None:
     async with encode_worker() as source, media_worker() as worker:
         [cat] = await hand_off(source, CAT)
         worker.submit(start_with_hand_offs([CAT], [replace(cat, epoch=cat.epoch + 1)]))
@@ -211,7 +211,7 @@ async def test_an_engine_that_dies_meanwhile_fails_the_request() -> None:
         assert worker.pool.counts.cached == 2
 
 
-async def test_what_does_not_fit_together_is_refused_by_name() -> None:
+async def test_media_that_contradict_the_prompt_are_refused_by_name() -> None:
     async with encode_worker() as source, media_worker() as worker:
         hand_offs = await hand_off(source, CAT, DOG)
         good = start_with_hand_offs([CAT, DOG], hand_offs)

@@ -73,7 +73,7 @@ async def test_a_kept_item_is_handed_off_with_its_state_and_takes_no_room_in_the
         assert (states.held, len(states.dropped), states.taken) == ({}, 2, [])
 
 
-async def test_a_kept_item_is_no_block_that_others_could_find() -> None:
+async def test_a_kept_item_is_no_block_that_other_requests_could_find() -> None:
     encoder, states = keeper()
     async with encode_worker(encoder) as worker:
         for _ in range(2):
@@ -85,7 +85,7 @@ async def test_a_kept_item_is_no_block_that_others_could_find() -> None:
 
 async def test_nothing_of_a_request_that_fails_is_kept() -> None:
     encoder, states = keeper()
-    # What was told before the other item failed is the caller's, who says nothing here: it expires.
+    # A hand-off sent before the other item failed is the caller's, which does not release it here: it expires.
     async with encode_worker(encoder, hand_off_ttl_s=0.2) as worker:
         for name, error in (("broken", InvalidMediaError), ("other", EngineError)):
             with pytest.raises(error) as caught:
@@ -110,7 +110,7 @@ async def test_a_cancel_or_a_timeout_leaves_nothing_behind() -> None:
         assert states.held == {}
 
 
-async def test_what_nobody_asks_for_expires() -> None:
+async def test_a_state_that_is_not_taken_expires() -> None:
     encoder, states = keeper()
     async with encode_worker(encoder, hand_off_ttl_s=0.2) as worker:
         await worker.encode(make_encode_start([CAT]))
@@ -120,7 +120,7 @@ async def test_what_nobody_asks_for_expires() -> None:
         assert len(states.dropped) == 1
 
 
-async def test_a_state_that_would_not_fit_into_a_start_is_let_go_of() -> None:
+async def test_a_state_that_would_not_fit_into_a_start_is_released() -> None:
     encoder, states = keeper()
     states.num_extra_bytes = 4096
     async with encode_worker(encoder) as worker:
@@ -151,7 +151,7 @@ async def test_an_engine_that_reads_states_is_given_them_and_they_are_taken_when
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_states_of_a_request_that_ends_badly_are_let_go_of(kind: RequestKind) -> None:
+async def test_states_of_a_request_that_ends_badly_are_released(kind: RequestKind) -> None:
     encoder, states = keeper()
     async with encode_worker(encoder) as source, media_worker(kind, read_states="fake") as worker:
         id = worker.submit(start_with_hand_offs([CAT, DOG], await opaque(source, CAT, DOG)))
@@ -165,7 +165,7 @@ async def test_states_of_a_request_that_ends_badly_are_let_go_of(kind: RequestKi
         assert (states.taken, len(states.dropped)) == ([], 2)
 
 
-async def test_states_of_a_request_that_never_gets_to_the_engine_are_let_go_of() -> None:
+async def test_states_of_a_request_that_never_gets_to_the_engine_are_released() -> None:
     encoder, states = keeper()
     async with encode_worker(encoder) as source, media_worker(read_states="fake") as worker:
         held = worker.pool.allocate(b"x" * 32, 8 * 4)
@@ -184,7 +184,7 @@ async def test_a_hand_off_is_renewed_as_long_as_the_engine_needs_the_state() -> 
     async with encode_worker(encoder, hand_off_ttl_s=0.3) as source, media_worker(read_states="fake") as worker:
         [cat] = await opaque(source, CAT)
         id = worker.submit(start_with_hand_offs([CAT], [cat]))
-        [other] = await opaque(source, DOG)  # of whom nobody speaks
+        [other] = await opaque(source, DOG)  # that no request names
         await until(lambda: source.source.counts.expired == 1)
         assert [file.data for file in states.held.values()] == [CAT.data], other
         worker.finish(id)
@@ -229,13 +229,13 @@ async def test_a_file_that_cannot_be_sized_is_named() -> None:
 
 
 class UnsizedEncoder(FakeEncoder):
-    """Looks at files, and can't tell how many tokens they fill."""
+    """Reads files without knowing how many tokens they fill."""
 
     async def size(self, file: MediaFile) -> ItemSize:
         return replace(await super().size(file), num_tokens=0, grid=None)
 
 
-async def test_files_of_unknown_sizes_go_as_they_came_and_the_engine_tells_what_the_prompt_became() -> None:
+async def test_files_of_unknown_sizes_are_passed_on_and_the_engine_reports_the_final_prompt() -> None:
     async with media_worker(sizer=UnsizedEncoder()) as worker:
         start = start_with_files([CAT, DOG], (1, 99, 2, 99))
         id = worker.submit(start)
@@ -254,7 +254,7 @@ async def test_files_of_unknown_sizes_go_as_they_came_and_the_engine_tells_what_
         assert outcome.media == (MediaSpan(name_of(CAT), 1, 3), MediaSpan(name_of(DOG), 5, 2))
 
 
-async def test_a_decode_tells_how_long_the_engine_made_the_prompt() -> None:
+async def test_a_decode_reports_the_prompt_length_that_the_engine_made() -> None:
     async with media_worker(RequestKind.DECODE, sizer=UnsizedEncoder()) as worker:
         id = worker.submit(start_with_files([CAT], PROMPT))
         await worker.submitted(id)

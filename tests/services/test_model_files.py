@@ -59,13 +59,13 @@ async def ask(address: str, fingerprint: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("fingerprint", ["", make_record().model_fingerprint])
-async def test_files_are_given_to_whoever_names_the_model_or_none(fingerprint: str) -> None:
+async def test_files_are_given_to_callers_that_name_the_model_or_none(fingerprint: str) -> None:
     async with serving(FakeWorker(), FILES) as address:
         files = await ask(address, fingerprint)
     assert files == FILES
 
 
-async def test_who_wants_the_files_of_another_model_gets_none() -> None:
+async def test_a_caller_that_names_another_model_gets_no_files() -> None:
     async with serving(FakeWorker(), FILES) as address:
         with pytest.raises(ModelMismatchError):
             await ask(address, "0f" * 32)

@@ -38,11 +38,11 @@ PROMPT = tuple(range(300, 370))  # of blocks of 32: two, and six tokens
 
 @dataclass
 class RankedWorker:
-    """A worker process, and what was heard of it.
+    """A worker process, and its events as they were received.
 
     Attributes:
         load: the last report.
-        held: by rank, what its events tell.
+        held: by rank, the blocks that its events report.
     """
 
     record: WorkerRecord
@@ -88,7 +88,7 @@ def worker_config(directory: Path, role: Role, discovery: DiscoveryConfig) -> Wo
 
 @asynccontextmanager
 async def serving(directory: Path, role: Role) -> AsyncIterator[RankedWorker]:
-    """A worker process that is heard from its first event on."""
+    """A worker process whose events are received from the first one on."""
     discovery = DiscoveryConfig(
         kind=DiscoveryKind.FILE, file=FileConfig(directory=directory / f"{role}-discovery", ttl_s=60)
     )
@@ -118,7 +118,7 @@ def at_rank(rank: int, start: WorkerStart) -> WorkerStart:
     return replace(start, generation=replace(start.generation, data_parallel_rank=rank))
 
 
-async def test_the_rank_that_is_named_runs_the_request_and_tells_of_it(tmp_path: Path) -> None:
+async def test_the_named_rank_runs_the_request_and_reports_its_load(tmp_path: Path) -> None:
     async with serving(tmp_path, Role.DECODE) as worker:
         assert (worker.record.data_parallel_size, worker.record.num_blocks) == (NUM_RANKS, NUM_BLOCKS)
         answers = []
@@ -130,10 +130,10 @@ async def test_the_rank_that_is_named_runs_the_request_and_tells_of_it(tmp_path:
         await until(lambda: worker.load is not None and all(rank.num_steps > 0 for rank in worker.load.ranks))
         assert [rank.num_total_blocks for rank in worker.load.ranks] == [NUM_BLOCKS] * NUM_RANKS
         parts = [part async for part in WorkerClient(worker.channel).kv_snapshot(WAIT_S)]
-        told: list[Replica] = [Replica(checks_parents=False) for _ in range(NUM_RANKS)]
+        reported: list[Replica] = [Replica(checks_parents=False) for _ in range(NUM_RANKS)]
         for part in parts:
-            told[part.data_parallel_rank].apply(part.stored)
-        assert [rank.parents for rank in told] == [rank.parents for rank in worker.held]
+            reported[part.data_parallel_rank].apply(part.stored)
+        assert [rank.parents for rank in reported] == [rank.parents for rank in worker.held]
 
 
 async def test_a_rank_that_is_not_there_is_refused_naming_the_field(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ async def test_every_way_gives_the_right_answer(fleet: Fleet) -> None:
             hand_off=by_hand_off.hand_off,
         )
         assert (await collect_all(fleet.decodes().start(rest))).token_ids[: len(wanted) - 1] == wanted[1:]
-        # At a prefill worker with a tower of its own, which tells the prompt as it has become.
+        # At a prefill worker with a tower of its own, which reports the expanded prompt.
         by_file = await fleet.prefills().start(fleet.start_with_file(look)).outcome()
         assert by_file.token_id == wanted[0]
         assert list(by_file.prompt_token_ids) == list(start.generation.prompt_token_ids)

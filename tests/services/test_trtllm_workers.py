@@ -56,7 +56,7 @@ def control_of(number: int) -> Any:
     return control.engines[number]
 
 
-async def test_a_prefill_is_pulled_and_let_go_of(tmp_path: Path) -> None:
+async def test_a_prefill_is_pulled_and_released(tmp_path: Path) -> None:
     expected = greedy(STORY, 12)
     async with serving(tmp_path, Role.PREFILL) as prefill, serving(tmp_path, Role.DECODE) as decode:
         start = greedy_start()

@@ -39,7 +39,9 @@ async def hand_off_from(prefill: StreamWorker) -> tuple[int, HandOff]:
 
 @pytest.mark.parametrize("kind", list(RequestKind))
 @pytest.mark.parametrize("is_connection_lost", [False, True])
-async def test_while_it_computes_or_waits(kind: RequestKind, is_connection_lost: bool) -> None:
+async def test_a_caller_that_vanishes_while_its_request_computes_or_waits_leaves_nothing(
+    kind: RequestKind, is_connection_lost: bool
+) -> None:
     gate = threading.Semaphore(0)
     # The pool holds two of them: others wait.
     async with stream_worker(kind, FakeRunner(num_blocks=8, step_gate=gate)) as worker:
@@ -52,7 +54,7 @@ async def test_while_it_computes_or_waits(kind: RequestKind, is_connection_lost:
         await worker.wait_clean()
 
 
-async def test_in_the_middle_of_an_answer_while_others_go_on() -> None:
+async def test_a_caller_that_vanishes_in_the_middle_of_an_answer_does_not_disturb_others() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(num_blocks=256, step_gate=gate)) as worker:
         leaver, stayer = worker.decodes(), worker.decodes()
@@ -73,7 +75,7 @@ async def test_in_the_middle_of_an_answer_while_others_go_on() -> None:
         await worker.wait_clean()
 
 
-async def test_in_the_middle_of_a_pull() -> None:
+async def test_a_caller_that_vanishes_in_the_middle_of_a_pull_leaves_nothing() -> None:
     async with prefill_and_decode() as (prefill, decode):
         token_id, hand_off = await hand_off_from(prefill)
         prefill.may_transfer.clear()
@@ -88,7 +90,7 @@ async def test_in_the_middle_of_a_pull() -> None:
         assert prefill.source.counts.cancelled == 1
 
 
-async def test_before_a_decode_had_room_to_pull() -> None:
+async def test_a_caller_that_vanishes_before_its_decode_had_room_to_pull_leaves_nothing() -> None:
     gate = threading.Semaphore(0)
     runner = FakeRunner(num_blocks=4, step_gate=gate)
     async with prefill_and_decode(decode_runner=runner) as (prefill, decode):
@@ -106,7 +108,7 @@ async def test_before_a_decode_had_room_to_pull() -> None:
         await prefill.wait_clean()
 
 
-async def test_with_a_hand_off_that_it_got_and_never_used() -> None:
+async def test_a_caller_that_vanishes_with_an_unused_hand_off_leaves_nothing() -> None:
     async with prefill_and_decode(hand_off_ttl_s=0.3) as (prefill, _decode):
         client = prefill.prefills()
         await client.start(make_start(PROMPT)).outcome()
@@ -141,7 +143,7 @@ def prefill_request(slot: int) -> prefill_pb2.PrefillRequest:
     return prefill_pb2.PrefillRequest(start=prefill_start(slot, make_start([slot, *PROMPT])))
 
 
-async def test_with_hand_offs_that_were_not_sent_yet() -> None:
+async def test_a_caller_that_vanishes_before_its_hand_offs_were_sent_leaves_nothing() -> None:
     async with stream_worker(RequestKind.PREFILL) as worker:
         assert isinstance(worker.dispatcher, PrefillDispatcher)
         stream = WorkerStream(worker.dispatcher, worker.dispatcher.new_outbox(), StreamLimits())
@@ -169,13 +171,13 @@ async def test_cancel_takes_back_a_hand_off_that_was_not_sent_yet() -> None:
         context.may_write.set()
         await until(lambda: len(context.written) == 2)
         first, second = (output for message in context.written for output in message.outputs)
-        # The first was on its way: whoever gets it lets it go.
+        # The first was on its way: its receiver releases it.
         assert (first.slot, first.WhichOneof("outcome")) == (0, "result")
         assert (second.slot, second.failure.code) == (1, grpc.StatusCode.CANCELLED.value[0])
         serving.cancel()
 
 
-async def test_a_hand_off_that_comes_when_nobody_waits_any_more_is_dropped() -> None:
+async def test_a_hand_off_that_comes_after_its_caller_was_cancelled_is_dropped() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.PREFILL, FakeRunner(step_gate=gate)) as worker:
         client = worker.prefills()

@@ -37,14 +37,14 @@ class FakeRegistration(Registration):
         self.is_closed = True
 
 
-def make_worker(inner: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0) -> Worker:
+def make_worker(served: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0) -> Worker:
     return Worker(
         make_record(role=role),
-        inner.engine,
-        inner.dispatcher,
-        inner.source,
-        inner.server,
-        KvEvents(inner.engine, FakeKvPublisher()),
+        served.engine,
+        served.dispatcher,
+        served.source,
+        served.server,
+        KvEvents(served.engine, FakeKvPublisher()),
         drain_timeout_s=5.0,
         stall_timeout_s=stall_timeout_s,
         poll_interval_s=0.01,
@@ -52,7 +52,7 @@ def make_worker(inner: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0
 
 
 async def next_status(health: Any) -> int:
-    """The status that a watcher of health is told next."""
+    """The next status that a watcher of health gets."""
     async with asyncio.timeout(WAIT_S):
         response = await health.read()
     return int(response.status)
@@ -83,19 +83,19 @@ def test_only_work_in_flight_without_a_step_is_a_standstill() -> None:
     assert not watch.is_moving(num_steps=1, num_in_flight=1, now=122.1)
 
 
-async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() -> None:
+async def test_a_standstill_and_its_end_show_in_health_probes_and_load() -> None:
     gate = threading.Semaphore(1)
-    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner, asyncio.TaskGroup() as tasks:
-        worker = make_worker(inner, Role.DECODE, stall_timeout_s=0.1)
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served, asyncio.TaskGroup() as tasks:
+        worker = make_worker(served, Role.DECODE, stall_timeout_s=0.1)
         await worker.announce(FakeRegistration(make_record(), on_close=lambda _: None))
         watching = tasks.create_task(worker.watch_health())
         probes = Probes(is_alive=lambda: worker.is_alive, is_ready=lambda: worker.is_ready)
         telemetry = TelemetryServer("127.0.0.1:0", CollectorRegistry(), probes)
         http = f"127.0.0.1:{telemetry.start()}"
-        health = health_pb2_grpc.HealthStub(inner.channel).Watch(health_pb2.HealthCheckRequest())
+        health = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
         assert await next_status(health) == HealthCheckResponse.SERVING
         start = make_start(PROMPT)
-        call = inner.decodes().start(start)
+        call = served.decodes().start(start)
         assert await next_status(health) == HealthCheckResponse.NOT_SERVING
         assert not worker.sample_load().is_healthy
         # Still alive: a restart would lose the request, and it may only be slow.
@@ -110,10 +110,10 @@ async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() ->
         await telemetry.close()
 
 
-async def test_the_load_tells_of_the_step_that_runs() -> None:
+async def test_the_load_describes_the_running_step() -> None:
     gate = threading.Semaphore(0)
-    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
-        worker, client = make_worker(inner, Role.DECODE), inner.decodes()
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
+        worker, client = make_worker(served, Role.DECODE), served.decodes()
         first, second = make_start(PROMPT), make_start(PROMPT[:7])
         calls = [client.start(first)]
         await until(lambda: worker.sample_load().ranks[0].num_running == 1)
@@ -130,16 +130,19 @@ async def test_the_load_tells_of_the_step_that_runs() -> None:
         assert (load.num_unbegun_prefill_tokens, load.num_decoding, load.step_ends_in_s) == (0, 0, 0.0)
 
 
-async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
+async def test_a_drain_refuses_new_requests_and_waits_for_running_ones() -> None:
     gate = threading.Semaphore(0)
-    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
-        worker, registration = make_worker(inner, Role.DECODE), FakeRegistration(make_record(), on_close=lambda _: None)
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
+        worker, registration = (
+            make_worker(served, Role.DECODE),
+            FakeRegistration(make_record(), on_close=lambda _: None),
+        )
         await worker.announce(registration)
         assert [worker.is_ready] == [True]
-        client = inner.decodes()
+        client = served.decodes()
         start = make_start(PROMPT)
         call = client.start(start)
-        await until(lambda: inner.dispatcher.num_running == 1)
+        await until(lambda: served.dispatcher.num_running == 1)
         gate.release(1000)
         outcome = await worker.drain()
         assert (outcome.num_completed, outcome.num_cancelled) == (1, 0)
@@ -151,11 +154,11 @@ async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
         assert worker.sample_load().is_draining
 
 
-async def test_a_drain_cancels_what_does_not_end_in_time() -> None:
+async def test_a_drain_cancels_requests_that_do_not_end_in_time() -> None:
     gate = threading.Semaphore(2)
-    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
-        worker = make_worker(inner, Role.DECODE)
-        call = inner.decodes().start(make_start(PROMPT, max_tokens=200))
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
+        worker = make_worker(served, Role.DECODE)
+        call = served.decodes().start(make_start(PROMPT, max_tokens=200))
         assert (await call.next()).started is not None
         outcome = await worker.drain(0.05)
         assert (outcome.num_completed, outcome.num_cancelled) == (0, 1)
@@ -164,15 +167,15 @@ async def test_a_drain_cancels_what_does_not_end_in_time() -> None:
             await collect(call)
 
 
-async def test_a_drain_waits_for_what_others_still_have_to_fetch() -> None:
-    async with stream_worker(RequestKind.PREFILL) as inner:
-        worker = make_worker(inner, Role.PREFILL)
-        outcome = await inner.prefills().start(make_start(PROMPT)).outcome()
+async def test_a_drain_waits_for_hand_offs_that_are_not_fetched_yet() -> None:
+    async with stream_worker(RequestKind.PREFILL) as served:
+        worker = make_worker(served, Role.PREFILL)
+        outcome = await served.prefills().start(make_start(PROMPT)).outcome()
         assert outcome.hand_off is not None
         draining = asyncio.create_task(worker.drain())
         await until(lambda: worker.sample_load().is_draining)
         assert not draining.done()
-        inner.source.withdraw(1)  # as a pull that ends does
+        served.source.withdraw(1)  # as a pull that ends does
         async with asyncio.timeout(WAIT_S):
             await draining
-        await inner.wait_clean()
+        await served.wait_clean()

@@ -66,7 +66,7 @@ def template(tmp_path: Path) -> Path:
     return file
 
 
-async def test_the_template_is_given_in_place_of_the_models_own(tmp_path: Path, template: Path) -> None:
+async def test_the_custom_template_replaces_the_models_own(tmp_path: Path, template: Path) -> None:
     async with mock_worker(tmp_path, Role.DECODE, custom_jinja_template=str(template)) as worker:
         # What was checked is what is served, whatever becomes of the file.
         _write(template, "{{ another }}")
@@ -76,7 +76,7 @@ async def test_the_template_is_given_in_place_of_the_models_own(tmp_path: Path, 
     assert own[CHAT_TEMPLATE] != files[CHAT_TEMPLATE]
 
 
-async def test_workers_with_one_template_are_one_pool_and_exchange_blocks(tmp_path: Path, template: Path) -> None:
+async def test_workers_with_the_same_template_are_one_pool_and_exchange_blocks(tmp_path: Path, template: Path) -> None:
     async with (
         mock_worker(tmp_path / "a", Role.PREFILL, custom_jinja_template=str(template)) as prefill,
         mock_worker(tmp_path / "b", Role.DECODE, custom_jinja_template=str(template)) as decode,
@@ -146,7 +146,9 @@ async def test_a_repository_is_fetched_and_is_the_models_name(tmp_path: Path, mo
     assert asked == [(Repository("org/name", "v1"), False)]
 
 
-async def test_a_repository_that_can_not_be_had_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_repository_that_cannot_be_fetched_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fetch(_repository: Repository, *, needs_weights: bool) -> Path:
         raise ConfigError("model_path: there is none")
 

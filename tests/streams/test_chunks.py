@@ -54,7 +54,7 @@ class Receiver(ChunkedStarts[object]):  # type: ignore[type-var]
 @pytest.mark.parametrize(
     "whole", [encode_start(), worker_start(prefill_pb2.PrefillStart, 4), worker_start(decode_pb2.DecodeStart, 4)]
 )
-async def test_what_is_taken_apart_comes_together_again(whole: object) -> None:
+async def test_a_start_split_into_chunks_is_reassembled(whole: object) -> None:
     start = type(whole).FromString(whole.SerializeToString())
     rest = take_chunks(start)
     assert start.ByteSize() < 1000 and start.chunked

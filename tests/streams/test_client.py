@@ -170,7 +170,7 @@ async def test_tokens_that_came_before_are_dropped(worker: ScriptedWorker, clien
         decode_pb2.DecodeResponse(token_ids=[4]).SerializeToString(),
     ],
 )
-async def test_nonsense_breaks_the_stream_and_the_next_start_opens_another(
+async def test_a_malformed_message_breaks_the_stream_and_the_next_start_opens_another(
     nonsense: bytes, worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
 ) -> None:
     calls = [client.start(START), client.start(START)]
@@ -252,7 +252,7 @@ async def test_media_files_never_ride_the_shared_stream(
     assert broken == []
 
 
-async def test_a_stream_of_one_start_that_breaks_is_told_of(
+async def test_a_broken_stream_of_a_single_start_is_reported(
     worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
 ) -> None:
     call = client.start(MEDIA_START)

@@ -124,7 +124,7 @@ def test_log_probabilities_survive(logprobs: TokenLogprobs) -> None:
 
 
 @given(strategies.STARTED)
-def test_what_a_decode_tells_when_it_starts_survives(started: Started) -> None:
+def test_a_decodes_started_message_survives(started: Started) -> None:
     message = over_the_wire(to_slot_started(5, started))
     rebuilt = from_slot_started(message)
     assert message.slot == 5
@@ -170,7 +170,7 @@ def test_a_ranks_load_is_the_engines_own_figures() -> None:
 
 
 @pytest.mark.parametrize(("ends_at", "ends_in_s"), [(0.0, 0.0), (1000.25, 0.25), (999.0, 0.0)])
-def test_a_steps_end_is_told_in_seconds_from_now(ends_at: float, ends_in_s: float) -> None:
+def test_a_steps_end_is_sent_in_seconds_from_now(ends_at: float, ends_in_s: float) -> None:
     assert rank_load(EngineStats(step_ends_at=ends_at), 1000.0).step_ends_in_s == ends_in_s
 
 
@@ -295,7 +295,7 @@ def test_zeros_in_a_layout_are_refused() -> None:
     assert caught.value.field == "hand_off.blocks.layout.head_dim"
 
 
-def test_values_that_say_nothing_are_a_peers_fault() -> None:
+def test_unspecified_values_are_the_peers_fault() -> None:
     with pytest.raises(ProtocolError):
         from_finish_reason(types_pb2.FINISH_REASON_UNSPECIFIED)
     with pytest.raises(ProtocolError):

@@ -63,7 +63,7 @@ def test_starts_sizes_and_items_come_back_as_they_were() -> None:
     assert not to_encoded_item(EncodedItem(item=1, hand_off=HAND_OFF)).HasField("compute")
 
 
-def test_what_is_impossible_in_a_start_is_named() -> None:
+def test_an_impossible_field_of_a_start_is_named() -> None:
     for change, field in (
         (lambda message: message.ClearField("items"), "items"),
         (lambda message: message.items[1].file.ClearField("kind"), "items[1].file.kind"),
@@ -78,7 +78,7 @@ def test_what_is_impossible_in_a_start_is_named() -> None:
         assert raised.value.field == field
 
 
-def test_what_an_encoder_keeps_itself_comes_through_as_it_is() -> None:
+def test_an_opaque_state_of_an_encoder_is_forwarded_unchanged() -> None:
     kept = replace(HAND_OFF, payload=OpaquePayload("trtllm", bytes(range(256))))
     assert from_encoded_item(to_encoded_item(EncodedItem(item=3, hand_off=kept))) == EncodedItem(item=3, hand_off=kept)
 

@@ -51,7 +51,7 @@ def test_files_and_hand_offs_are_taken_as_they_should_come() -> None:
     assert len(handed_off.media) == len(handed_off.generation.media) == 1
 
 
-def test_what_an_encoder_keeps_itself_is_taken_as_it_is() -> None:
+def test_an_opaque_state_of_an_encoder_is_taken_unchanged() -> None:
     kept = types_pb2.MediaInput()
     kept.CopyFrom(HANDED_OFF)
     kept.hand_off.opaque.CopyFrom(types_pb2.OpaquePayload(engine="trtllm", state=bytes(range(256))))
@@ -103,7 +103,7 @@ def test_an_impossible_item_is_refused_by_its_field(media: types_pb2.MediaInput,
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "layout.hidden_size", "layout.block_size"])
-def test_embeddings_of_nothing_are_refused(name: str) -> None:
+def test_embeddings_with_a_zero_size_are_refused(name: str) -> None:
     media = changed(HANDED_OFF, types_pb2.MediaInput())
     embeddings = media.hand_off.embeddings
     inner, _, last = name.rpartition(".")

@@ -112,7 +112,7 @@ async def test_sizes_come_first_and_hand_offs_in_the_order_of_items(encoding: En
     assert told == HAND_OFFS[::-1] and encoding.dropped == []
 
 
-async def test_cancelled_it_drops_what_came_and_what_still_comes(encoding: Encoding) -> None:
+async def test_a_cancelled_call_drops_hand_offs_that_came_and_those_still_to_come(encoding: Encoding) -> None:
     worker, first = encoding.worker, asyncio.Event()
     call = encoding.client.start(START, lambda _hand_off: first.set())
     worker.size(*SIZES)
@@ -132,7 +132,7 @@ async def test_cancelled_it_drops_what_came_and_what_still_comes(encoding: Encod
     assert encoding.dropped == HAND_OFFS
 
 
-async def test_hand_offs_that_nobody_took_are_dropped_by_a_late_cancel(encoding: Encoding) -> None:
+async def test_untaken_hand_offs_are_dropped_by_a_late_cancel(encoding: Encoding) -> None:
     worker, seen = encoding.worker, asyncio.Event()
     call = encoding.client.start(replace(START, items=START.items[:1]), lambda _hand_off: seen.set())
     worker.size(SIZES[0])
@@ -196,7 +196,7 @@ async def test_nonsense_is_the_workers_fault_and_leaves_nothing(encoding: Encodi
         assert len(encoding.dropped) == num_dropped
 
 
-async def test_closing_fails_what_runs_and_what_comes_later(encoding: Encoding) -> None:
+async def test_closing_fails_running_and_later_calls(encoding: Encoding) -> None:
     running = encoding.client.start(START)
     await encoding.worker.request()
     never_ran = encoding.client.start(START)

@@ -104,7 +104,7 @@ async def serve(work: Work, caller: Caller, limits: StreamLimits | None = None) 
             raise public_error(error) from None
 
 
-async def test_all_that_comes_is_written_in_order_and_then_the_call_ends_well() -> None:
+async def test_all_outputs_are_written_in_order_and_then_the_call_ends_well() -> None:
     work, caller = Work([11, 12]), Caller([start_message()])
     await serve(work, caller)
     assert [message.WhichOneof("message") for message in caller.received] == ["sized", "encoded", "encoded"]
@@ -151,7 +151,7 @@ async def test_a_cancel_before_the_start_is_whole_starts_nothing() -> None:
     assert work.starts == []
 
 
-async def test_a_caller_that_takes_nothing_loses_its_request() -> None:
+async def test_a_caller_that_reads_nothing_loses_its_request() -> None:
     work = Work([11, 12], ends=False)
     with pytest.raises(StalledStreamError):
         await serve(work, Caller([start_message()], takes=1), StreamLimits(stall_timeout_s=0.05))

@@ -134,7 +134,7 @@ def test_a_message_is_used_well_when_much_waits() -> None:
     assert len(take_all(outbox)) <= 100 * 20_000 * 5 // MAX_STREAM_MESSAGE_BYTES + 2
 
 
-def test_what_gathers_is_merged() -> None:
+def test_unread_outputs_are_merged() -> None:
     outbox = DecodeOutbox()
     for offset in range(3):
         outbox.tokens(7, offset, [offset], ())

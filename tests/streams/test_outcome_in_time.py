@@ -35,7 +35,7 @@ class FakeDecode:
         return FINISHED
 
 
-async def test_a_worker_that_starts_and_hangs_is_given_up_on_long_before_the_time_to_start_is_over() -> None:
+async def test_a_worker_that_starts_and_hangs_is_given_up_long_before_the_start_timeout() -> None:
     decode = FakeDecode()
     waiting = asyncio.create_task(outcome_in_time(decode, start_timeout_s=FAR_S, stall_timeout_s=0.05))
     await asyncio.sleep(0)
@@ -46,7 +46,7 @@ async def test_a_worker_that_starts_and_hangs_is_given_up_on_long_before_the_tim
     assert not limit.expired()
 
 
-async def test_a_worker_that_has_not_begun_has_the_whole_time_to_start() -> None:
+async def test_a_worker_that_has_not_begun_has_the_whole_start_timeout() -> None:
     decode = FakeDecode(num_looks=9)
     async with asyncio.timeout(TIMEOUT_S):
         assert await outcome_in_time(decode, start_timeout_s=FAR_S, stall_timeout_s=0.01) is FINISHED

@@ -271,7 +271,7 @@ async def test_a_message_that_holds_nothing_ends_the_stream() -> None:
     assert serving.work.abandoned == [1]
 
 
-async def test_whatever_comes_for_unknown_slots_is_ignored() -> None:
+async def test_messages_for_unknown_slots_are_ignored() -> None:
     serving = Serving()
     await serving.send(chunk(9, b"x"), done(9), cancel(9), start_message(1))
     serving.work.finish(1)
@@ -279,7 +279,7 @@ async def test_whatever_comes_for_unknown_slots_is_ignored() -> None:
     assert serving.context.terminals == {1: ["finished"]}
 
 
-async def test_chunks_of_something_else_fail_the_start() -> None:
+async def test_chunks_of_another_field_fail_the_start() -> None:
     serving = Serving()
     for slot, target in ((1, types_pb2.CHUNK_TARGET_MEDIA), (2, 77)):
         await serving.send(start_message(slot, chunked=True), chunk(slot, b"x", target))
@@ -318,14 +318,14 @@ class FakeVerifier:
         return start
 
 
-async def test_without_a_key_a_sealed_start_fails_in_its_slot() -> None:
+async def test_without_a_key_a_signed_start_fails_in_its_slot() -> None:
     serving = Serving()
     await serving.send(signed(5))
     await serving.end()
     assert serving.context.terminals == {5: ["NO_SIGNING_KEY"]}
 
 
-async def test_a_sealed_start_runs_as_such_in_the_slot_of_its_message() -> None:
+async def test_a_signed_start_runs_as_signed_in_the_slot_of_its_message() -> None:
     serving = Serving(verifier=FakeVerifier())
     await serving.send(signed(5), start_message(6))
     assert [start.is_signed for start in serving.work.starts] == [True, False]
@@ -335,7 +335,7 @@ async def test_a_sealed_start_runs_as_such_in_the_slot_of_its_message() -> None:
     assert serving.context.terminals == {5: ["finished"], 6: ["finished"]}
 
 
-async def test_refused_seals_fail_in_their_slots_alone() -> None:
+async def test_refused_signed_starts_fail_only_in_their_slots() -> None:
     serving = Serving(verifier=FakeVerifier())
     refused = decode_pb2.DecodeRequest(signed_start=decode_pb2.SignedDecodeStart(slot=1))
     await serving.send(refused, signed(2), signed(3, b"\1\0"))
@@ -344,13 +344,13 @@ async def test_refused_seals_fail_in_their_slots_alone() -> None:
     assert serving.context.terminals == {1: ["SIGNED_START_INVALID"], 2: ["finished"], 3: ["INVALID_FIELD"]}
 
 
-async def test_a_sealed_start_in_a_used_slot_ends_the_stream() -> None:
+async def test_a_signed_start_in_a_used_slot_ends_the_stream() -> None:
     serving = Serving(verifier=FakeVerifier())
     await serving.send(start_message(1), signed(1))
     assert (await serving.error()).field == "start.slot"
 
 
-async def test_who_is_no_peer_starts_only_what_is_sealed_and_may_cancel() -> None:
+async def test_a_client_that_is_no_peer_may_start_only_signed_starts_and_cancel() -> None:
     serving = Serving(verifier=FakeVerifier(), takes_unsigned=False)
     await serving.send(start_message(1), start_message(2, chunked=True), chunk(2, b"\2\0\0\0"), done(2))
     await serving.send(signed(3), signed(4), cancel(3), cancel(9))
@@ -365,7 +365,7 @@ async def test_who_is_no_peer_starts_only_what_is_sealed_and_may_cancel() -> Non
     assert all(start.is_signed for start in serving.work.starts)
 
 
-async def test_a_reader_that_takes_nothing_loses_its_requests() -> None:
+async def test_a_client_that_reads_nothing_loses_its_requests() -> None:
     serving = Serving(StreamLimits(stall_timeout_s=0.1))
     await serving.send(start_message(1), start_message(2))
     serving.context.may_write.clear()
@@ -374,7 +374,7 @@ async def test_a_reader_that_takes_nothing_loses_its_requests() -> None:
     assert serving.work.abandoned == [2]
 
 
-async def test_who_takes_no_ends_starts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_no_ends_cannot_start_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_OWED_ENDS", 3)
     serving = Serving(takes_unsigned=False)
     serving.context.may_write.clear()
@@ -388,7 +388,7 @@ async def test_who_takes_no_ends_starts_no_more(monkeypatch: pytest.MonkeyPatch)
     assert serving.context.terminals == {slot: ["PERMISSION_DENIED"] for slot in range(21)}
 
 
-async def test_who_takes_no_ends_at_all_loses_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_no_ends_at_all_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_OWED_ENDS", 3)
     serving = Serving(StreamLimits(stall_timeout_s=0.1), takes_unsigned=False)
     serving.context.may_write.clear()

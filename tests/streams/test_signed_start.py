@@ -92,7 +92,7 @@ class Worker:
 
 
 @given(start=WORKER_STARTS)
-def test_what_was_sealed_is_opened_in_the_callers_slot(start: WorkerStart) -> None:
+def test_a_signed_start_is_opened_in_the_callers_slot(start: WorkerStart) -> None:
     worker = Worker()
     opened = worker.open(worker.sign(start), slot=5)
     assert opened.slot == 5
@@ -101,7 +101,7 @@ def test_what_was_sealed_is_opened_in_the_callers_slot(start: WorkerStart) -> No
     assert worker.outcomes == ["opened"]
 
 
-def test_each_is_good_for_once(worker: Worker) -> None:
+def test_a_signed_start_can_be_used_once(worker: Worker) -> None:
     placement, other = worker.sign(), worker.sign(replace(START, context=RequestContext(request_id="cd" * 16)))
     worker.open(placement)
     worker.refuses(placement, SignedStartUsedError)
@@ -122,43 +122,43 @@ def test_every_flipped_bit_is_found(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mac", [b"", b"x", b"x" * 31, b"x" * 33])
-def test_a_mac_of_another_length_is_none(worker: Worker, mac: bytes) -> None:
+def test_a_mac_of_another_length_is_refused(worker: Worker, mac: bytes) -> None:
     worker.refuses(replace(worker.sign(), mac=mac), SignedStartError)
 
 
 @pytest.mark.parametrize(
     "change", [lambda content: content[:-1], lambda content: content + b"\0", lambda _content: b""]
 )
-def test_other_lengths_are_found(worker: Worker, change: Callable[[bytes], bytes]) -> None:
+def test_a_lengthened_or_shortened_start_is_refused(worker: Worker, change: Callable[[bytes], bytes]) -> None:
     placement = worker.sign()
     worker.refuses(replace(placement, signed_start=change(placement.signed_start)), SignedStartError)
 
 
 @pytest.mark.parametrize("key_id", ["", "new", "old ", "OLD"])
-def test_a_key_that_is_not_here_opens_nothing(worker: Worker, key_id: str) -> None:
+def test_a_start_signed_with_an_unknown_key_is_refused(worker: Worker, key_id: str) -> None:
     worker.refuses(replace(worker.sign(), key_id=key_id), SigningKeyUnknownError)
 
 
-def test_another_key_under_the_same_name_opens_nothing(worker: Worker) -> None:
+def test_a_start_signed_with_another_key_of_the_same_name_is_refused(worker: Worker) -> None:
     worker.refuses(worker.sign(key=replace(NEW, key_id="old")), SignedStartError)
 
 
-def test_the_name_of_another_key_that_is_here_opens_nothing() -> None:
+def test_a_start_that_names_another_known_key_is_refused() -> None:
     worker = Worker(Ring(OLD, NEW))
     worker.refuses(replace(worker.sign(), key_id="new"), SignedStartError)
 
 
-def test_without_keys_nothing_is_opened() -> None:
+def test_without_keys_no_signed_start_is_opened() -> None:
     worker = Worker(ring=None)
     worker.refuses(worker.sign(), NoSigningKeyError)
 
 
 @pytest.mark.parametrize("foreign", [{"worker_id": "decode-1"}, {"epoch": 8}, {"worker_id": ""}, {"epoch": 0}])
-def test_what_is_for_others_is_refused(worker: Worker, foreign: dict[str, object]) -> None:
+def test_a_start_signed_for_another_worker_is_refused(worker: Worker, foreign: dict[str, object]) -> None:
     worker.refuses(worker.sign(**foreign), SignedStartForeignError)  # type: ignore[arg-type]
 
 
-def test_it_is_good_until_it_expires_and_then_no_more(worker: Worker) -> None:
+def test_a_signed_start_is_valid_until_it_expires(worker: Worker) -> None:
     first, second = worker.sign(), worker.sign(replace(START, hand_off=None, context=RequestContext(attempt=1)))
     worker.now += TTL_S
     worker.open(first)
@@ -167,7 +167,7 @@ def test_it_is_good_until_it_expires_and_then_no_more(worker: Worker) -> None:
     worker.refuses(first, SignedStartExpiredError)
 
 
-def test_a_clock_that_is_set_back_brings_nothing_back(worker: Worker) -> None:
+def test_a_clock_that_is_set_back_makes_no_used_start_valid_again(worker: Worker) -> None:
     used, other = (worker.sign(replace(START, context=RequestContext(attempt=number))) for number in (0, 1))
     worker.open(used)
     worker.now += TTL_S + 1
@@ -177,11 +177,11 @@ def test_a_clock_that_is_set_back_brings_nothing_back(worker: Worker) -> None:
     worker.refuses(other, SignedStartExpiredError)
 
 
-def test_one_that_would_have_to_be_remembered_for_ever_is_refused(worker: Worker) -> None:
+def test_a_start_that_expires_too_far_in_the_future_is_refused(worker: Worker) -> None:
     worker.refuses(worker.sign(ttl_s=10_000), SignedStartExpiredError)
 
 
-def test_what_has_expired_is_forgotten_and_the_memory_is_bounded() -> None:
+def test_expired_starts_are_forgotten_and_the_memory_is_bounded() -> None:
     worker = Worker(max_remembered=3)
     placements = [worker.sign(replace(START, context=RequestContext(attempt=number))) for number in range(4)]
     for placement in placements[:3]:
@@ -216,13 +216,13 @@ def test_keys_rotate_without_a_break() -> None:
     assert set(worker.outcomes) == {"opened"}
 
 
-def test_bytes_that_a_key_sealed_and_that_are_no_start_are_refused(worker: Worker) -> None:
+def test_signed_bytes_that_are_no_start_are_refused(worker: Worker) -> None:
     content = b"\xff\xff\xff"
     garbage = SignedPlacement(address="", signed_start=content, key_id="old", mac=OLD.mac(content))
     worker.refuses(garbage, ProtocolError)
 
 
-def test_a_start_too_long_for_an_inner_message_is_not_sealed(worker: Worker) -> None:
+def test_a_start_too_long_for_a_worker_stream_message_is_not_signed(worker: Worker) -> None:
     longest = MAX_STREAM_MESSAGE_BYTES // 4
     with pytest.raises(MessageTooLargeError, match="Generate"):
         worker.sign(replace(START, generation=Generation(prompt_token_ids=[1] * longest)))
@@ -234,7 +234,7 @@ def test_a_start_too_long_for_an_inner_message_is_not_sealed(worker: Worker) -> 
     assert MAX_STREAM_MESSAGE_BYTES - 1024 < message.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
 
 
-def test_nothing_shows_what_is_sealed(worker: Worker) -> None:
+def test_a_signed_placements_repr_does_not_show_its_start_and_mac(worker: Worker) -> None:
     placement = worker.sign()
     assert str(placement.mac) not in repr(placement)
     assert str(placement.signed_start) not in repr(placement)

@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> KeyFile:
     return KeyFile(tmp_path / "keys")
 
 
-def test_the_first_key_seals_and_all_are_found(file: KeyFile) -> None:
+def test_the_first_key_signs_and_all_keys_are_found(file: KeyFile) -> None:
     file.write(f"# rotated on Monday\n\nnew {NEW}\nold  {OLD}\n")
     keys = file.keys()
     assert keys.signing_key == SigningKey(key_id="new", secret=bytes.fromhex(NEW))
@@ -75,7 +75,7 @@ def test_keys_rotate_without_a_restart(file: KeyFile) -> None:
     assert keys.find("old") is None
 
 
-def test_an_unknown_name_has_the_file_looked_at_sooner_but_not_each_time(
+def test_an_unknown_key_name_makes_the_file_be_polled_sooner_but_not_each_time(
     file: KeyFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write(f"old {OLD}")
@@ -96,7 +96,7 @@ def test_an_unknown_name_has_the_file_looked_at_sooner_but_not_each_time(
 
 
 @pytest.mark.parametrize("change", ["gone", "empty", "malformed", "open to everybody"])
-def test_a_new_file_that_is_no_good_changes_nothing_but_the_log(
+def test_a_malformed_new_file_is_logged_and_the_old_keys_stay(
     file: KeyFile, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.write(f"old {OLD}")
@@ -133,7 +133,7 @@ def test_a_new_file_that_is_no_good_changes_nothing_but_the_log(
         (f"k {OLD}\n" * 2000, "longer"),
     ],
 )
-def test_a_file_that_is_no_good_is_refused_by_its_setting_and_no_secret_is_told(
+def test_a_malformed_file_is_refused_by_its_setting_and_the_error_shows_no_secret(
     file: KeyFile, content: str, message: str
 ) -> None:
     file.write(content)
@@ -159,7 +159,7 @@ def test_a_group_may_read_it(file: KeyFile) -> None:
     assert file.keys().signing_key.key_id == "k"
 
 
-def test_nothing_shows_a_secret(file: KeyFile, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_repr_and_no_log_line_shows_a_secret(file: KeyFile, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     file.write(f"k {OLD}")
     keys = file.keys()

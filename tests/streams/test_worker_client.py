@@ -52,7 +52,7 @@ async def test_files_come_in_parts_and_in_any_order() -> None:
     assert await fetch(*responses) == {"config.json": b"{}", "tokenizer.json": b""}
 
 
-async def test_what_is_not_on_the_list_is_not_kept() -> None:
+async def test_files_that_are_not_on_the_list_are_dropped() -> None:
     responses = [announced("../../evil.py", b"x"), part(b"x"), announced("config.json", b"{}"), part(b"{}")]
     assert await fetch(*responses) == {"config.json": b"{}"}
 
@@ -68,7 +68,7 @@ async def test_what_is_not_on_the_list_is_not_kept() -> None:
         [announced("other", b"x" * 1001), part(b"x" * 1001)],
     ],
 )
-async def test_what_was_not_announced_so_is_refused(responses: list[pb.GetModelFilesResponse]) -> None:
+async def test_files_that_differ_from_their_announcement_are_refused(responses: list[pb.GetModelFilesResponse]) -> None:
     with pytest.raises(ModelFilesError):
         await fetch(*responses)
 

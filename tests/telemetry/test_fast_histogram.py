@@ -32,18 +32,18 @@ def page_of(kind: type[FastHistogram] | type[Histogram], amounts: dict[str, Sequ
 
 
 @given(st.dictionaries(st.sampled_from(["a", 'b"c', "d\\e"]), AMOUNTS))
-def test_the_page_is_that_of_the_ready_made_one(amounts: dict[str, Sequence[float]]) -> None:
+def test_the_metrics_page_equals_that_of_the_library_histogram(amounts: dict[str, Sequence[float]]) -> None:
     assert page_of(FastHistogram, amounts) == page_of(Histogram, amounts)
 
 
-def test_a_label_has_one_child() -> None:
+def test_each_label_value_has_one_child() -> None:
     histogram = FastHistogram("some_seconds", "Some time.", "model", BUCKETS, CollectorRegistry())
     assert histogram.labels("a") is histogram.labels("a")
     assert histogram.labels("a") is not histogram.labels("b")
 
 
 @given(AMOUNTS)
-def test_a_histogram_without_a_label_shows_the_same_as_the_ready_made_one(amounts: Sequence[float]) -> None:
+def test_a_histogram_without_a_label_shows_the_same_as_the_library_one(amounts: Sequence[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     child = FastHistogram("some_seconds", "Some time.", None, BUCKETS, ours).labels()
     histogram = Histogram("some_seconds", "Some time.", buckets=BUCKETS, registry=theirs)

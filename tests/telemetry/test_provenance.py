@@ -50,7 +50,7 @@ def test_a_repository_around_an_installed_copy_is_a_stranger(checkout: Path) -> 
     assert (commit.revision, commit.is_dirty) == (None, True)
 
 
-def test_outside_any_repository_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_any_repository_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     commit = read_commit(tmp_path)
     assert (commit.revision, commit.is_dirty) == (None, True)

@@ -165,7 +165,7 @@ def test_a_prompt_of_text_writes_its_placeholders_itself(model: ModelText) -> No
     assert model.encode_text("<|image|>What is it?<|image|>").count(model.media.placeholder_id) == 2
 
 
-def test_where_there_is_no_placeholder_its_words_are_words() -> None:
+def test_without_a_placeholder_token_its_text_is_ordinary_text() -> None:
     files = read_text_files(tiny.CHECKPOINT)
     text = ModelText.from_files({name: content for name, content in files.items() if name != "config.json"})
     assert text.media is None

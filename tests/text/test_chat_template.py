@@ -134,7 +134,7 @@ def test_the_date_comes_from_the_clock_given() -> None:
     assert stamped.render([ChatMessage("user", "")]) == "03 Feb 2031"
 
 
-def test_what_a_template_refuses_is_the_callers_fault_in_its_words() -> None:
+def test_a_templates_refusal_is_an_invalid_request_with_the_templates_message() -> None:
     with pytest.raises(InvalidRequestError, match="System role not supported") as caught:
         template(GEMMA_LIKE).render([ChatMessage("system", "x")])
     assert caught.value.field == "messages"
@@ -154,7 +154,7 @@ def test_what_a_template_refuses_is_the_callers_fault_in_its_words() -> None:
         "{{ 'x' | nope }}",
     ],
 )
-def test_whatever_goes_wrong_in_a_template_names_the_messages(source: str) -> None:
+def test_an_error_in_a_template_does_not_quote_the_messages(source: str) -> None:
     with pytest.raises((InvalidRequestError, ModelFilesError)) as caught:
         template(source).render([ChatMessage("user", "secret")])
     assert "secret" not in caught.value.message

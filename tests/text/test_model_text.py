@@ -87,7 +87,7 @@ def test_a_placeholder_that_is_no_id_is_refused(placeholder_id: object) -> None:
         ModelText.from_files(files(config={"image_token_index": placeholder_id, "vision_config": {}}))
 
 
-def test_another_way_to_prepare_pictures_is_another_fingerprint() -> None:
+def test_another_picture_preprocessing_is_another_fingerprint() -> None:
     config = {"image_token_index": 9, "vision_config": {}}
     one, other = (
         ModelText.from_files(files(config=config, preprocessor_config={"size": size})).media for size in (96, 128)

@@ -88,7 +88,7 @@ def test_a_match_does_not_wait_for_a_longer_stop_string() -> None:
     assert StopMatcher(["abc", "ab"]).push("-ab").stop_string == "ab"
 
 
-def test_of_stop_strings_that_end_at_once_the_one_that_begins_first_counts() -> None:
+def test_among_stop_strings_that_end_at_once_the_one_that_begins_first_counts() -> None:
     match = StopMatcher(["c", "abc", "bc"]).push("-abc")
     assert (match.text, match.stop_string) == ("-", "abc")
 

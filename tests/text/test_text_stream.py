@@ -87,7 +87,7 @@ def test_tokens_wait_for_text_that_is_held_back() -> None:
     assert stream.push(letters("x")) == TextDelta("STx", tuple(letters("STx")))
 
 
-def test_what_was_held_back_comes_when_the_choice_ends_for_another_reason() -> None:
+def test_text_held_back_comes_when_the_choice_ends_for_another_reason() -> None:
     stream = TextStream(builders.byte_level_tokenizer(), ["STOP"])
     stream.push(letters("aST"))
     assert stream.finish() == TextDelta("ST", tuple(letters("ST")))

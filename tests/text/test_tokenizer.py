@@ -40,7 +40,7 @@ def test_special_tokens_come_from_the_tokenizers_configuration() -> None:
     assert tokenizer.eos_token_id == tokenizer.token_to_id("</s>")
 
 
-def test_what_the_configuration_leaves_out_comes_from_the_special_tokens_map() -> None:
+def test_special_tokens_missing_in_the_configuration_come_from_the_special_tokens_map() -> None:
     older = {"bos_token": "old", "eos_token": "</s>", "additional_special_tokens": ["<|turn|>"]}
     special = SpecialTokens.from_files(files(special_tokens_map=older, tokenizer_config={"bos_token": "<s>"}))
     assert special.all == ("<s>", "</s>", "<|turn|>")

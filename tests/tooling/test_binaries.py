@@ -67,7 +67,7 @@ esac
 """
 
 
-def test_what_is_on_the_path_is_used(machine: Machine) -> None:
+def test_programs_on_the_path_are_used(machine: Machine) -> None:
     for name in ("etcd", "grpcurl", "go"):
         machine.install(name, "")
     assert provide(machine) == ""

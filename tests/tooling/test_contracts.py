@@ -99,7 +99,7 @@ def test_every_field_says_what_absent_means_and_in_what_it_is_measured(contracts
     assert faults == [], "\n".join(faults)
 
 
-def test_a_field_that_says_nothing_is_named(tmp_path: Path) -> None:
+def test_a_field_without_a_comment_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.proto").write_text(
         """
         syntax = "proto3";

@@ -32,7 +32,7 @@ def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
     assert machine.calls("make") == ["tools", "-k lint", "test"]
 
 
-def test_a_gate_that_cannot_have_grpcurl_says_so_and_tests_nothing(machine: Machine) -> None:
+def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> None:
     machine.install("etcd", "")
     machine.install("go", "exit 1")
     ran = machine.run(".ci/run")

@@ -47,12 +47,12 @@ async def test_a_cancelled_copy_returns_only_after_the_thread_has_stopped(
     copying, go_on = threading.Event(), threading.Event()
     copyto = shm.np.copyto
 
-    def copy_when_told(destination, source) -> None:
+    def copy_after_go(destination, source) -> None:
         copying.set()
         assert go_on.wait(10)
         copyto(destination, source)
 
-    monkeypatch.setattr(shm.np, "copyto", copy_when_told)
+    monkeypatch.setattr(shm.np, "copyto", copy_after_go)
     destination = memoryview(bytearray(64 * MIB))
     task = asyncio.create_task(
         copy_runs(memoryview(b"\7" * 64 * MIB), destination, [CopyRun(0, 0, 64 * MIB)], executor)

@@ -50,7 +50,7 @@ def with_block_ids(hand_off: HandOff, *block_ids: int) -> HandOff:
     return replace(hand_off, payload=replace(hand_off.payload, block_ids=block_ids))
 
 
-async def test_what_was_read_ahead_is_what_was_held() -> None:
+async def test_blocks_read_ahead_equal_the_held_ones() -> None:
     async with mapped_workers() as (source, here):
         result = await here.puller.claim(source.offer(2, (3, 7))).fetch(COPIES)
         assert result.way is TransferWay.SHM
@@ -59,7 +59,7 @@ async def test_what_was_read_ahead_is_what_was_held() -> None:
 
 
 @pytest.mark.parametrize("block_ids", [(), (3,)])
-async def test_where_the_hand_off_does_not_say_where_all_pieces_are_the_source_is_asked(
+async def test_if_a_hand_off_does_not_name_all_blocks_the_source_is_asked_for_the_positions(
     block_ids: tuple[int, ...],
 ) -> None:
     async with mapped_workers() as (source, here):
@@ -70,7 +70,7 @@ async def test_where_the_hand_off_does_not_say_where_all_pieces_are_the_source_i
 
 
 @pytest.mark.parametrize("block_ids", [(7, 3), (0, 1)])
-async def test_what_was_read_where_the_source_holds_something_else_does_not_count(block_ids: tuple[int, ...]) -> None:
+async def test_blocks_read_from_other_positions_than_the_source_holds_do_not_count(block_ids: tuple[int, ...]) -> None:
     async with mapped_workers() as (source, here):
         hand_off = with_block_ids(source.offer(2, (3, 7)), *block_ids)
         with pytest.raises(TransferError):
@@ -78,7 +78,7 @@ async def test_what_was_read_where_the_source_holds_something_else_does_not_coun
         assert (await source.end()).holder == 2
 
 
-async def test_what_was_read_and_granted_does_not_count_when_the_source_let_go_before_the_end(
+async def test_blocks_read_and_granted_do_not_count_if_the_source_released_them_before_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with mapped_workers() as (source, here):
@@ -94,7 +94,7 @@ async def test_what_was_read_and_granted_does_not_count_when_the_source_let_go_b
             await here.puller.claim(source.offer(2, (3, 7))).fetch(COPIES)
 
 
-async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read() -> None:
+async def test_the_source_gets_the_end_before_it_granted_if_all_blocks_were_read() -> None:
     async with mapped_workers() as (source, here):
         hand_off = source.offer(2, (3, 7))
         offsets = [block * LAYOUT.piece_size_bytes for block in (3, 7)]
@@ -107,7 +107,7 @@ async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read
 
 
 @pytest.mark.parametrize("answers", [(), (FINISHED,), (GRANTED,)], ids=["none", "no grant", "a grant alone"])
-async def test_of_two_answers_each_has_to_come(answers: tuple[pb.PullResponse, ...]) -> None:
+async def test_both_the_grant_and_the_end_have_to_come(answers: tuple[pb.PullResponse, ...]) -> None:
     config = replace(CONFIG, stall_timeout_s=0.2)
     async with scripted(RECEIVE, RECEIVE, *answers) as (source, hand_off), puller_worker(config=config) as here:
         with pytest.raises(TransferError):
@@ -150,7 +150,7 @@ async def test_a_refusal_that_grpc_hides_behind_a_status_of_its_own_is_asked_for
             await here.puller.claim(hand_off).fetch(COPIES)
 
 
-async def test_what_was_read_ahead_of_a_refusal_does_not_count() -> None:
+async def test_blocks_read_ahead_of_a_refusal_do_not_count() -> None:
     async with mapped_workers() as (source, here):
         hand_off = source.offer(2, (3, 7))
         source.source.withdraw(2)
@@ -158,7 +158,7 @@ async def test_what_was_read_ahead_of_a_refusal_does_not_count() -> None:
             await here.puller.claim(hand_off).fetch(COPIES)
 
 
-async def test_a_fetch_that_is_cancelled_as_it_begins_leaves_nobody_listening() -> None:
+async def test_a_fetch_cancelled_as_it_begins_leaves_no_listener() -> None:
     def listening() -> list[asyncio.Task[object]]:
         return [task for task in asyncio.all_tasks() if "PullStream.receive" in repr(task)]
 

@@ -209,7 +209,7 @@ async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> Non
             await claim.release()
 
 
-def test_a_status_that_says_nothing_known_is_a_transfer_error() -> None:
+def test_an_unknown_status_is_a_transfer_error() -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.PERMISSION_DENIED, grpc.aio.Metadata(), grpc.aio.Metadata(), "no")
     assert type(from_pull_error(error)) is TransferError
     garbled = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))

@@ -29,7 +29,7 @@ def test_a_framed_piece_is_byte_for_byte_what_the_generated_class_writes(index: 
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=40).map(lambda tail: bytes([0x12, len(tail)]) + tail))
-def test_whatever_comes_is_read_as_the_generated_class_reads_it_or_left_to_it(message: bytes) -> None:
+def test_every_message_is_read_as_by_the_generated_class_or_left_to_it(message: bytes) -> None:
     part = parse_piece(message)
     if part is not None:
         piece = pb.PullResponse.FromString(message).piece

@@ -64,7 +64,7 @@ async def test_a_source_that_speaks_only_grpc_is_pulled_from_by_grpc() -> None:
         assert result.way is TransferWay.GRPC
 
 
-async def test_a_fetch_of_nothing_lets_the_source_go() -> None:
+async def test_a_fetch_of_no_blocks_releases_the_source() -> None:
     async with source_worker() as source, puller_worker() as here:
         assert (await here.puller.claim(source.offer(1, BLOCKS)).fetch(())).size_bytes == 0
         assert await source.end() == Ended(1, HandOffState.TAKEN)
@@ -126,7 +126,7 @@ async def test_a_claim_for_another_needs_no_pool_and_stops_without_an_abort() ->
         ({"epoch": 8}, StaleEpochError),
     ],
 )
-async def test_a_wrong_ticket_moves_nothing_and_harms_nothing(change, error: type[Exception]) -> None:
+async def test_a_wrong_ticket_moves_no_blocks_and_leaves_the_hand_off_intact(change, error: type[Exception]) -> None:
     async with source_worker() as source, puller_worker() as here:
         hand_off = source.offer(1, BLOCKS)
         forged = here.puller.claim(dataclasses.replace(hand_off, **change))
@@ -136,7 +136,7 @@ async def test_a_wrong_ticket_moves_nothing_and_harms_nothing(change, error: typ
         await here.puller.claim(hand_off).fetch([PieceCopy(0, 0)])
 
 
-async def test_pieces_out_of_range_are_refused_and_the_hand_off_lives_on() -> None:
+async def test_pieces_out_of_range_are_refused_and_the_hand_off_stays_valid() -> None:
     async with source_worker() as source, puller_worker() as here:
         hand_off = source.offer(1, BLOCKS)
         with pytest.raises(TransferError, match="INVALID_ARGUMENT"):

@@ -75,7 +75,7 @@ async def test_a_generated_client_gets_granted_pieces_finished() -> None:
         assert await source.end() == Ended(1, HandOffState.TAKEN)
 
 
-async def test_shm_tells_where_the_pieces_are_and_sends_none() -> None:
+async def test_shm_sends_the_positions_of_the_pieces_and_no_bytes() -> None:
     async with source_worker() as source:
         ways = [99, pb.TRANSFER_WAY_CUDA_IPC, pb.TRANSFER_WAY_SHM, pb.TRANSFER_WAY_GRPC]
         granted, finished = await say(source, begin(source.offer(1, BLOCKS), 1, 2, ways=ways, host=HERE), FINISH)
@@ -133,7 +133,7 @@ async def test_abort_ends_a_hand_off_held_or_pulled() -> None:
         assert await source.end() == Ended(2, HandOffState.CANCELLED)
 
 
-async def test_blocks_of_a_hand_off_that_somebody_else_aborted_are_sent_no_further() -> None:
+async def test_blocks_of_a_hand_off_that_another_caller_aborted_are_sent_no_further() -> None:
     async with source_worker(layout=LARGE_LAYOUT) as source:
         hand_off = source.offer(1, tuple(range(12)))
         async with pull(source) as call:
@@ -157,7 +157,7 @@ async def test_renewals_say_the_time_to_live_before_and_after_begin() -> None:
         assert responses[-1].HasField("finished")
 
 
-async def test_a_second_begin_elsewhere_is_a_failed_precondition_and_disturbs_nobody() -> None:
+async def test_a_second_begin_elsewhere_is_a_failed_precondition_and_leaves_the_first_pull_intact() -> None:
     async with source_worker() as source:
         hand_off = source.offer(1, BLOCKS)
         async with pull(source) as call:
@@ -218,7 +218,7 @@ async def test_a_puller_that_reads_nothing_is_ended_in_bounded_time() -> None:
                 pass
 
 
-async def test_a_stream_that_says_nothing_for_a_time_to_live_is_ended() -> None:
+async def test_a_stream_that_is_silent_for_a_time_to_live_is_ended() -> None:
     async with source_worker(config=TransferConfig(hand_off_ttl_s=0.2)) as source, pull(source) as call:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

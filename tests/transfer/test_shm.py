@@ -52,7 +52,7 @@ async def test_a_mapped_pool_shows_what_its_worker_writes_and_cannot_be_written(
         pools.close()
 
 
-def test_nobody_can_write_through_the_descriptor(memory: PoolMemory) -> None:
+def test_the_descriptor_cannot_be_written_through(memory: PoolMemory) -> None:
     reopened = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR)
     for fd in (memory.fd, reopened):
         with pytest.raises(PermissionError):
@@ -78,7 +78,9 @@ async def test_the_mapping_goes_when_the_worker_does(memory: PoolMemory) -> None
 @pytest.mark.parametrize(
     "change", [{"token": bytes(16)}, {"token": b""}, {"size_bytes": 4096}, {"socket_path": "@nobody-listens"}]
 )
-async def test_what_is_not_as_granted_is_not_mapped_and_not_asked_for_again(memory: PoolMemory, change) -> None:
+async def test_a_pool_that_differs_from_its_grant_is_not_mapped_and_not_requested_again(
+    memory: PoolMemory, change
+) -> None:
     pools = ShmPools()
     async with serving(memory) as server:
         assert pools.may_open(OWNER)

@@ -90,7 +90,7 @@ async def test_a_client_that_was_turned_away_waits_but_not_beyond_the_end() -> N
         window.close()
 
 
-async def test_an_open_loop_sends_on_though_nothing_is_answered() -> None:
+async def test_an_open_loop_keeps_sending_without_answers() -> None:
     server = Server(when_running=50)
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         tasks.create_task(run_open_loop(server.send, numbered(50), open_window(), replay_schedule(1.0)))

@@ -161,7 +161,7 @@ def test_the_shares_of_the_hops_are_of_the_sum_over_all_requests(recorder: Recor
     assert sum(hop.share for hop in hops.values()) == pytest.approx(1.0)
 
 
-def test_nothing_measured_is_no_error(recorder: Recorder) -> None:
+def test_an_empty_measurement_is_no_error(recorder: Recorder) -> None:
     recorder.open()
     figures = result(recorder)
     assert (figures.requests_per_s, figures.ttft_ms.count, figures.ttft_ms.p99, figures.hops) == (0.0, 0, None, {})
@@ -208,7 +208,7 @@ def test_a_count_stands_for_as_many_equal_durations() -> None:
     assert histogram.quantile_s(0.99) == pytest.approx(1.0, rel=0.01)
 
 
-def test_what_is_out_of_range_is_counted_at_its_end() -> None:
+def test_a_duration_out_of_range_is_counted_in_the_outermost_bucket() -> None:
     histogram = DurationHistogram()
     for value in (0.0, 1e-9, 1e9):
         histogram.add(value)
@@ -226,7 +226,7 @@ def test_the_distribution_ascends_to_the_whole() -> None:
     assert shares.tolist() == [0.5, 0.75, 1.0]
 
 
-def test_without_durations_there_is_nothing_to_read_off() -> None:
+def test_without_durations_there_are_no_percentiles() -> None:
     histogram = DurationHistogram()
     assert (histogram.count, histogram.quantile_s(0.5)) == (0, 0.0)
     assert [array.tolist() for array in histogram.distribution()] == [[], []]

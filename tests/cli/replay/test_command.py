@@ -114,7 +114,7 @@ async def test_the_policies_are_drawn(trace: str, run_cli: RunCli, tmp_path: Pat
         ("--json .", 2, "--json"),
     ],
 )
-async def test_what_cannot_be_is_refused(trace: str, run_cli: RunCli, options: str, code: int, shown: str) -> None:
+async def test_impossible_options_are_refused(trace: str, run_cli: RunCli, options: str, code: int, shown: str) -> None:
     result = await run_cli("replay", trace, *options.split())
     assert result.exit_code == code
     assert shown in result.stderr

@@ -46,7 +46,7 @@ async def test_options_say_what_the_trace_is_like(tmp_path: Path, run_cli: RunCl
         ("--requests 5 --arrivals never", 2, "--arrivals"),
     ],
 )
-async def test_what_cannot_be_is_refused_and_nothing_written(
+async def test_impossible_options_are_refused_and_no_file_is_written(
     tmp_path: Path, run_cli: RunCli, options: str, code: int, shown: str
 ) -> None:
     path = tmp_path / "trace.jsonl"

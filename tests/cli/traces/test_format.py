@@ -35,7 +35,7 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 @given(requests=_REQUESTS)
-def test_what_was_written_is_read_in_the_order_of_arrivals(
+def test_a_written_trace_is_read_in_the_order_of_arrivals(
     tmp_path_factory: pytest.TempPathFactory, name: str, requests: list[TraceRequest]
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / name

@@ -153,7 +153,7 @@ def test_sessions_have_as_many_turns_as_asked_for() -> None:
     assert len(requests) / num_sessions == pytest.approx(3, rel=0.05)
 
 
-def test_what_blocks_of_a_prompt_are_made_of() -> None:
+def test_a_prompt_has_blocks_of_its_system_prompt_its_session_and_its_end() -> None:
     turn = Turn(session=7, number=2, system=3, num_system_tokens=1030, num_input_tokens=2100, num_output_tokens=1)
     shared = [("system", 3, 0), ("system", 3, 1)]
     assert turn.block_keys() == [*shared, ("session", 7, 2), ("session", 7, 3), ("end", 7, 2)]

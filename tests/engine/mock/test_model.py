@@ -77,7 +77,7 @@ def test_negative_times_are_refused_by_name(name: str) -> None:
         (chunk(10, 1, generated=1, hand_off=hand_off(10)), StepWork(0, 11, 1)),  # the first token after a hand-off
     ],
 )
-def test_what_a_chunk_counts_as(made: ScheduledChunk, work: StepWork) -> None:
+def test_a_chunk_counts_as_prompt_or_decode_work(made: ScheduledChunk, work: StepWork) -> None:
     assert step_work([made]) == work
 
 

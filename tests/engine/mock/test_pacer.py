@@ -31,7 +31,7 @@ def run_step(clock: Clock, pacer: StepPacer, *, busy_s: float = 0.0, is_continue
     pacer.end(STEP_S)
 
 
-def test_what_sleeping_and_the_code_between_take_too_long_does_not_add_up() -> None:
+def test_late_wake_ups_and_time_between_steps_do_not_add_up() -> None:
     clock = Clock(overshoot_s=0.0007)
     pacer = StepPacer(clock.read, clock.sleep)
     began = clock.now
@@ -66,7 +66,7 @@ def test_the_next_step_makes_up_for_one_that_takes_too_long() -> None:
     assert clock.sleeps == pytest.approx([2 * STEP_S - 0.016])
 
 
-def test_of_a_long_standstill_only_a_part_is_made_up_for() -> None:
+def test_only_a_part_of_a_long_standstill_is_made_up_for() -> None:
     clock = Clock()
     pacer = StepPacer(clock.read, clock.sleep)
     run_step(clock, pacer, is_continued=False)

@@ -64,7 +64,7 @@ def running(token_ids: Sequence[int], *, num_prompt: int) -> RunningRequest:
     return RunningRequest(request=make_request(token_ids[:num_prompt]), seq=seq)
 
 
-def test_it_is_a_runner_of_tiny_blocks_that_transfers_can_read(text_dir: Path) -> None:
+def test_the_mock_runner_has_tiny_blocks_that_transfers_can_read(text_dir: Path) -> None:
     made = make_runner(text_dir)
     typed: ModelRunner = made
     assert typed.memory is not None

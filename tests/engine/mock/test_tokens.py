@@ -73,12 +73,12 @@ def test_no_stop_id_comes_before_min_tokens_and_then_one_may() -> None:
     assert masked[4:] == plain[4:]
 
 
-def test_where_every_word_is_ruled_out_one_comes_all_the_same() -> None:
+def test_if_every_word_is_ruled_out_one_is_generated_nevertheless() -> None:
     made = generate(make(min_tokens=4), 4, words=(300, 301), stop_ids=frozenset((300, 301)))
     assert set(made) <= {300, 301}
 
 
-def test_what_else_a_step_holds_changes_nothing() -> None:
+def test_other_requests_in_a_step_do_not_change_the_tokens() -> None:
     requests = []
     for id, prompt in enumerate(([5], [6], [7])):
         seq = sequence.Sequence(prompt, block_size=4)

@@ -47,7 +47,7 @@ def test_rows_of_another_dtype_are_converted() -> None:
     assert torch.equal(view.read((2,), 0, 4), (make_rows(4, torch.float64) / 7).bfloat16())
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_read_rows_are_a_copy() -> None:
     view = EmbeddingPoolView(make_memory())
     view.write((2,), make_rows(4))
     read = view.read((2,), 0, 4)

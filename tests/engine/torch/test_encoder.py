@@ -176,7 +176,7 @@ async def test_too_large_an_item_is_refused(checkpoint: Callable[[str], Path]) -
         assert (await encoder.size(embeddings_file(torch.zeros(40, HIDDEN_SIZE)))).num_tokens == 40
 
 
-async def test_what_does_not_fill_its_blocks_is_refused(checkpoint: Callable[[str], Path]) -> None:
+async def test_a_picture_that_does_not_fill_its_blocks_is_refused(checkpoint: Callable[[str], Path]) -> None:
     async with running_encoder(encoder_config(checkpoint("llava_clip"))) as encoder:
         for block_ids in ([0], [0, 1, 2]):
             with pytest.raises(InvalidMediaError, match="fills 16 tokens"):
@@ -195,7 +195,7 @@ async def test_a_damaged_picture_harms_no_other(checkpoint: Callable[[str], Path
         assert (stats.num_items, stats.num_failed, stats.num_running, stats.num_waiting) == (1, 1, 0, 0)
 
 
-async def test_what_it_says_of_itself(checkpoint: Callable[[str], Path]) -> None:
+async def test_the_encoder_describes_its_model_and_pool(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("llava_clip")
     files = {name: (path / name).read_bytes() for name in ("config.json", "processor_config.json")}
     async with running_encoder(encoder_config(path)) as encoder:

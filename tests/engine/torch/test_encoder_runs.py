@@ -273,7 +273,7 @@ async def test_a_cancelled_call_ends_when_the_tower_breaks(checkpoint: Path) -> 
         assert isinstance(outcome, asyncio.CancelledError)
 
 
-async def test_closing_fails_queued_calls_and_lets_the_run_end(checkpoint: Path) -> None:
+async def test_closing_fails_queued_calls_and_waits_for_the_running_batch(checkpoint: Path) -> None:
     async with gated(checkpoint) as stage:
         running, waiting = await stage.begin_run(), stage.encode(1)
         await stage.ready(1)

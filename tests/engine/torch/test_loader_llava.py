@@ -122,7 +122,7 @@ def test_a_language_weight_of_another_shape_is_named(checkpoint: Checkpoints, tm
         load_model(config_for(path))
 
 
-def test_what_the_tower_lacks_is_no_concern_here(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_the_language_model_loads_without_the_towers_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
     def edit(weights: Weights) -> None:
         for name in [name for name in weights if name.startswith(("vision_tower", "multi_modal_projector"))]:
             del weights[name]

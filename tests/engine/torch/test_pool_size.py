@@ -49,7 +49,9 @@ def test_a_number_is_taken_as_it_is() -> None:
         ({"free_gpu_memory_fraction": 0.5, "device": "cpu"}, "free_gpu_memory_fraction: the device cpu"),
     ],
 )
-def test_it_is_said_in_one_way_that_makes_sense(settings: dict[str, object], message: str) -> None:
+def test_a_pool_size_that_is_missing_doubled_or_out_of_range_is_refused(
+    settings: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         config(**settings)
 

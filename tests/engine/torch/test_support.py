@@ -99,7 +99,7 @@ def test_other_models_are_refused_by_name(config: transformers.PretrainedConfig,
     ],
     ids=lambda item: item.model_type if isinstance(item, transformers.PretrainedConfig) else "",
 )
-def test_what_reaches_attention_decides_even_if_the_configuration_does_not_show_it(
+def test_unsupported_attention_is_refused_even_if_the_configuration_does_not_show_it(
     config: transformers.PretrainedConfig, complaint: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):

@@ -85,7 +85,7 @@ class Running:
     async def settle(self) -> None:
         """Wait until the LLM's thread has done all that was posted before."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
-        self.engine._thread.post(lambda: _tell(loop, done))
+        self.engine._thread.post(lambda: _set_from_thread(loop, done))
         async with asyncio.timeout(WAIT_S):
             await done.wait()
 
@@ -176,5 +176,5 @@ def decode_of(request: EngineRequest, prefilled: Prefilled, **changes: Any) -> E
     )
 
 
-def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     loop.call_soon_threadsafe(event.set)

@@ -73,7 +73,7 @@ def test_a_field_of_ours_arrives_and_both_layers_win_over_it(
     assert value_at(arguments(override=nested(path, over_it), **settings).values, path) == over_it
 
 
-def test_a_field_of_ours_at_its_default_says_nothing(tmp_path: Path) -> None:
+def test_a_field_of_ours_at_its_default_sets_no_argument(tmp_path: Path) -> None:
     plain = arguments(dtype="auto", publish_events_and_metrics=False)
     transceiver = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
     assert plain.values == {"model": str(CHECKPOINT), "cache_transceiver_config": transceiver}
@@ -110,14 +110,14 @@ def test_blocks_are_counted_in_the_size_that_they_end_up_with() -> None:
     assert value_at(made.values, "kv_cache_config.max_tokens") == 640
 
 
-def test_what_was_given_is_not_changed_with_the_result() -> None:
+def test_changing_the_result_does_not_change_the_given_settings() -> None:
     override: dict[str, Any] = {"kv_cache_config": {"max_tokens": 64}, "env_overrides": {"A": "B"}}
     made: Any = arguments(override=override).values
     made["env_overrides"]["A"] = "C"
     assert override == {"kv_cache_config": {"max_tokens": 64}, "env_overrides": {"A": "B"}}
 
 
-def test_beams_are_said_only_where_there_are_several() -> None:
+def test_the_beam_width_is_set_only_if_there_are_several_beams() -> None:
     assert "max_beam_width" not in arguments().values
     made = arguments(override={"cache_transceiver_config": None}, max_beam_width=4)
     assert made.values["max_beam_width"] == made.max_beam_width == 4
@@ -125,14 +125,14 @@ def test_beams_are_said_only_where_there_are_several() -> None:
 
 @pytest.mark.parametrize("use", Use)
 @pytest.mark.parametrize("name", [*API["classes"]["TorchLlmArgs"]["not_in_1_2"]])
-def test_what_came_with_1_3_is_refused_by_layer_and_name(tmp_path: Path, use: Use, name: str) -> None:
+def test_an_argument_of_1_3_is_refused_by_layer_and_name(tmp_path: Path, use: Use, name: str) -> None:
     message = f"{name}: TensorRT-LLM 1.2 does not know it; it came with 1.3"
     assert refusal(use, {name: {}}) == f"override_engine_args: {message}"
     assert refusal(use, extra_engine_args=written(tmp_path, {name: {}})) == f"extra_engine_args: {message}"
 
 
 @pytest.mark.parametrize("name", API["rejected_keywords"]["torch_backend"]["names"])
-def test_what_the_pytorch_backend_rejects_is_refused(name: str) -> None:
+def test_an_argument_that_the_pytorch_backend_rejects_is_refused(name: str) -> None:
     assert refusal(override={name: 1}).startswith(f"override_engine_args: {name}: the PyTorch backend")
 
 
@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_named_by_its_setting(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "param"), API["classes"]["TorchLlmArgs"]["uncertain_params"].items())
-def test_what_not_every_1_2_has_passes_with_a_warning(name: str, param: dict[str, Any]) -> None:
+def test_an_argument_that_not_every_1_2_has_passes_with_a_warning(name: str, param: dict[str, Any]) -> None:
     made = arguments(override={name: param.get("default", {})})
     assert name in made.values
     assert made.warnings == (f"override_engine_args: {name}: not in every TensorRT-LLM 1.2",)

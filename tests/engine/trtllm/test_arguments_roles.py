@@ -32,7 +32,7 @@ def test_blocks_are_handed_over_by_nixl_unless_a_layer_says_how(use: Use) -> Non
 
 
 @pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])
-def test_what_was_said_of_handing_over_is_kept(use: Use) -> None:
+def test_given_settings_of_the_transceiver_are_kept(use: Use) -> None:
     config = {"backend": "UCX", "max_tokens_in_buffer": 64, "kv_transfer_timeout_ms": 1500}
     made = arguments(use, {"cache_transceiver_config": config})
     assert made.values["cache_transceiver_config"] == config
@@ -149,7 +149,7 @@ def test_autodeploy_is_given_its_own_arguments() -> None:
     assert (arguments(**AUTODEPLOY).max_batch_size, arguments(**AUTODEPLOY).max_seq_len) == (8, 512)
 
 
-def test_what_not_every_autodeploy_takes_is_left_out_with_a_warning_each() -> None:
+def test_arguments_that_not_every_autodeploy_takes_are_left_out_with_a_warning_each() -> None:
     given = {"stream_interval": 2, "cuda_graph_config": None, "cache_transceiver_config": {"backend": "UCX"}}
     made = arguments(override=given, tensor_parallel_size=2, max_num_tokens=64, **AUTODEPLOY)
     assert made.values.keys() <= schema.AUTODEPLOY.types.keys() | {"backend"}
@@ -170,7 +170,7 @@ def test_autodeploy_refuses_unknown_arguments() -> None:
         arguments(override={"world_size": "2", "backend": "_autodeploy"})
 
 
-def test_autodeploy_hands_nothing_over() -> None:
+def test_autodeploy_cannot_prefill_for_other_workers() -> None:
     with pytest.raises(ConfigError, match=r"^backend: _autodeploy"):
         arguments(Use.PREFILL, **AUTODEPLOY)
 

@@ -179,7 +179,7 @@ def test_step_times_are_learned_of_records() -> None:
     assert step_time.prefill_s(150) == pytest.approx(0.025, rel=0.2)
 
 
-def test_a_record_of_no_rank_teaches_nothing_of_one_of_several() -> None:
+def test_a_record_without_a_rank_is_ignored_if_there_are_several_ranks() -> None:
     book = book_of(num_ranks=2)
     for _ in range(20):
         book.observe(LlmRankStats(num_context_tokens=10, num_generating=0, latency_s=0.01))
@@ -208,7 +208,7 @@ def test_blocks_always_add_up(
 
 
 @pytest.mark.parametrize("record", [None, "text", []])
-def test_what_is_no_record_says_nothing(record: object) -> None:
+def test_a_malformed_record_is_ignored(record: object) -> None:
     assert read_record(record) is None
 
 

@@ -179,7 +179,7 @@ async def test_a_seed_decides_and_choices_differ(package: Any) -> None:
     assert len(set(answers)) == 3
 
 
-async def test_everything_that_decides_tokens_is_said(package: Any) -> None:
+async def test_every_sampling_field_reaches_the_engine(package: Any) -> None:
     sampling = Sampling(
         temperature=0.5,
         top_k=9,

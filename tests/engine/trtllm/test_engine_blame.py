@@ -102,7 +102,9 @@ async def test_the_text_of_a_dying_engine_is_never_repeated(caplog: pytest.LogCa
     assert not any(SECRET in record.getMessage() or record.exc_info for record in ours)
 
 
-async def test_neither_is_what_it_says_of_one_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_engines_message_for_a_failed_request_is_not_repeated_or_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running() as decode:
         decode.control.fail_next_request(SECRET)
         end = await decode.end_of(asked(STORY))

@@ -106,7 +106,7 @@ async def test_a_cancelled_request_whose_kv_is_on_its_way_ends_when_that_is_here
         assert claim.has_fetched
 
 
-async def test_that_wait_is_bounded_and_the_source_is_notified() -> None:
+async def test_the_wait_for_a_cancelled_pull_is_bounded_and_the_source_is_notified() -> None:
     async with running(PREFILL) as prefill, running(override_engine_args=_SLOW) as decode:
         request = await _pulling(prefill, decode)
         decode.engine.cancel(request.id)

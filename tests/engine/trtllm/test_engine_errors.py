@@ -80,7 +80,9 @@ async def assert_serves(engine: Running) -> None:
         (UnsupportedFieldError("ours", field="media"), UnsupportedFieldError, "media"),
     ],
 )
-def test_what_a_call_raises(raised: Exception, kind: type[ServingError], field: str | None) -> None:
+def test_an_error_that_a_call_raises_becomes_a_serving_error(
+    raised: Exception, kind: type[ServingError], field: str | None
+) -> None:
     error = refusal(raised, RequestError)
     assert (type(error), error.field) == (kind, field)
     assert isinstance(raised, ServingError) or str(raised) not in error.message, "it may quote what was asked for"
@@ -107,7 +109,9 @@ def test_what_a_call_raises(raised: Exception, kind: type[ServingError], field: 
         (AssertionError(), False, None),
     ],
 )
-def test_what_a_handle_raises(raised: Exception, is_pulling: bool, kind: type[ServingError] | None) -> None:
+def test_an_error_that_a_handle_raises_becomes_a_serving_error(
+    raised: Exception, is_pulling: bool, kind: type[ServingError] | None
+) -> None:
     request = asked_for(Sampling(guided=GUIDED))
     error = failure(raised, RequestError, request, is_pulling=is_pulling)
     assert type(error) is (kind or type(None))
@@ -176,7 +180,9 @@ async def test_a_request_that_the_engine_aborts_by_itself_is_cancelled(package: 
         ({"generated_token_ids": (5,) * 4}, "generated_token_ids"),
     ],
 )
-async def test_what_it_can_t_serve_is_refused_by_its_field(package: Any, changes: Any, field: str) -> None:
+async def test_a_request_that_the_engine_cannot_serve_is_refused_by_its_field(
+    package: Any, changes: Any, field: str
+) -> None:
     async with running() as decode:
         request = asked(STORY, 4)
         error = await error_of(decode, replace(request, generation=replace(request.generation, **changes)))

@@ -42,7 +42,7 @@ async def cancel(decode: Running, running_one: EngineRequest) -> EngineRequest:
 
 
 @pytest.mark.parametrize("end", [refuse, cancel])
-async def test_what_ends_in_a_hang_is_no_step(end: Any) -> None:
+async def test_a_request_that_ends_during_a_hang_counts_as_no_step(end: Any) -> None:
     async with running(times=HASTY, publish_events_and_metrics=False) as decode:
         decode.control.steps.close()
         request = asked(STORY, 8)

@@ -43,7 +43,7 @@ def test_without_the_package_a_configuration_is_refused() -> None:
         make_engine()
 
 
-async def test_what_it_can_do_is_known_once_it_runs(package: Any) -> None:
+async def test_the_engines_capabilities_are_known_once_it_runs(package: Any) -> None:
     async with running(max_model_len=512, block_size=16) as decode:
         can = decode.engine.capabilities
         assert can.kinds == {DECODE}
@@ -215,7 +215,7 @@ async def test_a_start_that_failed_is_reported_though_the_llm_does_not_shut_down
     assert await asyncio.to_thread(engine._thread.wait_ended, WAIT_S)
 
 
-async def test_what_many_handles_bring_in_one_turn_is_one_output(package: Any) -> None:
+async def test_outputs_of_many_handles_in_one_turn_are_one_output(package: Any) -> None:
     async with running() as decode:
         seen: list[Any] = []
         take = Consumer._take

@@ -47,6 +47,6 @@ def test_later_turns_follow_the_answers_and_a_system_text_opens_the_first_one_on
         (ChatMessage("user", "Hello."), ChatMessage("system", "Be brief.")),
     ],
 )
-def test_what_the_model_has_no_turn_for_is_refused(messages: tuple[ChatMessage, ...]) -> None:
+def test_a_message_without_a_turn_in_the_template_is_refused(messages: tuple[ChatMessage, ...]) -> None:
     with pytest.raises(InvalidRequestError, match="refuses"):
         rendered(*messages)

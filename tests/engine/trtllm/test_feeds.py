@@ -294,7 +294,7 @@ async def test_statistics_that_break_leave_none_behind(caplog: pytest.LogCapture
     reader.feeds.close()
 
 
-async def test_what_cannot_be_read_counts_as_lost() -> None:
+async def test_an_unreadable_event_counts_as_a_loss() -> None:
     raw = RawEvents()
     first = [raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])])]
     strange = raw.event({"type": "teleported"})

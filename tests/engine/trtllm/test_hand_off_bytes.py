@@ -71,7 +71,7 @@ def test_a_field_that_this_release_lacks_is_left_out(has_field: bool) -> None:
     assert getattr(params, "disagg_request_id", None) == (9 if has_field else None)
 
 
-def test_what_belongs_to_prefill_alone_is_not_carried() -> None:
+def test_fields_for_prefill_alone_are_not_carried() -> None:
     with stand_in():
         given = Package().DisaggregatedParams(
             request_type="context_only",

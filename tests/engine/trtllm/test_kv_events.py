@@ -222,7 +222,7 @@ def test_a_private_request_s_blocks_stay_unreported_beyond_a_gap() -> None:
         {"event_id": 1, "data": {"type": "created", "num_blocks_per_cache_level": []}},
     ],
 )
-def test_what_is_no_event_is_refused(item: object) -> None:
+def test_a_malformed_event_is_refused(item: object) -> None:
     with pytest.raises(UnreadableEventError):
         EventReader(BLOCK_SIZE).read(item)
 

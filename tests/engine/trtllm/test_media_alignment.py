@@ -46,7 +46,7 @@ def test_media_that_fit_in_one_way_only_are_found_whatever_is_in_them() -> None:
         ([1, P, 5, P, 2], [1, P, 5, P, 5, P, 2]),  # the text between occurs in an item, too
     ],
 )
-def test_what_could_be_in_two_ways_is_refused(came: list[int], became: list[int]) -> None:
+def test_an_ambiguous_position_of_media_is_refused(came: list[int], became: list[int]) -> None:
     with pytest.raises(EngineError, match="put text between"):
         find_media(came, became, P)
 

@@ -176,7 +176,7 @@ async def test_closing_fails_queued_pictures_and_frees_what_is_kept() -> None:
     gc.collect()
 
 
-async def test_it_cannot_be_started_without_what_it_needs() -> None:
+async def test_a_failed_load_or_a_missing_feature_fails_the_start() -> None:
     control.fail_next_load(RuntimeError("no such GPU"))
     with pytest.raises(EngineError, match="cannot be started: no such GPU"):
         async with running_encoder():

@@ -88,7 +88,7 @@ async def test_an_encoder_that_hangs_on_pictures_is_not_alive(is_heeded: bool) -
                 await waiting
 
 
-async def test_it_proves_itself_whenever_it_is_quiet_and_keeps_nothing() -> None:
+async def test_an_idle_encoder_is_probed_again_and_again_and_keeps_no_item() -> None:
     async with running_encoder(SHORT) as encoder:
         await until(lambda: len(tower().calls) >= 4)
         tower().fail_next_request("what a stranger wrote")
@@ -100,7 +100,7 @@ async def test_it_proves_itself_whenever_it_is_quiet_and_keeps_nothing() -> None
         await until(lambda: tower().num_held == 1)
 
 
-async def test_what_we_fail_to_read_is_one_pictures_fault_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreadable_handle_fails_only_its_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_encoder(QUIET) as encoder:
         with monkeypatch.context() as patched:
             patched.setattr(pictures, "read_handle", _unreadable)
@@ -110,7 +110,7 @@ async def test_what_we_fail_to_read_is_one_pictures_fault_alone(monkeypatch: pyt
         assert encoder.is_alive
 
 
-async def test_what_the_package_says_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_packages_messages_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with running_encoder(QUIET) as encoder:
         tower().fail_next_request("what a stranger wrote")

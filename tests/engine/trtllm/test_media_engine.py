@@ -30,7 +30,7 @@ def installation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def looking(
+def picture_request(
     kind: RequestKind,
     inputs: Sequence[MediaFile | bytes | None] = (),
     blocks: Sequence[tuple[int, ...]] = (),
@@ -56,7 +56,7 @@ async def test_a_picture_that_an_encode_worker_keeps() -> None:
     async with running_encoder() as encoder, running(RequestKind.PREFILL) as prefill:
         assert prefill.engine.capabilities.reads_media
         assert prefill.engine.capabilities.model_fingerprint == encoder.capabilities.model_fingerprint
-        request = looking(RequestKind.PREFILL, [(await kept(encoder, 1, picture())).state])
+        request = picture_request(RequestKind.PREFILL, [(await kept(encoder, 1, picture())).state])
         answer = await decoded(await prefill.end_of(request), request)
     assert answer == greedy(LOOK, MAX_TOKENS, picture())
 
@@ -70,14 +70,14 @@ async def test_embeddings_that_were_pulled() -> None:
         assert prefill.engine.embeddings is not None
         assert prefill.engine.embeddings.layout == encoder.embeddings.layout
         EmbeddingPoolView(prefill.engine.embeddings).write((4, 3), rows)
-        request = looking(RequestKind.PREFILL, blocks=[(4, 3)])
+        request = picture_request(RequestKind.PREFILL, blocks=[(4, 3)])
         answer = await decoded(await prefill.end_of(request), request)
     assert answer == greedy(LOOK, MAX_TOKENS, picture())
 
 
 async def test_a_picture_that_prefill_encodes_itself() -> None:
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill:
-        request = looking(RequestKind.PREFILL, [image_file(picture())])
+        request = picture_request(RequestKind.PREFILL, [image_file(picture())])
         answer = await decoded(await prefill.end_of(request), request)
     assert answer == greedy(LOOK, MAX_TOKENS, picture())
 
@@ -86,23 +86,23 @@ async def test_a_picture_that_prefill_encodes_itself() -> None:
 async def test_a_picture_on_an_aggregated_worker(is_kept: bool) -> None:
     async with running_encoder() as encoder, running(modality=Modality.MULTIMODAL) as worker:
         given = (await kept(encoder, 1, picture())).state if is_kept else image_file(picture())
-        request = looking(RequestKind.DECODE, [given])
+        request = picture_request(RequestKind.DECODE, [given])
         assert isinstance(await worker.end_of(request), Finished)
         assert worker.tokens_of(request) == greedy(LOOK, MAX_TOKENS, picture())
 
 
 async def test_a_prompt_that_becomes_another_than_was_announced_fails() -> None:
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill:
-        request = looking(RequestKind.PREFILL, [image_file(picture())], num_tokens=NUM_TOKENS - 1)
+        request = picture_request(RequestKind.PREFILL, [image_file(picture())], num_tokens=NUM_TOKENS - 1)
         failed = await prefill.end_of(request)
         assert isinstance(failed, Failed), failed
-        good = looking(RequestKind.PREFILL, [image_file(picture())])
+        good = picture_request(RequestKind.PREFILL, [image_file(picture())])
         assert isinstance(await prefill.end_of(good), Prefilled), "others go on"
 
 
 async def test_an_error_in_an_item_names_its_field() -> None:
     async with running(RequestKind.PREFILL) as prefill:
-        failed = await prefill.end_of(looking(RequestKind.PREFILL, [b"{}"]))
+        failed = await prefill.end_of(picture_request(RequestKind.PREFILL, [b"{}"]))
         assert isinstance(failed, Failed)
         assert isinstance(failed.error, InvalidRequestError)
         assert failed.error.field == "media[0]"
@@ -113,16 +113,18 @@ async def test_a_picture_whose_encode_worker_is_gone_did_not_come_over(kind: Req
     async with running_encoder() as encoder:
         state = (await kept(encoder, 1, picture())).state
     async with running(kind, modality=Modality.MULTIMODAL) as worker:
-        failed = await worker.end_of(looking(kind, [state]))
+        failed = await worker.end_of(picture_request(kind, [state]))
         assert isinstance(failed, Failed), failed
         assert isinstance(failed.error, TransferError), failed
-        assert not isinstance(await worker.end_of(looking(kind, [image_file(picture())])), Failed), "others go on"
+        assert not isinstance(await worker.end_of(picture_request(kind, [image_file(picture())])), Failed), (
+            "others go on"
+        )
 
 
 async def test_a_picture_twice_gives_the_same_answer_and_blocks_with_it_are_not_reported() -> None:
     async with running(RequestKind.PREFILL, modality=Modality.MULTIMODAL) as prefill:
         for colour in ("red", "blue", "red"):
-            request = looking(RequestKind.PREFILL, [image_file(picture(colour))])
+            request = picture_request(RequestKind.PREFILL, [image_file(picture(colour))])
             prefilled = await prefill.end_of(request)
             assert isinstance(prefilled, Prefilled)
             assert [prefilled.token_id] == greedy(LOOK, 1, picture(colour))

@@ -153,7 +153,7 @@ async def test_a_kept_picture_beside_embeddings_becomes_embeddings(builder: Inpu
     assert ours == theirs
 
 
-async def test_what_was_shown_already_is_part_of_the_text(builder: InputBuilder) -> None:
+async def test_tokens_that_were_shown_already_are_part_of_the_prompt(builder: InputBuilder) -> None:
     whole = greedy(LOOK, 12, picture())
     file = image_file(picture())
     again = builder.build(
@@ -191,7 +191,7 @@ def test_media_that_are_not_here_are_lost(builder: InputBuilder) -> None:
         builder.build(media_request(token_ids_of(LOOK), [NUM_TOKENS]))
 
 
-async def test_what_does_not_fit_is_refused_and_the_item_named(builder: InputBuilder) -> None:
+async def test_media_that_do_not_fit_the_prompt_are_refused_and_the_item_named(builder: InputBuilder) -> None:
     async with running_encoder() as source:
         state = (await kept(source, 1, picture())).state
     file, ids, two = image_file(picture()), token_ids_of(LOOK), token_ids_of(TWO)

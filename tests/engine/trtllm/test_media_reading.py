@@ -48,7 +48,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
         door.is_open.set()
 
 
-def looking(id: int, **changes: Any) -> EngineRequest:
+def picture_request(id: int, **changes: Any) -> EngineRequest:
     made = media_request(
         token_ids_of(LOOK), [NUM_TOKENS], inputs=[image_file(picture())], sampling=greedily(6), **changes
     )
@@ -56,7 +56,7 @@ def looking(id: int, **changes: Any) -> EngineRequest:
 
 
 async def worker_at(door: Door, decode: Running) -> EngineRequest:
-    request = looking(1_000_001)
+    request = picture_request(1_000_001)
     decode.engine.submit(request)
     await door.wait_reached()
     return request
@@ -90,7 +90,7 @@ async def test_a_request_that_waits_for_its_picture_is_cancelled_at_once(door: D
 
 async def test_many_pictures_wait_for_few_threads(door: Door) -> None:
     async with running(modality=Modality.MULTIMODAL) as decode:
-        requests = [looking(1_000_001 + number) for number in range(12)]
+        requests = [picture_request(1_000_001 + number) for number in range(12)]
         for request in requests:
             decode.engine.submit(request)
         await door.wait_reached()
@@ -100,9 +100,9 @@ async def test_many_pictures_wait_for_few_threads(door: Door) -> None:
         assert len(door.threads) <= 4
 
 
-async def test_what_is_refused_anyway_is_not_decoded(door: Door) -> None:
+async def test_the_picture_of_a_refused_request_is_not_decoded(door: Door) -> None:
     async with running(modality=Modality.MULTIMODAL) as decode:
-        end = await decode.end_of(looking(1_000_001, adapter="none"))
+        end = await decode.end_of(picture_request(1_000_001, adapter="none"))
         assert isinstance(end, Failed)
         assert isinstance(end.error, UnsupportedFieldError)
         assert not door.threads

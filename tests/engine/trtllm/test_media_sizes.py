@@ -102,7 +102,7 @@ def test_the_published_model_fills_what_is_known_of_it() -> None:
         ({"vision_config": {"image_size": -1}}, {}, "image_size"),
     ],
 )
-def test_what_is_not_counted_here_is_refused_by_name(
+def test_a_model_whose_picture_sizes_cannot_be_counted_is_refused_by_name(
     changes: dict[str, Any], pictures: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:

@@ -36,7 +36,7 @@ def test_a_handle_without_a_size_has_no_tokens() -> None:
     assert [num_handle_tokens({"tensor_size": size}) for size in ((3, 4), [], None, ["x"], "12")] == [3, 0, 0, 0, 0]
 
 
-def test_what_cannot_be_sent_is_an_error_of_the_encoder() -> None:
+def test_a_state_that_cannot_be_sent_is_an_error_of_the_encoder() -> None:
     with pytest.raises(EngineError, match="a object"):
         write_state(PictureState(width=1, height=1, handle={"x": object()}, hashes=(0,) * 8, host=""))
 

@@ -17,7 +17,7 @@ from quartet.media.items import MediaFile
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.engines import decode_of, greedily, running, stand_in
 from tests.engine.trtllm.media import NUM_TOKENS, PLACEHOLDER_ID, image_file, rows_file
-from tests.engine.trtllm.test_media_engine import looking
+from tests.engine.trtllm.test_media_engine import picture_request
 from tests.fakes.driving import LOOK, encoder, greedy, picture, token_ids_of
 from tests.fakes.installation import installed
 
@@ -91,7 +91,7 @@ async def test_embeddings_that_were_pulled_are_laid_out_by_it_too() -> None:
     async with running(RequestKind.PREFILL) as prefill:
         assert prefill.engine.embeddings is not None
         EmbeddingPoolView(prefill.engine.embeddings).write((4, 3), rows)
-        request = looking(RequestKind.PREFILL, blocks=[(4, 3)])
+        request = picture_request(RequestKind.PREFILL, blocks=[(4, 3)])
         prefilled = await prefill.end_of(request)
         assert isinstance(prefilled, Prefilled), prefilled
         assert prefilled.laid_out is not None

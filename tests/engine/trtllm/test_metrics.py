@@ -45,7 +45,7 @@ def test_the_latest_step_is_shown_as_far_as_it_is_known() -> None:
     assert "trtllm_kv_cache_blocks_reused_total" not in page
 
 
-async def test_what_upstream_measures_of_results_is_shown_under_its_own_names() -> None:
+async def test_upstream_metrics_of_results_are_shown_under_their_own_names() -> None:
     with installed() as module, module.LLM(MODEL, return_perf_metrics=True) as llm:
         metrics = ResultMetrics("tiny", lambda: None)
         try:

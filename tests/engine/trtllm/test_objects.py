@@ -61,14 +61,14 @@ def test_every_call_makes_new_objects() -> None:
     assert made.values["kv_cache_config"] == {"event_buffer_max_size": 16_384}
 
 
-def test_an_argument_that_the_installed_one_lacks_is_named() -> None:
+def test_an_argument_that_the_installed_package_lacks_is_named() -> None:
     with installed(), pytest.raises(ConfigError, match=r"^max_stats_len: .*\(1\.2\.1\) does not have it$"):
         objects({"max_stats_len": 5})
     with installed(uncertain_llm_params=True) as other:
         other.LLM(**objects({"max_stats_len": 5})).shutdown()
 
 
-def test_what_the_installed_one_refuses_is_named() -> None:
+def test_an_argument_that_the_installed_package_refuses_is_named() -> None:
     speculative = {"decoding_type": "DraftTarget", "max_draft_len": 2}
     with installed(), pytest.raises(ConfigError, match=r"^speculative_config\.decoding_type: "):
         objects({"speculative_config": speculative})
@@ -78,7 +78,7 @@ def test_what_the_installed_one_refuses_is_named() -> None:
         build_objects(made)
 
 
-def test_without_the_package_it_says_so() -> None:
+def test_without_the_package_the_error_says_so() -> None:
     with pytest.raises(ConfigError, match=r"^engine\.kind: trtllm needs the package tensorrt_llm"):
         objects({})
 

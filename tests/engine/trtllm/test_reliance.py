@@ -40,7 +40,7 @@ def _symbols(name: str) -> list[Symbol]:
     return [symbol for symbol in SYMBOLS if symbol.name == name]
 
 
-def test_whatever_the_adapter_imports_stands_in_the_table() -> None:
+def test_every_import_of_the_adapter_is_in_the_table() -> None:
     imports = _imports()
     assert ("tensorrt_llm", "LLM") in imports, "the adapter's imports are not found"
     assert imports - {(symbol.module, symbol.name) for symbol in SYMBOLS} == set()
@@ -106,7 +106,7 @@ def test_arguments_of_a_request_stand_with_generate_async() -> None:
 
 
 @pytest.mark.parametrize(("variable", "name"), [("result", "RequestOutput"), ("output", "CompletionOutput")])
-def test_what_is_read_of_a_result_stands_with_its_class(variable: str, name: str) -> None:
+def test_every_attribute_read_of_a_result_is_listed_with_its_class(variable: str, name: str) -> None:
     read = {
         node.attr
         for path, node in _nodes()

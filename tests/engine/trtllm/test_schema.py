@@ -80,7 +80,7 @@ def test_every_sub_config_of_the_description_is_known() -> None:
     assert referred - {"SpeculativeConfig"} <= set(schema.CONFIGS)
 
 
-def test_what_an_encoder_takes_is_what_llm_takes() -> None:
+def test_an_encoder_takes_only_arguments_that_llm_takes() -> None:
     assert set(schema.LLM.types) >= schema.ENCODER >= set(CLASSES["MultimodalEncoder"]["params"])
 
 

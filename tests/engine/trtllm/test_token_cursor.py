@@ -43,7 +43,7 @@ def test_each_token_is_given_once() -> None:
     assert reader.num_tokens == 3
 
 
-def test_what_prefill_gave_is_left_out() -> None:
+def test_the_token_that_prefill_gave_is_left_out() -> None:
     assert cursor(num_known=1).take(Output([5, 6])) == NewTokens(1, (6,), ())
     assert cursor(num_known=1).take(Output([5])) == NewTokens(1, (), ())
 

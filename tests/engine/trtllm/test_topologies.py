@@ -34,7 +34,7 @@ def loads_a_model(plan: ProcessPlan) -> bool:
     return build(WorkerConfig, plan.settings).encoder.kinds != (MediaKind.EMBEDDINGS,)
 
 
-def test_there_are_ten() -> None:
+def test_there_are_ten_topologies() -> None:
     assert len(FILES) == 10
 
 
@@ -59,7 +59,7 @@ def test_prefill_and_decode_hand_over_by_the_same_way_the_same_blocks(topology: 
     assert len({(arguments.kv_dtype, arguments.block_size) for arguments in both}) == 1
 
 
-def test_what_routes_by_caches_has_events_and_nothing_else_pays_for_them(topology: Topology) -> None:
+def test_only_workers_under_kv_aware_routing_publish_events(topology: Topology) -> None:
     is_aware = build(RouterConfig, plan_router(topology).settings).policy.name is PolicyName.KV_AWARE
     workers = [plan for plan in plan_workers(topology, num_cores=8) if plan.role is not Role.ENCODE]
     for plan in workers:

@@ -170,7 +170,7 @@ TestFeed.settings = settings(max_examples=80, stateful_step_count=50, deadline=N
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_after_thousands_of_accidents_the_index_is_what_the_worker_holds(seed: int) -> None:
+def test_after_thousands_of_losses_the_index_equals_what_the_worker_holds(seed: int) -> None:
     draw, feeding = random.Random(seed), Feeding()
     some, anywhere = lambda: draw.randint(1, 4), lambda: draw.randrange(20)
     accidents: list[tuple[float, Callable[[], None]]] = [
@@ -219,7 +219,7 @@ def live_feed(index: SetIndex, number: int, *stored: int) -> KvFeed:
     return feed
 
 
-def test_nothing_is_asked_before_something_is_heard() -> None:
+def test_no_snapshot_is_wanted_before_the_first_message() -> None:
     feed = make_feed(SetIndex())
     assert feed.state is FeedState.LISTENING
     feed.take_number(0)
@@ -236,7 +236,7 @@ def test_batches_above_the_snapshot_are_applied_to_it_and_those_below_are_in_it(
     assert (feed.state, feed.number, known(index)) == (FeedState.LIVE, 6, {50, 6})
 
 
-def test_a_snapshot_older_than_what_was_heard_first_is_of_no_use() -> None:
+def test_a_snapshot_older_than_the_first_batch_is_refused() -> None:
     index = SetIndex()
     feed = make_feed(index)
     feed.take_batch(batch(9, 9))
@@ -258,7 +258,7 @@ def test_a_heartbeat_reveals_a_lost_tail() -> None:
     assert known(index) == {2}
 
 
-def test_what_is_heard_again_or_late_changes_nothing() -> None:
+def test_repeated_and_late_batches_change_nothing() -> None:
     index = SetIndex()
     feed = live_feed(index, 3, 1)
     for number in (3, 1, 4, 4):
@@ -267,7 +267,7 @@ def test_what_is_heard_again_or_late_changes_nothing() -> None:
     assert (feed.state, feed.number, known(index)) == (FeedState.LIVE, 4, {1, 14})
 
 
-def test_what_waits_is_bounded_and_the_next_snapshot_makes_up_for_it() -> None:
+def test_waiting_batches_are_bounded_and_the_next_snapshot_replaces_the_dropped_ones() -> None:
     index = SetIndex()
     feed = make_feed(index, max_waiting_batches=10)
     feed.take_batch(batch(1, 1))
@@ -280,7 +280,7 @@ def test_what_waits_is_bounded_and_the_next_snapshot_makes_up_for_it() -> None:
     assert (feed.number, known(index)) == (12, set(range(1, 13)))
 
 
-def test_a_part_of_another_snapshot_or_life_is_of_no_use() -> None:
+def test_a_part_of_another_snapshot_or_epoch_is_refused() -> None:
     feed = make_feed(SetIndex())
     feed.take_number(1)
     assert not feed.take_part(part(1, epoch=2))

@@ -95,7 +95,7 @@ async def joining(times: JoinTimes = TIMES) -> AsyncIterator[Joining]:
     assert not index.held
 
 
-async def test_one_snapshot_is_taken_once_the_worker_is_heard_and_none_before() -> None:
+async def test_one_snapshot_is_taken_after_the_workers_first_message_and_none_before() -> None:
     async with joining() as it:
         await asyncio.sleep(0)
         assert it.client.num_calls == 0
@@ -129,7 +129,7 @@ async def test_a_loss_while_a_snapshot_is_under_way_takes_another_one() -> None:
         assert it.client.num_calls == 3
 
 
-async def test_what_comes_while_a_snapshot_is_under_way_is_not_lost() -> None:
+async def test_a_batch_that_comes_during_a_snapshot_is_not_lost() -> None:
     async with joining() as it:
         it.client.hold.clear()
         it.heartbeat()
@@ -141,7 +141,7 @@ async def test_what_comes_while_a_snapshot_is_under_way_is_not_lost() -> None:
         assert it.client.num_calls == 1
 
 
-async def test_another_life_is_not_taken_for_this_one() -> None:
+async def test_a_worker_with_another_epoch_is_not_mistaken_for_this_one() -> None:
     async with joining() as it:
         reborn = TruthfulWorker("decode-0", 2, seed=6)
         it.client.worker = reborn  # as a worker that came back at the same address, before discovery knows
@@ -156,12 +156,12 @@ async def test_another_life_is_not_taken_for_this_one() -> None:
         await it.wait_exact()
 
 
-async def test_who_leaves_is_forgotten_at_once_with_its_snapshot() -> None:
+async def test_a_worker_that_leaves_is_forgotten_at_once_with_its_snapshot() -> None:
     async with joining() as it:
         it.client.hold.clear()
         it.heartbeat()
         await until(lambda: it.client.num_open == 1)
-        it.joins.leave(make_record(epoch=99))  # another life: not this one
+        it.joins.leave(make_record(epoch=99))  # another epoch: not this one
         it.joins.leave(it.record)
         assert not it.index.held
         await until(lambda: not it.client.num_open)

@@ -18,7 +18,7 @@ _TIMEOUT_S = 30.0
 PROMPT = list(range(1000, 1256))
 
 
-def test_every_place_is_told_with_the_blocks_that_it_has_the_most_first() -> None:
+def test_every_rank_is_matched_with_its_number_of_blocks_most_first() -> None:
     index = PrefixIndex()
     for rank, num_blocks in [(A, 3), (B, 200), (C, 100)]:
         index.store(rank, None, PROMPT[:num_blocks])
@@ -30,7 +30,7 @@ def test_every_place_is_told_with_the_blocks_that_it_has_the_most_first() -> Non
 
 
 @pytest.mark.parametrize("prompt", [[], [1], [1, *PROMPT]])
-def test_a_prompt_whose_first_block_nobody_has_matches_nowhere(prompt: list[int]) -> None:
+def test_a_prompt_whose_first_block_no_rank_has_matches_no_rank(prompt: list[int]) -> None:
     index = PrefixIndex()
     index.store(A, None, PROMPT)
     matches = index.match(prompt)
@@ -39,7 +39,7 @@ def test_a_prompt_whose_first_block_nobody_has_matches_nowhere(prompt: list[int]
     assert B not in matches
 
 
-def test_any_depths_of_many_places_are_found() -> None:
+def test_any_depths_of_many_ranks_are_found() -> None:
     rng = random.Random(1)
     for _ in range(200):
         index = PrefixIndex()
@@ -51,7 +51,7 @@ def test_any_depths_of_many_places_are_found() -> None:
         assert found == {rank: depth for rank, depth in depths.items() if depth}
 
 
-def test_where_a_prompt_leaves_what_is_known_is_found_at_every_position() -> None:
+def test_the_first_unknown_block_of_a_prompt_is_found_at_every_position() -> None:
     index = PrefixIndex()
     index.store(A, None, PROMPT)
     index.store(B, None, PROMPT[:20])
@@ -62,7 +62,7 @@ def test_where_a_prompt_leaves_what_is_known_is_found_at_every_position() -> Non
         assert matches[B].num_blocks == min(depth, 20)
 
 
-def test_a_removed_block_is_gone_from_that_place_and_tier_alone() -> None:
+def test_a_removed_block_is_gone_from_that_rank_and_tier_alone() -> None:
     index = PrefixIndex()
     for rank in (A, B):
         index.store(rank, None, PROMPT[:4])
@@ -75,7 +75,7 @@ def test_a_removed_block_is_gone_from_that_place_and_tier_alone() -> None:
     assert matches[B] == Match(num_device_blocks=4)
 
 
-def test_blocks_further_down_count_for_the_tier_where_one_has_to_look() -> None:
+def test_each_block_counts_for_the_tier_that_holds_it() -> None:
     index = PrefixIndex()
     index.store(A, None, PROMPT[:2], Tier.DEVICE)
     index.store(A, PROMPT[1], PROMPT[2:5], Tier.HOST)
@@ -87,7 +87,7 @@ def test_blocks_further_down_count_for_the_tier_where_one_has_to_look() -> None:
     assert matches[B] == Match(num_disk_blocks=3)
 
 
-def test_a_block_whose_parent_the_place_is_not_known_to_have_is_told() -> None:
+def test_storing_a_block_whose_parent_the_rank_lacks_is_reported_as_a_loss() -> None:
     index = PrefixIndex()
     assert index.store(A, None, PROMPT[:2])
     assert index.store(A, PROMPT[1], PROMPT[2:3], Tier.HOST)
@@ -96,7 +96,7 @@ def test_a_block_whose_parent_the_place_is_not_known_to_have_is_told() -> None:
     assert dict(index.match(PROMPT[:1])) == {A: Match(num_device_blocks=1)}
 
 
-def test_a_cleared_place_is_forgotten_at_once_and_can_store_again_before_it_is_swept() -> None:
+def test_a_cleared_rank_is_forgotten_at_once_and_can_store_again_before_it_is_swept() -> None:
     index = PrefixIndex()
     for rank in (A, B):
         index.store(rank, None, PROMPT[:10])
@@ -113,7 +113,7 @@ def test_a_cleared_place_is_forgotten_at_once_and_can_store_again_before_it_is_s
     assert index.num_blocks(Tier.DEVICE) == 10
 
 
-def test_a_sweep_looks_at_no_more_entries_than_it_may() -> None:
+def test_a_sweep_visits_no_more_entries_than_its_limit() -> None:
     index = PrefixIndex()
     index.store(A, None, PROMPT)
     index.clear(A)
@@ -127,7 +127,7 @@ def test_a_sweep_looks_at_no_more_entries_than_it_may() -> None:
         index.sweep(0)
 
 
-def test_what_dies_during_a_sweep_is_swept_by_the_next() -> None:
+def test_a_rank_cleared_during_a_sweep_is_swept_by_the_next() -> None:
     index = PrefixIndex()
     index.store(A, None, PROMPT)
     index.store(B, None, PROMPT)
@@ -139,7 +139,7 @@ def test_what_dies_during_a_sweep_is_swept_by_the_next() -> None:
     assert index.num_blocks(Tier.DEVICE) == 0
 
 
-def test_a_match_stays_what_it_was() -> None:
+def test_a_match_does_not_change_with_the_index() -> None:
     index = PrefixIndex()
     index.store(A, None, PROMPT[:5])
     matches = index.match(PROMPT)
@@ -150,7 +150,7 @@ def test_a_match_stays_what_it_was() -> None:
     assert dict(matches) == {A: Match(num_device_blocks=5)}
 
 
-def test_predicted_blocks_count_from_the_first_that_is_missing_and_are_told_apart() -> None:
+def test_predicted_blocks_count_separately_from_the_first_missing_block_on() -> None:
     index = PrefixIndex()
     index.store(A, None, PROMPT[:3])
     index.store(A, PROMPT[2], PROMPT[3:6], Tier.HOST)
@@ -200,7 +200,7 @@ def test_predictions_are_bounded_and_the_first_to_expire_give_way() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 8), (8, 3)])
-def test_what_was_predicted_for_an_old_life_changes_nothing_of_the_next_one_s(old: int, new: int) -> None:
+def test_predictions_for_an_old_epoch_do_not_end_those_for_the_next_one(old: int, new: int) -> None:
     index = PrefixIndex()
     index.predict(A, PROMPT[:5], old)
     index.clear(A)

@@ -13,7 +13,7 @@ RUNS = st.lists(st.tuples(st.integers(0, 2**NUM_RANKS - 1), st.integers(1, 30)),
 
 
 @given(runs=RUNS, ranks=st.integers(0, 2**NUM_RANKS - 1), data=st.data())
-def test_each_place_is_in_one_group_that_ends_where_it_lacks_a_block(
+def test_each_rank_is_in_one_group_that_ends_where_it_lacks_a_block(
     runs: list[tuple[int, int]], ranks: int, data: st.DataObject
 ) -> None:
     masks = [mask for mask, length in runs for _ in range(length)]
@@ -22,7 +22,7 @@ def test_each_place_is_in_one_group_that_ends_where_it_lacks_a_block(
 
 
 @given(walks=st.lists(st.tuples(RUNS, st.integers(0, 2**NUM_RANKS - 1)), min_size=2, max_size=5))
-def test_a_walker_that_remembers_other_walks_finds_what_is_there_now(
+def test_a_walker_that_remembers_earlier_walks_finds_the_current_blocks(
     walks: list[tuple[list[tuple[int, int]], int]],
 ) -> None:
     masks: list[int] = []
@@ -32,7 +32,7 @@ def test_a_walker_that_remembers_other_walks_finds_what_is_there_now(
         check(walker.walk(range(len(masks)), ranks), masks, 0, ranks)
 
 
-def test_a_walker_looks_first_where_places_dropped_out_before() -> None:
+def test_a_walker_probes_first_where_ranks_dropped_out_in_the_last_walk() -> None:
     probes: list[int] = []
 
     def mask_of(block: int, _: int) -> int:
@@ -62,7 +62,7 @@ def check(groups: list[Group], masks: list[int], start: int, ranks: int) -> None
 
 
 @given(depths=st.lists(st.integers(0, 300), min_size=1, max_size=20), num_blocks=st.integers(1, 300))
-def test_without_gaps_each_depth_is_exact_and_few_blocks_are_looked_at(depths: list[int], num_blocks: int) -> None:
+def test_without_gaps_each_depth_is_exact_and_few_blocks_are_probed(depths: list[int], num_blocks: int) -> None:
     masks = [sum(1 << number for number, depth in enumerate(depths) if depth > block) for block in range(num_blocks)]
     probes: list[int] = []
 

@@ -124,7 +124,7 @@ def num_open_files() -> int:
 
 
 async def settle_to(num_files: int) -> None:
-    """Let the loop close what it was told to, until no more than ``num_files`` descriptors are open."""
+    """Run the loop until its pending closes are done and no more than ``num_files`` descriptors are open."""
     for _ in range(10_000):
         if num_open_files() <= num_files:
             return

@@ -36,17 +36,17 @@ def test_public_addresses_may_be_dialled(address: str) -> None:
         *("localhost", "127.1", "0x7f000001", "2130706433", ""),
     ],
 )
-def test_others_may_not(address: str) -> None:
+def test_other_addresses_may_not_be_dialled(address: str) -> None:
     with pytest.raises(MediaNotAllowedError):
         AddressRules(()).check(address)
 
 
 @pytest.mark.parametrize("address", ["10.1.2.3", "::ffff:10.1.2.3", "64:ff9b::10.1.2.3", "fd00::7"])
-def test_those_of_named_networks_may(address: str) -> None:
+def test_addresses_of_allowed_networks_may_be_dialled(address: str) -> None:
     AddressRules(("10.1.0.0/16", "fd00::/64")).check(address)
 
 
 @pytest.mark.parametrize("address", ["10.2.0.1", "127.0.0.1", "fd00:0:0:1::7", "2002:a01:203::"])
-def test_naming_one_network_opens_no_other(address: str) -> None:
+def test_allowing_one_network_allows_no_other(address: str) -> None:
     with pytest.raises(MediaNotAllowedError):
         AddressRules(("10.1.0.0/16", "fd00::/64")).check(address)

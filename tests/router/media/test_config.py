@@ -11,7 +11,7 @@ from quartet.errors import ConfigError
 from router.media.config import MediaConfig
 
 
-def test_nothing_may_be_fetched_by_default() -> None:
+def test_no_url_may_be_fetched_by_default() -> None:
     config = MediaConfig()
     assert (config.allowed_local_paths, config.allowed_schemes, config.allowed_hosts) == ((), (), ())
     assert config.allowed_private_networks == ()

@@ -19,19 +19,19 @@ def choices(num_cached: dict[Rank, int], *avoid: str, candidates: list[EncodeCan
     return set(chosen)
 
 
-def test_who_has_most_of_the_items_is_asked_however_busy() -> None:
+def test_the_encode_worker_with_the_most_items_is_chosen_however_busy_it_is() -> None:
     assert choices({BUSY: 2, IDLE: 1}) == {BUSY}
 
 
-def test_then_the_least_busy_and_ties_are_broken_at_random() -> None:
+def test_among_equal_matches_the_least_busy_is_chosen_and_ties_are_broken_at_random() -> None:
     assert choices({}) == {IDLE, OTHER}
     assert choices({BUSY: 1, IDLE: 1}) == {IDLE}
 
 
-def test_who_just_failed_is_asked_only_where_nobody_else_is_left() -> None:
+def test_an_encode_worker_that_just_failed_is_chosen_only_if_no_other_is_left() -> None:
     assert choices({BUSY: 2}, "busy", "idle") == {OTHER}
     assert choices({BUSY: 2}, "busy", "idle", "other") == {BUSY}
 
 
-def test_of_none_none_is_chosen() -> None:
+def test_without_encode_workers_none_is_chosen() -> None:
     assert choices({}, candidates=[]) == {None}

@@ -173,7 +173,7 @@ async def test_embeddings_that_are_no_safetensors_are_refused(data: bytes, make_
     assert caught.value.field == "media[0]"
 
 
-async def test_a_failure_cancels_what_is_under_way_and_is_told_alone(site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_a_failure_cancels_the_other_fetches_and_is_the_only_error(site: Site, make_fetcher: MakeFetcher) -> None:
     asked = asyncio.Event()
 
     async def never(request: web.Request) -> web.Response:
@@ -194,7 +194,7 @@ async def test_a_failure_cancels_what_is_under_way_and_is_told_alone(site: Site,
     await settle_to(num_files)
 
 
-async def test_cancelling_closes_what_is_open(site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_cancelling_closes_open_connections(site: Site, make_fetcher: MakeFetcher) -> None:
     asked = asyncio.Event()
 
     async def half(request: web.Request) -> web.StreamResponse:
@@ -257,7 +257,7 @@ async def test_messages_never_hold_the_url_nor_what_is_in_the_file(site: Site, m
         assert "secret" not in caught.value.message
 
 
-async def test_without_configuration_nothing_is_followed(site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_without_configuration_no_url_is_fetched(site: Site, make_fetcher: MakeFetcher) -> None:
     fetcher = make_fetcher(MediaConfig())
     for url in (site.give("/a.png"), "https://images.test/a.png", "file:///etc/hostname"):
         with pytest.raises(MediaNotAllowedError) as caught:

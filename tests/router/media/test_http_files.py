@@ -37,7 +37,7 @@ async def test_a_file_is_fetched_as_it_is(site: Site, make_fetcher: MakeFetcher)
     await settle_to(num_files)
 
 
-async def test_a_name_is_looked_up_once_a_connection_and_what_was_checked_is_dialled(
+async def test_a_name_is_resolved_once_a_connection_and_the_checked_address_is_dialled(
     site: Site, make_fetcher: MakeFetcher
 ) -> None:
     url = site.give("/a.png").replace("127.0.0.1", "pictures.test")
@@ -147,7 +147,7 @@ async def test_each_redirect_is_checked(
 
 
 @pytest.mark.parametrize("status", [204, 206, 304, 400, 401, 404, 500])
-async def test_any_status_but_200_is_told(status: int, site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_any_status_but_200_is_named_in_the_error(status: int, site: Site, make_fetcher: MakeFetcher) -> None:
     url = site.give("/a.png", b"" if status in (204, 304) else PNG, status)
     await assert_refused(make_fetcher(loopback_config(site)), url, MediaFetchError, str(status))
 
@@ -157,7 +157,7 @@ async def test_a_compressed_body_is_refused(site: Site, make_fetcher: MakeFetche
     await assert_refused(make_fetcher(loopback_config(site)), url, MediaFetchError, "compressed")
 
 
-async def test_what_is_no_picture_is_refused(site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_a_file_that_is_no_picture_is_refused(site: Site, make_fetcher: MakeFetcher) -> None:
     url = site.give("/a.png", b"<html>", Content_Type="image/png")
     await assert_refused(make_fetcher(loopback_config(site)), url, InvalidMediaError, "no PNG")
 
@@ -200,7 +200,7 @@ async def test_a_body_cut_short_is_no_file(site: Site, make_fetcher: MakeFetcher
     await assert_refused(fetcher, site.serve("/cut", cut), MediaFetchError, "proper answer")
 
 
-async def test_a_host_that_drips_is_left_in_time(site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_a_host_that_sends_slowly_is_given_up_in_time(site: Site, make_fetcher: MakeFetcher) -> None:
     async def drip(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -214,7 +214,7 @@ async def test_a_host_that_drips_is_left_in_time(site: Site, make_fetcher: MakeF
     await settle_to(num_files)
 
 
-async def test_a_look_up_that_hangs_is_left_in_time(site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_a_name_lookup_that_hangs_is_given_up_in_time(site: Site, make_fetcher: MakeFetcher) -> None:
     class Silent(Names):
         async def resolve(self, *args: object, **kwargs: object) -> list[object]:  # type: ignore[override]
             await asyncio.Event().wait()
@@ -224,7 +224,7 @@ async def test_a_look_up_that_hangs_is_left_in_time(site: Site, make_fetcher: Ma
     await assert_refused(fetcher, site.url("/", "pictures.test"), MediaFetchError, "within 0.1 s")
 
 
-async def test_a_host_that_is_not_there_or_speaks_no_http_is_told(site: Site, make_fetcher: MakeFetcher) -> None:
+async def test_a_host_that_is_unreachable_or_speaks_no_http_is_an_error(site: Site, make_fetcher: MakeFetcher) -> None:
     fetcher = make_fetcher(loopback_config(site))
     await assert_refused(fetcher, site.url("/", "pictures.test"), MediaFetchError, "cannot be reached")
 

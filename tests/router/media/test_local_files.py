@@ -54,7 +54,7 @@ def test_paths_are_read_as_urls_spell_them(files: LocalFiles, pictures: Path) ->
     assert files.read(f"file://{pictures}/deep/%2e%2e/%61.png") == b"a"
 
 
-def test_links_are_followed_and_what_they_lead_to_is_checked(files: LocalFiles, pictures: Path) -> None:
+def test_links_are_followed_and_their_targets_are_checked(files: LocalFiles, pictures: Path) -> None:
     (pictures / "inside").symlink_to("deep/er/ü b.png")
     (pictures / "deeper").symlink_to("deep/er")
     (pictures / "out").symlink_to("../outside/secret")
@@ -87,7 +87,9 @@ def test_an_allowed_directory_may_itself_be_a_link(pictures: Path) -> None:
         "../pictures2/a.png",
     ],
 )
-def test_nothing_outside_is_told_of(path: str, files: LocalFiles, pictures: Path) -> None:
+def test_paths_outside_the_directory_are_refused_alike_whether_they_exist_or_not(
+    path: str, files: LocalFiles, pictures: Path
+) -> None:
     with pytest.raises(MediaNotAllowedError):
         files.read(f"file://{pictures}/{path}")
 
@@ -99,7 +101,7 @@ def test_files_of_other_hosts_are_refused(host: str, files: LocalFiles, pictures
 
 
 @pytest.mark.parametrize("rest", ["/a.png?x", "/a.png#x", "/a.png%00", "/a.png?"])
-def test_what_is_no_plain_path_is_refused(rest: str, files: LocalFiles, pictures: Path) -> None:
+def test_a_url_that_is_no_plain_path_is_refused(rest: str, files: LocalFiles, pictures: Path) -> None:
     with pytest.raises(InvalidMediaError):
         files.read(f"file://{pictures}{rest}")
 
@@ -111,7 +113,7 @@ def test_a_relative_path_is_refused(files: LocalFiles) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "device"])
-def test_what_is_no_regular_file_is_refused_at_once(kind: str, files: LocalFiles, pictures: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused_at_once(kind: str, files: LocalFiles, pictures: Path) -> None:
     path = pictures / kind
     num_files = num_open_files()
     with socket.socket(socket.AF_UNIX) as unix:
@@ -130,7 +132,7 @@ def test_what_is_no_regular_file_is_refused_at_once(kind: str, files: LocalFiles
     assert num_open_files() == num_files
 
 
-def test_what_is_not_there_or_loops_is_refused(files: LocalFiles, pictures: Path) -> None:
+def test_a_missing_file_and_a_loop_of_links_are_refused(files: LocalFiles, pictures: Path) -> None:
     (pictures / "loop").symlink_to("loop")
     num_files = num_open_files()
     for path in ("nothing", "deep/nothing/a.png", "a.png/b.png", "loop", "n" * 300):

@@ -87,7 +87,7 @@ async def test_pictures_are_encoded_pulled_by_the_prefill_and_only_named_to_the_
     fleet.assert_nothing_left()
 
 
-async def test_the_client_is_told_where_it_was_encoded_and_what_it_took() -> None:
+async def test_the_answer_names_the_encode_worker_and_the_time_and_tokens_of_media() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     answer = await collect(fleet.generate(media_start()))
     assert (answer.accepted.encode, answer.accepted.num_prompt_tokens) == (Rank("encode-0"), len(EXPANDED))
@@ -116,7 +116,7 @@ async def test_blocks_are_named_with_the_media_in_them() -> None:
     assert not fleet.index.match(sequence_hashes(EXPANDED, 10)[1:2])
 
 
-async def test_a_request_takes_no_room_before_its_pictures_are_encoded() -> None:
+async def test_a_request_reserves_no_blocks_before_its_pictures_are_encoded() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     gate = asyncio.Event()
     fleet.hops.plan("encode", Plan(gate=gate))
@@ -131,7 +131,7 @@ async def test_a_request_takes_no_room_before_its_pictures_are_encoded() -> None
     fleet.assert_nothing_left()
 
 
-async def test_who_waits_to_be_encoded_again_keeps_no_room_from_those_whose_embeddings_fill_the_pool() -> None:
+async def test_a_request_to_be_encoded_again_does_not_block_one_whose_embeddings_fill_the_pool() -> None:
     fleet = media_fleet("encode-0", "prefill-0")
     fleet.join("decode-0", num_blocks=8)  # for one of them at a time
     gate = asyncio.Event()
@@ -164,7 +164,7 @@ async def test_hand_offs_are_kept_while_a_request_waits_for_room() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_who_has_most_of_the_pictures_is_asked_then_who_has_least_to_do() -> None:
+async def test_the_encode_worker_with_the_most_pictures_is_chosen_then_the_least_busy() -> None:
     fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0", num_blocks=1000)
     fleet.index.store(Rank("encode-1"), None, [media_hash(item_of(A).media_id)])
     fleet.index.store(Rank("encode-2"), None, [media_hash(item_of(A).media_id)])
@@ -183,7 +183,7 @@ async def test_who_has_most_of_the_pictures_is_asked_then_who_has_least_to_do() 
     fleet.assert_nothing_left()
 
 
-async def test_a_picture_goes_again_to_where_it_was_sent_before_that_was_told() -> None:
+async def test_a_repeated_picture_goes_to_the_same_encode_worker_before_that_reports_it_as_cached() -> None:
     fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0")
     for _ in range(5):
         await collect(fleet.generate(media_start()))
@@ -214,7 +214,7 @@ async def test_each_choice_pulls_hand_offs_of_its_own() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_a_decode_place_that_takes_hand_offs_prefills_alone() -> None:
+async def test_a_decode_rank_that_takes_hand_offs_of_media_prefills_by_itself() -> None:
     fleet = media_fleet("encode-0", "decode-0", "decode-1", takes={"encode": ("image",), "decode": ("hand_off",)})
     answer = await collect(fleet.generate(media_start()))
     [decode] = calls_of(fleet, "decode")
@@ -224,7 +224,7 @@ async def test_a_decode_place_that_takes_hand_offs_prefills_alone() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_only_places_that_take_embeddings_compute_the_prompt() -> None:
+async def test_only_ranks_that_take_embeddings_compute_the_prompt() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     for number in range(1, 4):
         fleet.join(f"prefill-{number}")
@@ -247,7 +247,7 @@ async def test_an_encode_worker_that_fails_is_replaced_by_another(error: errors.
     fleet.assert_nothing_left()
 
 
-async def test_attempts_to_encode_are_bounded_and_the_last_error_is_told() -> None:
+async def test_attempts_to_encode_are_bounded_and_the_last_error_is_raised() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=3))
     fleet.hops.plan("encode", *[Plan(error=errors.OutOfBlocksError("full"))] * 9)
     with pytest.raises(errors.OutOfBlocksError):
@@ -256,7 +256,7 @@ async def test_attempts_to_encode_are_bounded_and_the_last_error_is_told() -> No
     fleet.assert_nothing_left()
 
 
-async def test_a_silent_encode_worker_is_left() -> None:
+async def test_a_silent_encode_worker_is_given_up() -> None:
     fleet = media_fleet("encode-0", "encode-1", "prefill-0", "decode-0", attempts=AttemptConfig(encode_timeout_s=0.05))
     fleet.hops.plan("encode", Plan(hang_after=1))
     answer = await collect(fleet.generate(media_start()))
@@ -265,7 +265,7 @@ async def test_a_silent_encode_worker_is_left() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_what_an_encode_worker_refuses_ends_the_request_with_the_clients_field() -> None:
+async def test_an_encode_workers_refusal_ends_the_request_with_the_clients_field() -> None:
     fleet = media_fleet("encode-0", "encode-1", "prefill-0", "decode-0")
     for fail_after in (0, 1):
         error = errors.InvalidMediaError("it is torn", field="items[1].file.data")

@@ -38,7 +38,7 @@ ONE_EXPANDED = [10, 11, *[PLACEHOLDER] * 30, 12, 13, 14, 15]
 ONE_SPANS = SPANS[:1]
 
 
-async def test_prefill_gets_files_and_tells_what_decode_needs() -> None:
+async def test_prefill_gets_files_and_reports_what_decode_needs() -> None:
     fleet = media_fleet("prefill-0", "decode-0", takes=TOWERS)
     answer = await collect(fleet.generate(media_start()))
     prefill, decode = fleet.hops.calls
@@ -93,16 +93,16 @@ async def test_a_known_picture_is_routed_by_its_blocks_and_sent_as_a_file(
     fleet.assert_nothing_left()
 
 
-async def test_a_decode_worker_that_told_the_length_with_one_more_picture_told_its_size() -> None:
+async def test_a_pictures_size_follows_from_the_prompt_lengths_that_a_decode_worker_reported() -> None:
     fleet = media_fleet("decode-0", takes=AGGREGATED)
-    nums_told = []
+    nums_reported = []
     for start in (media_start(), media_start(prompt=ONE, media=(A,)), media_start(), media_start()):
-        nums_told.append((await collect(fleet.generate(start))).accepted.num_prompt_tokens)
-    assert nums_told == [len(PROMPT.token_ids), len(ONE.token_ids), len(PROMPT.token_ids), len(EXPANDED)]
+        nums_reported.append((await collect(fleet.generate(start))).accepted.num_prompt_tokens)
+    assert nums_reported == [len(PROMPT.token_ids), len(ONE.token_ids), len(PROMPT.token_ids), len(EXPANDED)]
 
 
 @pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
-async def test_where_a_worker_makes_other_sizes_of_files_than_are_known_its_own_are_taken(
+async def test_if_a_worker_reports_other_sizes_of_files_than_are_known_its_sizes_are_used(
     takes: dict[str, tuple[str, ...]], kind: str
 ) -> None:
     fleet = media_fleet("prefill-0", "decode-0", takes=takes)
@@ -118,7 +118,7 @@ async def test_where_a_worker_makes_other_sizes_of_files_than_are_known_its_own_
 
 
 @pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
-async def test_what_a_worker_finds_too_long_has_the_clients_field_and_its_size_is_not_believed(
+async def test_a_prompt_that_a_worker_finds_too_long_has_the_clients_field_and_its_size_is_not_believed(
     takes: dict[str, tuple[str, ...]], kind: str
 ) -> None:
     fleet = media_fleet("prefill-0", "decode-0", takes=takes)
@@ -169,16 +169,16 @@ async def test_each_choice_learns_the_prompt() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_a_prefill_that_does_not_tell_the_prompt_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefill_that_does_not_report_the_prompt_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = media_fleet("prefill-0", "prefill-1", "decode-0", takes=TOWERS)
     outcome = FakePrefill.outcome
-    num_told = 0
+    num_reported = 0
 
     async def forget(self: FakePrefill) -> PrefillOutcome:
-        nonlocal num_told
-        told = await outcome(self)
-        num_told += 1
-        return told if num_told > 1 else PrefillOutcome(**{**vars(told), "prompt_token_ids": ()})
+        nonlocal num_reported
+        reported = await outcome(self)
+        num_reported += 1
+        return reported if num_reported > 1 else PrefillOutcome(**{**vars(reported), "prompt_token_ids": ()})
 
     monkeypatch.setattr(FakePrefill, "outcome", forget)
     answer = await collect(fleet.generate(media_start()))
@@ -208,7 +208,7 @@ async def test_aggregated_it_goes_on_elsewhere_when_the_worker_dies() -> None:
     assert answer.finished[0].usage.num_media_tokens == 45
 
 
-async def test_decode_places_without_a_tower_are_left_out_only_where_they_would_compute_the_prompt() -> None:
+async def test_decode_ranks_without_a_tower_are_skipped_only_if_they_would_compute_the_prompt() -> None:
     fleet = media_fleet("decode-0", takes=AGGREGATED)
     for number in range(1, 4):
         fleet.join(f"decode-{number}")
@@ -221,7 +221,7 @@ async def test_decode_places_without_a_tower_are_left_out_only_where_they_would_
     assert answer.accepted.choices[0].prefill == Rank("prefill-0")
 
 
-async def test_what_a_worker_refuses_has_the_clients_field() -> None:
+async def test_a_workers_refusal_has_the_clients_field() -> None:
     for takes, kind in ((TOWERS, "prefill"), (AGGREGATED, "decode")):
         fleet = media_fleet("prefill-0", "decode-0", takes=takes)
         fleet.hops.plan(kind, Plan(error=errors.InvalidMediaError("it is torn", field="media[1].file.data")))
@@ -246,7 +246,7 @@ async def test_an_encode_worker_that_comes_takes_over_from_towers() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_each_kind_goes_to_who_takes_it_in_one_pool() -> None:
+async def test_each_media_kind_goes_to_the_workers_that_take_it_in_one_pool() -> None:
     """Embeddings to encode workers without a tower, pictures to prefill workers that have one, both to the latter."""
     takes = {"encode": ("embeddings",), "prefill": ("image", "embeddings", "hand_off")}
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=takes)
@@ -263,7 +263,7 @@ async def test_each_kind_goes_to_who_takes_it_in_one_pool() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_kinds_that_no_worker_takes_together_are_refused_and_the_item_named() -> None:
+async def test_media_kinds_that_no_single_worker_takes_are_refused_naming_the_item() -> None:
     fleet = media_fleet(
         "encode-0", "prefill-0", "decode-0", takes={"encode": ("embeddings",), "prefill": ("image", "hand_off")}
     )

@@ -21,7 +21,7 @@ def needy(snapshot: Snapshot, num_tokens: int = 100, **fields: bool) -> Pending:
 
 
 @each_policy
-def test_it_is_prefilled_only_where_its_media_are_taken(make_policy) -> None:
+def test_a_request_is_prefilled_only_where_its_media_are_taken(make_policy) -> None:
     snapshot = Snapshot([candidate("p0"), taking("p1", queued=9_000), candidate("p2")], [candidate("d")])
     for num_tokens in (2, 100):
         [placement] = make_policy().assign([needy(snapshot, num_tokens)], snapshot).placements
@@ -29,21 +29,21 @@ def test_it_is_prefilled_only_where_its_media_are_taken(make_policy) -> None:
 
 
 @each_policy
-def test_without_such_a_prefill_place_it_goes_to_a_decode_place_that_takes_them(make_policy) -> None:
+def test_without_a_prefill_rank_that_takes_its_media_a_request_goes_to_a_decode_rank_that_does(make_policy) -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d0"), taking("d1", used=80), candidate("d2")])
     [placement] = make_policy().assign([needy(snapshot)], snapshot).placements
     assert route(placement) == (None, "d1")
 
 
 @each_policy
-def test_also_where_the_prefill_place_that_takes_them_is_too_small(make_policy) -> None:
+def test_a_request_goes_to_a_decode_rank_if_the_prefill_rank_that_takes_its_media_is_too_small(make_policy) -> None:
     snapshot = Snapshot([taking("p", total=9)], [candidate("d0"), taking("d1", used=80), candidate("d2")])
     [placement] = make_policy().assign([needy(snapshot)], snapshot).placements
     assert route(placement) == (None, "d1")
 
 
 @each_policy
-def test_where_nobody_takes_them_it_waits_and_holds_up_nobody(make_policy) -> None:
+def test_a_request_whose_media_no_rank_takes_waits_and_does_not_block_others(make_policy) -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d")])
     waiting = [needy(snapshot), pending()]
     kept, placed = make_policy().assign(waiting, snapshot).placements
@@ -52,7 +52,7 @@ def test_where_nobody_takes_them_it_waits_and_holds_up_nobody(make_policy) -> No
 
 
 @each_policy
-def test_one_that_must_not_be_prefilled_where_it_is_decoded_is_not(make_policy) -> None:
+def test_a_request_that_must_not_be_prefilled_where_it_is_decoded_is_not(make_policy) -> None:
     snapshot = Snapshot([taking("p", queued=9_000)], [taking("d")])
     [placement] = make_policy().assign([needy(snapshot, 2, is_remote=True)], snapshot).placements
     assert route(placement) == ("p", "d")
@@ -61,7 +61,7 @@ def test_one_that_must_not_be_prefilled_where_it_is_decoded_is_not(make_policy) 
 
 
 @each_policy
-def test_what_stands_in_its_way_is_said(make_policy) -> None:
+def test_the_obstacle_of_each_rank_names_the_media_that_it_does_not_take(make_policy) -> None:
     snapshot = Snapshot([candidate("p0"), taking("p1")], [candidate("d")])
     options = {option.rank: option for option in make_policy().explain(needy(snapshot), snapshot)}
     assert options[Rank("p0")].obstacle == "does not take media as hand_off"
@@ -72,6 +72,6 @@ def test_what_stands_in_its_way_is_said(make_policy) -> None:
     assert not options[Rank("d1")].obstacle
 
 
-def test_text_has_no_way_to_find() -> None:
+def test_a_request_of_text_needs_no_way_for_media() -> None:
     text = pending()
     assert with_way(text, Snapshot([], [])) is text

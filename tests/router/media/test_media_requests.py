@@ -42,7 +42,7 @@ async def refusal(fleet: Fleet, **changes: Any) -> errors.ServingError:
     return raised.value
 
 
-async def test_what_is_impossible_is_refused_by_the_clients_field_before_any_worker_is_asked() -> None:
+async def test_an_impossible_request_is_refused_by_the_clients_field_before_any_worker_is_called() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     one, none = TokenPrompt((1, PLACEHOLDER)), TokenPrompt((1, 2))
     torn = MediaUrl("http://nowhere/")
@@ -57,7 +57,7 @@ async def test_what_is_impossible_is_refused_by_the_clients_field_before_any_wor
         assert (type(error), error.field) == (kind, field)
 
 
-async def test_media_that_are_too_large_together_are_refused_before_they_are_sent() -> None:
+async def test_media_that_are_too_large_in_total_are_refused_before_they_are_sent() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     error = await refusal(fleet, media=(HALF, HALF))
     assert (type(error), error.field) == (errors.MediaTooLargeError, "media[1].data")
@@ -70,7 +70,7 @@ async def test_a_model_without_media_takes_none() -> None:
     assert (type(error), error.field) == (errors.UnsupportedFieldError, "media[0]")
 
 
-async def test_kinds_that_nobody_takes_are_refused_and_those_whose_takers_are_gone_are_unavailable() -> None:
+async def test_media_kinds_that_no_worker_takes_are_refused_and_those_whose_workers_are_gone_are_unavailable() -> None:
     embeddings = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
     fleet = media_fleet("prefill-0", "decode-0", takes=TOWERS)
     error = await refusal(fleet, media=(A, embeddings))
@@ -93,7 +93,7 @@ async def test_prompts_that_are_too_long_with_their_media_are_refused() -> None:
 @pytest.mark.parametrize(
     ("takes", "num_decode_blocks"), [(TOWERS, 7), (TOWERS, 100), (AGGREGATED, 7)], ids=["all", "prefill", "decode"]
 )
-async def test_of_files_what_could_be_too_long_is_for_the_worker_to_refuse(
+async def test_a_prompt_whose_files_might_make_it_too_long_is_left_to_the_worker_to_refuse(
     takes: dict[str, tuple[str, ...]], num_decode_blocks: int
 ) -> None:
     fleet = media_fleet(takes=takes)
@@ -112,7 +112,7 @@ async def test_of_files_what_could_be_too_long_is_for_the_worker_to_refuse(
 
 
 @pytest.mark.parametrize("takes", [TOWERS, AGGREGATED])
-async def test_of_files_an_answer_may_fill_what_they_leave(takes: dict[str, tuple[str, ...]]) -> None:
+async def test_an_answer_may_fill_what_files_leave_of_the_model_length(takes: dict[str, tuple[str, ...]]) -> None:
     fleet = media_fleet(takes=takes)
     fleet.hops.max_sequence_tokens = 71
     for worker_id in ("prefill-0", "decode-0"):
@@ -124,7 +124,7 @@ async def test_of_files_an_answer_may_fill_what_they_leave(takes: dict[str, tupl
     fleet.assert_nothing_left()
 
 
-async def test_what_a_prefill_tells_and_leaves_no_room_for_what_is_wanted_is_refused() -> None:
+async def test_a_prompt_that_prefill_reports_as_too_long_for_max_tokens_is_refused() -> None:
     fleet = media_fleet("prefill-0", takes=TOWERS)
     fleet.join("decode-0", num_blocks=5)
     with pytest.raises(errors.PromptTooLongError) as raised:
@@ -159,7 +159,7 @@ async def test_a_chat_has_its_media_in_its_messages() -> None:
         (["nothing"], 1, "chat.messages"),
     ],
 )
-async def test_what_is_wrong_with_one_item_of_a_chat_names_its_message_and_part(
+async def test_an_error_in_one_item_of_a_chat_names_its_message_and_part(
     contents: list[Any], num_ranks: int, field: str
 ) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes={"encode": ("image",), "prefill": ("hand_off",)})
@@ -169,7 +169,7 @@ async def test_what_is_wrong_with_one_item_of_a_chat_names_its_message_and_part(
     fleet.assert_nothing_left()
 
 
-async def test_what_an_encode_worker_refuses_of_a_chat_names_its_message_and_part() -> None:
+async def test_an_encode_workers_refusal_of_a_chats_item_names_its_message_and_part() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     fleet.texts.text = chat_text(2)
     fleet.hops.plan("encode", Plan(error=errors.InvalidMediaError("it is torn", field="items[1].file.data")))
@@ -193,7 +193,7 @@ def chat_text(num_ranks: int) -> ModelText:
     return ChatText(**vars(replace(MODEL_TEXT, media=MEDIA_TEXT)))
 
 
-async def test_explain_encodes_nothing_and_says_who_does_not_take_it() -> None:
+async def test_explain_encodes_nothing_and_names_the_ranks_that_do_not_take_the_media() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     fleet.join("prefill-1")
     explanation = await explain(fleet, media_start())
@@ -207,7 +207,7 @@ async def test_explain_encodes_nothing_and_says_who_does_not_take_it() -> None:
     fleet.assert_nothing_left()
 
 
-async def test_explain_says_so_where_no_decode_place_takes_it() -> None:
+async def test_explain_names_the_decode_rank_that_does_not_take_the_media() -> None:
     fleet = media_fleet("decode-0", takes=AGGREGATED)
     fleet.join("decode-1")
     options = by_name(await explain(fleet, media_start()))
@@ -228,7 +228,7 @@ def spans_of(signed: object) -> list[MediaSpan]:
 
 
 @pytest.mark.parametrize("encoder", [("encode-0",), ()])
-async def test_a_placed_request_has_spans_under_its_seal_and_no_media(encoder: tuple[str, ...]) -> None:
+async def test_the_signed_start_of_a_placed_request_has_spans_and_no_media(encoder: tuple[str, ...]) -> None:
     takes = None if encoder else TOWERS
     fleet = media_fleet(*encoder, "prefill-0", "decode-0", takes=takes)
     placed = await place(fleet)
@@ -249,7 +249,9 @@ async def test_a_placed_request_is_never_prefilled_where_it_is_decoded() -> None
 
 
 @pytest.mark.parametrize("takes", [AGGREGATED, {"encode": ("image",), "decode": ("hand_off",)}])
-async def test_what_only_decode_workers_could_compute_is_not_placed(takes: dict[str, tuple[str, ...]]) -> None:
+async def test_a_request_that_only_decode_workers_could_compute_is_not_placed(
+    takes: dict[str, tuple[str, ...]],
+) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=takes)
     with pytest.raises(errors.UnsupportedFieldError, match="Generate") as raised:
         await place(fleet)
@@ -280,7 +282,7 @@ async def test_placed_choices_that_are_cancelled_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
-async def test_a_request_is_gone_on_with_by_the_same_start(is_placed: bool) -> None:
+async def test_a_request_is_resumed_by_the_same_start(is_placed: bool) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     given = expected_tokens(5, 0, len(EXPANDED), 4)
     resume = Resume(request_id="00ff" * 8, attempt=2, seed=5, generated_token_ids=given)
@@ -296,20 +298,20 @@ async def test_a_request_is_gone_on_with_by_the_same_start(is_placed: bool) -> N
     assert calls_of(fleet, "prefill")[0].start.context.attempt == 2
 
 
-async def test_an_answer_may_fill_what_the_media_leave() -> None:
+async def test_an_answer_may_fill_what_the_media_leave_of_the_model_length() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=None)
     answer = await collect(fleet.generate(media_start(sampling=Sampling())))
     assert len(answer.token_ids[0]) == 1001 - len(EXPANDED)  # 100 blocks of 10, and the last token needs no room
 
 
-def told(*sizes: tuple[MediaFile, int]) -> list[MediaSize]:
+def media_sizes(*sizes: tuple[MediaFile, int]) -> list[MediaSize]:
     return [MediaSize(media_id=item_of(file).media_id, num_tokens=num_tokens) for file, num_tokens in sizes]
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-async def test_where_an_encode_worker_tells_other_sizes_than_are_known_its_own_are_taken(num_choices: int) -> None:
+async def test_if_an_encode_worker_reports_other_sizes_than_are_known_its_sizes_are_used(num_choices: int) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
-    fleet.sizes.learn(told((A, 33), (B, 12)))
+    fleet.sizes.learn(media_sizes((A, 33), (B, 12)))
     answer = await collect(fleet.generate(media_start(num_choices=num_choices)))
     for choice in range(num_choices):
         assert answer.token_ids[choice] == expected_tokens(5, choice, len(EXPANDED), 12)
@@ -320,7 +322,9 @@ async def test_where_an_encode_worker_tells_other_sizes_than_are_known_its_own_a
     fleet.assert_nothing_left()
 
 
-async def test_of_encode_workers_that_disagree_the_one_counts_that_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_if_encode_workers_disagree_on_a_size_the_one_that_encodes_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fleet = media_fleet("encode-0", "encode-1", "prefill-0", "decode-0")
     fleet.hops.plan("encode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=1))
     sizes_of_one = FakeEncode.sizes
@@ -351,11 +355,11 @@ async def test_of_encode_workers_that_disagree_the_one_counts_that_encodes(monke
         ([(A, 45)], [A, B], 45, None),
     ],
 )
-def test_a_size_follows_from_the_length_where_all_others_are_known(
+def test_a_size_follows_from_the_prompt_length_if_all_other_sizes_are_known(
     known: list[tuple[MediaFile, int]], items: list[MediaFile], num_tokens: int, sizes: list[int] | None
 ) -> None:
     sizes_of_all = KnownSizes()
-    sizes_of_all.learn(told(*known))
+    sizes_of_all.learn(media_sizes(*known))
     sizes_of_all.learn_total(list(map(item_of, items)), num_tokens)
     found = sizes_of_all.find(list(map(item_of, items)))
     assert (found and [size.num_tokens for size in found]) == sizes

@@ -126,7 +126,7 @@ async def test_every_way_gives_the_right_answer(
 
 
 @pytest.mark.timeout(180)
-async def test_what_only_decode_workers_encode_is_not_placed(tmp_path: Path) -> None:
+async def test_a_request_that_only_decode_workers_can_encode_is_not_placed(tmp_path: Path) -> None:
     async with serving(tmp_path, decode=TOWER) as (_system, stub):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Place(pb.PlaceRequest(start=start_about(LOOKS[0])), timeout=WAIT_S)

@@ -16,12 +16,12 @@ ENCODE_ROOM = 112  # of which 100 may be pinned
 WAIT_S = 30.0
 
 
-class Line:
-    """A line, and who asked for room in it."""
+class QueueScene:
+    """A media queue, and the names of the requests in the order of their admission."""
 
     def __init__(self, *, max_bytes: int = 1000, max_length: int = 100, timeout_s: float = WAIT_S) -> None:
         bounds = MediaQueueConfig(max_bytes=max_bytes, max_length=max_length, timeout_s=timeout_s, retry_delay_s=2.0)
-        self.line = MediaQueue(bounds, FairShare({}), lambda _pool: ENCODE_ROOM)
+        self.queue = MediaQueue(bounds, FairShare({}), lambda _pool: ENCODE_ROOM)
         self.order: list[str] = []
 
     def ask(
@@ -30,7 +30,7 @@ class Line:
         order = MediaOrder(pool=pool, tenant=tenant, priority=priority, num_encode_tokens=tokens, num_bytes=size)
 
         async def enter() -> MediaRoom:
-            room = await self.line.enter(order)
+            room = await self.queue.enter(order)
             self.order.append(name)
             return room
 
@@ -48,33 +48,33 @@ async def result(task: asyncio.Task[MediaRoom]) -> MediaRoom:
 
 
 async def test_embeddings_pin_a_bounded_share_of_the_encode_workers_pools() -> None:
-    line = Line()
-    first, second, third = (line.ask(str(number), tokens=50) for number in range(3))
+    scene = QueueScene()
+    first, second, third = (scene.ask(str(number), tokens=50) for number in range(3))
     await settle()
     assert first.done() and second.done() and not third.done()
     first.result().pulled()
     await settle()
     assert third.done()
-    fourth = line.ask("fourth", tokens=20)
+    fourth = scene.ask("fourth", tokens=20)
     await settle()
     assert not fourth.done()
     third.result().sized(30)
     await settle()
     assert fourth.done()
     first.result().close()
-    assert line.line.length == 0
+    assert scene.queue.length == 0
 
 
-async def test_files_are_counted_as_what_they_may_be_and_then_as_what_they_are() -> None:
-    line = Line(max_bytes=100)
-    first, second = line.ask("first", size=80, tokens=1), line.ask("second", size=80)
+async def test_files_are_counted_at_their_largest_size_and_then_at_their_real_size() -> None:
+    scene = QueueScene(max_bytes=100)
+    first, second = scene.ask("first", size=80, tokens=1), scene.ask("second", size=80)
     room = await result(first)
     assert not second.done()
     room.fetched(10)
     room.pulled()
     await settle()
     assert second.done()
-    third = line.ask("third", size=20)
+    third = scene.ask("third", size=20)
     await settle()
     assert not third.done(), "90 of 100 bytes are taken"
     room.close()
@@ -82,93 +82,93 @@ async def test_files_are_counted_as_what_they_may_be_and_then_as_what_they_are()
     await result(third)
 
 
-async def test_one_alone_gets_in_whatever_it_takes() -> None:
-    line = Line(max_bytes=10)
-    room = await result(line.ask("large", tokens=10**6, size=10**6))
+async def test_a_single_request_is_admitted_whatever_its_size() -> None:
+    scene = QueueScene(max_bytes=10)
+    room = await result(scene.ask("large", tokens=10**6, size=10**6))
     room.close()
-    await result(line.ask("next", tokens=10**6, size=10**6))
+    await result(scene.ask("next", tokens=10**6, size=10**6))
 
 
-async def test_a_tenant_with_many_requests_keeps_nobody_elses_waiting() -> None:
-    line = Line()
-    many = [line.ask("a", tokens=100, tenant="a") for _ in range(5)]
+async def test_a_tenant_with_many_requests_does_not_delay_another_tenants() -> None:
+    scene = QueueScene()
+    many = [scene.ask("a", tokens=100, tenant="a") for _ in range(5)]
     await settle()
-    few = [line.ask("b", tokens=100, tenant="b"), line.ask("urgent", tokens=100, tenant="a", priority=1)]
+    few = [scene.ask("b", tokens=100, tenant="b"), scene.ask("urgent", tokens=100, tenant="a", priority=1)]
     for _ in range(6):
         await settle()
         [task] = [task for task in (*many, *few) if task.done() and task.result().num_encode_tokens]
         task.result().pulled()
-    assert line.order[:3] == ["a", "urgent", "b"]
+    assert scene.order[:3] == ["a", "urgent", "b"]
 
 
-async def test_who_waits_for_encode_workers_of_one_pool_holds_up_none_of_another() -> None:
-    line = Line()
-    await result(line.ask("first", tokens=100))
-    waiting = line.ask("second", tokens=100)
-    await result(line.ask("elsewhere", tokens=100, pool=OTHER_POOL))
-    behind = line.ask("third", tokens=1)
+async def test_a_request_that_waits_for_one_pools_encode_workers_does_not_delay_another_pools() -> None:
+    scene = QueueScene()
+    await result(scene.ask("first", tokens=100))
+    waiting = scene.ask("second", tokens=100)
+    await result(scene.ask("elsewhere", tokens=100, pool=OTHER_POOL))
+    behind = scene.ask("third", tokens=1)
     await settle()
     assert not waiting.done() and not behind.done()
     for task in (waiting, behind):
         task.cancel()
 
 
-async def test_who_stands_last_is_refused_when_too_many_wait() -> None:
-    line = Line(max_length=2)
-    await result(line.ask("in", tokens=100))
-    waiting = [line.ask(str(number), tokens=100) for number in range(2)]
+async def test_the_last_queued_request_is_refused_when_the_queue_is_full() -> None:
+    scene = QueueScene(max_length=2)
+    await result(scene.ask("in", tokens=100))
+    waiting = [scene.ask(str(number), tokens=100) for number in range(2)]
     await settle()
-    urgent = line.ask("urgent", tokens=100, priority=1)
+    urgent = scene.ask("urgent", tokens=100, priority=1)
     with pytest.raises(QueueFullError) as caught:
         await result(waiting[1])
     assert caught.value.retry_delay_s == 2.0
-    assert line.line.length == 2
+    assert scene.queue.length == 2
     for task in (waiting[0], urgent):
         task.cancel()
 
 
 async def test_a_wait_has_a_bound() -> None:
-    line = Line(timeout_s=0.01)
-    await result(line.ask("in", tokens=100))
+    scene = QueueScene(timeout_s=0.01)
+    await result(scene.ask("in", tokens=100))
     with pytest.raises(QueueFullError, match="in time"):
-        await result(line.ask("late", tokens=100))
-    assert line.line.length == 0
+        await result(scene.ask("late", tokens=100))
+    assert scene.queue.length == 0
 
 
-async def test_one_that_is_cancelled_leaves_nothing_behind() -> None:
-    line = Line()
-    room = await result(line.ask("in", tokens=100))
-    waiting, next_one = line.ask("waiting", tokens=100), line.ask("next", tokens=100)
+async def test_a_cancelled_request_leaves_nothing_behind() -> None:
+    scene = QueueScene()
+    room = await result(scene.ask("in", tokens=100))
+    waiting, next_one = scene.ask("waiting", tokens=100), scene.ask("next", tokens=100)
     await settle()
     waiting.cancel()
     await settle()
-    assert line.line.length == 1
+    assert scene.queue.length == 1
     room.close()
     # Let in and cancelled in the same moment.
     next_one.cancel()
     await settle()
-    await result(line.ask("last", tokens=100))
+    await result(scene.ask("last", tokens=100))
 
 
-async def test_a_crowd_that_is_cancelled_at_once_makes_room_for_who_is_not() -> None:
-    line = Line(max_length=5000)
-    room = await result(line.ask("in", tokens=100))
-    crowd = [line.ask(str(number), tokens=100) for number in range(2000)]
-    last = line.ask("last", tokens=100)
+async def test_cancelling_thousands_of_queued_requests_admits_the_one_behind_them() -> None:
+    scene = QueueScene(max_length=5000)
+    room = await result(scene.ask("in", tokens=100))
+    crowd = [scene.ask(str(number), tokens=100) for number in range(2000)]
+    last = scene.ask("last", tokens=100)
     await settle()
     for task in crowd:
         task.cancel()
     room.close()
     await result(last)
-    assert line.order == ["in", "last"]
-    assert line.line.length == 0
+    assert scene.order == ["in", "last"]
+    assert scene.queue.length == 0
 
 
-async def test_who_only_looks_takes_up_nothing() -> None:
-    line = Line()
+async def test_a_preview_takes_up_no_room() -> None:
+    scene = QueueScene()
     order = MediaOrder(pool=POOL, tenant="", priority=0, num_encode_tokens=100, num_bytes=1000)
-    looks = [line.line.preview(order) for _ in range(3)]
-    room = await result(line.ask("in", tokens=100, size=1000))
+    looks = [scene.queue.preview(order) for _ in range(3)]
+    room = await result(scene.ask("in", tokens=100, size=1000))
     for look in looks:
         look.fetched(500)
         look.close()

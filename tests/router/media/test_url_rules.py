@@ -22,7 +22,7 @@ RULES = UrlRules(("https",), ("images.test", "*.cdn.test", "odd.test:8443", "[fd
         "https://[fd00::1]/",
     ],
 )
-def test_what_a_rule_names_is_followed(url: str) -> None:
+def test_a_url_that_a_rule_names_is_fetched(url: str) -> None:
     assert RULES.parse(url)
 
 
@@ -45,7 +45,7 @@ def test_what_a_rule_names_is_followed(url: str) -> None:
         "https://evil.test/@images.test/",
     ],
 )
-def test_what_none_names_is_not(url: str) -> None:
+def test_a_url_that_no_rule_names_is_not_fetched(url: str) -> None:
     with pytest.raises((MediaNotAllowedError, InvalidMediaError)):
         RULES.parse(url)
 
@@ -65,7 +65,7 @@ def test_what_none_names_is_not(url: str) -> None:
         "https://images.test/" + "a" * 9000,
     ],
 )
-def test_malformed_ones_are_refused(url: str) -> None:
+def test_malformed_rules_are_refused(url: str) -> None:
     with pytest.raises(InvalidMediaError):
         RULES.parse(url)
 

@@ -92,7 +92,7 @@ def test_a_slow_network_makes_kv_aware_prefill_where_it_decodes() -> None:
 
 
 @given(configs, waitings, snapshots, st.integers(0, 9))
-def test_whatever_the_policy_no_place_is_overbooked_and_the_same_chance_gives_the_same(
+def test_no_policy_overbooks_a_rank_and_the_same_seed_gives_the_same_decisions(
     config: PolicyConfig, waiting: Sequence[Pending], snapshot: Snapshot, seed: int
 ) -> None:
     decisions = [create_policy(config, random.Random(seed)).assign(waiting, snapshot) for _ in range(2)]
@@ -110,7 +110,7 @@ def test_whatever_the_policy_no_place_is_overbooked_and_the_same_chance_gives_th
     assert all(taken[candidate.rank] <= max(candidate.num_free_for_booking, 0) for candidate in snapshot.decode)
 
 
-def test_each_of_two_policies_has_its_own_places() -> None:
+def test_the_prefill_and_the_decode_policy_each_choose_their_own_rank() -> None:
     policy = create(prefill_name="least_loaded", decode_name="round_robin")
     prefill = [candidate("p0", num_queued_tokens=50), candidate("p1")]
     decode = [candidate("d0"), candidate("d1", num_used_blocks=50)]
@@ -119,14 +119,14 @@ def test_each_of_two_policies_has_its_own_places() -> None:
     assert [placement and placement.decode for placement in placements] == [Rank("d0"), Rank("d1")] * 2
 
 
-def test_where_a_prompt_is_prefilled_with_its_decode_place_the_first_policy_chooses_that() -> None:
+def test_if_a_prompt_is_prefilled_at_its_decode_rank_the_prefill_policy_chooses_the_rank() -> None:
     policy = create(prefill_name="least_loaded", decode_name="round_robin")
     decode = [candidate("d0", num_used_blocks=50), candidate("d1")]
     placements = policy.assign([pending(10)] * 3, Snapshot([], decode)).placements
     assert [placement and placement.decode for placement in placements] == [Rank("d1")] * 3
 
 
-def test_prompts_that_wait_at_a_decode_place_do_not_hold_up_what_is_handed_off_to_it() -> None:
+def test_prompts_queued_at_a_decode_rank_do_not_delay_a_hand_off_to_it() -> None:
     policy = create(prefill_name="least_loaded", decode_name="kv_aware")
     busy = candidate("d", num_unbegun_tokens=10_000)
     [placement] = policy.assign([pending()], Snapshot([candidate("p")], [busy])).placements

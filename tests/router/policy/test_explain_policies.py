@@ -83,7 +83,7 @@ pendings = st.builds(
 
 @each_policy
 @given(request=pendings, snapshot=snapshots)
-def test_what_is_chosen_has_no_obstacle_and_costs_what_was_said(
+def test_the_chosen_rank_has_no_obstacle_and_the_explained_cost(
     name: str, request: Pending, snapshot: Snapshot
 ) -> None:
     policy = _POLICIES[name]()
@@ -101,7 +101,7 @@ def test_what_is_chosen_has_no_obstacle_and_costs_what_was_said(
 
 @each_weighing_policy
 @given(request=pendings, snapshot=snapshots)
-def test_what_is_chosen_is_among_the_cheapest(name: str, request: Pending, snapshot: Snapshot) -> None:
+def test_the_chosen_rank_is_among_the_cheapest(name: str, request: Pending, snapshot: Snapshot) -> None:
     policy = _POLICIES[name]()
     options = policy.explain(request, snapshot)
     [placement] = policy.assign([request], snapshot).placements
@@ -121,7 +121,7 @@ def test_what_is_chosen_is_among_the_cheapest(name: str, request: Pending, snaps
 
 @each_policy
 @given(request=pendings, snapshot=snapshots)
-def test_without_a_place_that_can_decode_it_waits(name: str, request: Pending, snapshot: Snapshot) -> None:
+def test_without_a_rank_that_can_decode_a_request_waits(name: str, request: Pending, snapshot: Snapshot) -> None:
     policy = _POLICIES[name]()
     can_decode = any(option.is_decode and not option.obstacle for option in policy.explain(request, snapshot))
     [placement] = policy.assign([request], snapshot).placements
@@ -138,16 +138,16 @@ def test_explaining_changes_neither_turn_nor_chance(name: str) -> None:
 
 
 @each_policy
-def test_a_copy_of_a_policy_does_what_it_would_do(name: str) -> None:
+def test_a_copy_of_a_policy_decides_as_the_original_would(name: str) -> None:
     snapshot = Snapshot([candidate("p0"), candidate("p1")], [candidate(f"d{number}") for number in range(4)])
     policy = _POLICIES[name]()
     for _ in range(20):
-        foretold = copy.deepcopy(policy).assign([pending()], snapshot)
-        assert policy.assign([pending()], snapshot) == foretold
+        predicted = copy.deepcopy(policy).assign([pending()], snapshot)
+        assert policy.assign([pending()], snapshot) == predicted
 
 
 @each_policy
-def test_obstacles_are_told(name: str) -> None:
+def test_explain_names_the_obstacle_of_each_rank(name: str) -> None:
     prefill = [
         candidate("small", num_total_blocks=9),
         candidate("failed", adapters=frozenset({"lora"})),
@@ -173,20 +173,20 @@ def test_obstacles_are_told(name: str) -> None:
     assert all(option.cost is None and not option.terms for option in options.values() if option.obstacle)
 
 
-def test_a_short_prompt_has_no_use_for_prefill_places() -> None:
+def test_a_short_prompt_has_an_obstacle_at_prefill_ranks() -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d")])
     options = by_name(RoundRobinPolicy(100).explain(pending(100), snapshot))
     assert options["p"].obstacle == "prompts of up to 100 tokens are prefilled where they are decoded"
     assert not by_name(RoundRobinPolicy(99).explain(pending(100), snapshot))["p"].obstacle
 
 
-def test_where_its_blocks_are_is_an_obstacle_elsewhere() -> None:
+def test_a_preferred_prefill_rank_is_an_obstacle_at_the_other_ranks() -> None:
     snapshot = Snapshot([candidate("p0"), candidate("p1")], [candidate("d")])
     options = by_name(RoundRobinPolicy(0).explain(pending(100, prefer_prefill=Rank("p1")), snapshot))
     assert (options["p0"].obstacle, options["p1"].obstacle) == ("its blocks are at p1/0", "")
 
 
-def test_least_loaded_weighs_queues_by_tokens_and_room_by_share() -> None:
+def test_least_loaded_weighs_queues_by_tokens_and_free_blocks_by_share() -> None:
     snapshot = Snapshot(
         [candidate("p", num_queued_tokens=30)], [candidate("d", num_used_blocks=20, num_promised_blocks=5)]
     )
@@ -225,7 +225,7 @@ def test_kv_aware_prefills_where_it_decodes_if_that_costs_less_than_moving() -> 
     assert prefills_at(1e-2) == "d"
 
 
-def test_kv_aware_says_what_each_term_is() -> None:
+def test_kv_aware_describes_each_term() -> None:
     step_time = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4)
     rank = candidate("d", step_time=step_time, step_ends_at=5.03, num_used_blocks=10)
     request = pending(200, num_cached_tokens={Rank("d"): 100}, arrived_at=4.5)

@@ -73,7 +73,7 @@ def test_a_cache_is_not_worth_any_wait() -> None:
     assert decodes(policy().assign([prompt], Snapshot([], [busy, idle]))) == ["idle"]
 
 
-def test_one_waits_for_the_cache_where_that_is_sooner_and_says_when_to_look_again() -> None:
+def test_a_request_waits_for_the_cache_if_that_is_sooner_and_the_decision_says_when_to_poll_again() -> None:
     busy, idle = candidate("busy", ends_in_s=0.02), candidate("idle")
     prompt = pending(1000, cached={"busy": 900})
     decision = policy(margin_s=0.005).assign([prompt], Snapshot([], [busy, idle]))
@@ -81,17 +81,17 @@ def test_one_waits_for_the_cache_where_that_is_sooner_and_says_when_to_look_agai
     assert decision.poll_again_in_s == pytest.approx(0.02 - 0.005)
 
 
-def test_the_short_one_goes_first_and_the_long_one_is_kept_until_its_turn() -> None:
+def test_a_short_prompt_goes_first_and_a_long_one_waits_for_its_turn() -> None:
     waiting = [pending(1900), pending(100)]
     assert decodes(policy().assign(waiting, Snapshot([], [candidate("a")]))) == [None, "a"]
 
 
-def test_small_ones_share_a_step() -> None:
+def test_small_prompts_share_a_step() -> None:
     waiting = [pending(20), pending(30), pending(25)]
     assert decodes(policy().assign(waiting, Snapshot([], [candidate("a")]))) == ["a", "a", "a"]
 
 
-def test_patience_ends_a_long_one_that_has_waited_goes_before_a_short_one() -> None:
+def test_a_long_prompt_that_has_waited_past_the_patience_goes_before_a_short_one() -> None:
     waiting = [pending(1900, arrived_at=0.0), pending(100, arrived_at=999.9)]
     snapshot = Snapshot([], [candidate("a")], now=1000.0)
     assert decodes(policy().assign(waiting, snapshot))[0] == "a"
@@ -102,7 +102,7 @@ def test_priority_goes_before_length() -> None:
     assert decodes(policy().assign(waiting, Snapshot([], [candidate("a")])))[0] == "a"
 
 
-def test_equal_prompts_that_come_together_share_one_place() -> None:
+def test_equal_prompts_that_come_at_once_share_one_rank() -> None:
     waiting = [pending(1500, first_hash=1), pending(1510, first_hash=1)]
     one, other = decodes(policy().assign(waiting, Snapshot([], [candidate("a"), candidate("b")])))
     # The second needs ten tokens more where the first one is, and goes with it or right after it.
@@ -110,17 +110,17 @@ def test_equal_prompts_that_come_together_share_one_place() -> None:
     assert other in (one, None)
 
 
-def test_different_prompts_that_come_together_spread() -> None:
+def test_different_prompts_that_come_at_once_spread_over_the_ranks() -> None:
     waiting = [pending(1500, first_hash=1), pending(1500, first_hash=1000)]
     assert set(decodes(policy().assign(waiting, Snapshot([], [candidate("a"), candidate("b")])))) == {"a", "b"}
 
 
-def test_prompts_queued_at_a_place_count_as_its_time() -> None:
+def test_prompts_queued_at_a_rank_count_as_its_time() -> None:
     snapshot = Snapshot([], [candidate("a", unbegun=5000), candidate("b", ends_in_s=0.003)])
     assert decodes(policy().assign([pending(100)], snapshot)) == ["b"]
 
 
-def test_prefill_places_take_prompts_that_would_hold_up_others() -> None:
+def test_prefill_ranks_take_prompts_that_would_delay_decodes() -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d", ends_in_s=0.3)])
     [placement] = policy().assign([pending(1000)], snapshot).placements
     assert placement is not None
@@ -128,7 +128,7 @@ def test_prefill_places_take_prompts_that_would_hold_up_others() -> None:
     assert placement.decode == Rank("d")
 
 
-def test_who_just_failed_it_is_avoided_while_others_can() -> None:
+def test_a_worker_that_just_failed_the_request_is_avoided_while_others_can_take_it() -> None:
     ranks = [candidate("a"), candidate("b")]
     prompt = pending(100, cached={"a": 90}, avoid=frozenset({"a"}))
     assert decodes(policy().assign([prompt], Snapshot([], ranks))) == ["b"]
@@ -140,7 +140,7 @@ def test_who_just_failed_it_is_avoided_while_others_can() -> None:
     sizes=st.lists(st.integers(1, 200), min_size=1, max_size=12),
     seed=st.integers(0, 99),
 )
-def test_no_place_is_given_more_than_it_has_room_for(frees: list[int], sizes: list[int], seed: int) -> None:
+def test_no_rank_is_given_more_than_its_free_blocks(frees: list[int], sizes: list[int], seed: int) -> None:
     candidates = [candidate(str(number), total=100, used=100 - free) for number, free in enumerate(frees)]
     waiting = [pending(size) for size in sizes]
     placements = KvAwarePolicy(random.Random(seed)).assign(waiting, Snapshot([], candidates)).placements
@@ -199,7 +199,7 @@ def test_a_plan_is_hardly_dearer_than_the_best_of_all() -> None:
     assert max(ratios) < 1.06
 
 
-def test_a_turn_does_not_hang_on_the_order_in_which_jobs_are_named() -> None:
+def test_a_turn_does_not_depend_on_the_order_of_the_jobs() -> None:
     jobs = random_jobs(random.Random(5), 5, 1)
     [forecast] = forecasts(1)
     forth = forecast.plan(jobs)
@@ -207,7 +207,7 @@ def test_a_turn_does_not_hang_on_the_order_in_which_jobs_are_named() -> None:
     assert other.plan(jobs[::-1]) == forth
 
 
-def test_what_binds_at_once_takes_room_wherever_it_will_be_soonest() -> None:
+def test_a_request_that_binds_at_once_reserves_the_rank_that_will_be_free_soonest() -> None:
     ranks = [candidate("late", ends_in_s=0.5), candidate("later", ends_in_s=0.6)]
     waiting = [pending(1900, binds_at_once=True), pending(1900, binds_at_once=True), pending(1900)]
     assert decodes(policy().assign(waiting, Snapshot([], ranks))) == ["late", "later", None]

@@ -55,7 +55,7 @@ def test_a_long_prompt_goes_before_those_behind_it_once_it_has_waited_long() -> 
 
 
 @pytest.mark.parametrize("with_prefill", [False, True])
-def test_room_that_is_kept_for_a_large_request_is_not_taken_by_small_ones(with_prefill: bool) -> None:
+def test_blocks_kept_for_a_large_request_are_not_taken_by_small_ones(with_prefill: bool) -> None:
     prefill = [candidate("p")] if with_prefill else []
     ranks = [candidate("a", total=100, used=60), candidate("b", total=100, used=70)]
     large, small = pending(800), [pending(100) for _ in range(20)]
@@ -74,13 +74,13 @@ def test_all_choices_that_bind_at_once_are_planned_however_many_they_are() -> No
         assert None not in placements[50:]
 
 
-def test_whoever_is_kept_behind_a_group_that_goes_is_looked_at_as_that_ends() -> None:
+def test_a_request_kept_behind_a_group_is_polled_again_when_the_groups_step_ends() -> None:
     decision = policy().assign([pending(1900), pending(1800)], Snapshot([], [candidate("d")]))
     assert [placement is None for placement in decision.placements] == [True, False]
     assert decision.poll_again_in_s == pytest.approx(0.01 + 0.18 - 0.005)
 
 
-def test_more_than_can_be_planned_are_looked_at_again_at_once() -> None:
+def test_requests_beyond_the_planning_limit_are_polled_again_at_once() -> None:
     waiting = [pending(1500 + number) for number in range(100)]
     ranks = [candidate(f"d{number:02}") for number in range(100)]
     decision = policy().assign(waiting, Snapshot([], ranks))
@@ -89,7 +89,7 @@ def test_more_than_can_be_planned_are_looked_at_again_at_once() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_session_does_not_wait_for_other_routers_more_than_its_place_is_theirs(number: int) -> None:
+def test_a_session_waits_for_other_routers_only_as_often_as_its_rank_is_theirs(number: int) -> None:
     candidates = [candidate(f"d{index}") for index in range(8)]
     names = [rank.rank for rank in candidates]
     snapshot = Snapshot([], candidates, peers=Peers(number=number, num_routers=2, ranks=names))
@@ -101,7 +101,7 @@ def test_a_session_does_not_wait_for_other_routers_more_than_its_place_is_theirs
     assert 3 <= num_at_once <= 13, "half of the ranks are this router's"
 
 
-def test_nobody_is_kept_for_a_place_whose_steps_were_never_measured() -> None:
+def test_no_request_is_kept_for_a_rank_whose_steps_were_never_measured() -> None:
     known = candidate("d", ends_at=5.0)
     waiting = [pending(1900), pending(1900), pending(50)]
     assert not any(policy().assign(waiting, Snapshot([], [known])).placements)

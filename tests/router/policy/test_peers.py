@@ -40,12 +40,12 @@ def policy() -> KvAwarePolicy:
     return KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, peers=CONFIG))
 
 
-def test_a_router_alone_holds_nothing() -> None:
+def test_a_router_without_peers_holds_no_request_back() -> None:
     assert PeerWaits(candidates(3), candidates(3), Peers(), CONFIG).defer([10, None, 10], 0.0, 0.0) is AT_ONCE
 
 
 @given(num_ranks=st.integers(1, 12), num_routers=st.integers(2, 5), seed=st.integers(0, 9))
-def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
+def test_each_rank_is_open_to_one_router_at_once_and_to_the_others_in_turn(
     num_ranks: int, num_routers: int, seed: int
 ) -> None:
     ranks = candidates(num_ranks)
@@ -60,7 +60,7 @@ def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
     assert all(sorted(waits_s) == wanted for waits_s in by_rank.values())
 
 
-def test_others_places_are_doubted_and_waiting_counts() -> None:
+def test_other_routers_ranks_are_held_back_and_the_waited_time_counts() -> None:
     waits = PeerWaits(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
     assert waits.defer([10, 10], 0.0, 0.0).until_s == [0.0, 0.1]
     assert waits.defer([10, 10], 0.0, 0.0).starts_in_s == pytest.approx([0.0, 0.6])
@@ -68,14 +68,14 @@ def test_others_places_are_doubted_and_waiting_counts() -> None:
     assert waits.defer([10, 10], 5.0, 0.0).until_s == [0.0, 0.0]
 
 
-def test_a_prompt_of_which_a_place_has_most_does_not_wait_for_it() -> None:
+def test_a_prompt_does_not_wait_for_a_rank_that_has_most_of_its_blocks() -> None:
     waits = PeerWaits(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
     assert waits.defer([100, 25], 0.0, 0.0).until_s == [0.0, 0.0]
     assert waits.defer([100, 26], 0.0, 0.0).until_s == [0.0, 0.1]
     assert waits.defer([None, 26], 0.0, 0.0).until_s == [0.0, 0.1]
 
 
-def test_routers_with_one_picture_send_to_different_places() -> None:
+def test_routers_with_the_same_snapshot_send_to_different_ranks() -> None:
     ranks = candidates(4)
     sent: Counter[Rank] = Counter()
     for number in range(2):
@@ -85,7 +85,7 @@ def test_routers_with_one_picture_send_to_different_places() -> None:
     assert sorted(sent.values()) == [1, 1, 1, 1]
 
 
-def test_a_place_of_another_router_that_stays_free_is_taken() -> None:
+def test_a_rank_of_another_router_that_stays_free_is_taken() -> None:
     ranks = [*candidates(1), Candidate(rank=Rank("01"), num_total_blocks=1000, block_size=10, step_ends_at=9.0)]
     first, later = (
         policy().assign([pending(1000)], Snapshot([], ranks, now=now, peers=Peers(number=1, num_routers=2)))
@@ -96,7 +96,7 @@ def test_a_place_of_another_router_that_stays_free_is_taken() -> None:
     assert [placement and placement.decode for placement in later.placements] == [Rank("00")]
 
 
-def test_a_long_prompt_waits_a_moment_for_what_comes_with_it_and_a_short_one_does_not() -> None:
+def test_a_long_prompt_waits_a_moment_for_others_and_a_short_one_does_not() -> None:
     waiting = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.002, gather_share=0.02))
     ranks = candidates(1)
     [short] = waiting.assign([pending(100)], Snapshot([], ranks)).placements
@@ -108,7 +108,7 @@ def test_a_long_prompt_waits_a_moment_for_what_comes_with_it_and_a_short_one_doe
     assert gathered is not None
 
 
-def test_whose_a_place_is_does_not_hang_on_which_others_are_looked_at() -> None:
+def test_the_router_that_a_rank_belongs_to_does_not_depend_on_the_other_candidates() -> None:
     everybody, peers = candidates(9), Peers(number=1, num_routers=3)
     whole = PeerWaits(everybody, everybody, peers, CONFIG).defer([10] * 9, 0.0, 0.0)
     some = PeerWaits(everybody[4:], everybody, peers, CONFIG).defer([10] * 5, 0.0, 0.0)

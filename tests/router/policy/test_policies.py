@@ -83,7 +83,7 @@ def decodes(placements: Sequence[Placement | None]) -> list[str | None]:
 
 
 @each_that_prefills_by_length
-def test_long_prompts_are_prefilled_elsewhere_and_short_ones_where_they_are_decoded(make_policy) -> None:
+def test_long_prompts_are_prefilled_at_prefill_ranks_and_short_ones_where_they_are_decoded(make_policy) -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d")])
     long, short = make_policy().assign([pending(_LOCAL_MAX + 1), pending(_LOCAL_MAX)], snapshot).placements
     assert route(long) == ("p", "d")
@@ -91,13 +91,13 @@ def test_long_prompts_are_prefilled_elsewhere_and_short_ones_where_they_are_deco
 
 
 @each_policy
-def test_without_prefill_places_the_decode_place_prefills(make_policy) -> None:
+def test_without_prefill_ranks_the_decode_rank_prefills(make_policy) -> None:
     [placement] = make_policy().assign([pending()], Snapshot([], [candidate("d")])).placements
     assert route(placement) == (None, "d")
 
 
 @each_policy
-def test_a_prompt_too_long_for_every_prefill_place_is_prefilled_locally(make_policy) -> None:
+def test_a_prompt_too_long_for_every_prefill_rank_is_prefilled_at_its_decode_rank(make_policy) -> None:
     [placement] = (
         make_policy().assign([pending(200)], Snapshot([candidate("p", total=19)], [candidate("d")])).placements
     )
@@ -105,19 +105,19 @@ def test_a_prompt_too_long_for_every_prefill_place_is_prefilled_locally(make_pol
 
 
 @each_policy
-def test_without_room_at_a_decode_place_a_request_waits(make_policy) -> None:
+def test_without_free_blocks_at_a_decode_rank_a_request_waits(make_policy) -> None:
     full = candidate("d", total=100, used=50, promised=40)
     assert make_policy().assign([pending(100, reserve=1)], Snapshot([candidate("p")], [full])).placements == [None]
     assert make_policy().assign([pending(100)], Snapshot([candidate("p")], [full])).placements != [None]
 
 
 @each_policy
-def test_without_decode_places_everything_waits(make_policy) -> None:
+def test_without_decode_ranks_every_request_waits(make_policy) -> None:
     assert make_policy().assign([pending(), pending()], Snapshot([candidate("p")], [])).placements == [None, None]
 
 
 @each_policy
-def test_those_placed_together_share_the_room(make_policy) -> None:
+def test_requests_assigned_at_once_share_the_free_blocks(make_policy) -> None:
     placements = (
         make_policy()
         .assign([pending(100)] * 12, Snapshot([], [candidate("d1", total=50), candidate("d2", total=50)]))
@@ -128,7 +128,7 @@ def test_those_placed_together_share_the_room(make_policy) -> None:
 
 
 @each_policy
-def test_a_worker_that_just_failed_it_is_avoided_where_another_will_do(make_policy) -> None:
+def test_a_worker_that_just_failed_the_request_is_avoided_if_another_can_take_it(make_policy) -> None:
     snapshot = Snapshot([candidate("p1"), candidate("p2")], [candidate("d1"), candidate("d2")])
     for _ in range(20):
         [placement] = make_policy().assign([pending(avoid=("p1", "d2"))], snapshot).placements
@@ -139,7 +139,7 @@ def test_a_worker_that_just_failed_it_is_avoided_where_another_will_do(make_poli
 
 
 @each_that_prefills_by_length
-def test_the_preferred_prefill_place_is_taken_while_it_is_there(make_policy) -> None:
+def test_the_preferred_prefill_rank_is_taken_while_it_exists(make_policy) -> None:
     busy, idle = candidate("busy", queued=10_000), candidate("idle")
     [placement] = make_policy().assign([pending(prefer="busy")], Snapshot([idle, busy], [candidate("d")])).placements
     assert placement is not None and placement.prefill == Rank("busy")
@@ -166,7 +166,7 @@ def test_a_large_request_is_not_starved_by_small_ones_behind_it(make_policy) -> 
 
 
 @each_policy
-def test_a_request_that_no_place_can_ever_hold_blocks_nobody(make_policy) -> None:
+def test_a_request_that_no_rank_can_ever_hold_does_not_block_others(make_policy) -> None:
     placements = (
         make_policy().assign([pending(1001), pending(100)], Snapshot([], [candidate("d", total=100)])).placements
     )
@@ -174,7 +174,7 @@ def test_a_request_that_no_place_can_ever_hold_blocks_nobody(make_policy) -> Non
 
 
 @each_policy
-def test_a_place_too_small_for_all_that_a_request_may_become_is_left_out(make_policy) -> None:
+def test_a_rank_too_small_for_the_longest_answer_of_a_request_is_skipped(make_policy) -> None:
     small, large = candidate("small", total=20), candidate("large", total=100, used=80)
     [placement] = make_policy().assign([pending(100, later=101)], Snapshot([], [small, large])).placements
     assert decodes([placement]) == ["large"]
@@ -186,7 +186,7 @@ def test_a_place_too_small_for_all_that_a_request_may_become_is_left_out(make_po
 
 @each_policy
 @given(st.lists(st.integers(1, 400), max_size=12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
-def test_no_place_is_ever_overbooked(make_policy, lengths: list[int], used: list[int]) -> None:
+def test_no_rank_is_ever_overbooked(make_policy, lengths: list[int], used: list[int]) -> None:
     candidates = [candidate(f"d{i}", total=60, used=used[i]) for i in range(len(used))]
     placements = make_policy().assign([pending(length) for length in lengths], Snapshot([], candidates)).placements
     assert len(placements) == len(lengths)
@@ -212,7 +212,7 @@ def test_least_loaded_decodes_where_the_smallest_share_is_taken() -> None:
     assert placement is not None and placement.decode.worker_id == "large"
 
 
-def test_least_loaded_counts_promises_like_use() -> None:
+def test_least_loaded_counts_promised_blocks_like_used_ones() -> None:
     ranks = [candidate("used", used=10), candidate("promised", promised=30)]
     assert decodes(
         LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], ranks)).placements

@@ -48,14 +48,14 @@ def changed(snapshot: Snapshot, rank: Rank, **settings: object) -> Snapshot:
     return Snapshot(*kinds)
 
 
-def test_requests_of_one_session_go_to_the_same_places_at_every_router() -> None:
+def test_requests_of_one_session_go_to_the_same_ranks_from_every_router() -> None:
     snapshot = fleet(4, 4)
     for session in range(20):
         request = pending(session_key=f"session-{session}")
         assert len({routes(policy(seed), [request], snapshot)[0] for seed in range(5)}) == 1
 
 
-def test_sessions_spread_over_all_places() -> None:
+def test_sessions_spread_over_all_ranks() -> None:
     snapshot = fleet(4, 4, num_total_blocks=100_000)
     found = routes(policy(), [pending(10, session_key=str(session)) for session in range(400)], snapshot)
     for chosen in (Counter(prefill for prefill, _ in found), Counter(decode for _, decode in found)):
@@ -63,7 +63,7 @@ def test_sessions_spread_over_all_places() -> None:
         assert max(chosen.values()) < 150
 
 
-def test_requests_without_a_session_are_the_inner_policys() -> None:
+def test_requests_without_a_session_are_assigned_by_the_wrapped_policy() -> None:
     snapshot = fleet(0, 3)
     inner, alone = SessionAffinityPolicy(RoundRobinPolicy(0)), RoundRobinPolicy(0)
     waiting = [pending()] * 7
@@ -72,7 +72,7 @@ def test_requests_without_a_session_are_the_inner_policys() -> None:
 
 
 @given(st.integers(2, 6), st.text(min_size=1), st.data())
-def test_a_place_that_goes_moves_only_its_own_sessions(num_ranks: int, key: str, data: st.DataObject) -> None:
+def test_a_rank_that_goes_moves_only_its_own_sessions(num_ranks: int, key: str, data: st.DataObject) -> None:
     snapshot = fleet(0, num_ranks)
     [(_, home)] = routes(policy(), [pending(session_key=key)], snapshot)
     gone = data.draw(st.sampled_from([candidate.rank for candidate in snapshot.decode]))
@@ -123,7 +123,7 @@ def test_a_home_with_a_long_queue_is_passed_over() -> None:
         assert prefill == home
 
 
-def test_a_burst_of_one_session_overflows_to_others() -> None:
+def test_a_burst_of_one_session_overflows_to_other_ranks() -> None:
     snapshot = fleet(0, 4, num_total_blocks=10_000, max_step_tokens=1000)
     found = routes(policy(), [pending(100, session_key="s")] * 100, snapshot)
     chosen = Counter(decode for _, decode in found)
@@ -133,7 +133,7 @@ def test_a_burst_of_one_session_overflows_to_others() -> None:
     assert max(chosen.values()) * 100 <= 1.25 * 100 * 100 / 4 + 1000 + 100
 
 
-def test_a_home_that_just_failed_it_is_avoided_while_another_can() -> None:
+def test_a_home_that_just_failed_the_request_is_avoided_while_another_rank_can_take_it() -> None:
     snapshot = fleet(0, 3)
     home = rendezvous_order("s", snapshot.decode)[0].rank
     [(_, chosen)] = routes(policy(), [pending(session_key="s", avoid=frozenset({home.worker_id}))], snapshot)
@@ -156,7 +156,7 @@ sizes = st.lists(
 
 
 @given(sizes, st.lists(st.integers(0, 60), min_size=1, max_size=4), st.booleans())
-def test_no_place_is_ever_overbooked(waiting: list[tuple[int, str, int]], used: list[int], is_kv_aware: bool) -> None:
+def test_no_rank_is_ever_overbooked(waiting: list[tuple[int, str, int]], used: list[int], is_kv_aware: bool) -> None:
     inner = KvAwarePolicy(random.Random(0)) if is_kv_aware else LeastLoadedPolicy(0, random.Random(0))
     candidates = [
         candidate(f"d{number}", num_total_blocks=60, num_used_blocks=count) for number, count in enumerate(used)
@@ -187,7 +187,7 @@ def test_higher_priority_has_the_room_first_whatever_the_session() -> None:
     assert [placement is not None for placement in placements] == [True, False, False]
 
 
-def test_places_where_a_session_does_not_belong_say_where_it_does() -> None:
+def test_the_obstacle_of_other_ranks_names_the_sessions_home() -> None:
     snapshot = fleet(2, 2)
     request = pending(session_key="s")
     [(prefill, decode)] = routes(policy(), [request], snapshot)

@@ -42,18 +42,18 @@ def listed(candidates: list[Candidate], request: Pending, *, length: int = 4, fi
     return shortlist([(request, lambda number: number != 7)], candidates, free_in_s, length, first)
 
 
-def test_the_first_to_be_free_and_those_that_have_most_for_the_wait_are_taken() -> None:
+def test_the_shortlist_has_the_ranks_free_first_and_those_with_most_cached_for_the_wait() -> None:
     ranks = [candidate(number, ends_at=0.1 * number) for number in range(20)]
     assert listed(ranks, pending({})) == [0, 1, 2, 3]
     # Ready after 1.0 + 0.01, 1.2 + 0.02, 0.9 + 0.1 and, of which nothing comes, at rank 7.
     assert listed(ranks, pending({10: 1000, 12: 900, 9: 100, 7: 1000})) == [0, 1, 2, 3, 9, 10]
 
 
-def test_among_equals_it_begins_where_it_is_told() -> None:
+def test_among_equal_ranks_the_shortlist_begins_at_the_given_one() -> None:
     assert listed([candidate(number) for number in range(20)], pending({}), first=18) == [0, 1, 18, 19]
 
 
-def test_who_just_failed_is_taken_only_where_nobody_else_would_do() -> None:
+def test_ranks_that_just_failed_are_listed_only_if_no_other_is_left() -> None:
     candidates = [candidate(number) for number in range(8)]
     assert listed(candidates, pending({}, frozenset({"d000", "d002"}))) == [1, 3, 4, 5]
     everybody = frozenset(rank.rank.worker_id for rank in candidates)
@@ -79,7 +79,7 @@ def test_with_a_shortlist_a_request_goes_where_it_would_have_gone_or_where_it_co
     assert found.cost <= expected.cost * 1.5
 
 
-def test_of_very_many_places_one_with_room_is_found() -> None:
+def test_the_only_rank_with_free_blocks_among_very_many_is_found() -> None:
     ranks = [candidate(number, used=950) for number in range(99)] + [candidate(99)]
     policy = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0))
     [placement] = policy.assign([pending({})], Snapshot([], ranks)).placements

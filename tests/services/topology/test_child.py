@@ -119,7 +119,9 @@ async def test_a_signal_reaches_what_the_child_started(start_python: StartPython
     wait_gone(pid)
 
 
-async def test_what_a_child_leaves_behind_can_be_killed(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
+async def test_processes_that_a_child_leaves_behind_can_be_killed(
+    start_python: StartPython, lines: asyncio.Queue[str]
+) -> None:
     child = await start_python(
         "import subprocess, sys\n"
         "below = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
@@ -141,7 +143,7 @@ OUT_OF_REACH = (
 
 
 @pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
-async def test_what_left_its_session_can_be_killed_too(
+async def test_processes_that_left_the_childs_session_can_be_killed_too(
     start_python: StartPython, lines: asyncio.Queue[str], end: str
 ) -> None:
     other, child = await start_python(OUT_OF_REACH + "below.wait()"), await start_python(OUT_OF_REACH + end)
@@ -165,7 +167,9 @@ def _parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-async def test_nothing_of_one_that_runs_is_a_rest(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
+async def test_a_running_child_is_not_killed_as_a_leftover(
+    start_python: StartPython, lines: asyncio.Queue[str]
+) -> None:
     child = await start_python("import signal; print('up'); signal.pause()")
     await next_line(lines)
     child.kill_rest()

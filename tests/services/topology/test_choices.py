@@ -46,7 +46,7 @@ def test_nothing_chosen_is_the_file() -> None:
 
 
 @pytest.mark.parametrize("kind", [EngineKind.TORCH, EngineKind.MOCK])
-def test_what_an_engine_does_not_have_is_left_out_with_a_line_for_each(kind: EngineKind) -> None:
+def test_settings_that_the_chosen_engine_lacks_are_dropped_with_a_line_each(kind: EngineKind) -> None:
     chosen = choose(ON_GPUS, Choices(engine=kind))
     for config in worker_configs(chosen):
         assert config.engine.kind is kind
@@ -78,7 +78,7 @@ def test_torch_on_a_gpu_keeps_its_gpus_and_the_checkpoints_dtype() -> None:
     assert build(WorkerConfig, plan.settings).engine.dtype == "auto"
 
 
-def test_trtllm_takes_what_is_said_for_a_cpu_without_its_device() -> None:
+def test_trtllm_takes_the_settings_for_a_cpu_without_the_device() -> None:
     settings = {"engine": {"kind": "torch", "device": "cpu", "dtype": "float32"}, "workers": [{"role": "decode"}]}
     chosen = choose(settings, Choices(engine=EngineKind.TRTLLM))
     [config] = worker_configs(chosen)

@@ -156,9 +156,7 @@ class FirstLine(Silent):
             self.line.set_result(line)
 
 
-async def test_what_a_worker_that_had_to_be_killed_started_ends_with_it(
-    tmp_path: Path, shared_etcd: EtcdServer
-) -> None:
+async def test_processes_started_by_a_killed_worker_end_with_it(tmp_path: Path, shared_etcd: EtcdServer) -> None:
     (tmp_path / "config.json").write_text("{}")
     observer = FirstLine()
     topology = load_topology(AGG, (f"model.path={tmp_path}", "router.port=0", "drain_timeout_s=0.1"))
@@ -259,7 +257,7 @@ def test_only_what_dead_topologies_left_is_removed(tmp_path: Path) -> None:
     assert stranger.is_dir()
 
 
-def test_what_an_earlier_process_of_the_same_id_left_is_gone(tmp_path: Path) -> None:
+def test_the_run_directory_of_an_earlier_process_of_the_same_id_is_cleared(tmp_path: Path) -> None:
     (make_run_directory(tmp_path, "some") / "router.yaml").touch()
     assert not (make_run_directory(tmp_path, "some") / "router.yaml").exists()
 

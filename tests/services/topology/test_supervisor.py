@@ -134,7 +134,7 @@ async def failure_of(running: asyncio.Task[None]) -> str:
     return str(error.value)
 
 
-async def test_a_process_that_keeps_failing_is_tried_ever_later_and_then_given_up_with_its_last_words(
+async def test_a_failing_process_is_restarted_ever_later_and_then_given_up_with_its_last_log_lines(
     scenes: list[Scene],
 ) -> None:
     scene = await started(scenes, bad=FAILING, good=SLEEPER)

@@ -35,7 +35,7 @@ class StandInEncoder(EngineLoop):
     def _can_step(self) -> bool:
         return bool(self._requests or self._incoming)
 
-    def _look_around(self) -> None:
+    def _handle_aborts_and_faults(self) -> None:
         self._held = {address for address in self._held if self._shelf.has(address)}
         self.faults.expire_transfers = False
         for request in list(self._requests):

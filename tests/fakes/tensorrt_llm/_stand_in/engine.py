@@ -74,7 +74,7 @@ class StandInEngine(EngineLoop):
             for request in self._requests
         )
 
-    def _look_around(self) -> None:
+    def _handle_aborts_and_faults(self) -> None:
         for rank in self.ranks:
             if rank.log is not None:
                 rank.log.num_to_lose += self.faults.num_lost_events
@@ -162,7 +162,7 @@ class StandInEngine(EngineLoop):
             if request.type == "context_only":
                 self._end_context(request, seq)
             else:
-                self._tell(request, seq)
+                self._report_due(request, seq)
 
     def _pull(self, request: Request) -> None:
         [seq] = request.sequences
@@ -171,7 +171,7 @@ class StandInEngine(EngineLoop):
         request.state = RequestState.RUNNING
         # Prefill reported the first tokens, but they are this answer's, too: they come with the next one.
         if request.finish_of(seq, self.max_seq_len)[0] is not None:
-            self._tell(request, seq)
+            self._report_due(request, seq)
 
     def _decode(self, request: Request) -> None:
         for seq in request.sequences:
@@ -179,14 +179,14 @@ class StandInEngine(EngineLoop):
                 logits = self.weights.decode(seq.token_ids[-1:], seq.cache, request.adapter_path)
                 self._add(request, seq, logits[-1])
                 self.ranks[request.rank].store(request, seq)
-                self._tell(request, seq)
+                self._report_due(request, seq)
 
     def _add(self, request: Request, seq: Sequence, logits: torch.Tensor) -> None:
         seq.add(*seq.drawer.draw(logits, seq.token_ids), request.params.logprobs)
         seq.num_steps += 1
         request.first_token_at = request.first_token_at or time.monotonic()
 
-    def _tell(self, request: Request, seq: Sequence) -> None:
+    def _report_due(self, request: Request, seq: Sequence) -> None:
         """Hand on what is due of a sequence's tokens, and end what has ended."""
         reason, stop, num_trimmed = request.finish_of(seq, self.max_seq_len)
         is_due = seq.num_steps == 1 or seq.num_steps % request.stream_interval == 0
@@ -205,7 +205,7 @@ class StandInEngine(EngineLoop):
         reason, stop, num_trimmed = request.finish_of(seq, self.max_seq_len)
         request.params.max_tokens = 1
         if reason == "stop":
-            self._tell(request, seq)
+            self._report_due(request, seq)
             return
         seq.is_done = True
         disagg = self._hand_offs.offer(request, seq)

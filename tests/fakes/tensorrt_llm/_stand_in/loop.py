@@ -131,7 +131,7 @@ class EngineLoop:
     def _round(self) -> None:
         if self.faults.death is not None:
             raise self.faults.death
-        self._look_around()
+        self._handle_aborts_and_faults()
         if not self._can_step():
             return
         self.steps.pass_through()
@@ -139,7 +139,7 @@ class EngineLoop:
             raise self.faults.death
         with self._condition:
             self._take_incoming()
-        self._look_around()
+        self._handle_aborts_and_faults()
         self._step()
         self.num_steps += 1
 
@@ -151,7 +151,7 @@ class EngineLoop:
         """Say whether a step would do anything."""
         raise NotImplementedError
 
-    def _look_around(self) -> None:
+    def _handle_aborts_and_faults(self) -> None:
         """Do what takes no step: aborts, faults, releases."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""An admission desk for tests: a router's queue before one small worker."""
+"""A router's admission queue in front of one small decode worker, for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORD = make_record("decode-0", num_blocks=10)
 POOL = PoolKey(RECORD.model_name, RECORD.model_fingerprint)
 
 
-class Desk:
+class AdmissionScene:
     """An admission to one decode worker with 10 blocks of 10 tokens."""
 
     def __init__(self, policy: Policy | None = None, **config: object) -> None:
