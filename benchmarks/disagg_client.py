@@ -99,16 +99,16 @@ def split(answered: Answered) -> Mapping[str, float]:
     Disaggregated: ``route`` (in the router until the prefill begins), ``prefill`` (that hop, computing included),
     ``transfer``, ``join`` (in the decode worker, until the batch), ``first_message`` (the rest of the decode hop, one
     step included). Aggregated: ``first_token`` (everything before the first token except ``join``), ``join``, ``step``
-    (from the first token to the second). Both: ``edge`` (between client and router).
+    (from the first token to the second). Both: ``api`` (between client and router).
     """
-    edge_ms = answered.second_token_ms - answered.total_ms
+    api_ms = answered.second_token_ms - answered.total_ms
     after_first_ms = answered.total_ms - answered.first_token_ms
     if answered.prefill_ms is None:
         return {
             "first_token": answered.first_token_ms - answered.decode_queue_ms,
             "join": answered.decode_queue_ms,
             "step": after_first_ms,
-            "edge": edge_ms,
+            "api": api_ms,
         }
     transfer_ms = answered.transfer_ms or 0.0
     return {
@@ -117,7 +117,7 @@ def split(answered: Answered) -> Mapping[str, float]:
         "transfer": transfer_ms,
         "join": answered.decode_queue_ms,
         "first_message": after_first_ms - transfer_ms - answered.decode_queue_ms,
-        "edge": edge_ms,
+        "api": api_ms,
     }
 
 

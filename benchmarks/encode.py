@@ -257,14 +257,14 @@ def split(answered: Answered) -> Mapping[str, float]:
     """The parts of ``ttft_ms``; they add up to it.
 
     ``media``: that hop, with naming and fetching; ``route``: all else in the router; ``prefill``: that hop, pulling
-    embeddings and computing included; ``edge``: between client and router.
+    embeddings and computing included; ``api``: between client and router.
     """
     media_ms, prefill_ms = answered.media_ms or 0.0, answered.prefill_ms or 0.0
     return {
         "media": media_ms,
         "route": answered.first_token_ms - media_ms - prefill_ms,
         "prefill": prefill_ms,
-        "edge": answered.ttft_ms - answered.first_token_ms,
+        "api": answered.ttft_ms - answered.first_token_ms,
     }
 
 

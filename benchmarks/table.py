@@ -397,7 +397,7 @@ _DISAGG_PART_COLUMNS: Columns = {
     "transfer": "{parts_ms[disagg][transfer]:.1f}",
     "join": "{parts_ms[disagg][join]:.1f}",
     "first message": "{parts_ms[disagg][first_message]:.1f}",
-    "edge": "{parts_ms[disagg][edge]:.1f}",
+    "api": "{parts_ms[disagg][api]:.1f}",
     "second token (ms)": "{second_token_ms[disagg]:.1f}",
     "aggregated": "{second_token_ms[agg]:.1f}",
 }
@@ -439,7 +439,7 @@ _TTFT_COLUMNS: Columns = {
     "media": "{media:.1f}",
     "route": "{route:.1f}",
     "prefill": "{prefill:.1f}",
-    "edge": "{edge:.1f}",
+    "api": "{api:.1f}",
 }
 
 

@@ -42,9 +42,9 @@ def test_each_part_is_where_it_belongs() -> None:
         "transfer": 2.0,
         "join": 1.0,
         "first_message": 12.5,
-        "edge": 2.0,
+        "api": 2.0,
     }
-    assert split(AGG) == {"first_token": 12.5, "join": 0.5, "step": 10.5, "edge": 1.5}
+    assert split(AGG) == {"first_token": 12.5, "join": 0.5, "step": 10.5, "api": 1.5}
 
 
 def test_the_overhead_leaves_out_what_moving_the_bytes_takes_anyway() -> None:

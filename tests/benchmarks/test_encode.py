@@ -108,9 +108,9 @@ def test_rates_are_medians_over_turns_and_times_over_images() -> None:
 
 
 def test_the_parts_add_up_to_the_first_token() -> None:
-    assert split(ANSWERED) == {"media": 16.0, "route": 1.0, "prefill": 11.0, "edge": 2.0}
+    assert split(ANSWERED) == {"media": 16.0, "route": 1.0, "prefill": 11.0, "api": 2.0}
     text = replace(ANSWERED, media_ms=None)
-    assert split(text) == {"media": 0.0, "route": 17.0, "prefill": 11.0, "edge": 2.0}
+    assert split(text) == {"media": 0.0, "route": 17.0, "prefill": 11.0, "api": 2.0}
 
 
 def test_the_first_tokens_times_are_summed_up_by_kind_of_prompt() -> None:
