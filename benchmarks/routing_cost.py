@@ -145,7 +145,7 @@ async def measure(num_blocks: int) -> Results:
             report_us = _cpu_us(partial(router.report, records, None)) / len(records)
             policies[name] = cost = await _measure_policy(router, pendings, records)
             line.say(
-                f"{name}: {cost.total_us:.0f} us a request, of which {cost.snapshot_us:.0f} for the snapshot and "
+                f"{name}: {cost.total_us:.0f} us a request, {cost.snapshot_us:.0f} of it for the snapshot and "
                 f"{cost.assign_us:.0f} for the choice"
             )
     return Results(

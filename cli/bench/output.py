@@ -59,7 +59,7 @@ class OutputFiles:
 
 
 def describe_run(benchmark: str, started_at: datetime, packages: Sequence[str]) -> dict[str, object]:
-    """What was run, when, of which code, with which ``packages`` and where: the first keys of a report."""
+    """The first keys of a report: command, time, machine, commit, versions of ``packages``."""
     return {
         "benchmark": benchmark,
         "command": shlex.join(["quartet", *sys.argv[1:]]),

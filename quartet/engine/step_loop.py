@@ -253,7 +253,7 @@ class StepLoop:
             self._outputs.fail(id, error)
 
     def _snapshot(self, running: Backlog, *, num_begun: int = 0, step_ends_at: float = 0.0) -> Snapshot:
-        """The statistics with this backlog of running requests, of which a step has begun ``num_begun`` tokens."""
+        """The statistics with this backlog of running requests; a step has begun ``num_begun`` of its tokens."""
         scheduler, counts = self._scheduler, self._blocks.counts
         num_queued = scheduler.waiting.num_prefill_tokens + running.num_tokens
         stats = EngineStats(

@@ -87,7 +87,7 @@ class WorkerLoad:
 
     Attributes:
         worker_id: the worker that reports.
-        epoch: of which start of the worker.
+        epoch: names the start of the worker that reports.
         ranks: one entry a data-parallel rank, in order.
         router_progress: by router id, the last ``router_request_number`` of it that ``ranks`` counts in.
         router_arrivals: by router id, the last one whose prompt tokens are in ``ranks``: a start that waits for the

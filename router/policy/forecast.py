@@ -133,7 +133,7 @@ class PrefillForecast:
             self.free_in_s += self.prefill_s(candidate.num_unbegun_tokens)
 
     def plan(self, jobs: Sequence[Job]) -> Plan:
-        """The plan for ``jobs``, all of which can go here."""
+        """The plan for ``jobs``; all of them can go here."""
         if not jobs:
             return NO_PLAN
         key = frozenset([job.number for job in jobs])

@@ -55,11 +55,11 @@ class GreedyPolicy(ABC):
 
     @abstractmethod
     def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
-        """One of ``candidates``, of which there is at least one."""
+        """One of ``candidates``; there is at least one."""
 
     @abstractmethod
     def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
-        """One of ``candidates``, of which there is at least one; all have room."""
+        """One of ``candidates``; there is at least one, and all have room."""
 
     def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight | None:
         """What ``choose_prefill`` compares; ``None``: nothing that a rank has."""

@@ -80,7 +80,7 @@ class Backfill:
         return [candidate for candidate in candidates if candidate.rank not in self.reserved]
 
     def reserve(self, pending: Pending, unreserved: Sequence[Candidate], tally: Tally) -> None:
-        """Reserve the emptiest of ``unreserved``, none of which has room now, that could ever hold ``pending``."""
+        """Reserve the emptiest of ``unreserved`` that could ever hold ``pending``; none has room now."""
         eligible = [candidate for candidate in unreserved if can_ever_hold(candidate, pending)]
         if eligible:
             self.reserved |= {max(eligible, key=tally.num_free).rank}

@@ -26,7 +26,7 @@ WORKLOAD = Workload(min_prompt_tokens=5, max_prompt_tokens=9, num_output_tokens=
 
 
 # Of each prompt, by the usage that FakeRouter reports.
-PROMPT_TOKENS_TOLD = 4
+PROMPT_TOKENS_REPORTED = 4
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def test_every_request_is_counted_and_all_have_ended(router: FakeRouter, a
     figures = await loop.run(4, ramp_s=0.05, duration_s=0.3)
     assert figures.concurrency == 4
     assert figures.requests_finished == len(router.starts) > 4
-    assert figures.prompt_tokens_sent == figures.requests_finished * PROMPT_TOKENS_TOLD
+    assert figures.prompt_tokens_sent == figures.requests_finished * PROMPT_TOKENS_REPORTED
     assert (figures.requests_failed, figures.requests_refused, figures.errors) == (0, 0, {})
     assert "  0 in flight  errors: none" in loop.describe(0.4, 0.4)
     assert figures.tokens_per_s == pytest.approx(3 * figures.requests_per_s)
