@@ -45,8 +45,9 @@ class Child:
         """The child's next answer. Raises ``ChildEndedError``, ``TimeoutError``."""
         async with asyncio.timeout(timeout_s):
             line = await self._output.readline()
-        if not line:
-            raise ChildEndedError(f"{self._name} ended without an answer, with exit code {await self._process.wait()}")
+            if not line:
+                code = await self._process.wait()
+                raise ChildEndedError(f"{self._name} ended without an answer, with exit code {code}")
         return json.loads(line)
 
     async def ask(self, value: object, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
