@@ -96,11 +96,11 @@ def _describe(report: Report) -> str:
     machine, commit = report["machine"], report["commit"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     revision = (commit["revision"] or "unknown")[:12] + (" with changes" if commit["is_dirty"] else "")
-    load = report["load_average"]
+    load = report.get("load_average")  # figures gathered from several commands have none
+    busy = f" Load average {load['before']:.1f} before, {load['after']:.1f} after." if load else ""
     return (
         f"`{report['command']}` on {report['started_at'][:10]}, commit {revision}; {machine['cpu_model']}, "
-        f"{machine['num_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; {versions}. Load average "
-        f"{load['before']:.1f} before, {load['after']:.1f} after.\n"
+        f"{machine['num_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; {versions}.{busy}\n"
     )
 
 
