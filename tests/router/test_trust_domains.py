@@ -70,7 +70,7 @@ async def test_tenants_of_one_domain_share_its_caches_by_salt() -> None:
     assert await num_matched_when_placed(fleet, tenant="acme-7", cache_salt="one") > 0
 
 
-async def test_the_domain_is_in_the_salt_that_both_workers_get_and_in_no_other_way_in_their_blocks() -> None:
+async def test_both_workers_get_the_domain_in_the_salt() -> None:
     fleet = Fleet("prefill-0", "decode-0", tenants=TENANTS)
     await collect(fleet.generate(make_start(tenant="acme", cache_salt="pepper")))
     await collect(fleet.generate(make_start(tenant="other", cache_salt="pepper")))
