@@ -353,6 +353,7 @@ class ChoiceRun:
             session_key=start.session_key,
             router_id=numbering(self._context.router_id, booking.epoch),
             router_request_number=number,
+            trust_domain=request.trust_domain,
         )
         token_ids, spans = request.prompt_token_ids, request.spans
         if media and request.media is not None and isinstance(media[0].source, MediaFile):
@@ -365,7 +366,7 @@ class ChoiceRun:
             seed=request.seed,
             choice=self._choice,
             adapter=start.adapter,
-            cache_salt=start.cache_salt,
+            cache_salt=request.cache_salt,
             data_parallel_rank=rank,
             media=spans,
             output=start.output,

@@ -14,6 +14,7 @@ from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
 from router.media.config import MediaConfig
 from router.policy.create import PolicyConfig
+from router.tenants import TenantConfig, check_identity_tenants, has_domains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,11 @@ class RouterConfig:
             router receives them without encryption.
         custom_chat_template: a Jinja file that lays out the chats of every model here, instead of the model's own.
             Read once; routers that share clients need the same one.
-        trusted_gateways: names of client identities whose ``tenant`` the router believes.
+        trusted_gateways: names of client identities that may use every tenant.
+        identity_tenants: by name of a client identity, the tenants that it may use, as names or patterns (``acme-*``);
+            a request of it that names none is its first tenant's. An identity that is in neither setting is its own
+            tenant.
+        tenants: what applies to tenants, by name or pattern: that of its name, else the first pattern that matches.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
 
@@ -120,6 +125,8 @@ class RouterConfig:
     events_key_file: Path | None = None
     custom_chat_template: Path | None = None
     trusted_gateways: tuple[str, ...] = ()
+    identity_tenants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     drain_timeout_s: float = 30.0
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -131,6 +138,19 @@ class RouterConfig:
         if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")
+        check_identity_tenants(self.identity_tenants, self.trusted_gateways)
+        if self.identity_tenants and not self.knows_callers:
+            raise ConfigError("identity_tenants: takes server.tls with require_client_cert, which shows who calls")
+        if has_domains(self.tenants) and not self.knows_callers and not self.server.is_loopback:
+            raise ConfigError(
+                "tenants: beyond loopback, trust domains take server.tls with require_client_cert: without it all"
+                " clients are one tenant"
+            )
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether callers show certificates, which name them."""
+        return self.server.tls is not None and self.server.tls.require_client_cert
 
 
 def check_weights(weights: Mapping[str, float]) -> None:

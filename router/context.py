@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission
@@ -12,6 +12,7 @@ from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
 from router.media.request import MediaTools
 from router.signing import Signer
+from router.tenants import Tenants
 from router.workers import WorkerTable
 
 
@@ -25,6 +26,7 @@ class RouterContext:
         max_timeout_s: upper limit of each request's time.
         signer: signs starts that are placed for clients; ``None``: the router places none.
         sleep: pauses between attempts, in seconds.
+        tenants: what is configured for each tenant.
     """
 
     router_id: str
@@ -38,3 +40,4 @@ class RouterContext:
     max_timeout_s: float
     signer: Signer | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    tenants: Tenants = field(default_factory=Tenants)

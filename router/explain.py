@@ -1,43 +1,156 @@
-"""Explain: runs a request as far as the policy, which says where it would place it."""
+"""Explain: runs a request as far as the policy, which says where it would place it.
+
+That costs the router as much as a request that waits for room: the prompt is tokenized and the policy runs. So its
+tokens are charged to the tenant like a request's, the policy runs in turn (``ExplainTurns``), and one line is logged.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import logging
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from bisect import insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from quartet.api.fleet import Explanation, RankOption, WorkerState
 from quartet.api.request import GenerateStart
 from quartet.discovery.base import Rank, Role
+from quartet.errors import QueueFullError
+from quartet.telemetry.logging import FinishedRequest, log_request
 from router.admission import Standing
 from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
 from router.policy.base import Option
 from router.prepare import RouterRequest, run_prepared
+from router.request_log import outcome_of
 from router.workers import PoolKey, WorkerTable
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+# The policy and the tokens share one event loop: explaining rests four times as long as it computes.
+_REST = 4.0
+
+_EXPLAINED = "explained"
+
+# People and their tools explain single requests.
+_MAX_WAITING = 256
+_RETRY_DELAY_S = 1.0
 
 _ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 
-async def explain(start: GenerateStart, context: RouterContext) -> Explanation:
+async def explain(start: GenerateStart, context: RouterContext, turns: ExplainTurns) -> Explanation:
     """Where one choice of the request would go now if nothing else waited. Books, encodes and runs nothing.
 
     Raises:
+        QueueFullError: too many calls wait for their turn.
         ServingError: the error with which a new request would be refused before it waits for room.
     """
 
     async def run(request: RouterRequest) -> Explanation:
-        return _explain(request, context)
+        standing = context.admission.standing(
+            request.pool.key,
+            tenant=start.tenant,
+            num_tokens=request.num_prompt_tokens,
+            deadline=request.deadline,
+        )
+        return await turns.run(standing, lambda: _explain(request, context, standing))
 
-    return await run_prepared(RouterRequest(start), context, run, late="was not explained", encodes=False)
+    request, outcome = RouterRequest(start), _EXPLAINED
+    try:
+        return await run_prepared(request, context, run, late="was not explained", encodes=False)
+    except BaseException as error:
+        outcome = outcome_of(error)
+        raise
+    finally:
+        _write_log(request, outcome)
 
 
-def _explain(request: RouterRequest, context: RouterContext) -> Explanation:
+class ExplainTurns:
+    """Lets Explain calls use the policy one after the other, by fair share, for a fifth of the event loop's time."""
+
+    def __init__(self, *, max_waiting: int = _MAX_WAITING, cpu_clock: Callable[[], float] = time.thread_time) -> None:
+        """No call waits. ``cpu_clock`` gives the seconds that this thread has computed."""
+        self._max_waiting = max_waiting
+        self._cpu_clock = cpu_clock
+        self._waiting: list[_Turn] = []  # in order
+        self._running: _Turn | None = None
+        self._next: asyncio.TimerHandle | None = None
+        self._rests_until = 0.0  # by the loop's clock
+
+    async def run(self, standing: Standing, work: Callable[[], ResultT]) -> ResultT:
+        """The result of ``work`` once it is the turn of ``standing``; lower starts come first.
+
+        Raises:
+            QueueFullError: too many wait, and it is the last of them.
+        """
+        turn = _Turn((standing.start, standing.number), asyncio.get_running_loop().create_future())
+        insort(self._waiting, turn)
+        if len(self._waiting) > self._max_waiting:
+            message = "too many requests wait to be explained"
+            self._waiting.pop().comes.set_exception(QueueFullError(message, retry_delay_s=_RETRY_DELAY_S))
+        self._plan_next()
+        began_s = self._cpu_clock()
+        try:
+            await turn.comes
+            began_s = self._cpu_clock()
+            return work()
+        finally:
+            if self._running is turn:
+                self._running = None
+                spent_s = self._cpu_clock() - began_s
+                self._rests_until = asyncio.get_running_loop().time() + _REST * spent_s
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
+            self._plan_next()
+
+    def _plan_next(self) -> None:
+        if self._running is None and self._next is None and self._waiting:
+            self._next = asyncio.get_running_loop().call_at(self._rests_until, self._begin_next)
+
+    def _begin_next(self) -> None:
+        self._next = None
+        if self._waiting:
+            self._running = self._waiting.pop(0)
+            if not self._running.comes.done():  # else its call was cancelled, and is about to leave
+                self._running.comes.set_result(None)
+
+
+@dataclass(order=True, slots=True)
+class _Turn:
+    """One call's place in the line: ``comes`` is done when its turn has come, or when it is refused."""
+
+    position: tuple[float, int]
+    comes: asyncio.Future[None] = field(compare=False)
+
+
+def _write_log(request: RouterRequest, outcome: str) -> None:
+    start = request.start
+    line = FinishedRequest(
+        request_id=request.request_id,
+        outcome=outcome,
+        path="explain",
+        tenant=start.tenant,
+        client_request_id=start.client_request_id,
+        num_choices=start.num_choices,
+        tokenize_s=request.tokenize_s,
+        total_s=time.monotonic() - request.arrived_at,
+    )
+    if outcome == _EXPLAINED:
+        line.model, line.num_prompt_tokens = request.pool.key.model_name, request.num_prompt_tokens
+    log_request(logger, line)
+
+
+def _explain(request: RouterRequest, context: RouterContext, standing: Standing) -> Explanation:
     admission, pool = context.admission, request.pool.key
     policy = admission.policy
-    queued = make_queued(request, context.config, Standing(pool=pool), RetryHints())
+    queued = make_queued(request, context.config, standing, RetryHints())
     pending, snapshot = admission.preview(queued)
     # Copies of the policy decide, so the policy's own turn and random numbers stay as they are. The second copy may not
     # keep the request for a better moment.

@@ -81,6 +81,7 @@ class Fleet:
         events_key: EventsKey | None = None,
         kv: KvJoins | None = None,
         chat_template: str | None = None,
+        on_worker: Callable[[WorkerRecord], None] | None = None,
     ) -> None:
         """Connect to no worker yet; needs a running event loop.
 
@@ -91,6 +92,7 @@ class Fleet:
             events_key: the key with which workers serve their events; ``None``: without encryption.
             kv: gets the workers and the KV events that they publish; ``None``: the fleet ignores KV events.
             chat_template: the source of every model's template; ``None``: each model has its own.
+            on_worker: called with each worker that appears or has started again.
         """
         self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
         #: Set once discovery has reported every worker that it knew at the start.
@@ -99,6 +101,7 @@ class Fleet:
         self._metrics = metrics
         self._tls = tls
         self._kv = kv
+        self._on_worker = on_worker
         on_kv = None if kv is None else kv.take_batch
         self._subscriber = EventSubscriber(self._take_load, metrics.malformed_events.inc, on_kv, key=events_key)
         self._connections: dict[WorkerKey, WorkerConnection] = {}
@@ -211,6 +214,8 @@ class Fleet:
             if self._kv is not None:
                 self._kv.enter(record, self._connections[record.key].client)
             self._listen(record)
+            if self._on_worker is not None:
+                self._on_worker(record)
         self._must_tend.set()
 
     def _listen(self, record: WorkerRecord) -> None:

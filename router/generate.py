@@ -14,7 +14,7 @@ from quartet.errors import NoSigningKeyError, ServingError
 from router.admission import Standing
 from router.attempts import ChoiceRun, draw_standing, run_together, to_choice_placement
 from router.context import RouterContext
-from router.explain import explain
+from router.explain import ExplainTurns, explain
 from router.place import PlaceRun
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
@@ -28,6 +28,7 @@ class Pipeline:
         """Start without requests."""
         self._context = context
         self._running: set[GenerateRun | PlaceRun] = set()
+        self._explain_turns = ExplainTurns()
 
     @property
     def num_running(self) -> int:
@@ -63,7 +64,7 @@ class Pipeline:
 
     async def explain(self, start: GenerateStart) -> Explanation:
         """Where a request would go now. Raises ``ServingError`` as it would be refused before it waits for room."""
-        return await explain(start, self._context)
+        return await explain(start, self._context, self._explain_turns)
 
     def abort_all(self, error: ServingError) -> None:
         """End every running request with ``error``."""

@@ -38,6 +38,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from router.context import RouterContext
 from router.media.request import MediaRequest, RequestMedia, check_items, prepare_media
+from router.tenants import salt_in_domain
 from router.workers import Pool, WorkerTable
 
 # Tokenizing fewer characters than this costs less than handing them to a thread.
@@ -105,6 +106,8 @@ class RouterRequest:
         media: ``None``: the request is text only.
         spans: where its media lie in the prompt; empty: unknown, or it has none.
         num_unknown_tokens: most tokens by which the prompt can grow once its media are in it.
+        trust_domain: id of its tenant's trust domain; empty: that of all tenants without one.
+        cache_salt: for workers; the client's own one unless there are trust domains.
     """
 
     deadline: float
@@ -125,6 +128,7 @@ class RouterRequest:
         self.media: RequestMedia | None = None
         self.spans: tuple[MediaSpan, ...] = ()
         self.num_unknown_tokens = 0
+        self.trust_domain, self.cache_salt = "", start.cache_salt
         self._prompt_hashes: Sequence[int] | None = None
 
     def check(self) -> None:
@@ -221,7 +225,7 @@ class RouterRequest:
     def _hashes(self, token_ids: Sequence[int]) -> Sequence[int]:
         if not self.pool.block_size:
             return ()
-        extra_key = ExtraKey(adapter=self.start.adapter, cache_salt=self.start.cache_salt)
+        extra_key = ExtraKey(adapter=self.start.adapter, cache_salt=self.cache_salt)
         if self.media is not None and not self.spans:
             # The position of the tokens after the first item is unknown.
             token_ids = token_ids[: token_ids.index(self.media.placeholder_id)]
@@ -324,6 +328,9 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     start, resume = request.start, request.resume
     pool = request.pool = _find_pool(start, context.table, resume)
     check_pool(start, pool)
+    if context.tenants.has_domains:
+        request.trust_domain = context.tenants.domain_id(start.tenant)
+        request.cache_salt = salt_in_domain(request.trust_domain, start.cache_salt)
     text = request.text = await context.texts.model_text(pool.key)
     began = time.monotonic()
     token_ids = request.prompt_token_ids = await _tokenize(start.prompt, text)
@@ -355,6 +362,7 @@ async def _prepare_media(
         traceparent=request.traceparent,
         first_attempt=0 if request.resume is None else request.resume.attempt,
         deadline=request.deadline,
+        trust_domain=request.trust_domain,
     )
     request.media, prompt = await prepare_media(
         named, request.pool, request.text, token_ids, context.media, encodes=encodes

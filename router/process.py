@@ -34,6 +34,7 @@ from router.media.request import MediaTools
 from router.policy.create import create_policy
 from router.servicer import RouterServicer, router_service
 from router.signing import Signer
+from router.tenants import TenantNames, Tenants, UnannouncedSalts
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class RouterProcess:
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
         template_file = config.custom_chat_template
         self._chat_template = None if template_file is None else read_chat_template(template_file)
+        self._tenants = Tenants(config.tenants)
+        if self._tenants.has_domains and not config.knows_callers:
+            logger.warning("trust domains protect nobody from clients of this host: each may name any tenant")
         self._is_ready = False
         #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
@@ -86,6 +90,7 @@ class RouterProcess:
                 events_key=self._events_key,
                 kv=kv,
                 chat_template=self._chat_template,
+                on_worker=UnannouncedSalts().note if self._tenants.has_domains else None,
             )
             stack.push_async_callback(fleet.close)
             fetcher = MediaFetcher(config.media)
@@ -98,7 +103,7 @@ class RouterProcess:
                 stalled=self._stalled,
                 is_loopback=config.server.is_loopback,
                 has_tls=config.server.tls is not None,
-                trusted_gateways=config.trusted_gateways,
+                names=TenantNames(config.trusted_gateways, config.identity_tenants),
                 session_limits=config.session,
             )
             server = RpcServer(config.server, [router_service(servicer)])
@@ -178,6 +183,7 @@ class RouterProcess:
                 config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
+                tenants=self._tenants,
             )
         )
         self._metrics.watch_requests(lambda: admission.length + media_queue.length, lambda: pipeline.num_running)

@@ -56,7 +56,7 @@ class RequestLog:
             error: the error with which the request failed.
             num_given_to_client: choices that their client continues.
         """
-        request, outputs, failure = self._request, self._outputs, "" if error is None else _outcome_of(error)
+        request, outputs, failure = self._request, self._outputs, "" if error is None else outcome_of(error)
         if len(finished) == len(outputs):  # their ends have all figures
             usages = [one.usage for one in finished]
             times = [one.time for one in finished]
@@ -114,7 +114,7 @@ class RequestLog:
             model.duration.observe(spent.total_s or 0.0)
 
 
-def _outcome_of(error: BaseException) -> str:
+def outcome_of(error: BaseException) -> str:
     """The outcome of a request that ended with ``error``, as one word."""
     if isinstance(error, ServingError):
         return error.reason.lower()

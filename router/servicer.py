@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -28,6 +28,7 @@ from quartet.v1 import router_pb2_grpc
 from router.fleet import FetchedTexts
 from router.generate import GenerateRun, Pipeline
 from router.prepare import valid_traceparent
+from router.tenants import TenantNames
 from router.workers import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -50,14 +51,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         stalled: StalledCalls,
         is_loopback: bool,
         has_tls: bool = True,
-        trusted_gateways: Collection[str] = (),
+        names: TenantNames | None = None,
         session_limits: SessionLimits | None = None,
     ) -> None:
         """Write answers through ``stalled``, which ends calls whose client reads nothing.
 
-        The router believes a request's ``tenant`` if it comes from ``trusted_gateways``, or over loopback from a caller
-        without identity. Any other request's tenant is its caller: the name in the certificate, or empty. Without
-        ``has_tls`` callers have no certificates, and the servicer does not look for them.
+        ``names`` says which tenant a caller with an identity may use. A caller without one may use any over loopback,
+        else none: its tenant is empty. Without ``has_tls`` callers have no certificates, and the servicer does not look
+        for them.
         """
         self._pipeline = pipeline
         self._table = table
@@ -65,7 +66,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._stalled = stalled
         self._is_loopback = is_loopback
         self._has_tls = has_tls
-        self._trusted_gateways = frozenset(trusted_gateways)
+        self._names = names or TenantNames()
         self._session_limits = session_limits or SessionLimits()
         self._sessions: set[SessionStream] = set()
         self._closing = asyncio.Event()
@@ -172,7 +173,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if identity is None:
             tenant = start.tenant if self._is_loopback else ""
         else:
-            tenant = start.tenant if start.tenant and identity.name in self._trusted_gateways else identity.name
+            tenant = self._names.tenant(identity.name, start.tenant)
         return start if tenant == start.tenant else replace(start, tenant=tenant)
 
     def _statuses(self, model: str) -> list[WorkerStatus]:

@@ -27,6 +27,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 FieldsT = TypeVar("FieldsT")
 
+#: Of ``Abilities.unannounced_blocks``: blocks of requests with a cache salt.
+SALTED_BLOCKS = "salted"
+
 
 class Role(StrEnum):
     """What a process does in the topology."""
@@ -74,6 +77,7 @@ class Abilities:
             itself), ``hand_off`` (embeddings that an encode worker holds).
         max_media_tokens: tokens that one media item fills at most; 0: it takes none.
         adapters: names of the LoRA adapters that the worker serves.
+        unannounced_blocks: cached blocks that its KV events leave out: ``salted``, ``adapter``, ``media``.
     """
 
     model_fingerprint: str
@@ -85,6 +89,7 @@ class Abilities:
     media: tuple[str, ...] = ()
     max_media_tokens: int = 0
     adapters: tuple[str, ...] = ()
+    unannounced_blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

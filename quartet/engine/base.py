@@ -221,6 +221,7 @@ class EngineCapabilities:
         placeholder_id: the token that stands for media in prompts; ``None``: it takes text only.
         reads_media: it takes ``EngineRequest.media_inputs``; items of unknown size have one placeholder each.
         metrics: returns its own metrics; called at each scrape, on the thread of the scrape.
+        unannounced_blocks: as in ``WorkerRecord``.
     """
 
     kinds: frozenset[RequestKind]
@@ -236,6 +237,7 @@ class EngineCapabilities:
     placeholder_id: int | None = None
     reads_media: bool = False
     metrics: Callable[[], Iterable[Metric]] | None = None
+    unannounced_blocks: tuple[str, ...] = ()
 
 
 class Engine(Protocol):

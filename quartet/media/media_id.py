@@ -3,7 +3,8 @@
 A media id is the SHA-256 of the kind's name, a zero byte, the preprocessing fingerprint's 32 bytes and the file's own:
 no decoding is needed to know it. The preprocessing fingerprint is the SHA-256 over the model's files that say how a
 picture becomes embeddings, each as name, zero byte, big-endian u64 length and bytes, in the order of
-``PREPROCESSING_FILES``; files that the model lacks are left out.
+``PREPROCESSING_FILES``; files that the model lacks are left out. Items of a trust domain have names of their own: their
+fingerprint is the SHA-256 of the model's fingerprint and the domain's id.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def media_id(file: MediaFile, fingerprint: bytes) -> bytes:
     digest = hashlib.sha256(file.kind.value.encode() + b"\0" + fingerprint)
     digest.update(file.data)
     return digest.digest()
+
+
+def in_trust_domain(fingerprint: bytes, domain_id: str) -> bytes:
+    """The fingerprint for media ids of a trust domain; the model's own where ``domain_id`` is empty."""
+    return hashlib.sha256(fingerprint + domain_id.encode()).digest() if domain_id else fingerprint
 
 
 def media_hash(media_id: bytes) -> int:

@@ -41,6 +41,7 @@ class RequestContext:
         session_key: requests of one conversation share it; empty: none.
         router_id: the router that placed it; empty: it came without one.
         router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
+        trust_domain: id of the tenant's trust domain, part of media ids; empty: that of all tenants without one.
 
     Raises:
         InvalidRequestError: with ``field`` = ``context.NAME``.
@@ -56,11 +57,12 @@ class RequestContext:
     session_key: str = field(default="", repr=False)
     router_id: str = ""
     router_request_number: int = 0
+    trust_domain: str = ""
 
     def __post_init__(self) -> None:
         if self.request_id and not is_request_id(self.request_id):
             raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
-        for name in ("traceparent", "tenant", "session_key", "router_id"):
+        for name in ("traceparent", "tenant", "session_key", "router_id", "trust_domain"):
             if len(getattr(self, name)) > _MAX_NAME_LENGTH:
                 message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
                 raise InvalidRequestError(message, field=f"context.{name}")

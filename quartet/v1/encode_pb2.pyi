@@ -107,7 +107,7 @@ class EncodeItem(_message.Message):
     MEDIA_ID_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     media_id: _builtins.bytes
-    """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Empty: the worker computes it."""
+    """As in MediaSpan, of the trust domain that `context` names. Empty: the worker computes it."""
     @_builtins.property
     def file(self) -> _types_pb2.MediaFile:
         """The file. Required."""

@@ -87,10 +87,13 @@ class GenerateStart(_message.Message):
     adapter: _builtins.str
     """Adapter (LoRA) by name. Empty: the base model."""
     cache_salt: _builtins.str
-    """Requests share cached blocks only with those of equal salt; at most 256 characters. Empty: no salt."""
+    """Requests share cached blocks only with those of equal salt in the same trust domain, which the router's
+    configuration gives the tenant; at most 256 characters. Empty: no salt.
+    """
     tenant: _builtins.str
     """The tenant that the request is accounted to, at most 256 characters; believed from configured gateways and on
-    loopback. Empty: the identity's name.
+    loopback. PERMISSION_DENIED: the configuration gives the identity only other tenants. Empty: the identity's name,
+    or its first tenant.
     """
     priority: _builtins.int
     """Higher first among queued requests. Default 0."""

@@ -131,7 +131,7 @@ class RouterServiceServicer:
 
     def Explain(self, request, context):
         """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
-        wait for room.
+        wait for room. The prompt's tokens are charged to the tenant. RESOURCE_EXHAUSTED: too many of these calls wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

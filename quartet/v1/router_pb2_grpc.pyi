@@ -62,7 +62,7 @@ class RouterServiceStub:
     """The list, then each change: the first message holds all workers."""
     Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
     """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
-    wait for room.
+    wait for room. The prompt's tokens are charged to the tenant. RESOURCE_EXHAUSTED: too many of these calls wait.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]
     """Describes one model, or all."""
@@ -101,7 +101,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """The list, then each change: the first message holds all workers."""
     Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
     """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
-    wait for room.
+    wait for room. The prompt's tokens are charged to the tenant. RESOURCE_EXHAUSTED: too many of these calls wait.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model, or all."""
@@ -173,7 +173,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ExplainResponse, _abc.Awaitable[_router_pb2.ExplainResponse]]:
         """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
-        wait for room.
+        wait for room. The prompt's tokens are charged to the tenant. RESOURCE_EXHAUSTED: too many of these calls wait.
         """
 
     @_abc_1.abstractmethod

@@ -120,6 +120,7 @@ class RequestContext(_message.Message):
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ROUTER_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
+    TRUST_DOMAIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in every message, log line and span: 32 lower-case hexadecimal digits (128 bits), made by the
     router. Empty: the worker draws one.
@@ -142,6 +143,10 @@ class RequestContext(_message.Message):
     """Counts the starts that this router sent to this worker, from 1; `WorkerLoad` names the last one counted in.
     0: it came without a router.
     """
+    trust_domain: _builtins.str
+    """Id of the tenant's trust domain, part of the ids of the request's media; the router has put it into the cache salt
+    too. At most 256 characters. Empty: that of all tenants for which no other is configured.
+    """
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Time left for the whole request, not a clock time. Absent: no limit but the server's own."""
@@ -159,10 +164,11 @@ class RequestContext(_message.Message):
         session_key: _builtins.str = ...,
         router_id: _builtins.str = ...,
         router_request_number: _builtins.int = ...,
+        trust_domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "router_request_number", b"router_request_number", "session_key", b"session_key", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "router_request_number", b"router_request_number", "session_key", b"session_key", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent", "trust_domain", b"trust_domain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,7 +419,7 @@ class MediaSpan(_message.Message):
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     media_id: _builtins.bytes
-    """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Required."""
+    """SHA-256 over the encoded bytes, the preprocessing fingerprint and the trust domain, 32 bytes. Required."""
     first_position: _builtins.int
     """Position of its first token in the prompt. Default 0."""
     num_tokens: _builtins.int
@@ -469,7 +475,7 @@ class MediaInput(_message.Message):
     HAND_OFF_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     media_id: _builtins.bytes
-    """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Required."""
+    """As in MediaSpan. Required."""
     @_builtins.property
     def hand_off(self) -> Global___HandOff:
         """They are pulled from an encode worker, or read by the engine itself where the hand-off is opaque;
@@ -529,7 +535,9 @@ class Generation(_message.Message):
     adapter: _builtins.str
     """Adapter (LoRA) by name. Empty: the base model."""
     cache_salt: _builtins.str
-    """Requests share cached blocks only with those of equal salt. Empty: no salt."""
+    """Requests share cached blocks only with those of equal salt. From a router with trust domains, it begins with the id
+    of the tenant's. Empty: no salt.
+    """
     data_parallel_rank: _builtins.int
     """Attention-data-parallel rank that serves it. Default 0."""
     @_builtins.property

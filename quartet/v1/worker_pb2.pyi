@@ -75,6 +75,7 @@ class WorkerRecord(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     MAX_MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
+    UNANNOUNCED_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name, unique within the namespace. Always set."""
     role: Global___WorkerRole.ValueType
@@ -125,6 +126,10 @@ class WorkerRecord(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Adapters (LoRA) it serves. Empty: the base model only."""
 
+    @_builtins.property
+    def unannounced_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Cached blocks that its KV events leave out: `salted`, `adapter`, `media`, by what their requests have. Empty: none."""
+
     def __init__(
         self,
         *,
@@ -147,10 +152,11 @@ class WorkerRecord(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         contract_version: _builtins.str = ...,
         max_media_tokens: _builtins.int = ...,
+        unannounced_blocks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "contract_version", b"contract_version", "data_parallel_size", b"data_parallel_size", "epoch", b"epoch", "events_address", b"events_address", "grpc_address", b"grpc_address", "host", b"host", "http_address", b"http_address", "max_media_tokens", b"max_media_tokens", "max_model_len", b"max_model_len", "media", b"media", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "sampling_fields", b"sampling_fields", "transfer_ways", b"transfer_ways", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "contract_version", b"contract_version", "data_parallel_size", b"data_parallel_size", "epoch", b"epoch", "events_address", b"events_address", "grpc_address", b"grpc_address", "host", b"host", "http_address", b"http_address", "max_media_tokens", b"max_media_tokens", "max_model_len", b"max_model_len", "media", b"media", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "sampling_fields", b"sampling_fields", "transfer_ways", b"transfer_ways", "unannounced_blocks", b"unannounced_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,8 +39,8 @@ class KnownSizes:
     """How many tokens items fill, as workers reported it last; the most recent items are kept.
 
     The media id is the only key. It contains the preprocessing fingerprint, which covers ``config.json`` and the
-    processor's files, so an item has another id for a model that counts differently. If workers disagree, the last
-    report counts.
+    processor's files, so an item has another id for a model that counts differently. It contains the trust domain too.
+    If workers disagree, the last report counts.
     """
 
     def __init__(self, max_known: int = _MAX_KNOWN_SIZES) -> None:

@@ -22,6 +22,7 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
+from quartet.media.media_id import in_trust_domain
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import MediaInput, RequestContext
 from quartet.text.model_text import MediaText, ModelText
@@ -57,6 +58,7 @@ class MediaRequest:
     Attributes:
         first_attempt: number of the request's first attempt.
         deadline: monotonic seconds.
+        trust_domain: id of its tenant's trust domain, part of the items' ids; empty: that of all tenants without one.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class MediaRequest:
     traceparent: str
     first_attempt: int
     deadline: float
+    trust_domain: str = ""
 
 
 @dataclass(frozen=True)
@@ -300,7 +303,8 @@ async def _fetch(
     parts, fields = named
     began = time.monotonic()
     try:
-        items = await tools.fetcher.fetch(parts, fields, model.preprocessing_fingerprint)
+        fingerprint = in_trust_domain(model.preprocessing_fingerprint, request.trust_domain)
+        items = await tools.fetcher.fetch(parts, fields, fingerprint)
         _check_total(items, fields)
         way = pool.media.way(items, fields)
     except BaseException:
@@ -355,6 +359,7 @@ def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fie
         tenant=start.tenant,
         priority=start.priority,
         session_key=start.session_key,
+        trust_domain=request.trust_domain,
     )
     return EncodeOrder(
         pool=pool, items=items, fields=fields, context=context, numbers=numbers, deadline=request.deadline

@@ -250,7 +250,8 @@ class EncodeDispatcher(RequestBook[_Running]):
             running.task.cancel()
 
     async def _run(self, running: _Running) -> None:
-        running.sized = await self._files.size(running.start.items, "items")
+        start = running.start
+        running.sized = await self._files.size(start.items, "items", trust_domain=start.context.trust_domain)
         running.waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in running.sized])
         running.outbox.sized([item.size for item in running.sized])
         states = {index for index, item in enumerate(running.sized) if self._files.has_state(item.file)}

@@ -95,6 +95,7 @@ class EngineParts:
                 media=media.takes,
                 max_media_tokens=media.max_item_tokens,
                 adapters=capabilities.adapters,
+                unannounced_blocks=capabilities.unannounced_blocks,
             ),
             watches=media.watches,
         )

@@ -11,7 +11,7 @@ from functools import partial
 from quartet.engine.encoder import EncodedState, EncoderCapabilities, EncodeTimes, MediaEncoder, MediaSizer
 from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError, ServingError, UnsupportedFieldError
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
-from quartet.media.media_id import media_id
+from quartet.media.media_id import in_trust_domain, media_id
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from services.workers.embedding_store import EmbeddingStore, Want
 
@@ -64,16 +64,19 @@ class FileSizer:
         """The kinds of files, in the words of ``WorkerRecord``."""
         return tuple(kind.value for kind in MediaKind if kind in self.capabilities.kinds)
 
-    async def size(self, items: Sequence[MediaItem], field: str) -> list[SizedItem]:
+    async def size(self, items: Sequence[MediaItem], field: str, *, trust_domain: str) -> list[SizedItem]:
         """Name and size ``items``, which came in the request's ``field``; nothing is encoded.
+
+        ``trust_domain`` is the id of the domain whose names they get; empty: none.
 
         Raises:
             UnsupportedFieldError, InvalidRequestError, InvalidMediaError, MediaTooLargeError: naming the item
                 (``items[1].file``), the first one at fault.
         """
-        return [await self._size(item, f"{field}[{index}]") for index, item in enumerate(items)]
+        fingerprint = in_trust_domain(self.capabilities.preprocessing_fingerprint, trust_domain)
+        return [await self._size(item, f"{field}[{index}]", fingerprint) for index, item in enumerate(items)]
 
-    async def _size(self, item: MediaItem, field: str) -> SizedItem:
+    async def _size(self, item: MediaItem, field: str, fingerprint: bytes) -> SizedItem:
         if item.file.kind not in self.capabilities.kinds:
             raise UnsupportedFieldError(f"this worker takes no files of {item.file.kind}", field=f"{field}.file.kind")
         size_bytes = len(item.file.data)
@@ -81,7 +84,7 @@ class FileSizer:
             message = f"the file has {size_bytes} bytes, more than the {self._max_size_bytes} that this worker takes"
             raise self._named(MediaTooLargeError(message, field="file"), field)
         # In a thread: hashing a large file takes as long as many decode steps.
-        name = await asyncio.to_thread(media_id, item.file, self.capabilities.preprocessing_fingerprint)
+        name = await asyncio.to_thread(media_id, item.file, fingerprint)
         if item.media_id and item.media_id != name:
             raise InvalidRequestError("the media id is not that of the file", field=f"{field}.media_id")
         try:

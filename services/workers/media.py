@@ -234,7 +234,7 @@ class MediaUse:
         try:
             files = [(item.media_id, item.source) for item in start.media]
             items = [MediaItem(name, source) for name, source in files if isinstance(source, MediaFile)]
-            sized = await sizer.size(items, "media")
+            sized = await sizer.size(items, "media", trust_domain=start.context.trust_domain)
             sizes = [item.size for item in sized]
             self._waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in sized])
             self._media_ids = tuple(size.media_id for size in sizes)

@@ -46,11 +46,12 @@ _records = st.builds(
     contract_version=st.text(max_size=8),
     http_address=st.text(max_size=20),
     max_media_tokens=st.integers(0, 2**31),
+    unannounced_blocks=_texts,
 )
 
 _REQUIRED = sorted(
     set(json.loads(to_json(make_record())))
-    - {"data_parallel_size", "media", "adapters", "http_address", "max_media_tokens"}
+    - {"data_parallel_size", "media", "adapters", "http_address", "max_media_tokens", "unannounced_blocks"}
 )
 
 

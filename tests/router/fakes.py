@@ -7,7 +7,7 @@ import random
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +36,7 @@ from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
+from router.tenants import TenantConfig, Tenants
 from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt
 from tests.router.noting_policy import NotingPolicy
@@ -337,6 +338,7 @@ class Fleet:
         admission: AdmissionConfig | None = None,
         policy: Policy | None = None,
         max_timeout_s: float = 60.0,
+        tenants: Mapping[str, TenantConfig] | None = None,
         **record: object,
     ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
@@ -371,6 +373,7 @@ class Fleet:
                 max_timeout_s=max_timeout_s,
                 signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
                 sleep=self._sleep,
+                tenants=Tenants(tenants),
             )
         )
         for worker_id in worker_ids:

@@ -35,8 +35,8 @@ def picture(num_tokens: int, name: str = "a") -> MediaFile:
     return MediaFile(MediaKind.IMAGE, name.encode() * num_tokens)
 
 
-def item_of(file: MediaFile) -> MediaItem:
-    return MediaItem(media_id(file, FINGERPRINT), file)
+def item_of(file: MediaFile, fingerprint: bytes = FINGERPRINT) -> MediaItem:
+    return MediaItem(media_id(file, fingerprint), file)
 
 
 def sizes_of(items: Sequence[tuple[bytes, MediaFile]]) -> tuple[MediaSize, ...]:
@@ -62,8 +62,9 @@ def reported_prompt(
 
 @dataclass
 class FakeMedia:
-    """Gives the files as they came; URLs lead nowhere."""
+    """Gives the files as they came, if ``fingerprint`` is the asked one; URLs lead nowhere."""
 
+    fingerprint: bytes = FINGERPRINT
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,14 +74,14 @@ class FakeMedia:
     async def fetch(
         self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
     ) -> tuple[MediaItem, ...]:
-        assert fingerprint == FINGERPRINT
+        assert fingerprint == self.fingerprint
         self.asked.set()
         await self.gate.wait()
         items = []
         for part, name in zip(parts, fields, strict=True):
             if isinstance(part, MediaUrl):
                 raise MediaFetchError("nothing is there", field=name)
-            items.append(item_of(part))
+            items.append(item_of(part, fingerprint))
         return tuple(items)
 
 

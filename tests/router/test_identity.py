@@ -10,9 +10,11 @@ import grpc
 import pytest
 
 from quartet.rpc.channels import TlsConfig, create_channel
+from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import ServerConfig
 from quartet.v1 import router_pb2 as pb
 from tests.certificates import CertificateAuthority
+from tests.router.session_reader import SessionReader
 from tests.router.system import TIMEOUT_S, Stub, System, running_system
 from tests.router.test_servicer import generate, make_start
 
@@ -46,6 +48,38 @@ async def test_a_tenant_is_the_certificates_name_unless_a_trusted_gateway_names_
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await Stub(channel).ListWorkers(pb.ListWorkersRequest())
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_an_identity_bound_to_tenants_may_use_no_other_in_any_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router")
+    authority = CertificateAuthority(tmp_path / "certificates")
+    front = authority.issue("gateway", "quartet://default/client/front")
+    server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
+    bound = {"front": ("eu-1", "eu-*")}
+    async with running_system(tmp_path, monkeypatch, server=server, identity_tenants=bound) as (system, _stub):
+        assert await tenant_of(system, front, "eu-7", caplog) == "eu-7"
+        assert await tenant_of(system, front, "", caplog) == "eu-1"
+        start = make_start(tenant="us-1")
+        async with create_channel(system.address, front) as channel, asyncio.timeout(TIMEOUT_S):
+            stub = Stub(channel)
+            calls = (
+                generate(stub, start),
+                stub.Place(pb.PlaceRequest(start=start)),
+                stub.Explain(pb.ExplainRequest(start=start)),
+            )
+            for call in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                error = from_rpc_error(caught.value)
+                assert (caught.value.code(), error.field) == (grpc.StatusCode.PERMISSION_DENIED, "tenant")
+            session = SessionReader(stub)
+            await session.start(0, start)
+            await session.half_close()
+            await session.read_all()
+            failure = session.received[0].failure
+            assert failure is not None and (failure.reason, failure.field) == ("PERMISSION_DENIED", "tenant")
 
 
 async def test_callers_that_may_call_generate_may_call_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from quartet.errors import (
 )
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaKind
+from quartet.media.media_id import in_trust_domain, media_id
 from quartet.rpc.errors import from_rpc_error
 from quartet.streams.chunks import take_chunks
 from quartet.streams.convert.messages import to_encode_start
@@ -32,6 +33,7 @@ from quartet.v1 import encode_pb2, types_pb2
 from services.encode.encode import MAX_ITEMS
 from tests.services.encode_workers import encode_worker, make_encode_start
 from tests.services.fake_encoder import (
+    FINGERPRINT,
     PIXELS_PER_TOKEN,
     FakeEncoder,
     embedding_memory,
@@ -58,6 +60,21 @@ async def failure_of(stream: grpc.aio.StreamStreamCall[object, object]) -> Excep
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
     raise AssertionError("the call went well")
+
+
+async def test_items_of_another_trust_domain_are_neither_known_nor_taken_for_equal() -> None:
+    encoder = FakeEncoder()
+    async with encode_worker(encoder) as worker:
+        for domain, is_cached in (("acme", False), ("rival", False), ("", False), ("acme", True)):
+            encoded = await worker.encode(make_encode_start([CAT], trust_domain=domain))
+            [size], [hand_off] = encoded.sizes, encoded.hand_offs
+            assert size.media_id == media_id(CAT, in_trust_domain(FINGERPRINT, domain))
+            assert size.is_cached is is_cached
+            worker.source.abort(ticket(hand_off))
+        assert encoder.encoded == [CAT] * 3
+        with pytest.raises(InvalidRequestError) as caught:
+            await worker.encode(make_encode_start([CAT], [name_of(CAT)], trust_domain="acme"))
+        assert caught.value.field == "items[0].media_id"
 
 
 async def test_each_item_is_sized_encoded_and_held_for_its_puller() -> None:

@@ -14,11 +14,12 @@ from quartet.errors import ConfigError, InvalidRequestError, QueueFullError, Uns
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
+from quartet.media.media_id import in_trust_domain, media_id
 from quartet.streams.convert.messages import from_prefill_result, from_slot_started
 from quartet.streams.messages import WorkerStart
 from quartet.v1 import decode_pb2, prefill_pb2
 from router.media.config import MediaConfig
-from tests.services.fake_encoder import PIXELS_PER_TOKEN, FakeEncoder, name_of, picture, read, written
+from tests.services.fake_encoder import FINGERPRINT, PIXELS_PER_TOKEN, FakeEncoder, name_of, picture, read, written
 from tests.services.media_workers import PLACEHOLDER_ID, media_worker, start_with_files
 from tests.services.stream_workers import until
 
@@ -75,6 +76,24 @@ async def test_a_repeated_picture_is_encoded_once() -> None:
             assert first == second
             worker.finish(id)
         assert encoder.encoded == [CAT]
+
+
+async def test_a_picture_of_another_trust_domain_is_another_picture() -> None:
+    encoder = FakeEncoder()
+    async with media_worker(encoder=encoder) as worker:
+        spans = []
+        for slot, domain in enumerate(("acme", "rival", "acme")):
+            name = media_id(CAT, in_trust_domain(FINGERPRINT, domain))
+            start = start_with_files([CAT], [PLACEHOLDER_ID, 1], trust_domain=domain)
+            id = worker.submit(replace(start, media=(replace(start.media[0], media_id=name),)), slot)
+            await worker.submitted(id)
+            spans += worker.engine.requests[id].generation.media
+            assert spans[-1].media_id == name
+            worker.finish(id)
+        assert spans[0] == spans[2] != spans[1]
+        assert encoder.encoded == [CAT, CAT]
+        worker.submit(start_with_files([CAT], [PLACEHOLDER_ID, 1], trust_domain="acme"), slot=9)
+        assert await worker.outcome(9) == "INVALID_FIELD media[0].media_id"
 
 
 def with_hand_off(start: WorkerStart) -> WorkerStart:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quartet.discovery.base import Role
+from quartet.discovery.base import SALTED_BLOCKS, Role
 from quartet.engine.sampling import Sampling
 from quartet.errors import EngineError, HandOffStateError, ServingError
 from quartet.streams.client import DecodeClient, PrefillClient
@@ -59,6 +59,7 @@ def control_of(number: int) -> Any:
 async def test_a_prefill_is_pulled_and_released(tmp_path: Path) -> None:
     expected = greedy(STORY, 12)
     async with serving(tmp_path, Role.PREFILL) as prefill, serving(tmp_path, Role.DECODE) as decode:
+        assert SALTED_BLOCKS in prefill.record.unannounced_blocks
         start = greedy_start()
         assert await collect(decodes(decode).start(start)) == expected
         prefilled = await prefills(prefill).start(greedy_start()).outcome()

@@ -82,6 +82,7 @@ CONTEXTS = st.builds(
     session_key=TEXT,
     router_id=TEXT,
     router_request_number=U64,
+    trust_domain=TEXT,
 )
 LAYOUTS = st.builds(
     KvLayout,
@@ -180,5 +181,6 @@ WORKER_RECORDS = st.builds(
     sampling_fields=NAMES,
     media=NAMES,
     adapters=NAMES,
+    unannounced_blocks=NAMES,
     contract_version=TEXT,
 )

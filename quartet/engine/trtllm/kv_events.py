@@ -36,9 +36,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
+from quartet.discovery.base import SALTED_BLOCKS
 from quartet.events.kv import KvEvent, StoredBlocks, Tier
 from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES, chain_hash, hash_bytes, pack_token_ids, sequence_hashes
 from quartet.kvcache.block_pool import EventLog
+
+#: What is never reported, as ``WorkerRecord`` says it.
+UNANNOUNCED_BLOCKS = (SALTED_BLOCKS, "adapter", "media")
 
 _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
 

@@ -130,6 +130,7 @@ def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
         session_key=message.session_key,
         router_id=message.router_id,
         router_request_number=message.router_request_number,
+        trust_domain=message.trust_domain,
     )
 
 
@@ -400,6 +401,8 @@ def _put_request_context(into: types_pb2.RequestContext, context: RequestContext
     into.session_key = context.session_key
     into.router_id = context.router_id
     into.router_request_number = context.router_request_number
+    if context.trust_domain:
+        into.trust_domain = context.trust_domain
 
 
 def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:

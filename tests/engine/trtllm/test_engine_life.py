@@ -53,6 +53,7 @@ async def test_the_engines_capabilities_are_known_once_it_runs(package: Any) -> 
         assert "guided" not in can.sampling_fields
         assert {"temperature", "min_tokens", "stop_token_ids", "logprobs"} <= can.sampling_fields
         assert can.num_blocks > 0
+        assert can.unannounced_blocks == ("salted", "adapter", "media")
         assert decode.control.num_steps > 0, "it was warmed up"
         assert decode.engine.is_alive
 
