@@ -213,7 +213,7 @@ async def _run(seed: int, numbers: Sequence[int], engine: EngineKind) -> Results
                                 break
                     finally:
                         await run.close()
-    return _summed(seed, engine, results, faults)
+    return summed(seed, engine, results, faults)
 
 
 def _progress(results: Sequence[EpisodeResult], num_episodes: int, elapsed_s: float) -> str:
@@ -321,8 +321,9 @@ def _describe(strike: Strike) -> str:
     return f"{strike.fault} {strike.target}{slow} at {strike.at_s:.2f} s for {strike.lasts_s:.2f} s"
 
 
-def _summed(seed: int, engine: EngineKind, results: Sequence[EpisodeResult], faults: Mapping[str, int]) -> Results:
-    recoveries = sorted(result.recovery_s or _RECOVERY_TIMEOUT_S for result in results)
+def summed(seed: int, engine: EngineKind, results: Sequence[EpisodeResult], faults: Mapping[str, int]) -> Results:
+    """The sums of ``results``, of which there is at least one; ``faults``: how often each struck."""
+    recoveries = sorted(_RECOVERY_TIMEOUT_S if result.recovery_s is None else result.recovery_s for result in results)
     return Results(
         seed=seed,
         engine=engine.value,
