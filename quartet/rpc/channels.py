@@ -146,13 +146,14 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
 def _read(tls: TlsConfig) -> tuple[bytes, bytes, bytes]:
     # gRPC notices a wrong file only at the first handshake, and then only in its own log.
     return (
-        _read_pem("tls.key_file", tls.key_file, "PRIVATE KEY-----"),
-        _read_pem("tls.cert_file", tls.cert_file, "-----BEGIN CERTIFICATE-----"),
-        _read_pem("tls.ca_file", tls.ca_file, "-----BEGIN CERTIFICATE-----"),
+        read_pem("tls.key_file", tls.key_file, "PRIVATE KEY-----"),
+        read_pem("tls.cert_file", tls.cert_file, "-----BEGIN CERTIFICATE-----"),
+        read_pem("tls.ca_file", tls.ca_file, "-----BEGIN CERTIFICATE-----"),
     )
 
 
-def _read_pem(setting: str, path: Path, marker: str) -> bytes:
+def read_pem(setting: str, path: Path, marker: str) -> bytes:
+    """The PEM file that ``setting`` names. Raises ``ConfigError`` naming it: unreadable, or there is no ``marker``."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -188,7 +188,7 @@ class LocalTopology:
     async def _provide_etcd(self) -> None:
         etcd = self._topology.discovery.etcd
         if self._environment.etcd_endpoints:
-            etcd = replace(etcd, endpoints=tuple(self._environment.etcd_endpoints))
+            etcd = _at(etcd, self._environment.etcd_endpoints)
         where = ", ".join(etcd.endpoints)
         if await etcd_answers(etcd):
             self._observer.progress(f"using the etcd at {where}")
@@ -319,9 +319,9 @@ async def etcd_answers(config: EtcdConfig) -> bool:
 
 
 def own_etcd(config: EtcdConfig) -> EtcdConfig:
-    """``config`` for an etcd that is started here: on a free loopback port, without TLS."""
+    """``config`` for an etcd that is started here: on a free loopback port, without TLS and users."""
     endpoint = f"{_LOOPBACK}:{free_port()}"
-    return replace(config, endpoints=(endpoint,), ca_file=None, cert_file=None, key_file=None)
+    return replace(config, endpoints=(endpoint,), tls=None, user="", password_file=None)
 
 
 def etcd_command(binary: Path, config: EtcdConfig, data_dir: Path) -> Sequence[str]:
@@ -379,6 +379,14 @@ def _check_models(models: Collection[ModelNeed]) -> None:
         needed = "config.json" if model.has_weights else "tokenizer.json"
         if not (path / needed).is_file():
             raise ConfigError(f"model.path: {model.path} holds no {needed}: is it a Hugging Face checkpoint?")
+
+
+def _at(etcd: EtcdConfig, endpoints: Sequence[str]) -> EtcdConfig:
+    """``etcd`` at the endpoints of the environment. Raises ``ConfigError`` if they don't fit its other settings."""
+    try:
+        return replace(etcd, endpoints=tuple(endpoints))
+    except ConfigError as error:
+        raise ConfigError(f"ETCD_ENDPOINTS: {error}; the topology's settings of etcd are in discovery.etcd") from error
 
 
 async def _wait_ended(children: Collection[Child], timeout_s: float) -> None:

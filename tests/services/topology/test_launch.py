@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
+from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.errors import ConfigError
@@ -75,7 +76,10 @@ async def test_etcd_endpoints_are_used_with_the_topologys_tls(tmp_path: Path, sh
     ca_file = CertificateAuthority(tmp_path / "ca").ca_file
     # It answers without TLS only.
     with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
-        await start(tmp_path, shared_etcd.endpoint, f"discovery.etcd.ca_file={ca_file}")
+        await start(tmp_path, shared_etcd.endpoint, f"discovery.etcd.tls.ca_file={ca_file}")
+    (tmp_path / "other").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^ETCD_ENDPOINTS: endpoints: https://.* takes the setting tls"):
+        await start(tmp_path / "other", f"https://{shared_etcd.endpoint}")
 
 
 async def test_etcd_endpoints_that_answer_are_used(tmp_path: Path, shared_etcd: EtcdServer) -> None:
@@ -219,10 +223,11 @@ async def test_an_etcd_that_serves_answers(shared_etcd: EtcdServer, free_port: C
 
 
 def test_an_own_etcd_is_on_loopback_and_without_tls() -> None:
-    config = own_etcd(EtcdConfig(endpoints=("https://elsewhere:2379",), ca_file=Path("ca.pem"), namespace="ns"))
+    tls = EtcdTls(ca_file=Path("ca.pem"))
+    config = own_etcd(EtcdConfig(endpoints=("https://elsewhere:2379",), tls=tls, namespace="ns"))
     [endpoint] = config.endpoints
     assert endpoint.startswith("127.0.0.1:")
-    assert (config.ca_file, config.namespace) == (None, "ns")
+    assert (config.tls, config.namespace) == (None, "ns")
     command = etcd_command(Path("/bin/etcd"), config, Path("/data"))
     assert command[0] == "/bin/etcd"
     assert f"--listen-client-urls=http://{endpoint}" in command
