@@ -115,6 +115,17 @@ def read_secret_file(path: Path, setting: str, max_bytes: int) -> bytes:
     return content
 
 
+def write_secret_file(path: Path, content: bytes) -> Path:
+    """Write a new file that only its owner can open; returns its path.
+
+    Raises:
+        OSError: the file exists already or can't be written.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    return path
+
+
 def _convert(hint: Any, value: Value, path: str) -> Any:
     if hint is object:
         return value

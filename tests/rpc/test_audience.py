@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 from grpc_channelz.v1 import channelz_pb2
@@ -53,7 +54,7 @@ def auth(*uris: str) -> dict[str, list[bytes]]:
 
 
 EVERYBODY = {"client", "peer", "operator"}
-#: The whole table once more, so that nobody opens a method without meaning it.
+#: The whole table once more, so that nobody opens a method without meaning it. docs/security.md shows it too.
 TABLE = {
     "/quartet.v1.RouterService/Generate": {"client", "operator"},
     "/quartet.v1.RouterService/Place": {"client", "operator"},
@@ -91,6 +92,15 @@ def test_a_gate_lets_in_whom_the_table_lists_and_nobody_else(method: str, kind: 
     except PermissionDeniedError:
         is_refused = True
     assert is_refused is (audience not in listed)
+
+
+def test_the_documentation_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    for method, audiences in TABLE.items():
+        service, _, name = method[1:].rpartition("/")
+        shown = service.rpartition(".")[2] + ("" if name == "*" else f".{name}")
+        marks = " | ".join("yes" if audience in audiences else "-" for audience in ("client", "operator", "peer"))
+        assert f"| `{shown}` | {marks} |" in page
 
 
 @pytest.mark.parametrize("method", methods())

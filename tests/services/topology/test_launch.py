@@ -22,6 +22,7 @@ from quartet.discovery.file import FileConfig
 from quartet.errors import ConfigError
 from quartet.streams.signed_start import SigningKeys
 from services.topology import launch
+from services.topology.certificates import CertificateFiles
 from services.topology.launch import (
     Environment,
     LaunchError,
@@ -232,6 +233,31 @@ def test_an_own_etcd_is_on_loopback_and_without_tls() -> None:
     assert command[0] == "/bin/etcd"
     assert f"--listen-client-urls=http://{endpoint}" in command
     assert all("0.0.0.0" not in argument for argument in command)
+
+
+def test_an_own_etcd_with_certificates_asks_its_clients_and_peers_for_one() -> None:
+    certificates = CertificateFiles(ca_file=Path("ca"), cert_file=Path("etcd.pem"), key_file=Path("etcd.key"))
+    config = own_etcd(EtcdConfig(), EtcdTls())
+    options = dict(part[2:].split("=", 1) for part in etcd_command(Path("etcd"), config, Path("d"), certificates)[1:])
+    urls = [url for name, url in options.items() if name.endswith("urls")]
+    assert len(urls) == 4 and all(url.startswith("https://127.0.0.1:") for url in urls)
+    assert options["client-cert-auth"] == options["peer-client-cert-auth"] == "true"
+    assert options["trusted-ca-file"] == options["peer-trusted-ca-file"] == "ca"
+    assert options["peer-cert-allowed-cn"] == "etcd"
+
+
+async def test_with_tls_an_etcd_in_the_clear_is_not_used(tmp_path: Path, shared_etcd: EtcdServer) -> None:
+    with pytest.raises(ConfigError, match=r"^ETCD_ENDPOINTS: .*discovery\.etcd\.tls"):
+        await start(tmp_path, shared_etcd.endpoint, "tls=true")
+
+
+async def test_certificates_without_their_package_are_a_configuration_error(
+    tmp_path: Path, shared_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "services.topology.certificates", raising=False)
+    with pytest.raises(ConfigError, match=r"tls: .*cryptography.*pip install -e '\.\[tls\]'"):
+        await start(tmp_path, shared_etcd.endpoint, "tls=true")
 
 
 def test_a_port_that_one_process_has_is_given_to_no_other(free_port: Callable[[], int]) -> None:
