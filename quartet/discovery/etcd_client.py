@@ -239,23 +239,17 @@ class EtcdClient:
             if number not in self._endpoints:
                 self._endpoints[number] = _Endpoint(_open_channel(self.config, self.config.endpoints[number]))
             yield self._endpoints[number]
-        except (
-            grpc.aio.AioRpcError,
-            asyncio.InvalidStateError,
-            TimeoutError,
-            _BrokenStreamError,
-            ConfigError,
-        ) as error:
+        except _FAILURES as error:
             raise self._failure(number, error) from error
 
     def _failure(self, number: int, error: BaseException) -> DiscoveryError:
         # Another call may have moved to the next endpoint already: stay there.
         if self._current == number:
             self._current = (number + 1) % len(self.config.endpoints)
-        reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
+        reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
         if self._tokens is not None:
             self._tokens.forget_if_refused(reason)
-        return DiscoveryError(f"etcd at {self.config.endpoints[number]}: {reason}")
+        return DiscoveryError(f"etcd at {self.config.endpoints[number]}: {reason or repr(error)}")
 
 
 def new_lease_id() -> int:
@@ -265,6 +259,10 @@ def new_lease_id() -> int:
 
 class _BrokenStreamError(Exception):
     """The server ended a stream, or its answers are unusable."""
+
+
+# What may go wrong at one endpoint; `ConfigError`: a file with which it is dialled has gone.
+_FAILURES = (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, _BrokenStreamError, ConfigError)
 
 
 class _Endpoint:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
+import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from quartet.errors import ConfigError, DiscoveryError
 from services.topology.launch import free_port
 from tests.certificates import CertificateAuthority
 from tests.discovery.records import TIMEOUT_S, eventually, make_record, read_until, synchronised
+from tests.discovery.tcp_proxy import TcpProxy
 from tests.etcd_server import EtcdServer
 
 USER, PASSWORD = "quartet", "correct horse"
@@ -147,6 +151,41 @@ async def test_a_certificate_that_is_gone_at_a_failover_is_a_discovery_error(tmp
             async with client.keep_alive():
                 pass
     await client.close()
+
+
+async def test_a_registration_outlives_a_certificate_that_is_gone_for_a_while(
+    shared_etcd: EtcdServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "quartet.discovery")
+    files = CertificateAuthority(tmp_path).issue("both-ends")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert_file, files.key_file)
+    context.set_alpn_protocols(["h2"])
+    plain = EtcdConfig(endpoints=(shared_etcd.endpoint,), namespace=secrets.token_hex(4), lease_ttl_s=2)
+    async with (
+        TcpProxy(shared_etcd.endpoint, tls=context) as first,
+        TcpProxy(shared_etcd.endpoint, tls=context) as other,
+    ):
+        tls = EtcdTls(ca_file=files.ca_file, cert_file=files.cert_file, key_file=files.key_file)
+        registry = EtcdRegistry(replace(plain, endpoints=(first.endpoint, other.endpoint), tls=tls))
+        registration = await registry.register(make_record())
+        hidden = files.cert_file.rename(tmp_path / "hidden.pem")
+        await first.cut()
+
+        async def is_noticed() -> bool:
+            return "cert_file: cannot read" in caplog.text
+
+        async def is_renewed() -> bool:
+            return other.num_connections > 0  # nothing but the registration dials it
+
+        async def is_listed() -> bool:
+            return await registry.workers() == [registration.record]
+
+        await eventually(is_noticed)
+        hidden.rename(files.cert_file)
+        await eventually(is_renewed)
+        await eventually(is_listed)
+        await registry.close()
 
 
 @pytest.mark.parametrize(

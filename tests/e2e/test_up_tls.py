@@ -172,6 +172,8 @@ async def test_events_are_for_who_has_their_key(run: Run, tmp_path: Path) -> Non
         address = worker.record.events_address
         assert await lets_in(address, key)
         assert not await lets_in(address, another)
+        # It knows whom to expect there, and is not expected itself.
+        assert not await lets_in(address, replace(another, public=key.public), own=another)
         assert not await lets_in(address, None)
 
 
@@ -209,12 +211,15 @@ async def list_keys(config: EtcdConfig) -> list[str]:
         await client.close()
 
 
-async def lets_in(address: str, key: EventsKey | None) -> bool:
-    """Whether a socket of events lets in a subscriber with ``key``."""
+async def lets_in(address: str, key: EventsKey | None, own: EventsKey | None = None) -> bool:
+    """Whether a socket of events lets in a subscriber with ``key``; its ``own`` pair, if given, stands for itself."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.SUB)
     if key is not None:
         key.dial_with(socket)
+    if own is not None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
     monitor = socket.get_monitor_socket()
     try:
         socket.connect(address)

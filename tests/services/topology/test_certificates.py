@@ -11,6 +11,7 @@ import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.discovery.base import Role
@@ -32,9 +33,12 @@ def run(directory: Path) -> RunCertificates:
     return issue_run_certificates(directory, "prod", ROLES)
 
 
+def certificate_of(tls: TlsConfig) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(tls.cert_file.read_bytes())
+
+
 def identity_of(tls: TlsConfig) -> Identity | None:
-    [certificate] = x509.load_pem_x509_certificates(tls.cert_file.read_bytes())
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    names = certificate_of(tls).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     [uri] = names.get_values_for_type(x509.UniformResourceIdentifier)
     return parse_identity(uri)
 
@@ -88,6 +92,8 @@ async def test_who_only_dials_cannot_serve(run: RunCertificates) -> None:
         (run.client, grpc.StatusCode.UNAVAILABLE),
         (run.operator, grpc.StatusCode.UNAVAILABLE),
     ):
+        usages = certificate_of(server).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert (ExtendedKeyUsageOID.SERVER_AUTH in usages) is (code is grpc.StatusCode.OK)
         async with serving(server) as address:
             assert await check(address, run.processes["router"]) is code
 
