@@ -7,6 +7,7 @@ import logging
 import secrets
 import ssl
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def guarded_etcd(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def forgetful_etcd(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd that asks for a user and whose tokens expire after a second, however much they are used."""
+    """An etcd that asks for a user and whose tokens expire after two seconds, however much they are used."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     files = {"pub-key": tmp_path / "jwt.pub", "priv-key": tmp_path / "jwt.key"}
     encoding = serialization.Encoding.PEM
@@ -64,7 +65,7 @@ def forgetful_etcd(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdServer]:
     files["priv-key"].write_bytes(
         key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
-    token = ",".join(["jwt", "sign-method=RS256", "ttl=1s", *(f"{name}={path}" for name, path in files.items())])
+    token = ",".join(["jwt", "sign-method=RS256", "ttl=2s", *(f"{name}={path}" for name, path in files.items())])
     options = {"bcrypt-cost": "4", "auth-token": token}
     yield from serve_guarded(EtcdServer(etcd_binary, tmp_path / "etcd", options))
 
@@ -85,7 +86,7 @@ def write_secret(path: Path, content: str) -> Path:
 
 
 def configure(server: EtcdServer, password_file: Path, **changes: Any) -> EtcdConfig:
-    settings = {"user": USER, "password_file": password_file, "lease_ttl_s": 2, "request_timeout_s": 1.0, **changes}
+    settings = {"user": USER, "password_file": password_file, "lease_ttl_s": 2, "request_timeout_s": 5.0, **changes}
     return EtcdConfig(endpoints=(server.endpoint,), **settings)
 
 
@@ -224,25 +225,31 @@ async def test_workers_and_watches_of_a_user_live_on_when_etcd_forgets_its_token
 
 
 async def test_a_token_that_expired_is_replaced(forgetful_etcd: EtcdServer, password_file: Path) -> None:
-    client = EtcdClient(configure(forgetful_etcd, password_file))
-    await client.put(f"{PREFIX}a", b"1", lease_id=0)
+    caller, follower = (EtcdClient(configure(forgetful_etcd, password_file)) for _ in range(2))
+    await caller.put(f"{PREFIX}a", b"1", lease_id=0)
+    revision = (await follower.list(PREFIX)).revision
+    for client in (caller, follower):
+        await token_expires(client)
 
-    await token_expires(client)
     # A lone call notices it and is repeated.
-    listing = await client.list(PREFIX)
-    assert [value.key for value in listing.values] == [f"{PREFIX}a"]
-
-    await token_expires(client)
-    # A watch breaks by it, and the next one stands: the answer to each break is to begin again.
-    opened = asyncio.Event()
+    assert [value.key for value in (await caller.list(PREFIX)).values] == [f"{PREFIX}a"]
+    # A watch breaks by it, and a later one stands: the answer to each break is to begin again.
     with pytest.raises(DiscoveryError, match="invalid auth token"):
-        await client.follow(PREFIX, listing.revision, opened.set, ignore)
-    following = asyncio.create_task(client.follow(PREFIX, listing.revision, opened.set, ignore))
+        await follower.follow(PREFIX, revision, ignore, ignore)
+    opened = asyncio.Event()
+
+    async def follow() -> None:
+        while True:
+            with suppress(DiscoveryError):
+                await follower.follow(PREFIX, revision, opened.set, ignore)
+
+    following = asyncio.create_task(follow())
     async with asyncio.timeout(TIMEOUT_S):
         await opened.wait()
     following.cancel()
     await asyncio.wait({following})
-    await client.close()
+    for client in (caller, follower):
+        await client.close()
 
 
 async def token_expires(client: EtcdClient) -> None:
