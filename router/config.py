@@ -98,7 +98,7 @@ class RouterConfig:
         signed_start_ttl_s: a client must bring a placement to its worker within this time; less if a hand-off expires
             sooner.
         events_key_file: the key with which workers serve their events (see ``quartet.events.curve``); ``None``: the
-            router receives them without encryption.
+            router receives them without encryption, which is refused with ``server.tls``.
         custom_chat_template: a Jinja file that lays out the chats of every model here, instead of the model's own.
             Read once; routers that share clients need the same one.
         trusted_gateways: names of client identities that may use every tenant.
@@ -138,6 +138,7 @@ class RouterConfig:
         if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")
+        self.server.check_events_key(self.events_key_file)
         check_identity_tenants(self.identity_tenants, self.trusted_gateways)
         if self.identity_tenants and not self.knows_callers:
             raise ConfigError("identity_tenants: takes server.tls with require_client_cert, which shows who calls")

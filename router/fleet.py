@@ -38,7 +38,7 @@ from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaSize
-from quartet.rpc.channels import TlsConfig, create_channel, watch_connection
+from quartet.rpc.channels import Dialer, TlsConfig, watch_connection
 from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, PrefillClient, RunningDecode
 from quartet.streams.encode_client import EncodeCall, EncodeClient
 from quartet.streams.messages import DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
@@ -99,7 +99,7 @@ class Fleet:
         self.is_synchronised = asyncio.Event()
         self._table = table
         self._metrics = metrics
-        self._tls = tls
+        self._dialer = Dialer(tls)
         self._kv = kv
         self._on_worker = on_worker
         on_kv = None if kv is None else kv.take_batch
@@ -111,9 +111,7 @@ class Fleet:
         self._is_draining = False
         self._shown_states: Counter[tuple[Role, WorkerState]] = Counter()
         # Only keeps and releases hand-offs: it has no pool to pull into.
-        self._puller = TransferPuller(
-            lambda address: create_channel(address, tls), host=host_identity(), config=TransferConfig()
-        )
+        self._puller = TransferPuller(self._dialer.open, host=host_identity(), config=TransferConfig())
 
     # Requests on workers.
 
@@ -210,7 +208,7 @@ class Fleet:
             self._leave(known.record)
         if record.key not in self._connections:
             logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
-            self._connections[record.key] = WorkerConnection(record, self._tls, self._lost, self._broken, self.drop)
+            self._connections[record.key] = WorkerConnection(record, self._dialer, self._lost, self._broken, self.drop)
             if self._kv is not None:
                 self._kv.enter(record, self._connections[record.key].client)
             self._listen(record)
@@ -328,7 +326,7 @@ class WorkerConnection:
     def __init__(
         self,
         record: WorkerRecord,
-        tls: TlsConfig | None,
+        dialer: Dialer,
         on_lost: Callable[[WorkerRecord], None],
         on_broken: Callable[[WorkerRecord, ServingError], None],
         drop: Callable[[HandOff], None],
@@ -337,7 +335,7 @@ class WorkerConnection:
 
         Args:
             record: what discovery says of the worker.
-            tls: to dial it with.
+            dialer: opens the channel to it.
             on_lost: called when the connection is lost while no stream is open on it, so the router also notices the
                 death of a worker that serves only clients.
             on_broken: called when the stream breaks, unless ``close`` broke it.
@@ -345,7 +343,7 @@ class WorkerConnection:
         """
         self.record = record
         self.is_closed = False
-        self._channel = create_channel(record.grpc_address, tls)
+        self._channel = dialer.open(record.grpc_address)
         self.client = WorkerClient(self._channel)
         self.requests: DecodeClient | PrefillClient | EncodeClient
         if record.role is Role.DECODE:

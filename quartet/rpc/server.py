@@ -13,6 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -107,6 +108,14 @@ class ServerConfig:
         if not self.is_open:
             parsed.require_loopback(field, "server.tls, or server.insecure: true")
         return parsed
+
+    def check_events_key(self, key_file: Path | None) -> None:
+        """Refuse events without a key beside gRPC with TLS. Raises ``ConfigError`` naming ``events_key_file``."""
+        if self.tls is not None and key_file is None:
+            raise ConfigError(
+                "events_key_file: is missing; with server.tls events are encrypted too: let it name one file for all "
+                "processes, made by `openssl rand -hex 32`"
+            )
 
     @property
     def with_reflection(self) -> bool:

@@ -35,7 +35,7 @@ class WorkerConfig:
         allowed_local_media_path: refused. Routers fetch media; it is their setting ``media.allowed_local_paths``.
         max_file_size_mb: largest media file, in MB of 10**6 bytes.
         events_key_file: the key that encrypts events (see ``quartet.events.curve``); ``None``: not encrypted, which
-            needs loopback or ``server.insecure``.
+            needs loopback or ``server.insecure``, and is refused with ``server.tls``.
         signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
             ``None``: signed starts are refused.
         drain_timeout_s: running requests get this long to end after SIGTERM.
@@ -75,6 +75,7 @@ class WorkerConfig:
         for name in ("drain_timeout_s", "stall_timeout_s", "max_file_size_mb"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        self.server.check_events_key(self.events_key_file)
         _ = self.listening
 
     @property

@@ -33,8 +33,6 @@ def test_an_impossible_configuration_is_refused(tmp_path: Path) -> None:
         EtcdConfig(endpoints=())
     with pytest.raises(ValueError, match="lease_ttl_s"):
         EtcdConfig(lease_ttl_s=0)
-    with pytest.raises(ValueError, match="go together"):
-        EtcdConfig(cert_file=tmp_path)
     with pytest.raises(ValueError, match="ttl_s"):
         FileConfig(directory=tmp_path, ttl_s=0)
 

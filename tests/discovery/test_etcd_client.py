@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from quartet.discovery.etcd import EtcdRegistry
+from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.errors import DiscoveryError
 from quartet.rpc.channels import TlsConfig
@@ -89,9 +90,7 @@ async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(et
         mutual = EtcdRegistry(
             EtcdConfig(
                 endpoints=(f"https://{proxy.endpoint}",),
-                ca_file=files.ca_file,
-                cert_file=files.cert_file,
-                key_file=files.key_file,
+                tls=EtcdTls(ca_file=files.ca_file, cert_file=files.cert_file, key_file=files.key_file),
             )
         )
         registration = await mutual.register(make_record())
@@ -99,8 +98,8 @@ async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(et
         await mutual.close()
 
         for config in (
-            EtcdConfig(endpoints=(proxy.endpoint,), ca_file=files.ca_file, request_timeout_s=0.5),
-            EtcdConfig(endpoints=(f"https://{proxy.endpoint}",), request_timeout_s=0.5),
+            EtcdConfig(endpoints=(proxy.endpoint,), tls=EtcdTls(ca_file=files.ca_file), request_timeout_s=0.5),
+            EtcdConfig(endpoints=(f"https://{proxy.endpoint}",), tls=EtcdTls(), request_timeout_s=0.5),
             EtcdConfig(endpoints=(proxy.endpoint,), request_timeout_s=0.5),
         ):
             refused = EtcdRegistry(config)

@@ -21,6 +21,7 @@ from quartet.v1 import types_pb2
 from router.config import AttemptConfig
 from router.fleet import Fleet
 from router.workers import PoolKey, WorkerTable
+from tests.certificates import CertificateAuthority
 from tests.fakes.memory_registry import MemoryRegistry
 from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
@@ -283,6 +284,23 @@ async def test_events_that_make_no_sense_are_counted() -> None:
             while not metrics.get_sample_value("quartet_router_malformed_events_total"):
                 socket.send_multipart([LOAD_TOPIC, b"short", b""])
                 await asyncio.sleep(0.005)
+    await discovery.close()
+    await watching
+    await fleet.close()
+
+
+async def test_a_worker_that_comes_while_a_certificate_is_missing_ends_no_task(tmp_path: Path) -> None:
+    tls = CertificateAuthority(tmp_path).issue("router", "quartet://default/router/r1")
+    table, discovery = WorkerTable("router-a", heartbeat_timeout_s=30), MemoryRegistry()
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), tls)
+    tls.cert_file.unlink()
+    adopted = asyncio.Event()
+    table.listen(adopted.set)
+    watching = asyncio.create_task(fleet.watch(discovery.watch()))
+    await discovery.register(make_record())
+    waiting = asyncio.create_task(adopted.wait())
+    await asyncio.wait([waiting, watching], timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    assert adopted.is_set() and not watching.done()
     await discovery.close()
     await watching
     await fleet.close()

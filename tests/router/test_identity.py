@@ -13,6 +13,7 @@ from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import ServerConfig
 from quartet.v1 import router_pb2 as pb
+from services.topology.launch import draw_events_key
 from tests.certificates import CertificateAuthority
 from tests.router.session_reader import SessionReader
 from tests.router.system import TIMEOUT_S, Stub, System, running_system
@@ -38,7 +39,10 @@ async def test_a_tenant_is_the_certificates_name_unless_a_trusted_gateway_names_
     client = authority.issue("client", "quartet://default/client/acme")
     gateway = authority.issue("gateway", "quartet://default/client/front")
     server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
-    async with running_system(tmp_path, monkeypatch, server=server, trusted_gateways=("front",)) as (system, _stub):
+    key_file, gateways = draw_events_key(tmp_path), ("front",)
+    async with running_system(
+        tmp_path, monkeypatch, server=server, events_key_file=key_file, trusted_gateways=gateways
+    ) as (system, _stub):
         assert await tenant_of(system, client, "", caplog) == "acme"
         assert await tenant_of(system, client, "somebody-else", caplog) == "acme"
         assert await tenant_of(system, gateway, "customer", caplog) == "customer"
@@ -91,7 +95,8 @@ async def test_callers_that_may_call_generate_may_call_explain(tmp_path: Path, m
         "operator": grpc.StatusCode.NOT_FOUND,
         "worker": grpc.StatusCode.PERMISSION_DENIED,
     }
-    async with running_system(tmp_path, monkeypatch, server=server) as (system, _stub):
+    key_file = draw_events_key(tmp_path)
+    async with running_system(tmp_path, monkeypatch, server=server, events_key_file=key_file) as (system, _stub):
         for kind, code in codes.items():
             tls = authority.issue(kind, f"quartet://default/{kind}/someone")
             async with create_channel(system.address, tls) as channel, asyncio.timeout(TIMEOUT_S):
