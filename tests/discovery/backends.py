@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from quartet.discovery.base import Registry, WorkerKey, WorkerRecord, to_json
+from quartet.discovery.base import Registry, WorkerKey, WorkerRecord
 from quartet.discovery.etcd import EtcdRegistry
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.discovery.file import FileConfig, FileRegistry
+from quartet.discovery.record_json import to_json
 from tests.discovery.records import TIMEOUT_S
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
 
