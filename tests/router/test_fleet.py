@@ -15,10 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
 from quartet.discovery.create import create_registry
+from quartet.discovery.file import FileRegistration
 from quartet.discovery.record_json import to_json
-from quartet.errors import ServingError, WorkerReplacedError
+from quartet.errors import ServingError, WorkerReplacedError, WorkerUnavailableError
 from quartet.events.wire import LOAD_TOPIC
 from quartet.rpc.errors import from_rpc_error
+from quartet.rpc.server import ServerConfig
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2, worker_pb2
@@ -34,6 +36,7 @@ from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
 from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
 from tests.router.test_servicer import PROMPT, generate, make_start, read_all, token_ids_of
+from tests.services.stream_workers import make_start as make_worker_start
 from tests.services.stream_workers import until
 from tests.services.test_model_files import FakeWorker, serving
 from tests.text.builders import byte_level_backend
@@ -165,11 +168,22 @@ async def test_a_worker_that_starts_anew_is_used_again(tmp_path: Path, monkeypat
         assert after.record.epoch != before.record.epoch
 
 
-async def test_a_worker_that_starts_anew_at_the_same_address_is_used_again(
+async def test_a_killed_worker_that_starts_anew_at_the_same_address_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    addresses = {worker_id: f"127.0.0.1:{free_port()}" for worker_id in ("prefill-0", "decode-0")}
-    async with running_system(tmp_path, monkeypatch, *addresses, addresses=addresses) as (system, stub):
+    async def is_killed(_: FileRegistration) -> None:
+        """Leave the record to the next life, as a process does that gets no chance to remove it."""
+
+    monkeypatch.setattr(FileRegistration, "_remove", is_killed)
+    fixed = {
+        worker_id: {
+            "server": ServerConfig(address=f"127.0.0.1:{free_port()}"),
+            "events_address": f"127.0.0.1:{free_port()}",
+            "http_address": f"127.0.0.1:{free_port()}",
+        }
+        for worker_id in ("prefill-0", "decode-0")
+    }
+    async with running_system(tmp_path, monkeypatch, *fixed, settings_by_id=fixed) as (system, stub):
         assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
         # The prefill under a decode that has pulled from it, the decode under a router that has streamed with it.
         for worker_id in ("prefill-0", "decode-0", "prefill-0"):
@@ -182,7 +196,8 @@ async def test_a_worker_that_starts_anew_at_the_same_address_is_used_again(
             answer = await generate(stub, make_start())
             assert token_ids_of(answer) == expected(PROMPT, 12)
             assert answer[0].accepted.choices[0].prefill.worker_id == "prefill-0"
-            assert (await record_of(stub, worker_id)).grpc_address == addresses[worker_id]
+            after = await record_of(stub, worker_id)
+            assert (after.grpc_address, after.events_address) == (before.grpc_address, before.events_address)
         await system.wait_idle()
 
 
@@ -262,6 +277,8 @@ async def test_an_id_that_moves_to_another_role_is_a_change_and_takes_no_blocks_
         await until(lambda: decode.key in list_keys(table))
         assert prefill.key not in list_keys(table)
         assert len(index.match([1, 2, 3])) == 0
+        with pytest.raises(WorkerUnavailableError):
+            fleet.prefill(Rank("both"), make_worker_start(PROMPT))
     finally:
         await discovery.close()
         await watching

@@ -185,7 +185,7 @@ async def test_a_source_that_starts_anew_at_the_same_address_is_pulled_from_agai
     config = dataclasses.replace(CONFIG, ways=tuple(dict.fromkeys((way, TransferWay.GRPC))))
     address = f"127.0.0.1:{free_port()}"
     async with puller_worker(config=config) as here:
-        for epoch in (7, 8, 9):
+        for epoch in (7, 8):
             async with source_worker(epoch=epoch, address=address) as source, asyncio.timeout(30):
                 hand_off = source.offer(0, BLOCKS)
                 # Pulls fail at once until gRPC tries to connect again, which has no event.
@@ -195,6 +195,8 @@ async def test_a_source_that_starts_anew_at_the_same_address_is_pulled_from_agai
                     result = await here.puller.claim(source.offer(block, BLOCKS)).fetch([PieceCopy(1, block)])
                     assert result.way is way
                     assert here.memory.piece(block) == source.memory.piece(BLOCKS[1])
+                left = source.offer(3, BLOCKS)
+            assert await is_unreachable(here, left)
 
 
 async def is_unreachable(here: PullerWorker, hand_off: HandOff) -> bool:
