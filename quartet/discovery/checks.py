@@ -42,10 +42,15 @@ def check_texts(field: str, texts: Sequence[str]) -> None:
         check_text(field, text)
 
 
-def check_address(field: str, address: str) -> None:
-    """Raise unless ``address`` is a ``host:port`` that can be dialled; IPv6 in brackets."""
+def is_address(address: str) -> bool:
+    """Whether ``address`` is a ``host:port`` that can be dialled; IPv6 in brackets."""
     found = _ADDRESS.fullmatch(address)
-    if found is None or not 1 <= int(found[1]) < 2**16:
+    return found is not None and 1 <= int(found[1]) < 2**16
+
+
+def check_address(field: str, address: str) -> None:
+    """Raise unless ``is_address``."""
+    if not is_address(address):
         raise ValueError(f"{field} must be host:port, IPv6 in brackets and the port from 1 to 65535")
 
 
