@@ -14,7 +14,7 @@ from functools import partial
 
 from quartet.discovery.base import Registration, Registry, Role, WorkerKey, WorkerRecord, WorkerSet
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, StoredValue, new_lease_id
-from quartet.discovery.record_json import RecordReader, to_json
+from quartet.discovery.record_json import RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class EtcdRegistration(Registration):
     """A record in etcd, kept there by a task that renews its lease and registers again when that is lost.
 
     It is put only in a transaction that changes nothing where another process has come first: the key must be absent,
-    or hold this record, or still hold what an earlier start of the worker had left there when this one began. No key of
-    the same id may exist for another role.
+    or hold this record, or still hold what an earlier start of the worker had left there when this one began, or hold
+    nothing that names an epoch. No key of the same id may exist for another role.
     """
 
     def __init__(self, client: EtcdClient, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
@@ -119,7 +119,9 @@ class EtcdRegistration(Registration):
 
     def _check_not_replaced(self, stored: StoredValue | None) -> None:
         assert self._replaceable is not None, "it is read before anything is put"
-        if stored is not None and stored.value not in self._replaceable:
+        if stored is None or stored.value in self._replaceable:
+            return
+        if read_epoch(stored.value) is not None:
             raise WorkerReplacedError(f"another process has registered as {self.record.role} {self.record.worker_id}")
 
     async def _put(self, lease_id: int, revision: int) -> None:

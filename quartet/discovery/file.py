@@ -19,7 +19,7 @@ from pathlib import Path
 
 from quartet.discovery.base import Registration, Registry, Role, WorkerRecord, WorkerSet
 from quartet.discovery.checks import check_name
-from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, to_json
+from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
 
 logger = logging.getLogger(__name__)
@@ -111,27 +111,38 @@ class FileRegistration(Registration):
             unfinished.replace(self._path)
 
     def _touch(self) -> None:
-        status, value = _status(self._path), _read(self._path)
-        if value == self._value:
+        status, is_own = _status(self._path), _read(self._path) == self._value
+        if status is None or not is_own or self._config.is_expired(status):
+            self._check_not_replaced()
+        if is_own:
             os.utime(self._path)
             return
-        if status is not None and not self._config.is_expired(status):
-            raise WorkerReplacedError(f"another process has registered as {self.record.role} {self.record.worker_id}")
-        if (taken := self._find_other_role()) is not None:
-            raise WorkerReplacedError(self._refusal(taken))
-        self._clear_expired()
+        self._clear()
         with self._unfinished() as unfinished, contextlib.suppress(FileExistsError):
             os.link(unfinished, self._path)  # unlike a replacement it fails if another came first
 
-    def _clear_expired(self) -> None:
-        """Remove the file, unless it is touched or replaced at this moment."""
+    def _check_not_replaced(self) -> None:
+        if self._is_anothers(self._path):
+            raise WorkerReplacedError(f"another process has registered as {self.record.role} {self.record.worker_id}")
+        if (taken := self._find_other_role()) is not None:
+            raise WorkerReplacedError(self._refusal(taken))
+
+    def _is_anothers(self, path: Path) -> bool:
+        """Whether the file is kept alive by another process; one that names no epoch is nobody's."""
+        status, value = _status(path), _read(path)
+        if status is None or value is None or value == self._value:
+            return False
+        return not self._config.is_expired(status) and read_epoch(value) is not None
+
+    def _clear(self) -> None:
+        """Remove the file, unless another process touches or replaces it at this moment."""
         aside = self._aside()
         try:
             self._path.rename(aside)
         except FileNotFoundError:
             return
         with contextlib.suppress(FileExistsError):
-            if not self._config.is_expired(aside.stat()):
+            if self._is_anothers(aside):
                 os.link(aside, self._path)
         aside.unlink()
 

@@ -45,6 +45,14 @@ def from_json(data: bytes) -> WorkerRecord:
         raise DiscoveryError(f"the worker record is impossible: {error}") from error
 
 
+def read_epoch(data: bytes) -> int | None:
+    """The epoch that ``data`` names, readable otherwise or not; ``None``: it is no process's record."""
+    try:
+        return _epoch("epoch", _parse_object(data).get("epoch"))
+    except (DiscoveryError, ValueError):
+        return None
+
+
 class RecordReader:
     """Reads stored records. One that can't be used is no worker; each is logged once, until its value changes."""
 

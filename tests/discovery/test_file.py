@@ -13,6 +13,7 @@ from quartet.discovery.base import Role, Synchronised, WorkerAdded
 from quartet.discovery.file import FileConfig, FileRegistry
 from quartet.discovery.record_json import to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
+from tests.discovery.backends import touch_for_good
 from tests.discovery.records import TIMEOUT_S, eventually, make_record, next_event
 
 
@@ -84,6 +85,7 @@ async def test_a_life_that_was_frozen_between_look_and_write_does_not_take_its_i
         if was_expired and path.read_bytes() == stale:
             new = path.with_name("new")
             new.write_bytes(living)
+            touch_for_good(new)
             new.replace(path)
         return was_expired
 
@@ -99,6 +101,21 @@ async def test_a_life_that_was_frozen_between_look_and_write_does_not_take_its_i
     await former.close()
     assert path.read_bytes() == living
     assert [file.name for file in path.parent.iterdir()] == [path.name], "nothing is left beside it"
+
+
+async def test_a_frozen_life_whose_id_went_to_another_role_does_not_revive_its_file(tmp_path: Path) -> None:
+    former = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
+    registration = await former.register(make_record("both"))
+    [path] = (tmp_path / "default").iterdir()
+    # In one step: it expires, and the id is another's.
+    os.utime(path, (time.time() - 5, time.time() - 5))
+    other = path.with_name("prefill.both.json")
+    other.write_bytes(to_json(make_record("both", role=Role.PREFILL)))
+    touch_for_good(other)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError, match="worker_id both is taken by"):
+            await registration.ended()
+    await former.close()
 
 
 async def test_a_file_in_place_of_the_directory_is_an_error(tmp_path: Path) -> None:

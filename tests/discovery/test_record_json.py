@@ -12,7 +12,7 @@ import zmq
 from hypothesis import given
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
-from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, from_json, to_json
+from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, from_json, read_epoch, to_json
 from quartet.errors import DiscoveryError
 from quartet.streams.convert.workers import from_worker_record, to_worker_record
 from tests.discovery.records import make_record
@@ -147,6 +147,24 @@ def test_a_record_with_any_values_is_refused_or_can_be_sent_shown_and_dialled(ch
 def test_deeply_nested_json_is_an_error_like_any_other() -> None:
     with pytest.raises(DiscoveryError):
         from_json(b"[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "epoch"),
+    [
+        (to_json(make_record(epoch=2**64 - 1)), 2**64 - 1),
+        (b'{"epoch":"9","of":"a newer version"}', 9),
+        (b"", None),
+        (b"[" * 100_000, None),
+        (b"[]", None),
+        (b"{}", None),
+        (b'{"epoch":7}', None),
+        (b'{"epoch":"-7"}', None),
+        (b'{"epoch":"' + b"9" * 5000 + b'"}', None),
+    ],
+)
+def test_the_epoch_is_read_also_from_a_record_that_is_not_readable_otherwise(data: bytes, epoch: int | None) -> None:
+    assert read_epoch(data) == epoch
 
 
 def test_a_record_that_is_too_long_is_refused_before_it_is_parsed() -> None:

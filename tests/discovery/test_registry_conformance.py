@@ -19,7 +19,7 @@ from quartet.discovery.base import (
 from quartet.discovery.record_json import to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
 from tests.discovery.backends import LEASE_S, Backend
-from tests.discovery.records import TIMEOUT_S, make_record, next_event, synchronised
+from tests.discovery.records import TIMEOUT_S, eventually, make_record, next_event, synchronised
 from tests.stopwatch import Stopwatch
 
 
@@ -88,6 +88,26 @@ async def test_a_former_life_loses_its_worker_id_for_good(backend: Backend) -> N
     await former.close()
     await living.close()
     assert await next_event(watch) == WorkerRemoved("decode-0", Role.DECODE)
+
+
+@pytest.mark.parametrize("value", [b"\xff", b'{"epoch":7}'])
+async def test_what_names_no_epoch_takes_nobodys_worker_id(backend: Backend, value: bytes) -> None:
+    record = (await backend.registry().register(make_record())).record
+    registry = backend.registry()
+    await backend.store(record.key, value)
+
+    async def is_back() -> bool:
+        return await registry.workers() == [record]
+
+    await eventually(is_back)
+
+
+async def test_a_record_that_only_newer_versions_can_read_takes_the_worker_id(backend: Backend) -> None:
+    former = await backend.registry().register(make_record())
+    await backend.store(former.record.key, b'{"epoch":"9","role":"something new"}')
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError):
+            await former.ended()
 
 
 async def test_a_registration_is_not_lost_by_being_closed(backend: Backend) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from quartet.discovery.base import Registration, Registry, Role, WorkerKey, WorkerRecord, WorkerSet
 from quartet.discovery.checks import check_name
-from quartet.discovery.record_json import RecordReader, to_json
+from quartet.discovery.record_json import RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
 
 
@@ -85,7 +85,9 @@ class MemoryRegistration(Registration):
     async def _keep_registered(self) -> None:
         async for _ in self._store.changes():
             stored = self._store.get(self._namespace, self.record.key)
-            if stored not in (None, self._value) or self._find_other_role() is not None:
+            if stored is not None and read_epoch(stored) is None:
+                self._store.put(self._namespace, self.record.key, self._value)
+            elif stored not in (None, self._value) or self._find_other_role() is not None:
                 raise WorkerReplacedError(
                     f"another process has registered as {self.record.role} {self.record.worker_id}"
                 )
