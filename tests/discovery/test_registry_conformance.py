@@ -158,7 +158,16 @@ async def test_keys_of_a_newer_version_are_ignored(backend: Backend) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"\xff\xfe", b"[]", b"{}", to_json(make_record("somebody-else")), to_json(make_record("bad"))[:-20]],
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        to_json(make_record("somebody-else")),
+        to_json(make_record("bad"))[:-20],
+        to_json(make_record("bad")).replace(b"127.0.0.1:50051", b"\\ud800:1"),
+        to_json(make_record("bad")).replace(b'"data_parallel_size":1', b'"data_parallel_size":1000000'),
+    ],
 )
 async def test_an_unreadable_record_is_skipped_and_hides_no_other(backend: Backend, value: bytes) -> None:
     good = await backend.registry().register(make_record("good"))
