@@ -180,6 +180,10 @@ class DiscoveryError(ServingError, reason="DISCOVERY_UNAVAILABLE"):
     """The registry cannot be reached or refuses us."""
 
 
+class WorkerReplacedError(ServingError, reason="WORKER_REPLACED"):
+    """Another process is registered under this worker's id: this one is to finish its present work and end."""
+
+
 # Hand-offs and transfers: the router's answer to each is to prefill again.
 
 

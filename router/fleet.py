@@ -157,7 +157,7 @@ class Fleet:
         while True:
             now = time.monotonic()
             for record in self._table.forget_gone(now):
-                self._leave(record)
+                self._leave(record.key)
             for record in self._table.to_probe(now):
                 self._probe(record)
             self.texts.retain({pool.key for pool in self._table.pools(now)})
@@ -202,11 +202,21 @@ class Fleet:
         if record.role not in _WORKER_ROLES:
             return
         known = self._connections.get(record.key)
+        for key in self._table.other_roles(record.key):
+            self._leave(key)
         is_new = self._table.put(record, time.monotonic())
+        record = self._table.record(record.key)
         # Behind another proxy, a worker may also get another address within one epoch.
-        if known is not None and (is_new or known.record.grpc_address != record.grpc_address):
-            self._leave(known.record)
-        if record.key not in self._connections:
+        if known is not None and (is_new or _addresses(known.record) != _addresses(record)):
+            self._leave(record.key)
+        if not self._table.can_use(record):
+            if is_new:
+                logger.warning(
+                    "worker %s is not used: it speaks %r, and this router does not",
+                    record.worker_id,
+                    record.contract_version,
+                )
+        elif record.key not in self._connections:
             logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
             self._connections[record.key] = WorkerConnection(record, self._dialer, self._lost, self._broken, self.drop)
             if self._kv is not None:
@@ -224,11 +234,11 @@ class Fleet:
         except ValueError as error:
             logger.warning("worker %s: %s", record.worker_id, error)
 
-    def _leave(self, record: WorkerRecord) -> None:
-        probe = self._probes.pop(record.key, None)
+    def _leave(self, key: WorkerKey) -> None:
+        probe = self._probes.pop(key, None)
         if probe is not None:
             probe.cancel()
-        connection = self._connections.pop(record.key, None)
+        connection = self._connections.pop(key, None)
         if connection is None:
             return
         if self._kv is not None:
@@ -311,6 +321,10 @@ class Fleet:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _addresses(record: WorkerRecord) -> tuple[str, str]:
+    return record.grpc_address, record.events_address
 
 
 class WorkerConnection:

@@ -19,7 +19,6 @@ from quartet.api.fleet import Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import GenerateStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
-from quartet.discovery.base import Role
 from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError
 from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.server import Service, StalledCalls
@@ -131,7 +130,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """As router.proto says."""
         changed = asyncio.Event()
         stop = self._table.listen(changed.set)
-        shown: dict[tuple[Role, str], WorkerStatus] = {}
+        shown: dict[str, WorkerStatus] = {}
         is_first = True
         try:
             while True:
@@ -180,10 +179,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         statuses = self._table.statuses(time.monotonic())
         return [status for status in statuses if model in ("", status.record.model_name)]
 
-    def _changes(self, model: str, shown: dict[tuple[Role, str], WorkerStatus]) -> pb.WatchWorkersResponse:
-        """The changes since ``shown``; brings ``shown`` up to date."""
-        now = {(status.record.role, status.record.worker_id): status for status in self._statuses(model)}
-        removed = [worker_id for role, worker_id in shown.keys() - now.keys()]
+    def _changes(self, model: str, shown: dict[str, WorkerStatus]) -> pb.WatchWorkersResponse:
+        """The changes since ``shown``, by worker id; brings ``shown`` up to date."""
+        now = {status.record.worker_id: status for status in self._statuses(model)}
+        removed = shown.keys() - now.keys()
         updated = [status for key, status in now.items() if key not in shown or _differ(shown[key], status)]
         shown.clear()
         shown.update(now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from aetcd import rpc
 
-from quartet.discovery.base import check_name
+from quartet.discovery.checks import check_name
 from quartet.discovery.etcd_access import EtcdTls, EtcdTokens, Metadata
 from quartet.errors import ConfigError, DiscoveryError
 from quartet.rpc.channels import ListenAddress, open_channel
@@ -86,11 +86,12 @@ class EtcdConfig:
 
 @dataclass(frozen=True)
 class StoredValue:
-    """One key's value and the lease that it goes with (0: none)."""
+    """One key's value, the lease that it goes with (0: none), and the store's revision of its last change."""
 
     key: str
     value: bytes
     lease_id: int
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,19 @@ class EtcdClient:
     async def put(self, key: str, value: bytes, lease_id: int) -> None:
         """Store ``value`` until the lease ends, replacing what was there."""
         await self._call("Put", rpc.PutRequest(key=key.encode(), value=value, lease=lease_id))
+
+    async def put_if(self, key: str, value: bytes, lease_id: int, *, revision: int, absent: Iterable[str] = ()) -> bool:
+        """``put`` in one transaction, on condition that ``key`` was last changed in ``revision`` (0: there is none).
+
+        ``absent`` names keys that must not exist either.
+
+        Returns:
+            Whether all held. If not, nothing was changed.
+        """
+        put = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
+        compare = [_unchanged(key, revision), *(_unchanged(other, 0) for other in absent)]
+        response = await self._call("Txn", rpc.TxnRequest(compare=compare, success=[rpc.RequestOp(request_put=put)]))
+        return bool(response.succeeded)
 
     async def grant(self, lease_id: int) -> None:
         """Begin a lease of the configured time under an id that the caller drew with ``new_lease_id``."""
@@ -277,6 +291,7 @@ class _Endpoint:
         self.unary = {
             "Range": kv.Range,
             "Put": kv.Put,
+            "Txn": kv.Txn,
             "LeaseGrant": self.lease.LeaseGrant,
             "LeaseRevoke": self.lease.LeaseRevoke,
         }
@@ -334,7 +349,12 @@ def _change(event: Any) -> KeyChange:
 
 
 def _stored(kv: Any) -> StoredValue:
-    return StoredValue(_text(kv.key), kv.value, kv.lease)
+    return StoredValue(_text(kv.key), kv.value, kv.lease, kv.mod_revision)
+
+
+def _unchanged(key: str, revision: int) -> Any:
+    # A key that is not there has 0 for its revision.
+    return rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=key.encode(), mod_revision=revision)
 
 
 def _text(key: bytes) -> str:

@@ -73,6 +73,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.RequestTimeoutError: StatusCode.DEADLINE_EXCEEDED,
     errors.RequestCancelledError: StatusCode.CANCELLED,
     errors.DiscoveryError: StatusCode.UNAVAILABLE,
+    errors.WorkerReplacedError: StatusCode.FAILED_PRECONDITION,
     errors.HandOffNotFoundError: StatusCode.NOT_FOUND,
     errors.HandOffStateError: StatusCode.FAILED_PRECONDITION,
     errors.StaleEpochError: StatusCode.FAILED_PRECONDITION,

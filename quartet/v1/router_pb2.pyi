@@ -39,6 +39,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """Its stream broke or its heartbeats stopped: it gets no new requests until it answers."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 4
     """It takes no new requests and finishes those that run."""
+    WORKER_STATE_INCOMPATIBLE: _WorkerState.ValueType  # 5
+    """The router does not speak the contract version that its record names, and never uses it."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """Whether requests are placed at a worker."""
@@ -53,6 +55,8 @@ WORKER_STATE_SUSPECT: WorkerState.ValueType  # 3
 """Its stream broke or its heartbeats stopped: it gets no new requests until it answers."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
 """It takes no new requests and finishes those that run."""
+WORKER_STATE_INCOMPATIBLE: WorkerState.ValueType  # 5
+"""The router does not speak the contract version that its record names, and never uses it."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -1526,7 +1530,9 @@ class WatchWorkersResponse(_message.Message):
 
     @_builtins.property
     def removed_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of those gone. Empty: none is."""
+        """Ids of those gone. An id names one worker, whatever its role: one that changed its role is in `updated` only.
+        Empty: none is gone.
+        """
 
     def __init__(
         self,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quartet.config import build, load_yaml, override
-from quartet.discovery.base import Role, check_name
+from quartet.discovery.base import Role
+from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
 from quartet.errors import ConfigError

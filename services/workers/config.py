@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quartet.discovery.checks import is_address
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EncoderSettings, EngineSettings, EngineSpec
 from quartet.errors import ConfigError
@@ -123,6 +124,15 @@ class Listening:
         if not self.host and self.grpc.is_wildcard:
             message = f"peers can't dial {self.grpc.host}, which server.address has: name the host that they can"
             raise ConfigError(f"advertise_host: {message}")
+        advertised = self.advertise(grpc_port=1, events_port=1, http_port=1)
+        for setting, address in (
+            ("advertise_host" if self.host else "server.address", advertised.grpc),
+            ("events_address", advertised.events.removeprefix("tcp://")),
+            ("http_address", advertised.http),
+        ):
+            if not is_address(address):
+                host = address.rpartition(":")[0]
+                raise ConfigError(f"{setting}: peers can't dial {host!r}; IPv6 goes in brackets")
 
     def advertise(self, *, grpc_port: int, events_port: int, http_port: int) -> Advertised:
         """The addresses to announce, with the ports that were opened."""

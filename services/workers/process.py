@@ -17,10 +17,10 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from quartet.config import build
-from quartet.discovery.base import Abilities, Registry, Role, WorkerRecord
+from quartet.discovery.base import CONTRACT_VERSION, Abilities, Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
-from quartet.errors import ConfigError, ServingError
+from quartet.errors import ConfigError, ServingError, WorkerReplacedError
 from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
@@ -55,7 +55,8 @@ from services.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_CONTRACT_VERSION = "quartet.v1"
+#: Exit code of a worker whose id another process has taken; starting it again would take the id back from that one.
+EXIT_REPLACED = 3
 
 # Streams of routers never end by themselves; no request runs on them any more when they are cut.
 _STREAMS_GRACE_S = 0.2
@@ -69,6 +70,7 @@ _SWITCH_INTERVAL_S = 0.0005
 def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
     """Run one worker from the command line; exits with 1 and one line if it can't start or its engine died.
 
+    With ``EXIT_REPLACED`` it exits if another process has taken its id: it has then finished its requests.
     ``engine_factory`` makes another engine than the one that the configuration names.
     """
     command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
@@ -80,7 +82,7 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
         uvloop.run(_run(config, role, engine_factory))
     except (ConfigError, ServingError) as error:
         logger.error("%s: %s", role, command_line.named(_with_field(error)))
-        _leave(1)
+        _leave(EXIT_REPLACED if isinstance(error, WorkerReplacedError) else 1)
     _leave(0)
 
 
@@ -121,6 +123,7 @@ class WorkerProcess:
         Raises:
             ConfigError, ServingError: it can't start; the message says why.
             EngineError: the engine or the vision tower died.
+            WorkerReplacedError: another process has taken the worker's id; it has drained.
         """
         async with AsyncExitStack() as stack:
             telemetry = TelemetryServer(self._config.http_address, self._registry, self._probes())
@@ -194,14 +197,19 @@ class WorkerProcess:
             asyncio.create_task(pacer.run(), name="load"),
             asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
             *(asyncio.create_task(watch(), name="watch") for watch in serving.watches),
+            asyncio.create_task(self._announce(worker, registry), name="registration"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            await is_done_before(stop, self._announce(worker, registry))
-            # A task ends by itself only if it raises: the engine died, or there is a bug.
+            # A task ends by itself only if it raises: the engine died, the worker was replaced, or there is a bug.
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            try:
+                for task in done:
+                    task.result()
+            except WorkerReplacedError as error:
+                logger.error("%s", error)
+                await worker.drain()
+                raise
             await worker.drain()
         finally:
             await registry.close()
@@ -210,8 +218,10 @@ class WorkerProcess:
             await asyncio.gather(*tasks, stopping, return_exceptions=True)
 
     async def _announce(self, worker: Worker, registry: Registry) -> None:
-        await worker.announce(await registry.register(worker.record))
+        registration = await registry.register(worker.record)
+        await worker.announce(registration)
         logger.info("%s %s serves on %s", self._role, worker.record.worker_id, worker.record.grpc_address)
+        await registration.ended()
 
     def _probes(self) -> Probes:
         return Probes(
@@ -263,19 +273,22 @@ class WorkerProcess:
     def _record(self, abilities: Abilities, addresses: Advertised) -> WorkerRecord:
         config, surroundings = self._config, self._surroundings
         own_fingerprint = self._served_model.fingerprint(abilities.model_fingerprint)
-        return WorkerRecord(
-            **asdict(replace(abilities, model_fingerprint=own_fingerprint)),
-            worker_id=surroundings.worker_id,
-            role=self._role,
-            epoch=surroundings.epoch,
-            grpc_address=addresses.grpc,
-            events_address=addresses.events,
-            http_address=addresses.http,
-            model_name=self._served_model.name,
-            host=surroundings.host,
-            transfer_ways=config.transfer.ways,
-            contract_version=_CONTRACT_VERSION,
-        )
+        try:
+            return WorkerRecord(
+                **asdict(replace(abilities, model_fingerprint=own_fingerprint)),
+                worker_id=surroundings.worker_id,
+                role=self._role,
+                epoch=surroundings.epoch,
+                grpc_address=addresses.grpc,
+                events_address=addresses.events,
+                http_address=addresses.http,
+                model_name=self._served_model.name,
+                host=surroundings.host,
+                transfer_ways=config.transfer.ways,
+                contract_version=CONTRACT_VERSION,
+            )
+        except ValueError as error:
+            raise ConfigError(f"the worker can't be announced: {error}") from error
 
 
 async def is_done_before(stop: asyncio.Event, work: Coroutine[object, object, None]) -> bool:

@@ -84,6 +84,22 @@ async def test_a_quiet_watch_is_distinguished_from_a_dead_one(etcd: EtcdServer) 
     await client.close()
 
 
+async def test_a_conditional_put_changes_nothing_unless_all_conditions_hold(etcd: EtcdServer) -> None:
+    client = EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,)))
+    assert await client.put_if("/a", b"1", 0, revision=0, absent=["/b", "/c"])
+    first = await client.get("/a")
+    assert first is not None
+    assert not await client.put_if("/a", b"2", 0, revision=0)
+    assert not await client.put_if("/a", b"2", 0, revision=first.revision - 1)
+    assert not await client.put_if("/a", b"2", 0, revision=first.revision, absent=["/b", "/a"])
+    assert await client.get("/a") == first
+    assert await client.put_if("/a", b"2", 0, revision=first.revision, absent=["/b"])
+    second = await client.get("/a")
+    assert second is not None
+    assert (second.value, second.revision) == (b"2", first.revision + 1)
+    await client.close()
+
+
 async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(etcd: EtcdServer, tmp_path: Path) -> None:
     files = CertificateAuthority(tmp_path).issue("both-ends")
     async with TcpProxy(etcd.endpoint, tls=_server_context(files)) as proxy:

@@ -58,7 +58,7 @@ def test_cached_candidates_equal_freshly_computed_ones(data: st.DataObject) -> N
     bookings: list[Booking] = []
     for _ in range(data.draw(st.integers(1, 20))):
         now += data.draw(st.sampled_from([0.0, 1.0, 5.0]))
-        match data.draw(st.sampled_from(["report", "book", "release", "poll", "describe"])):
+        match data.draw(st.sampled_from(["report", "book", "release", "poll", "move"])):
             case "report":
                 take(kept, now, num_unbegun_prefill_tokens=data.draw(st.integers(0, 9)))
                 kept.book.on_report(0)
@@ -69,8 +69,8 @@ def test_cached_candidates_equal_freshly_computed_ones(data: st.DataObject) -> N
                 data.draw(st.sampled_from(bookings)).release()
             case "poll":
                 kept.poll(now)
-            case "describe":
-                kept.describe(replace(_RECORD, num_blocks=data.draw(st.integers(1, 99))))
+            case "move":
+                kept.move(replace(_RECORD, grpc_address="10.0.0.1:5", num_blocks=data.draw(st.integers(1, 99))))
         shown = list(kept.candidates())
-        kept.describe(kept.record)  # forgets what was kept
+        kept._read_load()  # forgets what was kept
         assert shown == list(kept.candidates())

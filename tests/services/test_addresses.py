@@ -57,6 +57,23 @@ def test_a_wildcard_without_an_advertised_host_is_refused(address: str) -> None:
         make_config(address)
 
 
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"grpc": "0.0.0.0:0", "advertise_host": "::1"}, "advertise_host"),
+        ({"grpc": "0.0.0.0:0", "advertise_host": "two words"}, "advertise_host"),
+        ({"grpc": "::1:50051"}, "server.address"),
+        ({"grpc": "127.0.0.1:0", "events": "a/b:0"}, "events_address"),
+        ({"grpc": "127.0.0.1:0", "http": "::1:0"}, "http_address"),
+    ],
+)
+def test_an_address_that_peers_could_not_dial_is_refused_before_anything_starts(
+    settings: dict[str, str], setting: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{setting}: peers can't dial"):
+        make_config(**settings)
+
+
 BEYOND_LOOPBACK = ["0.0.0.0:0", "[::]:0", "*:0", "192.0.2.1:5555", "worker-1:5555"]
 
 
