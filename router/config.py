@@ -14,6 +14,7 @@ from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
 from router.media.config import MediaConfig
 from router.policy.create import PolicyConfig
+from router.tenants import TenantConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,6 @@ class AdmissionConfig:
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: the delay that refused clients are asked to wait.
-        tenant_weights: by tenant, its share of the work while other tenants wait too; unlisted tenants weigh 1.
         prediction_life_s: how long a prompt's blocks count as cached where it was sent, without word from KV events.
     """
 
@@ -67,7 +67,6 @@ class AdmissionConfig:
     queue_timeout_s: float = 60.0
     unavailable_timeout_s: float = 10.0
     retry_delay_s: float = 1.0
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     prediction_life_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -77,7 +76,6 @@ class AdmissionConfig:
         for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s", "prediction_life_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
-        check_weights(self.tenant_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +86,8 @@ class RouterConfig:
         server: where gRPC listens; the router also dials workers with its ``tls``.
         http_address: ``host:port`` of /metrics, /livez and /readyz, without TLS.
         policy: how requests are placed.
+        tenants: what each tenant may do, by its name or a pattern of names (``team-*``; ``*``: all others). An exact
+            name goes first, then the first pattern that fits.
         media: media that requests may name.
         max_request_timeout_s: upper limit of every request's time.
         heartbeat_timeout_s: a worker that is silent for longer gets no new requests.
@@ -109,6 +109,7 @@ class RouterConfig:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     media: MediaConfig = field(default_factory=MediaConfig)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
@@ -131,10 +132,3 @@ class RouterConfig:
         if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")
-
-
-def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises ``ConfigError``, naming the field and the tenant, if a weight is not above 0."""
-    for tenant, weight in weights.items():
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"tenant_weights.{tenant}: must be above 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission
@@ -12,6 +12,7 @@ from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
 from router.media.request import MediaTools
 from router.signing import Signer
+from router.tenants import Tenants
 from router.workers import WorkerTable
 
 
@@ -36,5 +37,6 @@ class RouterContext:
     metrics: RouterMetrics
     config: AttemptConfig
     max_timeout_s: float
+    tenants: Tenants = field(default_factory=Tenants)
     signer: Signer | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

@@ -11,9 +11,9 @@ from dataclasses import replace
 from quartet.api.fleet import Explanation, RankOption, WorkerState
 from quartet.api.request import GenerateStart
 from quartet.discovery.base import Rank, Role
-from router.admission import Standing
 from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
+from router.fair_queue import Standing
 from router.policy.base import Option
 from router.prepare import RouterRequest, run_prepared
 from router.workers import PoolKey, WorkerTable

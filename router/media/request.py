@@ -34,9 +34,9 @@ class MediaFetch(Protocol):
     """Gets and checks files (``router.media.fetch.MediaFetcher``)."""
 
     async def fetch(
-        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
+        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes, tenant: str = ""
     ) -> tuple[MediaItem, ...]:
-        """The items of a request, in order. Raises ``ServingError`` with one of ``fields``."""
+        """The items of a request of ``tenant``, in order. Raises ``ServingError`` with one of ``fields``."""
         ...
 
 
@@ -55,12 +55,14 @@ class MediaRequest:
     """The request that the media belong to.
 
     Attributes:
+        worker_priority: the priority that workers are told.
         first_attempt: number of the request's first attempt.
         deadline: monotonic seconds.
     """
 
     request_id: str
     start: GenerateStart
+    worker_priority: int
     traceparent: str
     first_attempt: int
     deadline: float
@@ -300,7 +302,7 @@ async def _fetch(
     parts, fields = named
     began = time.monotonic()
     try:
-        items = await tools.fetcher.fetch(parts, fields, model.preprocessing_fingerprint)
+        items = await tools.fetcher.fetch(parts, fields, model.preprocessing_fingerprint, request.start.tenant)
         _check_total(items, fields)
         way = pool.media.way(items, fields)
     except BaseException:
@@ -353,7 +355,7 @@ def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fie
         request_id=request.request_id,
         traceparent=request.traceparent,
         tenant=start.tenant,
-        priority=start.priority,
+        priority=request.worker_priority,
         session_key=start.session_key,
     )
     return EncodeOrder(

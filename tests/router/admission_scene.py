@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -14,6 +14,7 @@ from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex
 from router.policy.base import Policy
 from router.policy.greedy import RoundRobinPolicy
+from router.tenants import TenantConfig, Tenants
 from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
@@ -25,13 +26,15 @@ POOL = PoolKey(RECORD.model_name, RECORD.model_fingerprint)
 class AdmissionScene:
     """An admission to one decode worker with 10 blocks of 10 tokens."""
 
-    def __init__(self, policy: Policy | None = None, **config: object) -> None:
+    def __init__(
+        self, policy: Policy | None = None, *, tenants: Mapping[str, TenantConfig] | None = None, **config: object
+    ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
         policy = policy or RoundRobinPolicy(10**9)
         self.index = PrefixIndex()
         self.metrics = CollectorRegistry()
         self.admission = Admission(
-            self.table, policy, AdmissionConfig(**config), self.index, RouterMetrics(self.metrics)
+            self.table, policy, AdmissionConfig(**config), self.index, RouterMetrics(self.metrics), Tenants(tenants)
         )
         self.table.listen(self.admission.wake)
         self.table.put(RECORD, 0.0)

@@ -7,7 +7,7 @@ import random
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,9 +26,10 @@ from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, 
 from quartet.streams.signed_start import SigningKey
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
-from router.admission import Admission, FairShare
+from router.admission import Admission
 from router.config import AdmissionConfig, AttemptConfig
 from router.context import RouterContext
+from router.fair_queue import FairShare
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, KnownSizes
@@ -36,6 +37,7 @@ from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
+from router.tenants import TenantConfig, Tenants
 from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt
 from tests.router.noting_policy import NotingPolicy
@@ -337,6 +339,7 @@ class Fleet:
         admission: AdmissionConfig | None = None,
         policy: Policy | None = None,
         max_timeout_s: float = 60.0,
+        tenants: Mapping[str, TenantConfig] | None = None,
         **record: object,
     ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
@@ -351,6 +354,7 @@ class Fleet:
             admission or AdmissionConfig(),
             self.index,
             metrics,
+            known_tenants := Tenants(tenants),
         )
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []
@@ -369,6 +373,7 @@ class Fleet:
                 metrics=metrics,
                 config=config,
                 max_timeout_s=max_timeout_s,
+                tenants=known_tenants,
                 signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
                 sleep=self._sleep,
             )
@@ -378,7 +383,7 @@ class Fleet:
 
     def _media_queue(self) -> MediaQueue:
         bounds = MediaQueueConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
-        return MediaQueue(bounds, FairShare({}), lambda pool: self.table.num_encode_tokens(pool, 0.0))
+        return MediaQueue(bounds, FairShare(), lambda pool: self.table.num_encode_tokens(pool, 0.0))
 
     def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
         return Request(self.pipeline, start, resume=resume, traceparent=traceparent)

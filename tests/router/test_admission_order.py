@@ -14,6 +14,7 @@ from quartet.errors import QueueFullError, WorkerUnavailableError
 from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import RoundRobinPolicy
+from router.tenants import TenantConfig
 from tests.router.admission_scene import POOL, RECORD, TIMEOUT_S, AdmissionScene
 
 
@@ -35,7 +36,7 @@ async def test_a_tenant_that_floods_is_refused_and_does_not_delay_other_tenants(
 
 
 async def test_a_tenant_that_weighs_more_gets_more() -> None:
-    scene = AdmissionScene(tenant_weights={"heavy": 3.0})
+    scene = AdmissionScene(tenants={"heavy": TenantConfig(weight=3.0)})
     tasks = [scene.ask("full", 10, tenant="nobody")]
     await scene.settle()
     tasks += [scene.ask(name, 10, tenant=name) for _ in range(12) for name in ("heavy", "light")]

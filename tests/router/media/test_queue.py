@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quartet.errors import QueueFullError
-from router.admission import FairShare
+from router.fair_queue import FairShare
 from router.media.queue import MediaOrder, MediaQueue, MediaQueueConfig, MediaRoom
 from router.workers import PoolKey
 
@@ -21,7 +21,7 @@ class QueueScene:
 
     def __init__(self, *, max_bytes: int = 1000, max_length: int = 100, timeout_s: float = WAIT_S) -> None:
         bounds = MediaQueueConfig(max_bytes=max_bytes, max_length=max_length, timeout_s=timeout_s, retry_delay_s=2.0)
-        self.queue = MediaQueue(bounds, FairShare({}), lambda _pool: ENCODE_ROOM)
+        self.queue = MediaQueue(bounds, FairShare(), lambda _pool: ENCODE_ROOM)
         self.order: list[str] = []
 
     def ask(
@@ -98,7 +98,7 @@ async def test_a_tenant_with_many_requests_does_not_delay_another_tenants() -> N
         await settle()
         [task] = [task for task in (*many, *few) if task.done() and task.result().num_encode_tokens]
         task.result().pulled()
-    assert scene.order[:3] == ["a", "urgent", "b"]
+    assert scene.order[:3] == ["a", "b", "urgent"]
 
 
 async def test_a_request_that_waits_for_one_pools_encode_workers_does_not_delay_another_pools() -> None:
