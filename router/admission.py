@@ -35,9 +35,6 @@ _LONG_PUMP_S, _REST = 0.002, 4.0
 _MAX_LEVELS = 8
 
 
-_QUEUE_IS_FULL = "the router's queue is full"
-
-
 class Admission:
     """Holds choices back until they fit, but no longer than allowed.
 
@@ -115,9 +112,9 @@ class Admission:
             deadline=deadline,
         )
         if num_choices > 1:
-            if not self._make_room(standing, num_choices):
+            if not self._shorten(self._most, standing, num_choices):
                 self._metrics.admissions.labels(AdmissionOutcome.REFUSED).inc(num_choices)
-                raise self._refusal(_QUEUE_IS_FULL)
+                raise self._full_error()
             standing.num_coming = num_choices
             self._num_coming += num_choices
         return standing
@@ -202,27 +199,13 @@ class Admission:
         """Choices that count for the queue's bound."""
         return self._queue.num_new + self._num_coming
 
-    def _make_room(self, newcomer: Standing, num_choices: int) -> bool:
-        """Refuse requests that come after ``newcomer``, until it has room; return whether it has."""
-        while self._num_bounded + num_choices > self._most:
-            last = self._queue.last(newcomer, num_choices)
-            if last is None:
-                return False
-            self._refuse(last)
-        return True
-
     def _bound(self) -> None:
         """There are too many: refuse the last ones, unless the policy, which runs soon, may place enough of them."""
         rests = asyncio.get_running_loop().time() < self._rests_until
         self._shorten(self._config.max_queue_length if rests else self._most)
 
-    def _shorten(self, max_length: int) -> None:
-        while self._num_bounded > max_length and (last := self._queue.last()) is not None:
-            self._refuse(last)
-
-    def _refuse(self, queued: QueuedRequest) -> None:
-        self._queue.remove(queued)
-        queued.placed.set_exception(self._refusal(_QUEUE_IS_FULL))
+    def _shorten(self, max_length: int, newcomer: Standing | None = None, num_choices: int = 0) -> bool:
+        return self._queue.shorten(max_length - self._num_coming, self._full_error, newcomer, num_choices)
 
     def _note_unserved(self, queued: QueuedRequest, error: BaseException) -> None:
         if isinstance(error, QueueFullError):
@@ -257,6 +240,9 @@ class Admission:
             return self._refusal("no worker had room in time")
         message = "no decode worker of this model is ready"
         return WorkerUnavailableError(message, retry_delay_s=self._config.retry_delay_s)
+
+    def _full_error(self) -> QueueFullError:
+        return self._refusal("the router's queue is full")
 
     def _refusal(self, message: str) -> QueueFullError:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)

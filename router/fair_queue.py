@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from quartet.errors import ServingError
 from router.tenants import Tenants
 from router.workers import PoolKey
 
@@ -244,6 +245,34 @@ class FairQueue(Generic[EntryT]):
                 heappop(turns)
             else:
                 heapreplace(turns, _turn(lane, following, starts))
+
+    def shorten(
+        self,
+        max_new: int,
+        refusal: Callable[[], ServingError],
+        newcomer: Standing | None = None,
+        num_choices: int = 0,
+    ) -> bool:
+        """Refuse the last entries, with an error of ``refusal``, until at most ``max_new`` are left that are new.
+
+        If there is a ``newcomer``, its ``num_choices`` choices, which are not queued yet, count too.
+
+        Returns:
+            Whether so few are left; if not, it is the newcomer that comes last.
+        """
+        max_new -= num_choices
+        if self.num_new <= max_new:
+            return True
+        for lane in tuple(self._lanes.values()):
+            while lane.entries and lane.entries[-1].placed.done():
+                self.remove(lane.entries[-1])
+        while self.num_new > max_new:
+            last = self.last(newcomer, num_choices)
+            if last is None:
+                return False
+            self.remove(last)
+            last.placed.set_exception(refusal())
+        return True
 
     def last(self, newcomer: Standing | None = None, num_choices: int = 0) -> EntryT | None:
         """The entry to refuse if there are too many: the last one of the tenant that would be served up to the latest.

@@ -114,7 +114,11 @@ class MediaFetcher:
 
     async def _item(self, part: MediaPart, field: str, fingerprint: bytes, tenant: str) -> MediaItem:
         try:
-            file = part if isinstance(part, MediaFile) else MediaFile(MediaKind.IMAGE, await self._follow(part.url, tenant))
+            file = (
+                part
+                if isinstance(part, MediaFile)
+                else MediaFile(MediaKind.IMAGE, await self._follow(part.url, tenant))
+            )
             check_size(len(file.data), self._config)
             return await self._work(len(file.data), lambda: make_item(file, fingerprint, self._config))
         except ServingError as error:

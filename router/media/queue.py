@@ -130,7 +130,7 @@ class MediaQueue:
         self._queue.add(queued)
         try:
             self.poll()
-            self._shorten()
+            self._queue.shorten(self._config.max_length, self._full_error)
             async with asyncio.timeout(self._config.timeout_s):
                 return await queued.placed
         except BaseException as error:
@@ -187,15 +187,13 @@ class MediaQueue:
         """A request of the tenant, once let in, takes so many tokens more than was charged, less if negative."""
         self._share.charge(tenant, num_encode_tokens)
 
-    def _shorten(self) -> None:
-        while len(self._queue) > self._config.max_length and (last := self._queue.last()) is not None:
-            self._queue.remove(last)
-            last.placed.set_exception(self._refusal("too many requests with media wait"))
-
     def _has_encode_room(self, order: MediaOrder) -> bool:
         taken = self._num_encode_tokens.get(order.pool, 0)
         # A request alone is let in whatever it needs: the worker refuses it if that is too much.
         return not taken or taken + order.num_encode_tokens <= _PINNED_SHARE * self._encode_room(order.pool)
+
+    def _full_error(self) -> QueueFullError:
+        return self._refusal("too many requests with media wait")
 
     def _refusal(self, message: str) -> QueueFullError:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)

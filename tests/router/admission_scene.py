@@ -11,6 +11,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission, QueuedRequest
 from router.book import Reservation
 from router.config import AdmissionConfig
+from router.fair_queue import Standing
 from router.kv_index.index import PrefixIndex
 from router.policy.base import Policy
 from router.policy.greedy import RoundRobinPolicy
@@ -61,6 +62,11 @@ class AdmissionScene:
 
         self.tasks.append(asyncio.create_task(wait()))
         return self.tasks[-1]
+
+    async def admit(self, standing: Standing) -> Reservation:
+        """One choice of the request of ``standing``."""
+        queued = QueuedRequest(standing=standing, num_tokens=1, num_reserved_tokens=100, num_most_tokens=100)
+        return await self.admission.admit(queued)
 
     def outcomes(self) -> dict[str, float]:
         """How many waits ended in which way."""

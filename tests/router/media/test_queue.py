@@ -150,6 +150,50 @@ async def test_a_cancelled_request_leaves_nothing_behind() -> None:
     await result(scene.ask("last", tokens=100))
 
 
+async def test_a_better_request_enters_while_the_last_one_is_being_cancelled() -> None:
+    scene = QueueScene(max_length=1)
+    room = await result(scene.ask("in", tokens=100))
+    last = scene.ask("last", tokens=100)
+    await settle()
+    better = scene.ask("better", tokens=100, priority=1)
+    last.cancel()  # before `better` enters: its wait has ended, but its task has not run
+    await settle()
+    assert last.cancelled() and not better.done()
+    assert scene.queue.length == 1
+    room.close()
+    (await result(better)).close()
+    await result(scene.ask("next", tokens=100))
+    assert scene.queue.length == 0
+
+
+async def test_a_tenants_priority_does_not_refuse_another_tenants_request() -> None:
+    scene = QueueScene(max_length=2)
+    await result(scene.ask("in", tokens=100))
+    waiting = [scene.ask(f"b{number}", tokens=100, tenant="b") for number in range(2)]
+    await settle()
+    flood = [scene.ask(f"a{number}", tokens=100, tenant="a", priority=2**31 - 1) for number in range(3)]
+    for task in (waiting[1], *flood[1:]):
+        with pytest.raises(QueueFullError):
+            await result(task)
+    assert not waiting[0].done() and not flood[0].done(), "each tenant has one"
+    for task in (waiting[0], flood[0]):
+        task.cancel()
+
+
+async def test_a_tenant_pays_for_the_embeddings_that_it_really_needed() -> None:
+    scene = QueueScene()
+    room = await result(scene.ask("a0", tokens=100, tenant="a"))
+    waiting = [scene.ask(name, tokens=60, tenant=name[0]) for name in ("b0", "b1", "a1", "a2")]
+    await settle()
+    room.sized(10)  # the most that it could have been was 100
+    room.pulled()
+    for _ in waiting:
+        await settle()
+        [task] = [task for task in waiting if task.done() and task.result().num_encode_tokens]
+        task.result().pulled()
+    assert scene.order == ["a0", "b0", "a1", "b1", "a2"]
+
+
 async def test_cancelling_thousands_of_queued_requests_admits_the_one_behind_them() -> None:
     scene = QueueScene(max_length=5000)
     room = await result(scene.ask("in", tokens=100))
