@@ -298,11 +298,9 @@ class Admission:
         """The first that wait for ``pool`` and whose adapter at least one of its decode ranks serves."""
 
         def is_kept(lane: Lane[QueuedRequest]) -> bool:
-            if lane.pool is not pool and lane.pool != pool:
-                return True
             return bool(lane.adapter) and not any(lane.adapter in worker.adapters for worker in snapshot.decode)
 
-        return list(islice(self._queue.in_order(is_kept), MAX_ASSIGNED_TOGETHER))
+        return list(islice(self._queue.in_order(is_kept, pool), MAX_ASSIGNED_TOGETHER))
 
     def _commit(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
@@ -349,6 +347,9 @@ def note_levels(head: Sequence[QueuedRequest]) -> None:
     ``priority`` becomes 0 for each tenant's most urgent ones, whatever number the tenant gave them, -1 for its next
     ones, and so on: a tenant's priority puts back only its own requests.
     """
+    if len(head) == 1:
+        head[0].priority = 0
+        return
     given: dict[str, set[int]] = {}
     for queued in head:
         given.setdefault(queued.standing.tenant, set()).add(queued.standing.priority)

@@ -123,13 +123,15 @@ class Lane(Generic[EntryT]):
         num_tokens: work of all that were not served before.
     """
 
-    __slots__ = ("adapter", "entries", "num_tokens", "pool", "tenant")
+    __slots__ = ("_siblings", "adapter", "entries", "num_tokens", "pool", "tenant")
 
-    def __init__(self, pool: PoolKey, tenant: str, adapter: str) -> None:
-        """Start without entries."""
+    def __init__(self, siblings: dict[tuple[str, str], Lane[EntryT]], pool: PoolKey, tenant: str, adapter: str) -> None:
+        """Start without entries, as one of ``siblings``, the lanes of the pool."""
+        self._siblings = siblings
         self.pool = pool
         self.tenant = tenant
         self.adapter = adapter
+        siblings[tenant, adapter] = self
         self.entries: list[EntryT] = []
         self.num_tokens = 0
 
@@ -141,12 +143,15 @@ class Lane(Generic[EntryT]):
                 return index
         return None
 
+    def close(self) -> None:
+        """It has no entries any more."""
+        del self._siblings[self.tenant, self.adapter]
+
     def last(self) -> EntryT | None:
         """The last entry that still waits and was not served before."""
         return next((one for one in reversed(self.entries) if not (one.is_retry or one.placed.done())), None)
 
 
-_LaneKey: TypeAlias = tuple[PoolKey, str, str]
 # Start, number of the request, number of the entry, its index in its lane.
 _Turn: TypeAlias = tuple[float, int, int, int, Lane[EntryT]]
 
@@ -163,7 +168,8 @@ class FairQueue(Generic[EntryT]):
     def __init__(self, share: FairShare) -> None:
         """``share`` orders the tenants."""
         self._share = share
-        self._lanes: dict[_LaneKey, Lane[EntryT]] = {}
+        # By pool, then by tenant and adapter. Pools are few: they stay.
+        self._pools: dict[PoolKey, dict[tuple[str, str], Lane[EntryT]]] = {}
         self._num_added = 0
         self._length = self.num_new = 0
 
@@ -172,24 +178,26 @@ class FairQueue(Generic[EntryT]):
 
     def __iter__(self) -> Iterator[EntryT]:
         """All entries, those of a pool in no particular order."""
-        for lane in self._lanes.values():
+        for lane in self._lanes():
             yield from lane.entries
 
-    def pools(self) -> set[PoolKey]:
+    def pools(self) -> list[PoolKey]:
         """The pools for which entries wait."""
-        return {lane.pool for lane in self._lanes.values()}
+        return [pool for pool, lanes in self._pools.items() if lanes]
 
     def num_waiting(self, pool: PoolKey) -> int:
         """Entries that wait for ``pool``."""
-        return sum(len(lane.entries) for lane in self._lanes.values() if lane.pool == pool)
+        return sum(len(lane.entries) for lane in self._pools.get(pool, {}).values())
 
     def add(self, entry: EntryT) -> None:
         """Insert ``entry`` at its position."""
         standing = entry.standing
-        key = (standing.pool, standing.tenant, entry.adapter)
-        lane = self._lanes.get(key)
+        lanes = self._pools.get(standing.pool)
+        if lanes is None:
+            lanes = self._pools[standing.pool] = {}
+        lane = lanes.get((standing.tenant, entry.adapter))
         if lane is None:
-            lane = self._lanes[key] = Lane(*key)
+            lane = Lane(lanes, standing.pool, standing.tenant, entry.adapter)
         self._num_added += 1
         entry.lane, entry.position = lane, (-standing.priority, standing.number, self._num_added)
         insort(lane.entries, entry, key=_by_position)
@@ -210,18 +218,24 @@ class FairQueue(Generic[EntryT]):
             self.num_new -= 1
         self._length -= 1
         if not lane.entries:
-            del self._lanes[lane.pool, lane.tenant, lane.adapter]
+            lane.close()
         return True
 
-    def in_order(self, is_kept: Callable[[Lane[EntryT]], bool]) -> Iterator[EntryT]:
+    def in_order(self, is_kept: Callable[[Lane[EntryT]], bool], pool: PoolKey | None = None) -> Iterator[EntryT]:
         """Those that still wait, in the order in which they are to be served if each is served at once.
+
+        If there is a ``pool``, only those that wait for it.
 
         Nothing may be added or removed meanwhile. Before each entry, ``is_kept`` says of its lane whether it is kept
         waiting; its other entries are left out then, too.
         """
+        lanes = self._lanes() if pool is None else list(self._pools.get(pool, {}).values())
+        if len(lanes) == 1:
+            yield from _of_one(lanes[0], is_kept)
+            return
         turns: list[_Turn[EntryT]] = []
         starts: dict[str, float] = {}
-        for lane in self._lanes.values():
+        for lane in lanes:
             if is_kept(lane) or (index := lane.first()) is None:
                 continue
             if lane.tenant not in starts:
@@ -263,7 +277,7 @@ class FairQueue(Generic[EntryT]):
         max_new -= num_choices
         if self.num_new <= max_new:
             return True
-        for lane in tuple(self._lanes.values()):
+        for lane in self._lanes():
             while lane.entries and lane.entries[-1].placed.done():
                 self.remove(lane.entries[-1])
         while self.num_new > max_new:
@@ -284,7 +298,7 @@ class FairQueue(Generic[EntryT]):
         num_tokens: dict[str, int] = {}
         if newcomer is not None:
             num_tokens[newcomer.tenant] = num_choices * newcomer.num_tokens
-        for lane in self._lanes.values():
+        for lane in self._lanes():
             if (last := lane.last()) is None:
                 continue
             num_tokens[lane.tenant] = num_tokens.get(lane.tenant, 0) + lane.num_tokens
@@ -299,11 +313,23 @@ class FairQueue(Generic[EntryT]):
             return None if is_last else own
         return lasts[tenant]
 
+    def _lanes(self) -> list[Lane[EntryT]]:
+        return [lane for lanes in self._pools.values() for lane in lanes.values()]
+
     def _end(self, tenant: str, num_tokens: int) -> float:
         return self._share.start(tenant) + self._share.length(tenant, num_tokens)
 
 
 _by_position: Callable[[Entry], Position] = attrgetter("position")
+
+
+def _of_one(lane: Lane[EntryT], is_kept: Callable[[Lane[EntryT]], bool]) -> Iterator[EntryT]:
+    """As ``FairQueue.in_order`` if there is only one lane, as there mostly is."""
+    for entry in lane.entries:
+        if is_kept(lane):
+            return
+        if not entry.placed.done():
+            yield entry
 
 
 def _turn(lane: Lane[EntryT], index: int, starts: dict[str, float]) -> _Turn[EntryT]:

@@ -160,7 +160,7 @@ def test_lanes_that_are_kept_waiting_meanwhile_are_left_out() -> None:
             yield scene.names[entry]
 
     assert list(seen()) == ["a0", "a1"]
-    assert (scene.queue.num_waiting(POOL), scene.queue.pools()) == (2, {POOL, OTHER_POOL})
+    assert (scene.queue.num_waiting(POOL), scene.queue.pools()) == (2, [POOL, OTHER_POOL])
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -249,7 +249,7 @@ class QueueMachine(RuleBasedStateMachine):
     def the_counts_are_right(self) -> None:
         assert len(self.queue) == len(self.entries) == self.queue.num_waiting(POOL) == len(list(self.queue))
         assert self.queue.num_new == sum(not entry.is_retry for entry in self.entries)
-        assert self.queue.pools() == ({POOL} if self.entries else set())
+        assert self.queue.pools() == ([POOL] if self.entries else [])
 
     def _live(self) -> list[Waiter]:
         return [entry for entry in self.entries if not entry.placed.is_over]
