@@ -71,7 +71,7 @@ class GenerateStart:
         model: empty: the only model, if there is only one.
         seed: unsigned 64 bit; ``None``: the router draws one and returns it.
         tenant: the tenant that the request is accounted to; empty: the client itself.
-        priority: higher first among waiting requests.
+        priority: higher first among its tenant's waiting requests.
         session_key: shared by the requests of one conversation; empty: none.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         num_choices: answers wanted.

@@ -93,7 +93,7 @@ class GenerateStart(_message.Message):
     loopback. Empty: the identity's name.
     """
     priority: _builtins.int
-    """Higher first among queued requests. Default 0."""
+    """Higher first among the tenant's own queued requests. Default 0."""
     session_key: _builtins.str
     """Requests of one conversation share it; at most 256 characters. Empty: none."""
     num_choices: _builtins.int
