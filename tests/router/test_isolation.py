@@ -169,20 +169,6 @@ async def test_who_is_never_placed_pays_nothing() -> None:
     assert fleet.admission._share.start("b") == 0.0
 
 
-async def test_a_request_that_ends_before_its_choices_come_leaves_no_places_behind() -> None:
-    fleet = Fleet("decode-0", num_blocks=10)
-    fleet.hops.plans["decode"].append(Plan(hang_after=0))
-    running = fleet.generate(make_start("a", 60))
-    await until(lambda: bool(fleet.hops.calls))
-    crowd = fleet.generate(make_start("a", 60, num_choices=8))
-    await until(lambda: fleet.admission.length == 8)
-    crowd.cancel()  # its choices' tasks have not run
-    await collect(crowd)
-    assert fleet.admission.length == 0
-    running.cancel()
-    await collect(running)
-
-
 async def test_what_could_not_be_placed_for_its_client_costs_only_what_was_computed() -> None:
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plans["prefill"].append(Plan(error=WorkerUnavailableError("gone")))

@@ -203,6 +203,19 @@ async def test_a_known_picture_waits_for_no_size() -> None:
     fleet.assert_nothing_left()
 
 
+async def test_choices_count_as_queued_while_they_wait_for_their_pictures_and_leave_with_their_request() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    await collect(fleet.generate(media_start()))
+    fleet.hops.plan("encode", Plan(hang_after=0))
+    run = fleet.generate(media_start(num_choices=3))
+    reading = asyncio.create_task(collect(run))
+    await within(fleet.hops.hung)
+    assert fleet.admission.length == 3
+    run.cancel()
+    await reading
+    fleet.assert_nothing_left()
+
+
 async def test_each_choice_pulls_hand_offs_of_its_own() -> None:
     fleet = media_fleet("encode-0", "encode-1", "prefill-0", "decode-0", num_blocks=1000)
     answer = await collect(fleet.generate(media_start(num_choices=3)))
