@@ -9,6 +9,7 @@ and each tenant's own requests by priority and arrival.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,10 @@ from router.workers import PoolKey
 
 #: The share of the embeddings that a pool's encode workers have room for that one router's requests may pin.
 _PINNED_SHARE = 0.9
+
+# A tenant gets memory for more files only while it has at most so many times what is free: alone it gets four fifths.
+# Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998.
+_MOST_OF_FREE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,7 @@ class MediaQueueConfig:
     """Bounds of the queue.
 
     Attributes:
-        max_bytes: of the files of all admitted requests together.
+        max_bytes: of the files of all admitted requests together; of one tenant's, a fifth less.
         max_length: requests that wait at most; of more, the last one is refused.
         timeout_s: longest wait.
         retry_delay_s: after how long refused clients should try again.
@@ -85,7 +90,7 @@ class MediaRoom:
         tokens, freed = self.num_encode_tokens - num_encode_tokens, self.num_bytes - num_bytes
         self.num_encode_tokens, self.num_bytes = num_encode_tokens, num_bytes
         if tokens or freed:
-            self._queue.give_back(self._pool, tokens, freed)
+            self._queue.give_back(self._pool, self._tenant, tokens, freed)
 
 
 class MediaQueue:
@@ -105,6 +110,7 @@ class MediaQueue:
         self._queue: FairQueue[_QueuedMedia] = FairQueue(share)
         self._num_arrived = 0
         self._num_bytes = 0
+        self._num_bytes_of: Counter[str] = Counter()  # by tenant
         self._num_encode_tokens: dict[PoolKey, int] = {}
 
     @property
@@ -149,21 +155,30 @@ class MediaQueue:
         return MediaRoom(replace(order, num_encode_tokens=0, num_bytes=0), self)
 
     def poll(self) -> None:
-        """Let requests in that there is room for; a request never overtakes another one of its pool."""
-        full: set[PoolKey] = set()
+        """Let requests in that there is room for; a request never overtakes another one of its pool and tenant.
+
+        A tenant whose files take most of the memory waits until they take less: files stay as long as their requests
+        run, and other tenants' files must not wait for that.
+        """
+        full: set[PoolKey | str] = set()
 
         def is_kept(lane: Lane[_QueuedMedia]) -> bool:
-            return lane.pool in full
+            return lane.pool in full or lane.tenant in full
 
         let_in: list[_QueuedMedia] = []
         for queued in self._queue.in_order(is_kept):
             order = queued.order
+            num_free = self._config.max_bytes - self._num_bytes
+            if order.num_bytes and self._num_bytes_of[order.tenant] > _MOST_OF_FREE * num_free:
+                full.add(order.tenant)
+                continue
             if self._num_bytes and self._num_bytes + order.num_bytes > self._config.max_bytes:
                 break
             if not self._has_encode_room(order):
                 full.add(order.pool)
                 continue
             self._num_bytes += order.num_bytes
+            self._num_bytes_of[order.tenant] += order.num_bytes
             if order.num_encode_tokens:
                 taken = self._num_encode_tokens.get(order.pool, 0)
                 self._num_encode_tokens[order.pool] = taken + order.num_encode_tokens
@@ -173,9 +188,12 @@ class MediaQueue:
             self._share.serve(queued.standing.tenant, queued.standing.num_tokens)
             queued.placed.set_result(MediaRoom(queued.order, self))
 
-    def give_back(self, pool: PoolKey, num_encode_tokens: int, num_bytes: int) -> None:
-        """So much room is free again."""
+    def give_back(self, pool: PoolKey, tenant: str, num_encode_tokens: int, num_bytes: int) -> None:
+        """So much of the tenant's room is free again."""
         self._num_bytes -= num_bytes
+        self._num_bytes_of[tenant] -= num_bytes
+        if not self._num_bytes_of[tenant]:
+            del self._num_bytes_of[tenant]
         if num_encode_tokens:
             self._num_encode_tokens[pool] -= num_encode_tokens
             if not self._num_encode_tokens[pool]:

@@ -82,6 +82,26 @@ async def test_files_are_counted_at_their_largest_size_and_then_at_their_real_si
     await result(third)
 
 
+async def test_a_tenants_files_leave_memory_for_another_tenants() -> None:
+    scene = QueueScene(max_bytes=100)
+    held = [await result(scene.ask(f"a{number}", size=17, tenant="a")) for number in range(5)]
+    waiting = scene.ask("a5", size=1, tenant="a")
+    await settle()
+    assert not waiting.done(), "85 bytes are its own, and 15 are free"
+    others = [await result(scene.ask(f"b{number}", size=5, tenant="b")) for number in range(2)]
+    without_files = await result(scene.ask("a6", tokens=1, tenant="c"))
+    for room in others:
+        room.close()
+    await settle()
+    assert not waiting.done()
+    held[0].fetched(12)
+    await settle()
+    assert waiting.done(), "80 are its own, and 20 are free"
+    for room in (*held, waiting.result(), without_files):
+        room.close()
+    assert scene.queue.length == 0
+
+
 async def test_a_single_request_is_admitted_whatever_its_size() -> None:
     scene = QueueScene(max_bytes=10)
     room = await result(scene.ask("large", tokens=10**6, size=10**6))
