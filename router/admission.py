@@ -41,6 +41,9 @@ class Admission:
     The policy assigns together all choices that arrive, or become possible, within one turn of the event loop; it never
     runs twice in one turn. A full queue refuses the last request of the tenant that fills it, so a tenant that floods
     the queue refuses its own requests and keeps no other tenant out. Priorities order only a tenant's own requests.
+
+    Attributes:
+        share: the tenants' shares of the work.
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class Admission:
         self._config = config
         self._index = index
         self._metrics = metrics
-        self._share = FairShare(tenants)
-        self._queue: FairQueue[QueuedRequest] = FairQueue(self._share)
+        self.share = FairShare(tenants)
+        self._queue: FairQueue[QueuedRequest] = FairQueue(self.share)
         self._num_standings = 0
         self._num_coming = 0  # choices of admitted requests that have still to be queued
         # Before the policy runs again, so many may come on top of those that may stay: it may place as many at once.
@@ -126,7 +129,7 @@ class Admission:
 
     def charge(self, standing: Standing, num_tokens: int) -> None:
         """A choice of the request, once placed, takes ``num_tokens`` more than was charged so far; less if negative."""
-        self._share.charge(standing.tenant, num_tokens)
+        self.share.charge(standing.tenant, num_tokens)
 
     def wake(self) -> None:
         """Run the policy soon: room, a worker or a report may have made a placement possible."""
@@ -306,7 +309,7 @@ class Admission:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         if not queued.is_retry:
-            self._share.serve(queued.standing.tenant, queued.standing.num_tokens)
+            self.share.serve(queued.standing.tenant, queued.standing.num_tokens)
         self._metrics.admissions.labels(AdmissionOutcome.PLACED).inc()
         self._metrics.matched_tokens.inc(placement.num_cached_tokens)
         queued.placed.set_result(reservation)

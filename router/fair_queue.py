@@ -49,7 +49,7 @@ class FairShare:
 
     def length(self, tenant: str, num_tokens: int) -> float:
         """How long ``num_tokens`` tokens of the tenant's work are on the clock."""
-        return num_tokens / self._tenants.find(tenant).weight
+        return num_tokens / self._tenants.config(tenant).weight
 
     def serve(self, tenant: str, num_tokens: int) -> None:
         """A request of the tenant is served now, and will probably take ``num_tokens`` tokens of work."""

@@ -324,7 +324,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     The caller closes the request's media.
     """
     start, resume = request.start, request.resume
-    request.worker_priority = min(start.priority, context.tenants.find(start.tenant).max_priority)
+    request.worker_priority = min(start.priority, context.tenants.config(start.tenant).max_priority)
     pool = request.pool = _find_pool(start, context.table, resume)
     check_pool(start, pool)
     text = request.text = await context.texts.model_text(pool.key)

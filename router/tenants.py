@@ -41,12 +41,12 @@ UNNAMED = TenantConfig()
 class Tenants:
     """Finds the settings of a tenant: those of its name, else those of the first pattern that its name matches."""
 
-    def __init__(self, configured: Mapping[str, TenantConfig] | None = None) -> None:
-        """``configured`` is by name or by pattern, as ``fnmatch`` has them: ``team-*``, or ``*`` for all others."""
-        self._configured = dict(configured or {})
+    def __init__(self, configs: Mapping[str, TenantConfig] | None = None) -> None:
+        """``configs`` are by name or by pattern, as ``fnmatch`` has them: ``team-*``, or ``*`` for all others."""
+        self._configs = dict(configs or {})
         self._known: dict[str, TenantConfig] = {}
 
-    def find(self, tenant: str) -> TenantConfig:
+    def config(self, tenant: str) -> TenantConfig:
         """The settings of ``tenant``."""
         found = self._known.get(tenant)
         if found is None:
@@ -56,7 +56,7 @@ class Tenants:
         return found
 
     def _find(self, tenant: str) -> TenantConfig:
-        if tenant in self._configured:
-            return self._configured[tenant]
-        matching = (config for pattern, config in self._configured.items() if fnmatchcase(tenant, pattern))
+        if tenant in self._configs:
+            return self._configs[tenant]
+        matching = (config for pattern, config in self._configs.items() if fnmatchcase(tenant, pattern))
         return next(matching, UNNAMED)

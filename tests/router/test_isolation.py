@@ -137,7 +137,7 @@ async def test_answers_that_end_early_cost_their_tenant_only_what_they_used() ->
 
 async def test_a_running_answer_is_charged_as_it_grows_and_settled_when_it_ends_or_fails() -> None:
     fleet = Fleet("decode-0", attempts=AttemptConfig(reserve_tokens=16, max_attempts=2), num_blocks=100)
-    share = fleet.admission._share
+    share = fleet.admission.share
     fleet.hops.plans["decode"].append(Plan(hang_after=200))
     request = fleet.generate(make_start("a", 400))
     reading = asyncio.create_task(collect(request))
@@ -166,7 +166,7 @@ async def test_who_is_never_placed_pays_nothing() -> None:
     await collect(waiting)
     running.cancel()
     await collect(running)
-    assert fleet.admission._share.start("b") == 0.0
+    assert fleet.admission.share.start("b") == 0.0
 
 
 async def test_what_could_not_be_placed_for_its_client_costs_only_what_was_computed() -> None:
@@ -174,7 +174,7 @@ async def test_what_could_not_be_placed_for_its_client_costs_only_what_was_compu
     fleet.hops.plans["prefill"].append(Plan(error=WorkerUnavailableError("gone")))
     with pytest.raises(WorkerUnavailableError):
         await fleet.pipeline.place(make_start("a", 60))
-    assert fleet.admission._share.start("a") == 20
+    assert fleet.admission.share.start("a") == 20
     await fleet.pipeline.place(make_start("a", 60))
-    fleet.admission._share.serve("a", 0)
-    assert fleet.admission._share.start("a") == 20 + 20 + 60
+    fleet.admission.share.serve("a", 0)
+    assert fleet.admission.share.start("a") == 20 + 20 + 60

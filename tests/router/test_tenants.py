@@ -21,17 +21,17 @@ def test_a_tenant_has_the_settings_of_its_name_else_of_the_first_pattern_that_fi
         }
     }
     found = Tenants(build(RouterConfig, mapping).tenants)
-    weights = {name: found.find(name).weight for name in ("team-a", "team-b", "team-x", "Team-a", "")}
+    weights = {name: found.config(name).weight for name in ("team-a", "team-b", "team-x", "Team-a", "")}
     assert weights == {"team-a": 3.0, "team-b": 2.0, "team-x": 2.0, "Team-a": 0.5, "": 0.5}
-    assert found.find("team-a").max_priority == 5
-    assert Tenants().find("anybody") is UNNAMED
+    assert found.config("team-a").max_priority == 5
+    assert Tenants().config("anybody") is UNNAMED
 
 
 def test_many_names_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "_MAX_KNOWN", 3)
     found = Tenants({"a*": TenantConfig(weight=2.0)})
     for _ in range(2):
-        assert [found.find(f"a{number}").weight for number in range(10)] == [2.0] * 10
+        assert [found.config(f"a{number}").weight for number in range(10)] == [2.0] * 10
     assert len(found._known) <= 3
 
 
