@@ -60,7 +60,6 @@ class AdmissionConfig:
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: the delay that refused clients are asked to wait.
-        tenant_weights: by tenant, its share of the work while other tenants wait too; unlisted tenants weigh 1.
         prediction_life_s: how long a prompt's blocks count as cached where it was sent, without word from KV events.
     """
 
@@ -68,7 +67,6 @@ class AdmissionConfig:
     queue_timeout_s: float = 60.0
     unavailable_timeout_s: float = 10.0
     retry_delay_s: float = 1.0
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     prediction_life_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -78,7 +76,6 @@ class AdmissionConfig:
         for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s", "prediction_life_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
-        check_weights(self.tenant_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +86,8 @@ class RouterConfig:
         server: where gRPC listens; the router also dials workers with its ``tls``.
         http_address: ``host:port`` of /metrics, /livez and /readyz, without TLS.
         policy: how requests are placed.
+        tenants: what each tenant may do, by its name or a pattern of names (``team-*``; ``*``: all others). An exact
+            name goes first, then the first pattern that fits.
         media: media that requests may name.
         max_request_timeout_s: upper limit of every request's time.
         heartbeat_timeout_s: a worker that is silent for longer gets no new requests.
@@ -105,7 +104,6 @@ class RouterConfig:
         identity_tenants: by name of a client identity, the tenants that it may use, as names or patterns (``acme-*``);
             a request of it that names none is its first tenant's. An identity that is in neither setting is its own
             tenant.
-        tenants: what applies to tenants, by name or pattern: that of its name, else the first pattern that matches.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
 
@@ -152,10 +150,3 @@ class RouterConfig:
     def knows_callers(self) -> bool:
         """Whether callers show certificates, which name them."""
         return self.server.tls is not None and self.server.tls.require_client_cert
-
-
-def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises ``ConfigError``, naming the field and the tenant, if a weight is not above 0."""
-    for tenant, weight in weights.items():
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"tenant_weights.{tenant}: must be above 0")

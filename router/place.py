@@ -14,9 +14,9 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
 from quartet.streams.messages import SignedPlacement
-from router.admission import Standing
-from router.attempts import ChoiceRun, draw_standing, run_together, to_choice_placement
+from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
+from router.fair_queue import Standing
 from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
@@ -110,9 +110,12 @@ class PlaceRun:
         self._log.prepared(outputs.values())
 
     async def _place_choices(self, request: RouterRequest) -> None:
-        choices = self._choices.values()
-        standing, gang = draw_standing(request, len(choices), self._context), Gang(len(choices))
-        await run_together([self._place_choice(request, choice, standing, gang) for choice in choices])
+        gang = Gang(len(self._choices))
+
+        async def place(choice: _Choice, standing: Standing) -> None:
+            await self._place_choice(request, choice, standing, gang)
+
+        await run_choices(request, self._context, tuple(self._choices.values()), place)
 
     async def _place_choice(self, request: RouterRequest, choice: _Choice, standing: Standing, gang: Gang) -> None:
         avoid: frozenset[str] = frozenset()

@@ -95,6 +95,7 @@ class RouterRequest:
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
         arrived_at: in monotonic seconds.
         deadline: in monotonic seconds; set by the check, while all fields below are set by preparing.
+        worker_priority: the priority that workers are told.
         pool: the pool that serves it.
         text: text side of the pool's model.
         prompt_token_ids: if ``spans`` says where its media lie, the tokens of the media are included; otherwise each
@@ -111,6 +112,7 @@ class RouterRequest:
     """
 
     deadline: float
+    worker_priority: int
     pool: Pool
     text: ModelText
     prompt_token_ids: Sequence[int]
@@ -326,6 +328,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     The caller closes the request's media.
     """
     start, resume = request.start, request.resume
+    request.worker_priority = min(start.priority, context.tenants.config(start.tenant).max_priority)
     pool = request.pool = _find_pool(start, context.table, resume)
     check_pool(start, pool)
     if context.tenants.has_domains:
@@ -359,6 +362,7 @@ async def _prepare_media(
     named = MediaRequest(
         request_id=request.request_id,
         start=request.start,
+        worker_priority=request.worker_priority,
         traceparent=request.traceparent,
         first_attempt=0 if request.resume is None else request.resume.attempt,
         deadline=request.deadline,

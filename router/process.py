@@ -20,9 +20,10 @@ from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
-from router.admission import Admission, FairShare
+from router.admission import Admission
 from router.config import RouterConfig
 from router.context import RouterContext
+from router.fair_queue import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
 from router.kv_index.feed import KvJoins
@@ -157,9 +158,9 @@ class RouterProcess:
         await draining
 
     def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex, fetcher: MediaFetcher) -> Pipeline:
-        config = self._config
+        config, tenants = self._config, self._tenants
         admission = Admission(
-            table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics
+            table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics, tenants
         )
         table.listen(admission.wake)
         encode = EncodeTools(
@@ -170,7 +171,7 @@ class RouterProcess:
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
         )
-        keys, media_queue = self._signing_keys, self._media_queue(table)
+        keys, media_queue = self._signing_keys, self._media_queue(table, tenants)
         pipeline = Pipeline(
             RouterContext(
                 router_id=table.router_id,
@@ -189,7 +190,7 @@ class RouterProcess:
         self._metrics.watch_requests(lambda: admission.length + media_queue.length, lambda: pipeline.num_running)
         return pipeline
 
-    def _media_queue(self, table: WorkerTable) -> MediaQueue:
+    def _media_queue(self, table: WorkerTable, tenants: Tenants) -> MediaQueue:
         admission = self._config.admission
         bounds = MediaQueueConfig(
             max_bytes=self._config.media.max_held_bytes,
@@ -197,8 +198,6 @@ class RouterProcess:
             timeout_s=admission.queue_timeout_s,
             retry_delay_s=admission.retry_delay_s,
         )
-        queue = MediaQueue(
-            bounds, FairShare(admission.tenant_weights), lambda pool: table.num_encode_tokens(pool, time.monotonic())
-        )
+        queue = MediaQueue(bounds, FairShare(tenants), lambda pool: table.num_encode_tokens(pool, time.monotonic()))
         table.listen(queue.poll)
         return queue

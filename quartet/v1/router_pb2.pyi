@@ -100,7 +100,7 @@ class GenerateStart(_message.Message):
     or its first tenant.
     """
     priority: _builtins.int
-    """Higher first among queued requests. Default 0."""
+    """Higher first among the tenant's own queued requests. Default 0."""
     session_key: _builtins.str
     """Requests of one conversation share it; at most 256 characters. Empty: none."""
     num_choices: _builtins.int

@@ -35,7 +35,7 @@ class Pending:
         is_remote: it is not prefilled where it is decoded.
         avoid: ids of workers that just failed it; they are chosen only if no other worker will do.
         prefer_prefill: where its blocks are probably cached.
-        priority: higher first.
+        priority: higher first. The queue gives 0 to each tenant's most urgent ones, whatever number the tenant gave.
         arrived_at: monotonic seconds.
         binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.

@@ -364,6 +364,27 @@ async def test_a_request_that_cannot_begin_fails_alone_and_its_slot_is_free(make
     assert await client.read_end(2) == ""
 
 
+async def test_a_request_counts_as_often_as_it_has_choices(make_served: Any) -> None:
+    served = await make_served(max_requests=10)
+    client = served.open()
+    await client.start(0, num_choices=8)
+    run = await served.sessions.wait_for(0)
+    await client.start(1, num_choices=3)
+    assert await client.read_end(1) == "QUEUE_FULL"
+    await client.start(1, 2)
+    await client.start(3)
+    assert await client.read_end(3) == "QUEUE_FULL"
+    for choice in range(8):
+        run.finish(choice=choice)
+    assert await client.read_end(0) == ""
+    await client.start(4, num_choices=8)
+    for slot in (4, 1, 2):
+        run = await served.sessions.wait_for(slot)
+        for choice in range(8 if slot == 4 else 1):
+            run.finish(choice=choice)
+        assert await client.read_end(slot) == ""
+
+
 async def test_output_after_the_last_end_is_dropped(make_served: Any) -> None:
     served = await make_served()
     client = served.open()

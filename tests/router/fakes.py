@@ -26,9 +26,10 @@ from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, 
 from quartet.streams.signed_start import SigningKey
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
-from router.admission import Admission, FairShare
+from router.admission import Admission
 from router.config import AdmissionConfig, AttemptConfig
 from router.context import RouterContext
+from router.fair_queue import FairShare
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, KnownSizes
@@ -347,12 +348,14 @@ class Fleet:
         metrics = RouterMetrics(self.registry)
         self.policy = NotingPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
         self.index = PrefixIndex()
+        known_tenants = Tenants(tenants)
         self.admission = Admission(
             self.table,
             policy or self.policy,
             admission or AdmissionConfig(),
             self.index,
             metrics,
+            known_tenants,
         )
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []
@@ -371,9 +374,9 @@ class Fleet:
                 metrics=metrics,
                 config=config,
                 max_timeout_s=max_timeout_s,
+                tenants=known_tenants,
                 signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
                 sleep=self._sleep,
-                tenants=Tenants(tenants),
             )
         )
         for worker_id in worker_ids:
@@ -381,7 +384,7 @@ class Fleet:
 
     def _media_queue(self) -> MediaQueue:
         bounds = MediaQueueConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
-        return MediaQueue(bounds, FairShare({}), lambda pool: self.table.num_encode_tokens(pool, 0.0))
+        return MediaQueue(bounds, FairShare(), lambda pool: self.table.num_encode_tokens(pool, 0.0))
 
     def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
         return Request(self.pipeline, start, resume=resume, traceparent=traceparent)

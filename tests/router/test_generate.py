@@ -11,6 +11,7 @@ from quartet.api.request import Delta, GenerateStart, TextOptions, TextPrompt, T
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling
+from router.tenants import TenantConfig
 from tests.router.fakes import EOS_ID, TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens, text_of
 
 PROMPT = TokenPrompt(tuple(range(10, 30)))  # long enough for a remote prefill
@@ -215,7 +216,7 @@ async def test_text_is_tokenized_short_or_long() -> None:
 
 
 async def test_every_worker_gets_the_tenant_the_trace_and_the_time_left() -> None:
-    fleet = Fleet("prefill-0", "decode-0")
+    fleet = Fleet("prefill-0", "decode-0", tenants={"acme": TenantConfig(max_priority=3)})
     start = make_start(tenant="acme", priority=3, session_key="chat-1", timeout_s=30.0)
     await collect(fleet.generate(start, traceparent="00-ab-cd-01"))
     for call in fleet.hops.calls:

@@ -61,8 +61,10 @@ async def test_an_identity_bound_to_tenants_may_use_no_other_in_any_call(
     authority = CertificateAuthority(tmp_path / "certificates")
     front = authority.issue("gateway", "quartet://default/client/front")
     server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
-    bound = {"front": ("eu-1", "eu-*")}
-    async with running_system(tmp_path, monkeypatch, server=server, identity_tenants=bound) as (system, _stub):
+    key_file, bound = draw_events_key(tmp_path), {"front": ("eu-1", "eu-*")}
+    async with running_system(
+        tmp_path, monkeypatch, server=server, events_key_file=key_file, identity_tenants=bound
+    ) as (system, _stub):
         assert await tenant_of(system, front, "eu-7", caplog) == "eu-7"
         assert await tenant_of(system, front, "", caplog) == "eu-1"
         start = make_start(tenant="us-1")
