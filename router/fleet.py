@@ -93,8 +93,6 @@ class Fleet:
             chat_template: the source of every model's template; ``None``: each model has its own.
         """
         self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
-        #: Set once discovery has reported every worker that it knew at the start.
-        self.is_synchronised = asyncio.Event()
         self._table = table
         self._metrics = metrics
         self._tls = tls
@@ -195,7 +193,8 @@ class Fleet:
             self._table.unlist(WorkerKey(role=event.role, worker_id=event.worker_id))
             self._must_tend.set()
         elif isinstance(event, Synchronised):
-            self.is_synchronised.set()
+            self._table.is_synchronised = True
+            self._must_tend.set()
 
     def _adopt(self, record: WorkerRecord) -> None:
         if record.role not in _WORKER_ROLES:

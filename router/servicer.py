@@ -20,7 +20,7 @@ from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import GenerateStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
 from quartet.discovery.base import Role
-from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError
+from quartet.errors import DrainingError, ProtocolError, ServingError
 from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.server import Service, StalledCalls
 from quartet.v1 import router_pb2 as pb
@@ -28,6 +28,7 @@ from quartet.v1 import router_pb2_grpc
 from router.fleet import FetchedTexts
 from router.generate import GenerateRun, Pipeline
 from router.prepare import valid_traceparent
+from router.readiness import model_error
 from router.workers import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -154,7 +155,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """As router.proto says."""
         pools = [pool for pool in self._table.pools(time.monotonic()) if request.name in ("", pool.key.model_name)]
         if request.name and not pools:
-            raise ModelNotFoundError("no worker serves a model of this name", field="name")
+            raise model_error(self._table, request.name, "name", time.monotonic())
         return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
     async def _read_start(self, context: _Context) -> GenerateStart:

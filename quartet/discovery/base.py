@@ -224,6 +224,17 @@ class Registration(ABC):
         self._on_close = on_close
         self._task: asyncio.Task[None] | None = None
 
+    async def ended(self) -> None:
+        """Wait for the end of the task that keeps the record; returns only if that was no ``close``.
+
+        Raises what ended it: the record goes with its lease, and nobody else would notice.
+        """
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            if not self._task.cancelled():
+                return self._task.result()
+        await asyncio.get_running_loop().create_future()
+
     async def close(self) -> None:
         """Remove the record, unless a later registration has replaced it.
 

@@ -71,7 +71,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it takes new requests."""
-        return self._is_healthy and self._draining is None and self._registration is not None
+        return self.is_alive and self._is_healthy and self._draining is None and self._registration is not None
 
     @property
     def is_alive(self) -> bool:

@@ -173,16 +173,19 @@ async def test_many_requests_at_once_share_the_pool_and_leave_nothing(
         assert all(stats.num_preemptions == 0 for engine in system.engines.values() for stats in engine.stats())
 
 
-async def test_a_router_before_its_workers_serves_and_knows_no_model(
+async def test_a_router_before_its_workers_answers_that_it_knows_no_model_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_system(tmp_path, monkeypatch) as (system, stub):
-        await system.wait_serving()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(stub, make_start())
-        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert from_rpc_error(caught.value).retry_delay_s
         system.start_worker("decode-0")
-        await system.wait_ready()
+        await system.wait_serving()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stub, make_start(model="none"))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
         assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
 
 
