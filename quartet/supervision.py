@@ -34,19 +34,19 @@ class Supervisor:
     """The background tasks of one process, from ``async with`` to its end.
 
     The block calls ``run_until`` and then drains, which the tasks still serve. At the end of the block they are
-    cancelled. If one had ended before, the block ends with its error: a ``TaskEndedError``, or the error itself where
-    ``is_expected`` accepts it.
+    cancelled. If one had ended before, the block ends with a ``TaskEndedError``, or with the task's own error if that
+    is an expected one.
     """
 
     def __init__(
-        self, on_failure: Callable[[], None] = lambda: None, *, is_expected: tuple[type[Exception], ...] = ()
+        self, on_failure: Callable[[], None] = lambda: None, *, expected: tuple[type[Exception], ...] = ()
     ) -> None:
         """Call ``on_failure`` as soon as the first task has ended: say that this process is not ready any more.
 
-        ``is_expected``: errors whose message says all; the block ends with them as they are.
+        Errors of ``expected`` types say all in their message: they are logged without a traceback.
         """
         self._on_failure = on_failure
-        self._is_expected = is_expected
+        self._expected = expected
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: Exception | None = None
         self._has_failed = asyncio.Event()
@@ -94,14 +94,16 @@ class Supervisor:
         if self._is_closing:
             report_failure(task)
             return
-        logger.error("the task %s has ended, and so must this process", task.get_name(), exc_info=error)
+        trace = None if isinstance(error, self._expected) else error
+        why = "" if error is None else f": {error!r}"
+        logger.error("the task %s has ended, and so must this process%s", task.get_name(), why, exc_info=trace)
         if self._failure is None:
             self._failure = self._public(task, error)
             self._has_failed.set()
             self._on_failure()
 
     def _public(self, task: asyncio.Task[Any], error: BaseException | None) -> Exception:
-        if isinstance(error, self._is_expected):
+        if isinstance(error, self._expected):
             return error
         ended = TaskEndedError(f"the task {task.get_name()} has ended: {error!r}")
         ended.__cause__ = error

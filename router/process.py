@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 from quartet.discovery.create import create_registry
-from quartet.errors import DiscoveryError, DrainingError
+from quartet.errors import DrainingError
 from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
 from quartet.rpc.server import RpcServer, StalledCalls
@@ -75,7 +75,7 @@ class RouterProcess:
 
         Raises:
             ConfigError: the router can't start; the message names the setting.
-            DiscoveryError, TaskEndedError: a background task has ended.
+            TaskEndedError: a background task has ended.
         """
         config = self._config
         async with AsyncExitStack() as stack:
@@ -119,7 +119,7 @@ class RouterProcess:
             registry = create_registry(config.discovery)
             stack.push_async_callback(registry.close)
             readiness = self._readiness = Readiness(table, config.required_roles)
-            async with Supervisor(self._fail, is_expected=(DiscoveryError,)) as tasks:
+            async with Supervisor(self._fail) as tasks:
                 tasks.start("discovery", fleet.watch(registry.watch()))
                 tasks.start("tend", fleet.tend())
                 tasks.start("index-upkeep", keep_up(index))

@@ -71,7 +71,7 @@ async def test_a_task_that_is_cancelled_by_someone_else_ends_the_block_too() -> 
 
 
 async def test_an_error_that_says_all_is_raised_as_it_is() -> None:
-    supervisor = Supervisor(is_expected=(EngineError,))
+    supervisor = Supervisor(expected=(EngineError,))
     supervisor.start("outputs", fail(EngineError("the engine is lost")))
     with pytest.raises(EngineError, match="the engine is lost"):
         await run_until_stopped(supervisor)

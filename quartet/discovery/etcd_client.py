@@ -211,7 +211,9 @@ class EtcdClient:
         # Another call may have moved to the next endpoint already: stay there.
         if self._current == number:
             self._current = (number + 1) % len(self.config.endpoints)
-        reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
+        reason = str(error) or repr(error)
+        if isinstance(error, grpc.aio.AioRpcError):
+            reason = f"{error.code().name}: {error.details()}"
         return DiscoveryError(f"etcd at {self.config.endpoints[number]}: {reason}")
 
 

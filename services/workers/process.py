@@ -203,7 +203,7 @@ class WorkerProcess:
 
         pacer = LoadPacer(worker.next_load, publish, worker.prompt_queues)
         registry = create_registry(self._config.discovery)
-        async with Supervisor(self._fail, is_expected=(ServingError,)) as tasks:
+        async with Supervisor(self._fail, expected=(ServingError,)) as tasks:
             tasks.start("outputs", worker.consume(pacer))
             tasks.start("health", worker.watch_health())
             tasks.start("load", pacer.run())
@@ -211,19 +211,19 @@ class WorkerProcess:
             tasks.start("loop-watch", self._loop_watch.run())
             for watch in serving.watches:
                 tasks.start("watch", watch())
+            tasks.start("registration", self._announce(worker, registry))
             try:
-                await is_done_before(stop, self._announce(worker, registry, tasks))
                 await tasks.run_until(stop)
                 if worker.is_alive:
                     await worker.drain()
             finally:
                 await registry.close()
 
-    async def _announce(self, worker: Worker, registry: Registry, tasks: Supervisor) -> None:
+    async def _announce(self, worker: Worker, registry: Registry) -> None:
         registration = await registry.register(worker.record)
-        tasks.start("registration", registration.ended())
         await worker.announce(registration)
         logger.info("%s %s serves on %s", self._role, worker.record.worker_id, worker.record.grpc_address)
+        await registration.ended()
 
     def _fail(self) -> None:
         self._has_failed = True
