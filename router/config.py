@@ -93,7 +93,8 @@ class RouterConfig:
         max_request_timeout_s: upper limit of every request's time.
         required_roles: each of these needs a ready worker before the router says that it is ready (gRPC health and
             /readyz): encode, prefill, decode. Requests that need another role wait for it.
-        heartbeat_timeout_s: a worker that is silent for longer gets no new requests.
+        heartbeat_timeout_s: a worker that is silent for longer gets no new requests, and those that it has continue on
+            others. After half of that the router asks it; an answer is as good as a heartbeat.
         stall_timeout_s: a client that reads nothing for this long loses its request, or its session.
         session: limits of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
@@ -116,7 +117,7 @@ class RouterConfig:
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
     required_roles: tuple[Role, ...] = (Role.DECODE,)
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 8.0
     stall_timeout_s: float = 30.0
     session: SessionLimits = field(default_factory=SessionLimits)
     signing_keys_file: Path | None = None

@@ -60,6 +60,9 @@ _WORKER_ROLES = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
 
 _TICK_S = 0.5
 
+# After a longer pause between two ticks this process was stopped, or got no CPU.
+_AWAY_S = 2.0
+
 _PROBE_TIMEOUT_S = 2.0
 
 _FILES_TIMEOUT_S = 30.0
@@ -151,8 +154,12 @@ class Fleet:
 
     async def tend(self) -> None:
         """Probe workers that need it, and forget those that are gone. Runs until cancelled."""
+        last = time.monotonic()
         while True:
             now = time.monotonic()
+            if now - last > _AWAY_S:
+                self._table.was_away(now - last)
+            last = now
             for record in self._table.forget_gone(now):
                 self._leave(record)
             for record in self._table.to_probe(now):
@@ -270,6 +277,9 @@ class Fleet:
         except ServingError as error:
             logger.debug("worker %s does not answer: %s", record.worker_id, error)
             self._table.broken(record.key, record.epoch)
+            if self._table.is_silent(record.key, record.epoch, time.monotonic()):
+                # Its host may still answer gRPC's pings, which its event loop does not.
+                await connection.requests.reset()
             return
         if report.record.key == record.key and report.record.epoch != record.epoch:
             # The worker restarted, and discovery can't report it, or not yet. Adopting it ends this probe.

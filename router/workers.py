@@ -151,6 +151,18 @@ class WorkerTable:
         self._peers.poll(now)
         self._changed(keep_pools=is_same)
 
+    def was_away(self, away_s: float) -> None:
+        """This process did not run for ``away_s`` seconds: silence in that time means nothing."""
+        for worker in self._workers.values():
+            worker.known_at += away_s
+            if worker.load_at is not None:
+                worker.load_at += away_s
+
+    def is_silent(self, key: WorkerKey, epoch: int, now: float) -> bool:
+        """Whether the worker has been silent for so long that its requests are to continue elsewhere."""
+        worker = self._of_epoch(key, epoch)
+        return worker is not None and worker.silence_s(now) > self._heartbeat_timeout_s
+
     def pools(self, now: float) -> list[Pool]:
         """All pools, sorted."""
         return list(self._pools_by_key(now).values())

@@ -117,10 +117,14 @@ class StepClock:
 
     def forecast(self, work: StepWork) -> float:
         """When the step that has begun, with this work, should end, in seconds of the clock; 0.0: unknown."""
+        expected_s = self.expected_s(work)
+        return 0.0 if expected_s is None else self._began_at + expected_s
+
+    def expected_s(self, work: StepWork) -> float | None:
+        """How long a step with this work should take; ``None``: unknown."""
         if self.step_time is None:
-            return 0.0
-        prefill_s = self.step_time.prefill_s(work.num_prompt_tokens)
-        return self._began_at + prefill_s + self.step_time.decode_s(work.num_context_tokens)
+            return None
+        return self.step_time.prefill_s(work.num_prompt_tokens) + self.step_time.decode_s(work.num_context_tokens)
 
     def end(self, work: StepWork) -> None:
         """The step that has begun is over; ``work`` is what it did."""

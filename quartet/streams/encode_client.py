@@ -153,8 +153,12 @@ class EncodeClient:
         return call
 
     async def close(self) -> None:
-        """End all calls, which fail."""
+        """End all calls, which fail, for good."""
         self._is_closed = True
+        await self.reset()
+
+    async def reset(self) -> None:
+        """End all calls, which fail."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()

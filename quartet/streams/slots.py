@@ -86,6 +86,10 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
     async def close(self) -> None:
         """Break the stream for good: the peer ends its requests, and calls fail."""
         self._is_closed = True
+        await self.reset()
+
+    async def reset(self) -> None:
+        """Break the stream: the peer ends its requests, and calls fail. The next start opens another one."""
         task, stream = self._task, self._stream
         if task is not None:
             task.cancel()
