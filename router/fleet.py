@@ -43,6 +43,7 @@ from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, Prefil
 from quartet.streams.encode_client import EncodeCall, EncodeClient
 from quartet.streams.messages import DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
 from quartet.streams.worker_client import WorkerClient
+from quartet.supervision import report_failure
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.chat_template import read_template_file
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
@@ -64,6 +65,8 @@ _TICK_S = 0.5
 _AWAY_S = 2.0
 
 _PROBE_TIMEOUT_S = 2.0
+
+_WATCH_AGAIN_S = 1.0
 
 _FILES_TIMEOUT_S = 30.0
 
@@ -264,6 +267,7 @@ class Fleet:
             return
         task = asyncio.create_task(self._ask(connection), name=f"probe-{record.worker_id}")
         self._probes[record.key] = task
+        task.add_done_callback(report_failure)
         task.add_done_callback(lambda done: self._end_probe(record.key, done))
 
     def _end_probe(self, key: WorkerKey, task: asyncio.Task[None]) -> None:
@@ -314,8 +318,9 @@ class Fleet:
         self._shown_states = states
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, name=f"fleet {work.__name__}")
         self._background.add(task)
+        task.add_done_callback(report_failure)
         task.add_done_callback(self._background.discard)
 
 
@@ -360,9 +365,7 @@ class WorkerConnection:
             self.requests = EncodeClient(record.worker_id, self._channel, drop)
         self._on_lost = on_lost
         self._on_broken = on_broken
-        self._watching = asyncio.create_task(
-            watch_connection(self._channel, self._lost), name=f"connection to {record.worker_id}"
-        )
+        self._watching = asyncio.create_task(self._watch(), name=f"connection to {record.worker_id}")
 
     async def close(self) -> None:
         """Break the stream: requests on it fail with ``WorkerUnavailableError`` and continue on other workers."""
@@ -371,6 +374,16 @@ class WorkerConnection:
         await asyncio.wait([self._watching])
         await self.requests.close()
         await self._channel.close()
+
+    async def _watch(self) -> None:
+        """Report lost connections until cancelled, whatever goes wrong meanwhile."""
+        while True:
+            try:
+                await watch_connection(self._channel, self._lost)
+            except Exception:  # the watch ends here, and another one begins
+                logger.exception("the connection to worker %s can't be watched", self.record.worker_id)
+                self._lost()
+                await asyncio.sleep(_WATCH_AGAIN_S)
 
     def _lost(self) -> None:
         # An open stream reports by itself when it breaks, and may stay open after new ones are no longer accepted.

@@ -20,8 +20,9 @@ from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import GenerateStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
 from quartet.discovery.base import Role
-from quartet.errors import DrainingError, ProtocolError, ServingError
+from quartet.errors import DrainingError, ProtocolError
 from quartet.rpc.audience import Identity, caller_identity
+from quartet.rpc.errors import public_error
 from quartet.rpc.server import Service, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
@@ -236,8 +237,8 @@ async def _listen(context: _Context, run: GenerateRun) -> None:
             if request.WhichOneof("message") != "cancel":
                 raise ProtocolError("after start only cancel may come", field="message")
             run.cancel()
-    except ServingError as error:
-        run.abort(error)
+    except Exception as error:  # noqa: BLE001 - the task ends here; `public_error` logs what is not a ServingError
+        run.abort(public_error(error))
 
 
 def _draining_error() -> DrainingError:

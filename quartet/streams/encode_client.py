@@ -231,6 +231,9 @@ async def _write(rpc: _Rpc, call: EncodeCall, messages: Sequence[encode_pb2.Enco
         await rpc.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader sees why
+    except Exception:  # the task ends here, and so must the call
+        logger.exception("a start could not be written")
+        rpc.cancel()
 
 
 async def _end_soon(rpc: _Rpc, call: EncodeCall) -> None:

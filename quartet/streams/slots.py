@@ -212,6 +212,9 @@ async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT
             stream.has_pending.clear()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader sees why
+    except Exception:  # the task ends here, and so must the stream: its requests would wait for ever
+        logger.exception("a message could not be written")
+        rpc.cancel()
 
 
 def _nothing() -> None:
