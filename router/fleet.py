@@ -140,7 +140,7 @@ class Fleet:
             claim = self._puller.claim_for_another(hand_off)
         except TransferError:
             return  # closing: the hand-off expires
-        self._spawn(claim.release())
+        self._spawn("release-hand-off", claim.release())
 
     def _requests(self, role: Role, worker_id: str, kind: type[RequestsT]) -> RequestsT:
         connection = self._connections.get(WorkerKey(role, worker_id))
@@ -242,7 +242,7 @@ class Fleet:
         address = connection.record.events_address
         if all(other.record.events_address != address for other in self._connections.values()):
             self._subscriber.disconnect(address)
-        self._spawn(connection.close())
+        self._spawn(f"leave-{record.worker_id}", connection.close())
 
     def _broken(self, record: WorkerRecord, error: ServingError) -> None:
         is_expected = (
@@ -292,7 +292,7 @@ class Fleet:
         self._table.connected(record.key, report.load, time.monotonic())
         pool = PoolKey(record.model_name, record.model_fingerprint)
         if self.texts.known(pool) is None:
-            self._spawn(self.texts.prefetch(pool))
+            self._spawn("prefetch-texts", self.texts.prefetch(pool))
 
     async def _fetch_files(self, pool: PoolKey, names: Collection[str]) -> Mapping[str, bytes]:
         last: ServingError = WorkerUnavailableError("no worker of this model is known")
@@ -317,8 +317,8 @@ class Fleet:
             self._metrics.set_workers(role.value, state.value, states[role, state])
         self._shown_states = states
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work, name=f"fleet {work.__name__}")
+    def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(report_failure)
         task.add_done_callback(self._background.discard)
