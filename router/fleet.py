@@ -167,6 +167,8 @@ class Fleet:
                 self._leave(record)
             for record in self._table.to_probe(now):
                 self._probe(record)
+            for record in self._table.hanging(now):
+                self._spawn(f"reset-{record.worker_id}", self._reset(record))
             self.texts.retain({pool.key for pool in self._table.pools(now)})
             self._table.tick(now)
             self._show_states(now)
@@ -283,7 +285,7 @@ class Fleet:
             self._table.broken(record.key, record.epoch)
             if self._table.is_silent(record.key, record.epoch, time.monotonic()):
                 # Its host may still answer gRPC's pings, which its event loop does not.
-                await connection.requests.reset()
+                await self._reset(record)
             return
         if report.record.key == record.key and report.record.epoch != record.epoch:
             # The worker restarted, and discovery can't report it, or not yet. Adopting it ends this probe.
@@ -293,6 +295,12 @@ class Fleet:
         pool = PoolKey(record.model_name, record.model_fingerprint)
         if self.texts.known(pool) is None:
             self._spawn("prefetch-texts", self.texts.prefetch(pool))
+
+    async def _reset(self, record: WorkerRecord) -> None:
+        """Let the requests at that worker continue elsewhere; nothing happens if it has none."""
+        connection = self._connections.get(record.key)
+        if connection is not None and connection.record.epoch == record.epoch:
+            await connection.requests.reset()
 
     async def _fetch_files(self, pool: PoolKey, names: Collection[str]) -> Mapping[str, bytes]:
         last: ServingError = WorkerUnavailableError("no worker of this model is known")

@@ -163,6 +163,14 @@ class WorkerTable:
         worker = self._of_epoch(key, epoch)
         return worker is not None and worker.silence_s(now) > self._heartbeat_timeout_s
 
+    def hanging(self, now: float) -> list[WorkerRecord]:
+        """Workers that report that their work does not move, if a ready one of their pool and role can take it."""
+        stuck = [worker for worker in self._workers.values() if worker.is_stuck]
+        if not stuck:
+            return []
+        ready = {(worker.pool, worker.record.role) for worker in self._workers.values() if self._is_ready(worker, now)}
+        return [worker.record for worker in stuck if (worker.pool, worker.record.role) in ready]
+
     def pools(self, now: float) -> list[Pool]:
         """All pools, sorted."""
         return list(self._pools_by_key(now).values())
@@ -405,6 +413,11 @@ class KnownWorker:
         if is_reached and is_well and self.silence_s(now) <= heartbeat_timeout_s:
             return WorkerState.READY
         return WorkerState.SUSPECT
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it reported that its work does not move. Its end is for others to report."""
+        return self.load is not None and not self.load.is_healthy and not self.load.is_draining
 
     def status(self, now: float, heartbeat_timeout_s: float) -> WorkerStatus:
         """Its status for ListWorkers and WatchWorkers."""

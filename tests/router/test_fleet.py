@@ -141,6 +141,24 @@ async def test_requests_leave_a_worker_that_is_silent_though_its_connection_stan
         await system.wait_idle()
 
 
+async def test_requests_leave_a_worker_whose_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"stall_timeout_s": 0.2}
+    async with running_system(
+        tmp_path, monkeypatch, *_TWO_DECODES, gated=("decode-0", "decode-1"), worker=settings
+    ) as (system, stub):
+        call, responses = await open_until_token(stub)
+        victim = decode_worker(responses)
+        [other] = {"decode-0", "decode-1"} - {victim}
+        system.gates[other].release(10_000)
+        responses = await finish(call, responses)
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        assert responses[-1].finished.usage.num_attempts > 1
+        assert decode_worker(await generate(stub, make_start())) == other
+        open_gates(system)
+        await system.wait_ready()
+        await system.wait_idle()
+
+
 async def test_a_prefill_worker_cut_off_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = ("prefill-0", "prefill-1", "decode-0")
     async with running_system(tmp_path, monkeypatch, *workers, gated=workers[:2]) as (system, stub):

@@ -380,3 +380,14 @@ def test_a_model_whose_workers_have_gone_may_come_back(scene: Scene) -> None:
     assert isinstance(model_error(scene.table, "none", "model", scene.now), ModelNotFoundError)
     scene.now += 3600
     assert isinstance(model_error(scene.table, "tiny", "model", scene.now), ModelNotFoundError)
+
+
+def test_work_is_taken_from_a_hanging_worker_only_where_another_one_can_do_it(scene: Scene) -> None:
+    record, prefill = make_record(), make_record("prefill-0")
+    scene.join(record, prefill)
+    scene.table.report(make_load(record, is_healthy=False), scene.now)
+    assert scene.table.hanging(scene.now) == []
+    scene.join(make_record("decode-1"))
+    assert scene.table.hanging(scene.now) == [record]
+    scene.table.report(make_load(record, is_healthy=False, is_draining=True), scene.now)
+    assert scene.table.hanging(scene.now) == []
