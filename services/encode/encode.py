@@ -372,8 +372,7 @@ class PoolReports:
         stats = self._encoder.stats()
         if not stats.num_running:
             return []
-        item_s = stats.slowest_item_s
-        return [Turn(0, stats.num_steps, None if item_s is None else stats.num_running * item_s)]
+        return [Turn(0, stats.num_steps, stats.num_running * stats.slowest_item_s or None)]
 
     def close(self) -> None:
         """End the outputs."""
