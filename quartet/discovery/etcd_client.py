@@ -276,7 +276,7 @@ class _BrokenStreamError(Exception):
 
 
 # What may go wrong at one endpoint; `ConfigError`: a file with which it is dialled has gone.
-_FAILURES = (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, _BrokenStreamError, ConfigError)
+_FAILURES = (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, _BrokenStreamError, ConfigError)
 
 
 class _Endpoint:

@@ -15,6 +15,9 @@ from quartet.streams.server import StreamLimits
 from quartet.telemetry.logging import LogConfig
 from quartet.transfer.config import TransferConfig
 
+#: Exit code of a worker whose id another process has taken; starting it again would take the id back from that one.
+EXIT_REPLACED = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
@@ -40,7 +43,8 @@ class WorkerConfig:
         signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
             ``None``: signed starts are refused.
         drain_timeout_s: running requests get this long to end after SIGTERM.
-        stall_timeout_s: after so long without a step while work is in flight, health is NOT_SERVING.
+        stall_timeout_s: after so long without a step while work is in flight, health is NOT_SERVING. A step that lasts
+            for much longer than its forecast makes it so after 6 s already.
     """
 
     worker_id: str = ""

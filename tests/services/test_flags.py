@@ -60,7 +60,8 @@ class Recorder:
 
     configs: list[tuple[Role, WorkerConfig]]
 
-    def __init__(self, config: WorkerConfig, role: Role, _engine_factory: object) -> None:
+    def __init__(self, config: WorkerConfig, role: Role, _engine_factory: object, *, on_failure: object) -> None:
+        assert callable(on_failure)
         Recorder.configs.append((role, config))
 
     async def run(self, _stop: object) -> None:
