@@ -304,6 +304,8 @@ class ChoiceRun:
             finished = await outcome_in_time(
                 call, start_timeout_s=config.decode_start_timeout_s, stall_timeout_s=config.decode_stall_timeout_s
             )
+            if finished is not None:
+                self._output.check_count(finished.num_output_tokens)
         except TimeoutError as error:
             silent = WorkerUnavailableError(f"worker {rank.worker_id} gave no token in time")
             raise HopFailedError(Hop.DECODE, silent) from error

@@ -74,6 +74,8 @@ class Plan:
         hang_after: tokens after which nothing comes any more.
         overlap: tokens that are sent again at the beginning.
         has_hole: leaves out its first token.
+        num_lost: tokens that it loses before it ends well.
+        num_extra: tokens that it counts too many at its end; negative: too few.
         gate: a prefill waits for it first.
         laid_out: what it says of the prompt, whatever came.
     """
@@ -83,6 +85,8 @@ class Plan:
     hang_after: int | None = None
     overlap: int = 0
     has_hole: bool = False
+    num_lost: int = 0
+    num_extra: int = 0
     gate: asyncio.Event | None = None
     laid_out: LaidOut | None = None
 
@@ -262,7 +266,7 @@ class FakeDecode:
             reason, is_enough = self._step()
             if reason is not None:
                 self._end()
-                return DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids))
+                return DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids) + self._plan.num_extra)
             if is_enough:
                 return None
         raise RequestCancelledError("cancelled")
@@ -290,7 +294,7 @@ class FakeDecode:
         if self._plan.has_hole and self._num_given == 0:
             offset = first + 1
         self._num_given += len(self._token_ids) - first
-        token_ids = self._token_ids[offset:]
+        token_ids = self._token_ids[offset : len(self._token_ids) - (self._plan.num_lost if reason else 0)]
         wants_logprobs = self._start.generation.output.logprobs is not None
         logprobs = [TokenLogprobs(token_id, -1.0) for token_id in token_ids] if wants_logprobs else []
         self.received_at = time.monotonic()
