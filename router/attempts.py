@@ -233,6 +233,7 @@ class ChoiceRun:
         assert rank is not None and booking is not None, "it is prefilled elsewhere"
         outcome = await self._prefill_outcome(rank, booking)
         booking.release()
+        self._context.admission.wake()
         try:
             if self._request.media is not None:
                 self._learn_prompt(self._request.media, outcome)

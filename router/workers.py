@@ -253,6 +253,7 @@ class WorkerTable:
             load.router_progress.get(name, 0),
             load.placements.get(name),
             arrived_number=load.router_arrivals.get(name, 0),
+            num_requests=[rank.num_running + rank.num_waiting for rank in load.ranks],
         )
         # Dozens of reports come each second; few of them change a pool.
         state = worker.last_state = worker.state(now, self._heartbeat_timeout_s)
@@ -422,6 +423,8 @@ class KnownWorker:
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
+            num_requests=account.num_requests + (0 if self._is_quiet else account.num_other_requests),
+            max_running=load.max_running,
             num_queued_tokens=num_queued_tokens + account.num_unreported_tokens + account.num_placed_tokens,
             adapters=self._adapters,
             media=self._media,
