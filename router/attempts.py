@@ -30,6 +30,7 @@ from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, max_sequence_tokens
 from router.signing import Gang, SignedRun, Signer, SigningTerms
+from router.untaken import Untaken
 
 ResultT = TypeVar("ResultT")
 
@@ -87,6 +88,7 @@ class ChoiceRun:
         self._num_begun = 0
         self._signer: Signer | None = None
         self._gang: Gang | None = None
+        self._untaken: Untaken | None = None
         self._inputs: ReadyInputs | None = None
 
     async def run(self) -> FinishReason:
@@ -97,17 +99,17 @@ class ChoiceRun:
         """
         return await self._repeat(self._decode)
 
-    async def place(self, signer: Signer, gang: Gang) -> SignedRun | FinishReason:
+    async def place(self, signer: Signer, gang: Gang, untaken: Untaken) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
 
-        The start is signed once all members of ``gang`` can be. A caller that does not give the ``SignedRun`` to the
-        client must call its ``release``.
+        The start is signed once all members of ``gang`` can be, and counts as ``untaken`` from then on. A caller that
+        does not give the ``SignedRun`` to the client must call its ``release``.
 
         Raises:
             PlaceTooLargeError: there is no room for it beside the other members of the gang.
             ServingError: as in ``run``.
         """
-        self._signer, self._gang = signer, gang
+        self._signer, self._gang, self._untaken = signer, gang, untaken
         end = await self._repeat(self._sign)
         if not isinstance(end, SignedRun):
             gang.leave()
@@ -205,6 +207,7 @@ class ChoiceRun:
             deadline=self._request.deadline,
             num_first_tokens=self._num_tokens,
             is_renewed=not gang.is_alone,
+            untaken=self._untaken,
         )
         rank = reservation.placement.decode.data_parallel_rank
         try:

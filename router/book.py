@@ -18,6 +18,7 @@ from itertools import zip_longest
 
 from quartet.events.load import PlacementProgress
 from router.policy.base import Placement
+from router.untaken import Untaken
 
 
 def numbering(router_id: str, epoch: int) -> str:
@@ -179,9 +180,16 @@ class Booking:
         return self.number
 
     def commit(
-        self, request_id: str, choice: int, *, num_first_tokens: int, lapses_at: float, ends_at: float
+        self,
+        request_id: str,
+        choice: int,
+        *,
+        num_first_tokens: int,
+        lapses_at: float,
+        ends_at: float,
+        untaken: Untaken | None = None,
     ) -> PlacedBooking:
-        """Keep the same room for a client that may bring the start; this booking itself is released like any other.
+        """Keep room for a client that may bring the start; this booking itself is released like any other.
 
         ``num_first_tokens``: tokens whose KV the request has from its first step on. The other arguments are as in
         ``PlacedShare``.
@@ -194,6 +202,7 @@ class Booking:
             num_queued_tokens=self._num_queued_tokens,
             lapses_at=lapses_at,
             ends_at=ends_at,
+            untaken=untaken,
         )
         return self._book.placed.add(share, self._account)
 
@@ -308,6 +317,7 @@ class PlacedShare:
         num_queued_tokens: tokens to prefill at the rank itself.
         lapses_at: from then on no client can bring it to the worker.
         ends_at: when it has ended at the latest.
+        untaken: counts in the tenant's budgets until it was taken up; ``None``: it has none.
     """
 
     request_id: str
@@ -317,13 +327,15 @@ class PlacedShare:
     num_queued_tokens: int
     lapses_at: float
     ends_at: float
+    untaken: Untaken | None = None
 
 
 class PlacedBooking:
     """One placed start's share of one rank, after the router has answered Place.
 
-    It counts in full until a report says that it started. From then on it counts with what it may still take beyond its
-    first blocks until it ends: its tokens do not pass the router, so the router can't know how much it has taken.
+    Until a report says that it started, it counts with its first blocks: its client may never bring it. From then on it
+    counts with what it may still take beyond these until it ends: its tokens do not pass the router, so the router
+    can't know how much it has taken.
     """
 
     def __init__(
@@ -338,7 +350,9 @@ class PlacedBooking:
         self._num_promised = 0
         self._num_queued = 0
         account.num_requests += 1
-        self._count(share.num_reserved_blocks, share.num_queued_tokens)
+        if share.untaken is not None:
+            share.untaken.keep()
+        self._count(min(share.num_first_blocks, share.num_reserved_blocks), share.num_queued_tokens)
 
     @property
     def changes_at(self) -> float:
@@ -373,12 +387,14 @@ class PlacedBooking:
             self._change(PlacedState.ENDED, 0)
 
     def _change(self, state: PlacedState, num_promised: int) -> None:
-        was_booked, was_started = self.is_booked, self.state is PlacedState.STARTED
+        was_booked, before = self.is_booked, self.state
         self.state = state
         self._account.num_requests += self.is_booked - was_booked
-        self._account.num_reported_requests += (state is PlacedState.STARTED) - was_started
+        self._account.num_reported_requests += (state is PlacedState.STARTED) - (before is PlacedState.STARTED)
         self._count(num_promised, 0)
         self._on_change(self, was_booked)
+        if before is PlacedState.WAITING and self._share.untaken is not None:
+            self._share.untaken.drop()
 
     def _count(self, num_promised: int, num_queued: int) -> None:
         self._account.add(

@@ -12,7 +12,8 @@ from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
 from router.media.request import MediaTools
 from router.signing import Signer
-from router.workers import WorkerTable
+from router.untaken import UntakenBudgets
+from router.workers import PoolKey, WorkerTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class RouterContext:
         router_id: identifies this router to workers.
         config: limits of each choice's attempts.
         max_timeout_s: upper limit of each request's time.
+        untaken: what each tenant's placements may hold before their clients take them up.
         signer: signs starts that are placed for clients; ``None``: the router places none.
         sleep: pauses between attempts, in seconds.
     """
@@ -36,5 +38,6 @@ class RouterContext:
     metrics: RouterMetrics
     config: AttemptConfig
     max_timeout_s: float
+    untaken: UntakenBudgets[PoolKey]
     signer: Signer | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

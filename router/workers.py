@@ -21,6 +21,7 @@ from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
 from router.policy.room import with_step_times
+from router.untaken import Capacity
 
 #: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
@@ -177,6 +178,15 @@ class WorkerTable:
             peers = replace(peers, ranks=sorted([candidate.rank for candidate in (*prefill, *decode)]))
         return Snapshot(
             prefill=with_step_times(prefill, decode), decode=with_step_times(decode, prefill), now=now, peers=peers
+        )
+
+    def decode_capacity(self, pool: PoolKey, now: float) -> Capacity:
+        """What the ready decode workers of ``pool`` have together."""
+        ranks = [candidate for worker in self._ready_of(pool, now).decode for candidate in worker.candidates()]
+        is_known = all(rank.max_running for rank in ranks)
+        return Capacity(
+            num_tokens=sum(rank.num_total_blocks * rank.block_size for rank in ranks),
+            num_running=sum(rank.max_running for rank in ranks) if is_known else 0,
         )
 
     def encode_candidates(self, pool: PoolKey, kinds: frozenset[str], now: float) -> list[EncodeCandidate]:

@@ -36,6 +36,7 @@ from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
+from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt
 from tests.router.noting_policy import NotingPolicy
@@ -345,6 +346,7 @@ class Fleet:
     ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
         self.hops, self.texts = FakeHops(), FakeTexts()
+        self.now = 0.0  # the time in which placements lie untaken
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry)
         self.policy = NotingPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
@@ -373,6 +375,14 @@ class Fleet:
                 metrics=metrics,
                 config=config,
                 max_timeout_s=max_timeout_s,
+                untaken=UntakenBudgets(
+                    lambda pool: self.table.decode_capacity(pool, 0.0),
+                    share=(admission or AdmissionConfig()).untaken_share,
+                    max_waiting=(admission or AdmissionConfig()).max_queue_length,
+                    timeout_s=TIMEOUT_S,
+                    poll_interval_s=TIMEOUT_S,
+                    clock=lambda: self.now,
+                ),
                 signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
                 sleep=self._sleep,
             )
