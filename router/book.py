@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import zip_longest
 
 from quartet.events.load import PlacementProgress
 from router.policy.base import Placement
@@ -126,7 +125,8 @@ class WorkerBook:
             self._not_arrived.popleft().appear()
         while self._unreported and self._unreported[0].number <= number:
             self._unreported.popleft().count_in()
-        for account, num_reported in zip_longest(self.accounts, num_requests[: len(self.accounts)], fillvalue=0):
+        for rank, account in enumerate(self.accounts):
+            num_reported = num_requests[rank] if rank < len(num_requests) else 0
             account.num_other_requests = max(num_reported - account.num_reported_requests, 0)
 
     def on_release(self) -> None:

@@ -33,11 +33,11 @@ class Capacity:
 
     Attributes:
         num_tokens: tokens of KV.
-        num_running: requests that they run at once; 0: unknown.
+        num_requests: requests that they may have at a time; 0: unknown.
     """
 
     num_tokens: int
-    num_running: int
+    num_requests: int
 
 
 PoolT = TypeVar("PoolT", bound=Hashable)
@@ -127,7 +127,7 @@ class UntakenBudgets(Generic[PoolT]):
 
     def _limits(self, pool: PoolT) -> _Limits:
         capacity = self._capacity(pool)
-        num_placements = max(int(self._share * capacity.num_running), 1) if capacity.num_running else None
+        num_placements = max(int(self._share * capacity.num_requests), 1) if capacity.num_requests else None
         return _Limits(num_placements, max(self._share * capacity.num_tokens, 1.0))
 
     def _take(self, account: _Account, call: _Call, pool: PoolT) -> Sequence[Untaken]:

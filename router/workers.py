@@ -20,7 +20,7 @@ from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
-from router.policy.room import with_step_times
+from router.policy.room import max_requests, with_step_times
 from router.untaken import Capacity
 
 #: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
@@ -183,10 +183,10 @@ class WorkerTable:
     def decode_capacity(self, pool: PoolKey, now: float) -> Capacity:
         """What the ready decode workers of ``pool`` have together."""
         ranks = [candidate for worker in self._ready_of(pool, now).decode for candidate in worker.candidates()]
-        is_known = all(rank.max_running for rank in ranks)
+        is_known = all(rank.max_requests for rank in ranks)
         return Capacity(
             num_tokens=sum(rank.num_total_blocks * rank.block_size for rank in ranks),
-            num_running=sum(rank.max_running for rank in ranks) if is_known else 0,
+            num_requests=sum(rank.max_requests for rank in ranks) if is_known else 0,
         )
 
     def encode_candidates(self, pool: PoolKey, kinds: frozenset[str], now: float) -> list[EncodeCandidate]:
@@ -293,6 +293,8 @@ class WorkerTable:
             for worker in self._workers.values():
                 if worker.pool == pool and self._is_ready(worker, now):
                     by_role[worker.record.role].append(worker)
+            for worker in ready.decode:
+                worker.feed(bool(ready.prefill))
         return ready
 
     def _forget_states(self) -> None:
@@ -344,7 +346,7 @@ class KnownWorker:
     last_state: WorkerState = WorkerState.JOINING
 
     def __post_init__(self) -> None:
-        self._is_quiet = False
+        self._is_quiet = self._is_fed = False
         self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
         self.describe(self.record)
 
@@ -365,6 +367,11 @@ class KnownWorker:
         self.load, self.load_at = load, now
         self._read_load()
         self.poll(now)
+
+    def feed(self, is_fed: bool) -> None:
+        """Whether other workers prefill for it."""
+        if is_fed is not self._is_fed:
+            self._is_fed, self._is_shown = is_fed, False
 
     def poll(self, now: float) -> None:
         """Apply the passage of time. Once reports stop, the waiting prompts of old reports no longer count."""
@@ -434,7 +441,7 @@ class KnownWorker:
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
             num_requests=account.num_requests + (0 if self._is_quiet else account.num_other_requests),
-            max_running=load.max_running,
+            max_requests=max_requests(load.max_running, is_fed=self._is_fed),
             num_queued_tokens=num_queued_tokens + account.num_unreported_tokens + account.num_placed_tokens,
             adapters=self._adapters,
             media=self._media,

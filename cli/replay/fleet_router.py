@@ -14,6 +14,7 @@ from quartet.events.kv import KvEvent
 from router.kv_index.feed import apply_events
 from router.kv_index.index import PrefixIndex
 from router.policy.base import Peers, Pending, Placement, Policy, Snapshot
+from router.policy.room import max_requests
 
 # Longer than any request waits for its first step.
 _PREDICTION_LIFE_S = 600.0
@@ -96,6 +97,10 @@ class FleetRouter:
         self._engine = engine
         self._step_time = measured(engine.timing)
         self._prefill_ranks, self._decode_ranks = list(workers)[:num_prefill], list(workers)[num_prefill:]
+        self._max_requests = {
+            rank: max_requests(engine.max_num_seqs, is_fed=num_prefill > 0 and number >= num_prefill)
+            for number, rank in enumerate(workers)
+        }
         self._load_age_s = load_age_s
         self._peers = peers
         self._index = PrefixIndex()
@@ -188,7 +193,7 @@ class FleetRouter:
             num_used_blocks=state.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks(state.num_blocks),
             num_requests=account.num_requests(state.num_blocks),
-            max_running=self._engine.max_num_seqs,
+            max_requests=self._max_requests[rank],
             num_queued_tokens=state.num_queued_tokens + num_unreported_tokens,
             num_unbegun_tokens=state.num_unbegun_tokens + num_unreported_tokens,
             step_ends_at=step_ends_at,

@@ -307,10 +307,15 @@ class Planned:
 def choose_planned(queued: Sequence[Pending], snapshot: Snapshot, limit: int) -> list[Planned]:
     """The first ``limit`` of ``queued`` that find room now, and all those behind them that bind at once.
 
-    A request that finds no room reserves a rank (see ``router.policy.room.Backfill``).
+    They are no more than decode ranks may have beside their requests: else the shortest or the oldest of them would get
+    the last places, and not the first in the queue. A request that finds no room reserves a rank (see
+    ``router.policy.room.Backfill``).
     """
     backfill, found = Backfill(), list[Planned]()
+    num_places = _num_places(snapshot.decode, len(queued))
     for index, pending in enumerate(queued):
+        if len(found) == num_places:
+            break
         if len(found) >= limit and not pending.binds_at_once:
             continue
         unreserved = backfill.unreserved(snapshot.decode)
@@ -319,6 +324,18 @@ def choose_planned(queued: Sequence[Pending], snapshot: Snapshot, limit: int) ->
         else:
             backfill.reserve(pending, unreserved, NOTHING_TAKEN)
     return found
+
+
+def _num_places(candidates: Sequence[Candidate], most: int) -> int:
+    """How many more requests ``candidates`` may have together; ``most`` if they may have more, or none says."""
+    num_places = 0
+    for candidate in candidates:
+        if not candidate.max_requests:
+            return most
+        num_places += max(candidate.max_requests - candidate.num_requests, 0)
+        if num_places >= most:
+            return most
+    return num_places
 
 
 def shortlist(

@@ -17,6 +17,9 @@ from router.policy.base import Candidate, Pending, Snapshot
 #: The obstacle of a rank that could take a request, but just failed it while other ranks did not.
 JUST_FAILED = "just failed it"
 
+# A rank that others prefill for may have one more request for each so many that it runs.
+_FED_PART = 4
+
 # Tokens of the prompt by which ``with_step_times`` compares ranks.
 _NUM_TOKENS = 1000
 
@@ -46,10 +49,10 @@ class Tally:
         return candidate.num_queued_tokens + self._num_tokens.get(candidate.rank, 0)
 
     def can_run(self, candidate: Candidate) -> bool:
-        """Whether a rank would run one more request at once: its batch is not full."""
-        if not candidate.max_running:
+        """Whether a rank may have one more request: its batch is not full."""
+        if not candidate.max_requests:
             return True
-        return candidate.num_requests + self._num_requests.get(candidate.rank, 0) < candidate.max_running
+        return candidate.num_requests + self._num_requests.get(candidate.rank, 0) < candidate.max_requests
 
     def has_room(self, candidate: Candidate, pending: Pending) -> bool:
         """Whether ``pending`` fits a decode rank now."""
@@ -164,9 +167,18 @@ def decode_obstacle(candidate: Candidate, pending: Pending, tally: Tally) -> str
     return ""
 
 
+def max_requests(max_running: int, *, is_fed: bool) -> int:
+    """How many requests a rank may have that runs ``max_running`` at once; 0: unknown.
+
+    ``is_fed``: others prefill for it. Then it may have a quarter more: while these are prefilled and moved, its places
+    would stay empty. So at most that many wait there.
+    """
+    return max_running + -(-max_running // _FED_PART) if is_fed else max_running
+
+
 def full_batch(candidate: Candidate) -> str:
-    """What hinders requests from running at a rank whose batch is full."""
-    return f"its batch is full: {candidate.num_requests} requests there, {candidate.max_running} run at once"
+    """What hinders requests from going to a rank whose batch is full."""
+    return f"its batch is full: {candidate.num_requests} requests of at most {candidate.max_requests}"
 
 
 def with_step_times(candidates: Sequence[Candidate], others: Sequence[Candidate] = ()) -> Sequence[Candidate]:

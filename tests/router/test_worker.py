@@ -42,7 +42,9 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
     assert (first.step_ends_at, first.num_unbegun_tokens, second.num_unbegun_tokens) == (200.25, 70, 100)
     assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
     assert second.step_time == step_time
-    assert (first.max_running, second.max_running) == (8, 8)
+    assert (first.max_requests, second.max_requests) == (8, 8)
+    worker.feed(True)
+    assert [candidate.max_requests for candidate in worker.candidates()] == [10, 10]
 
 
 def test_reported_waiting_prompts_count_no_more_once_reports_have_stopped() -> None:

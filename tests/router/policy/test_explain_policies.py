@@ -53,7 +53,7 @@ ranks = st.builds(
     num_used_blocks=st.integers(0, 60),
     num_promised_blocks=st.integers(0, 40),
     num_requests=st.integers(0, 9),
-    max_running=st.sampled_from([0, 0, 0, 4, 8]),
+    max_requests=st.sampled_from([0, 0, 0, 4, 8]),
     num_queued_tokens=st.integers(0, 2000),
     num_unbegun_tokens=st.integers(0, 2000),
     step_ends_at=st.sampled_from([0.0, 5.001, 5.2]),
@@ -177,10 +177,10 @@ def test_explain_names_the_obstacle_of_each_rank(name: str) -> None:
 
 @each_policy
 def test_a_full_batch_is_an_obstacle(name: str) -> None:
-    full: dict[str, object] = {"num_requests": 5, "max_running": 4}
+    full: dict[str, object] = {"num_requests": 5, "max_requests": 4}
     snapshot = Snapshot([candidate("p", **full), candidate("p-free")], [candidate("d", **full), candidate("d-free")])
     options = by_name(_POLICIES[name]().explain(pending(100), snapshot))
-    obstacle = "its batch is full: 5 requests there, 4 run at once"
+    obstacle = "its batch is full: 5 requests of at most 4"
     assert {name: option.obstacle for name, option in options.items() if option.obstacle} == dict.fromkeys(
         "pd", obstacle
     )

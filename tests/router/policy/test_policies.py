@@ -48,7 +48,7 @@ def candidate(
     promised: int = 0,
     queued: int = 0,
     requests: int = 0,
-    max_running: int = 0,
+    max_requests: int = 0,
     adapters: tuple[str, ...] = (),
 ) -> Candidate:
     return Candidate(
@@ -58,7 +58,7 @@ def candidate(
         num_used_blocks=used,
         num_promised_blocks=promised,
         num_requests=requests,
-        max_running=max_running,
+        max_requests=max_requests,
         num_queued_tokens=queued,
         adapters=frozenset(adapters),
     )
@@ -116,19 +116,19 @@ def test_a_prompt_too_long_for_every_prefill_rank_is_prefilled_at_its_decode_ran
 
 @each_policy
 def test_a_rank_gets_no_more_requests_than_it_runs_at_once(make_policy) -> None:
-    ranks = [candidate("d0", requests=5, max_running=6), candidate("d1", requests=4, max_running=6), candidate("d2")]
+    ranks = [candidate("d0", requests=5, max_requests=6), candidate("d1", requests=4, max_requests=6), candidate("d2")]
     placed = decodes(make_policy().assign([pending(10)] * 12, Snapshot([], ranks)).placements)
     # The third one does not say how many it runs at once, so it gets as many as have room.
     assert placed.count("d0") <= 1
     assert placed.count("d1") <= 2
-    full = Snapshot([candidate("p")], [candidate("d0", requests=7, max_running=6), ranks[1]])
+    full = Snapshot([candidate("p")], [candidate("d0", requests=7, max_requests=6), ranks[1]])
     placed = decodes(make_policy().assign([pending(10)] * 12, full).placements)
     assert (placed.count("d1"), placed.count(None)) == (2, 10)
 
 
 @each_policy
 def test_a_prompt_waits_while_the_batch_of_every_prefill_rank_is_full(make_policy) -> None:
-    busy = [candidate("p0", requests=2, max_running=2), candidate("p1", requests=1, max_running=2)]
+    busy = [candidate("p0", requests=2, max_requests=2), candidate("p1", requests=1, max_requests=2)]
     placed = (
         make_policy().assign([pending(_LOCAL_MAX + 1)] * 3, Snapshot(busy, [candidate("d", total=1000)])).placements
     )
