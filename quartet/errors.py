@@ -152,6 +152,10 @@ class QueueFullError(ServingError, reason="QUEUE_FULL"):
     """The queue is full or the request waited there for too long; try again later."""
 
 
+class PlacementBudgetError(QueueFullError, reason="PLACEMENT_BUDGET"):
+    """The tenant's clients don't take up what was placed for them; the message says which budget is used up."""
+
+
 class WorkerUnavailableError(ServingError, reason="WORKER_UNAVAILABLE"):
     """No worker that can serve the request is reachable, or the one that did is gone."""
 

@@ -32,6 +32,7 @@ from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, max_sequence_tokens
 from router.signing import Gang, SignedRun, Signer, SigningTerms
+from router.untaken import Untaken
 
 ResultT = TypeVar("ResultT")
 ChoiceT = TypeVar("ChoiceT")
@@ -91,6 +92,7 @@ class ChoiceRun:
         self._num_charged_tokens = 0
         self._signer: Signer | None = None
         self._gang: Gang | None = None
+        self._untaken: Untaken | None = None
         self._inputs: ReadyInputs | None = None
 
     async def run(self) -> FinishReason:
@@ -104,17 +106,17 @@ class ChoiceRun:
         finally:
             self._settle()
 
-    async def place(self, signer: Signer, gang: Gang) -> SignedRun | FinishReason:
+    async def place(self, signer: Signer, gang: Gang, untaken: Untaken) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
 
-        The start is signed once all members of ``gang`` can be. A caller that does not give the ``SignedRun`` to the
-        client must call its ``release``.
+        The start is signed once all members of ``gang`` can be, and counts as ``untaken`` from then on. A caller that
+        does not give the ``SignedRun`` to the client must call its ``release``.
 
         Raises:
             PlaceTooLargeError: there is no room for it beside the other members of the gang.
             ServingError: as in ``run``.
         """
-        self._signer, self._gang = signer, gang
+        self._signer, self._gang, self._untaken = signer, gang, untaken
         end = None
         try:
             end = await self._repeat(self._sign)
@@ -219,6 +221,7 @@ class ChoiceRun:
             deadline=self._request.deadline,
             num_first_tokens=self._num_tokens,
             is_renewed=not gang.is_alone,
+            untaken=self._untaken,
         )
         rank = reservation.placement.decode.data_parallel_rank
         try:
@@ -247,6 +250,7 @@ class ChoiceRun:
         assert rank is not None and booking is not None, "it is prefilled elsewhere"
         outcome = await self._prefill_outcome(rank, booking)
         booking.release()
+        self._context.admission.wake()
         try:
             if self._request.media is not None:
                 self._learn_prompt(self._request.media, outcome)
@@ -319,6 +323,8 @@ class ChoiceRun:
             finished = await outcome_in_time(
                 call, start_timeout_s=config.decode_start_timeout_s, stall_timeout_s=config.decode_stall_timeout_s
             )
+            if finished is not None:
+                self._output.check_count(finished.num_output_tokens)
         except TimeoutError as error:
             silent = WorkerUnavailableError(f"worker {rank.worker_id} gave no token in time")
             raise HopFailedError(Hop.DECODE, silent) from error

@@ -61,6 +61,7 @@ class AdmissionConfig:
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: the delay that refused clients are asked to wait.
+        untaken_share: of a pool, what one tenant's placements may hold before their clients take them up.
         prediction_life_s: how long a prompt's blocks count as cached where it was sent, without word from KV events.
     """
 
@@ -68,6 +69,7 @@ class AdmissionConfig:
     queue_timeout_s: float = 60.0
     unavailable_timeout_s: float = 10.0
     retry_delay_s: float = 1.0
+    untaken_share: float = 0.5
     prediction_life_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -77,6 +79,8 @@ class AdmissionConfig:
         for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s", "prediction_life_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        if not 0 < self.untaken_share <= 1:
+            raise ConfigError("untaken_share: must be above 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)

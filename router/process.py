@@ -38,7 +38,8 @@ from router.readiness import Readiness
 from router.servicer import RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
-from router.workers import WorkerTable
+from router.untaken import UntakenBudgets
+from router.workers import PoolKey, WorkerTable
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +195,22 @@ class RouterProcess:
                 metrics=self._metrics,
                 config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,
+                untaken=self._untaken_budgets(table),
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
                 tenants=self._tenants,
             )
         )
         self._metrics.watch_requests(lambda: admission.length + media_queue.length, lambda: pipeline.num_running)
         return pipeline
+
+    def _untaken_budgets(self, table: WorkerTable) -> UntakenBudgets[PoolKey]:
+        admission = self._config.admission
+        return UntakenBudgets(
+            lambda pool: table.decode_capacity(pool, time.monotonic()),
+            share=admission.untaken_share,
+            max_waiting=admission.max_queue_length,
+            timeout_s=admission.queue_timeout_s,
+        )
 
     def _media_queue(self, table: WorkerTable, tenants: Tenants) -> MediaQueue:
         admission = self._config.admission

@@ -21,7 +21,8 @@ from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
-from router.policy.room import with_step_times
+from router.policy.room import max_requests, with_step_times
+from router.untaken import Capacity
 
 #: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
@@ -241,6 +242,15 @@ class WorkerTable:
             prefill=with_step_times(prefill, decode), decode=with_step_times(decode, prefill), now=now, peers=peers
         )
 
+    def decode_capacity(self, pool: PoolKey, now: float) -> Capacity:
+        """What the ready decode workers of ``pool`` have together."""
+        ranks = [candidate for worker in self._ready_of(pool, now).decode for candidate in worker.candidates()]
+        is_known = all(rank.max_requests for rank in ranks)
+        return Capacity(
+            num_tokens=sum(rank.num_total_blocks * rank.block_size for rank in ranks),
+            num_requests=sum(rank.max_requests for rank in ranks) if is_known else 0,
+        )
+
     def encode_candidates(self, pool: PoolKey, kinds: frozenset[str], now: float) -> list[EncodeCandidate]:
         """The encode workers of ``pool`` that take files of all ``kinds`` now."""
         ready = self._ready_of(pool, now).encode
@@ -316,6 +326,7 @@ class WorkerTable:
             load.router_progress.get(name, 0),
             load.placements.get(name),
             arrived_number=load.router_arrivals.get(name, 0),
+            num_requests=[rank.num_running + rank.num_waiting for rank in load.ranks],
         )
         # Dozens of reports come each second; few of them change a pool.
         state = worker.last_state = worker.state(now, self._heartbeat_timeout_s)
@@ -346,6 +357,8 @@ class WorkerTable:
             for worker in self._workers.values():
                 if worker.pool == pool and self._is_ready(worker, now):
                     by_role[worker.record.role].append(worker)
+            for worker in ready.decode:
+                worker.feed(bool(ready.prefill))
         return ready
 
     def _forget_states(self) -> None:
@@ -399,7 +412,7 @@ class KnownWorker:
     last_state: WorkerState = WorkerState.JOINING
 
     def __post_init__(self) -> None:
-        self._is_quiet = False
+        self._is_quiet = self._is_fed = False
         self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
         record = self.record
         # Kept, because every snapshot of its pool needs them.
@@ -425,6 +438,11 @@ class KnownWorker:
         self.load, self.load_at = load, now
         self._read_load()
         self.poll(now)
+
+    def feed(self, is_fed: bool) -> None:
+        """Whether other workers prefill for it."""
+        if is_fed is not self._is_fed:
+            self._is_fed, self._is_shown = is_fed, False
 
     def poll(self, now: float) -> None:
         """Apply the passage of time. Once reports stop, the waiting prompts of old reports no longer count."""
@@ -500,6 +518,8 @@ class KnownWorker:
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
+            num_requests=account.num_requests + (0 if self._is_quiet else account.num_other_requests),
+            max_requests=max_requests(load.max_running, is_fed=self._is_fed),
             num_queued_tokens=num_queued_tokens + account.num_unreported_tokens + account.num_placed_tokens,
             adapters=self._adapters,
             media=self._media,

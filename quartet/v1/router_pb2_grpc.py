@@ -101,6 +101,7 @@ class RouterServiceServicer:
         again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
         to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
         INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+        RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

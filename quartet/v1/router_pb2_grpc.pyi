@@ -49,6 +49,7 @@ class RouterServiceStub:
     again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
     to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
     INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+    RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
     """
     Session: _grpc.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
@@ -89,6 +90,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
     to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
     INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+    RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
     """
     Session: _aio.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]  # type: ignore[assignment]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
@@ -138,6 +140,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
         to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
         INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+        RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
         """
 
     @_abc_1.abstractmethod

@@ -16,6 +16,7 @@ from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import RoundRobinPolicy
 from router.tenants import TenantConfig
 from tests.router.admission_scene import POOL, RECORD, TIMEOUT_S, AdmissionScene
+from tests.router.records import make_load
 
 
 async def test_a_tenant_that_floods_is_refused_and_does_not_delay_other_tenants() -> None:
@@ -32,6 +33,27 @@ async def test_a_tenant_that_floods_is_refused_and_does_not_delay_other_tenants(
         await scene.release(task)
     assert scene.order == ["full", "small 0", "flood 0", "small 1", "flood 1"]
     assert scene.outcomes() == {"placed": 5, "refused": 12}
+    await scene.close()
+
+
+async def test_a_flood_waits_here_and_not_at_a_worker_whose_batch_is_full() -> None:
+    scene = AdmissionScene()
+    # Four other requests run there, of another router; all have room for more.
+    scene.table.report(make_load(RECORD, max_running=6, num_running=4), 0.0)
+    flood = [scene.ask(f"flood {number}", 1, tenant="flood") for number in range(100)]
+    await scene.settle()
+    small = scene.ask("small", 1, tenant="small")
+    await scene.settle()
+    assert scene.order == ["flood 0", "flood 1"]
+    # The place of a request that ends is free at once, before the worker reports it; the small tenant's turn has come.
+    await scene.release(flood[0])
+    assert small.done()
+    scene.table.report(make_load(RECORD, max_running=6, num_running=5, num_waiting=1), 0.0)
+    await scene.release(small)
+    assert scene.order == ["flood 0", "flood 1", "small"], "six run there still"
+    scene.table.report(make_load(RECORD, max_running=6, num_running=4), 0.0)
+    await scene.settle()
+    assert scene.order == ["flood 0", "flood 1", "small", "flood 2"]
     await scene.close()
 
 

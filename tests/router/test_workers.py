@@ -116,7 +116,7 @@ def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
         "ab" * 16, 0, num_first_tokens=50, lapses_at=scene.now + 5, ends_at=scene.now + 60
     )
     reservation.release()
-    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (10, 50)
+    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (5, 50)
     name = numbering("router-a", record.epoch)
     progress = PlacementProgress(started=(placed.number,))
     scene.table.report(make_load(record, placements={name: progress}), scene.now)
