@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,32 @@ class AttemptConfig:
                 raise ConfigError(f"{name}: must be above 0")
 
 
-# Limits of the router's queue.
+# Limits of the router's queues.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig:
+    """Limits of tokenizing. Short texts are tokenized at once; the rest of them wait for a thread.
+
+    Attributes:
+        num_threads: threads that tokenize; one tenant's texts use all but one of them. By default one less than there
+            are cores, from 2 to 8.
+        max_queued_characters: of all texts that wait for a thread. Of more, the last text of the tenant that has most
+            of it is refused.
+        retry_delay_s: the delay that refused clients are asked to wait.
+    """
+
+    num_threads: int = field(default_factory=lambda: min(max((os.cpu_count() or 1) - 1, 2), 8))
+    max_queued_characters: int = 64 << 20
+    retry_delay_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("num_threads", "max_queued_characters"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+        if self.retry_delay_s <= 0:
+            raise ConfigError("retry_delay_s: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +114,7 @@ class RouterConfig:
         server: where gRPC listens; the router also dials workers with its ``tls``.
         http_address: ``host:port`` of /metrics, /livez and /readyz, without TLS.
         policy: how requests are placed.
+        tokenizing: how texts are tokenized.
         media: media that requests may name.
         max_request_timeout_s: upper limit of every request's time.
         heartbeat_timeout_s: a worker that is silent for longer gets no new requests.
@@ -109,6 +136,7 @@ class RouterConfig:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    tokenizing: TokenizeConfig = field(default_factory=TokenizeConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0

@@ -12,6 +12,7 @@ from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
 from router.media.request import MediaTools
 from router.signing import Signer
+from router.tokenizing import TokenizeQueue
 from router.workers import WorkerTable
 
 
@@ -33,6 +34,7 @@ class RouterContext:
     admission: Admission
     hops: Hops
     media: MediaTools
+    tokenizing: TokenizeQueue
     metrics: RouterMetrics
     config: AttemptConfig
     max_timeout_s: float

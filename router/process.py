@@ -16,6 +16,7 @@ from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
 from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
+from quartet.rpc.message_limits import MessageLimits
 from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.telemetry.http import Probes, TelemetryServer
@@ -32,8 +33,10 @@ from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.create import create_policy
-from router.servicer import RouterServicer, router_service
+from router.prepare import max_text_bytes
+from router.servicer import FILE_FIELDS, RouterServicer, router_service
 from router.signing import Signer
+from router.tokenizing import TokenizeQueue
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -90,7 +93,9 @@ class RouterProcess:
             stack.push_async_callback(fleet.close)
             fetcher = MediaFetcher(config.media)
             stack.push_async_callback(fetcher.close)
-            pipeline = self._pipeline(table, fleet, index, fetcher)
+            tokenizing = TokenizeQueue(config.tokenizing, FairShare(config.admission.tenant_weights))
+            stack.callback(tokenizing.close)
+            pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing)
             servicer = RouterServicer(
                 pipeline,
                 table,
@@ -101,7 +106,11 @@ class RouterProcess:
                 trusted_gateways=config.trusted_gateways,
                 session_limits=config.session,
             )
-            server = RpcServer(config.server, [router_service(servicer)])
+            limits = MessageLimits(
+                max_text_bytes=lambda: max_text_bytes(table.pools(time.monotonic()), fleet.texts.known),
+                file_fields=FILE_FIELDS,
+            )
+            server = RpcServer(config.server, [router_service(servicer)], limits=limits)
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
@@ -151,7 +160,14 @@ class RouterProcess:
         pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
         await draining
 
-    def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex, fetcher: MediaFetcher) -> Pipeline:
+    def _pipeline(
+        self,
+        table: WorkerTable,
+        fleet: Fleet,
+        index: PrefixIndex,
+        fetcher: MediaFetcher,
+        tokenizing: TokenizeQueue,
+    ) -> Pipeline:
         config = self._config
         admission = Admission(
             table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics
@@ -174,6 +190,7 @@ class RouterProcess:
                 admission=admission,
                 hops=fleet,
                 media=MediaTools(fetcher, encode, media_queue, config.media.max_size_bytes),
+                tokenizing=tokenizing,
                 metrics=self._metrics,
                 config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,

@@ -1,0 +1,131 @@
+"""The queue of long texts, which threads tokenize: so much may wait, and each tenant has a share of the threads.
+
+Without it a tenant that sends a few texts of megabytes would keep all threads busy, long after it has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeVar
+
+from quartet.errors import QueueFullError
+from router.admission import FairShare
+from router.config import TokenizeConfig
+
+ResultT = TypeVar("ResultT")
+
+#: Tells a thread whether anybody still waits for what it does.
+IsWanted: TypeAlias = Callable[[], bool]
+
+
+class TokenizeQueue:
+    """Runs work on texts in threads, in an order that is fair to tenants. Lives on the event loop."""
+
+    def __init__(self, config: TokenizeConfig, share: FairShare) -> None:
+        """``share`` orders the texts of tenants, by characters; it belongs to this queue alone."""
+        self._config = config
+        self._share = share
+        # Others must not wait for one tenant's texts.
+        self._max_of_tenant = max(config.num_threads - 1, 1)
+        self._threads = ThreadPoolExecutor(config.num_threads, thread_name_prefix="tokenize")
+        self._waiting: list[_Job] = []
+        self._num_waiting_characters = 0
+        self._running: Counter[str] = Counter()  # jobs by tenant
+
+    @property
+    def length(self) -> int:
+        """Texts that wait for a thread."""
+        return len(self._waiting)
+
+    async def run(self, tenant: str, num_characters: int, work: Callable[[IsWanted], ResultT]) -> ResultT:
+        """Run ``work`` in a thread when it is the tenant's turn.
+
+        If the caller is cancelled, work that has not begun never runs, and work that runs is told so.
+
+        Raises:
+            QueueFullError: too much text waits, and no tenant has more of it than this one.
+        """
+        start = self._share.start(tenant, num_characters)
+        job = _Job(tenant=tenant, num_characters=num_characters, work=work, start=start)
+        insort(self._waiting, job, key=attrgetter("start"))
+        self._num_waiting_characters += num_characters
+        self._poll()
+        self._refuse_excess()
+        try:
+            result: ResultT = await job.done
+        finally:
+            job.is_wanted = False
+            self._leave(job)
+        return result
+
+    def close(self) -> None:
+        """Wait for the threads; no ``run`` may be waited for any more."""
+        self._threads.shutdown()
+
+    def _poll(self) -> None:
+        """Give free threads to the jobs whose turn it is."""
+        for job in tuple(self._waiting):
+            if self._running.total() >= self._config.num_threads:
+                return
+            if self._running[job.tenant] < self._max_of_tenant:
+                self._remove(job)
+                self._share.served(job.start)
+                self._running[job.tenant] += 1
+                running = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+                running.add_done_callback(partial(self._end, job))
+
+    def _end(self, job: _Job, running: asyncio.Future[Any]) -> None:
+        self._running[job.tenant] -= 1
+        if not self._running[job.tenant]:
+            del self._running[job.tenant]
+        error = None if running.cancelled() else running.exception()
+        if not job.done.done():  # otherwise its caller has gone
+            if error is not None:
+                job.done.set_exception(error)
+            elif running.cancelled():
+                job.done.cancel()
+            else:
+                job.done.set_result(running.result())
+        self._poll()
+
+    def _refuse_excess(self) -> None:
+        """While too much waits, refuse the last text of the tenant that has most of it here."""
+        while self._num_waiting_characters > self._config.max_queued_characters:
+            by_tenant: Counter[str] = Counter()
+            for job in self._waiting:
+                by_tenant[job.tenant] += job.num_characters
+            [(tenant, _)] = by_tenant.most_common(1)
+            last = next(job for job in reversed(self._waiting) if job.tenant == tenant)
+            self._leave(last)
+            error = QueueFullError("too much text waits to be tokenized", retry_delay_s=self._config.retry_delay_s)
+            last.done.set_exception(error)
+
+    def _leave(self, job: _Job) -> None:
+        """It waits no more; its turn, if it was not taken, goes back to its tenant."""
+        if job in self._waiting:
+            self._remove(job)
+            self._share.give_back(job.tenant, job.num_characters)
+
+    def _remove(self, job: _Job) -> None:
+        self._waiting.remove(job)
+        self._num_waiting_characters -= job.num_characters
+
+
+@dataclass(eq=False, kw_only=True)
+class _Job:
+    tenant: str
+    num_characters: int
+    work: Callable[[IsWanted], Any]
+    start: float
+    is_wanted: bool = True
+    done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def run(self) -> Any:
+        return self.work(lambda: self.is_wanted)
