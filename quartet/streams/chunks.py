@@ -120,8 +120,8 @@ class ChunkedStarts(Generic[StartT]):
         except ServingError as error:
             self._on_failed(slot, error)
             return
-        error = RequestTimeoutError("the chunks of a start took too long")
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, slot, error)
+        late = RequestTimeoutError("the chunks of a start took too long")
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, slot, late)
         num_media_bytes = sum(len(file.data) for file in _files(start) if file is not None)
         self._starts[slot] = _Incomplete(start, timer, _num_token_bytes(start), num_media_bytes)
 

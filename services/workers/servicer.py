@@ -101,7 +101,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise InvalidRequestError(f"this model has no file {name[:_MAX_NAME_LENGTH]!r} to give", field="names")
         for name in request.names or sorted(files):
             data = files[name]
-            digest = await asyncio.to_thread(lambda data=data: hashlib.sha256(data).digest())  # it may have 40 MB
+            digest = await asyncio.to_thread(_sha256, data)  # a vocabulary may have 40 MB
             yield pb.GetModelFilesResponse(file=pb.ModelFile(name=name, size_bytes=len(data), sha256=digest))
             for begin in range(0, len(data), _PART_BYTES):
                 yield pb.GetModelFilesResponse(data=data[begin : begin + _PART_BYTES])
@@ -124,6 +124,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._worker is None:
             raise WorkerUnavailableError("this worker is still starting", retry_delay_s=1.0)
         return self._worker
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def worker_service(servicer: WorkerServicer) -> Service:
