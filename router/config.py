@@ -118,7 +118,7 @@ class RouterConfig:
         media: media that requests may name.
         max_request_timeout_s: upper limit of every request's time.
         heartbeat_timeout_s: a worker that is silent for longer gets no new requests.
-        stall_timeout_s: a client that reads nothing for this long loses its request, or its session.
+        stall_timeout_s: a client that reads nothing for this long, or opens a stream and sends nothing, loses it.
         session: limits of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
         signed_start_ttl_s: a client must bring a placement to its worker within this time; less if a hand-off expires

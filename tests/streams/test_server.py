@@ -449,3 +449,8 @@ async def test_media_are_counted_before_they_are_read(chunked: bool) -> None:
     await serving.end()
     assert serving.context.terminals == {0: ["INVALID_FIELD"], 1: ["INVALID_FIELD"]}
     assert serving.work.running == {}
+
+
+def test_a_model_bounds_the_tokens_of_a_start() -> None:
+    assert StreamLimits().for_model(1_000).max_prompt_bytes == 4_000
+    assert StreamLimits(max_prompt_bytes=8).for_model(1_000) == StreamLimits(max_prompt_bytes=8)
