@@ -462,7 +462,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
-        # Far above what one client needs. It is no admission control: gRPC breaks further calls without a reason.
+        # Far above what one client needs. It is no admission control: further calls wait in the client, or break.
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_receive_message_length", config.max_receive_message_bytes),
         ("grpc.max_send_message_length", -1),
