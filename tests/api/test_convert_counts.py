@@ -12,6 +12,8 @@ from quartet.v1 import types_pb2
 
 # Impossible each by itself, so converting them in turn would name the first one.
 _NO_MESSAGE, _NO_PART, _NO_MEDIA = pb.ChatMessage(), pb.ContentPart(), pb.MediaPart()
+_PART = pb.ContentPart(text="a")
+_MANY_PARTS = pb.ChatMessage(role="user", parts=[_NO_PART] * 4096)
 
 
 def chat(*messages: pb.ChatMessage) -> pb.GenerateStart:
@@ -26,8 +28,8 @@ def sampled(**fields: object) -> pb.GenerateStart:
     ("start", "field"),
     [
         (chat(*[_NO_MESSAGE] * 4097), "chat.messages"),
-        (chat(pb.ChatMessage(role="user", parts=[_NO_PART] * 4097)), "chat.messages.parts"),
-        (chat(*[pb.ChatMessage(role="user", parts=[_NO_PART] * 2049)] * 2), "chat.messages.parts"),
+        (chat(pb.ChatMessage(role="user", parts=[_NO_PART] * 4097)), "chat.messages[0].parts"),
+        (chat(pb.ChatMessage(role="user", parts=[_PART]), _MANY_PARTS), "chat.messages[1].parts"),
         (pb.GenerateStart(token_ids=pb.TokenIds(ids=[1] * ((1 << 20) + 1))), "token_ids.ids"),
         (pb.GenerateStart(text="Hi", media=[_NO_MEDIA] * 4097), "media"),
         (

@@ -150,21 +150,9 @@ def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
         return TokenPrompt(tuple(ids))
     if kind == "chat":
         chat = message.chat
-        _check_chat(chat)
         has_choice = chat.HasField("add_generation_prompt")
-        messages = tuple(
-            _from_chat_message(item, f"chat.messages[{number}]") for number, item in enumerate(chat.messages)
-        )
-        return ChatPrompt(messages, chat.add_generation_prompt if has_choice else True)
+        return ChatPrompt(_from_chat_messages(chat.messages), chat.add_generation_prompt if has_choice else True)
     raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
-
-
-def _check_chat(chat: router_pb2.ChatPrompt) -> None:
-    _check_count(chat.messages, _MAX_MESSAGES, "chat.messages", "messages")
-    num_parts = sum([len(message.parts) for message in chat.messages])
-    if num_parts > _MAX_PARTS:
-        message = f"a request has at most {_MAX_PARTS} parts, not {num_parts}"
-        raise InvalidRequestError(message, field="chat.messages.parts")
 
 
 def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
@@ -175,14 +163,29 @@ def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
     return router_pb2.ChatMessage(role=message.role, parts=map(_to_content_part, message.content))
 
 
-def _from_chat_message(message: router_pb2.ChatMessage, field: str) -> ChatMessage:
+def _from_chat_messages(messages: Sequence[router_pb2.ChatMessage]) -> tuple[ChatMessage, ...]:
+    _check_count(messages, _MAX_MESSAGES, "chat.messages", "messages")
+    converted, num_parts = [], 0
+    for number, message in enumerate(messages):
+        if parts := message.parts:
+            num_parts += len(parts)
+            if num_parts > _MAX_PARTS:
+                text = f"the messages of a request have at most {_MAX_PARTS} parts"
+                raise InvalidRequestError(text, field=f"chat.messages[{number}].parts")
+        converted.append(_from_chat_message(message, parts, f"chat.messages[{number}]"))
+    return tuple(converted)
+
+
+def _from_chat_message(
+    message: router_pb2.ChatMessage, content_parts: Sequence[router_pb2.ContentPart], field: str
+) -> ChatMessage:
     if not message.role:
         raise InvalidRequestError("a message needs a role", field=f"{field}.role")
-    if message.parts and message.content:
-        raise InvalidRequestError("a message has content or parts, not both", field=f"{field}.content")
-    if not message.parts:
+    if not content_parts:
         return ChatMessage(role=message.role, content=message.content)
-    parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(message.parts))
+    if message.content:
+        raise InvalidRequestError("a message has content or parts, not both", field=f"{field}.content")
+    parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(content_parts))
     texts = [part for part in parts if isinstance(part, str)]
     # Templates of models without media take no list of parts.
     return ChatMessage(role=message.role, content="".join(texts) if len(texts) == len(parts) else parts)
