@@ -58,8 +58,8 @@ class TokenizeConfig:
     Attributes:
         num_threads: threads that tokenize; one tenant's texts use all but one of them. By default one less than there
             are cores, from 2 to 8.
-        max_queued_characters: of all texts that wait for a thread. Of more, the last text of the tenant that has most
-            of it is refused.
+        max_queued_characters: of all texts that wait for a thread, each counting as 16,384 at least. Of more, the last
+            text of the tenant that has most of it is refused.
         retry_delay_s: the delay that refused clients are asked to wait.
     """
 

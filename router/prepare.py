@@ -421,6 +421,7 @@ async def _tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queu
     if isinstance(prompt, TokenPrompt):
         return prompt.token_ids
     if isinstance(prompt, TextPrompt):
+        text.tokenizer.check_length(prompt.text, max_tokens, field="text")  # before it waits
         cost = len(prompt.text)
         encode = partial(text.encode_text, prompt.text)
     else:

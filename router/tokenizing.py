@@ -21,6 +21,10 @@ from router.config import TokenizeConfig
 
 ResultT = TypeVar("ResultT")
 
+# A text counts as so many characters at least of those that may wait: a line of 4096 texts is as much as can be looked
+# through in a millisecond.
+_MIN_CHARACTERS = 16_384
+
 #: Tells a thread whether anybody still waits for what it does.
 IsWanted: TypeAlias = Callable[[], bool]
 
@@ -55,7 +59,7 @@ class TokenizeQueue:
         start = self._share.start(tenant, num_characters)
         job = _Job(tenant=tenant, num_characters=num_characters, work=work, start=start)
         insort(self._waiting, job, key=attrgetter("start"))
-        self._num_waiting_characters += num_characters
+        self._num_waiting_characters += job.num_counted
         self._poll()
         self._refuse_excess()
         try:
@@ -100,7 +104,7 @@ class TokenizeQueue:
         while self._num_waiting_characters > self._config.max_queued_characters:
             by_tenant: Counter[str] = Counter()
             for job in self._waiting:
-                by_tenant[job.tenant] += job.num_characters
+                by_tenant[job.tenant] += job.num_counted
             [(tenant, _)] = by_tenant.most_common(1)
             last = next(job for job in reversed(self._waiting) if job.tenant == tenant)
             self._leave(last)
@@ -115,7 +119,7 @@ class TokenizeQueue:
 
     def _remove(self, job: _Job) -> None:
         self._waiting.remove(job)
-        self._num_waiting_characters -= job.num_characters
+        self._num_waiting_characters -= job.num_counted
 
 
 @dataclass(eq=False, kw_only=True)
@@ -126,6 +130,10 @@ class _Job:
     start: float
     is_wanted: bool = True
     done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def num_counted(self) -> int:
+        return max(self.num_characters, _MIN_CHARACTERS)
 
     def run(self) -> Any:
         return self.work(lambda: self.is_wanted)

@@ -159,8 +159,16 @@ class Tokenizer:
             RequestCancelledError: it is wanted no more.
         """
         if limit is not None:
-            self._check_limit(text, limit, field)
+            self.check_length(text, limit.max_tokens, field=field)
+            self._count_pieces(text, limit, field)
         return self._encode(text, add_special_tokens, field)
+
+    def check_length(self, text: str, max_tokens: int, *, field: str) -> None:
+        """Refuse a text that is longer than ``max_tokens`` of the longest tokens. Raises ``PromptTooLongError``."""
+        max_length = max_tokens * self.longest_token_bytes
+        if len(text) > max_length:
+            message = f"the prompt has {len(text)} characters; {max_tokens} tokens have at most {max_length}"
+            raise PromptTooLongError(message, field=field)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Turn token ids into text; unknown ids add nothing, invalid bytes become U+FFFD.
@@ -173,12 +181,8 @@ class Tokenizer:
         except OverflowError as error:
             raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids") from error
 
-    def _check_limit(self, text: str, limit: EncodeLimit, field: str) -> None:
+    def _count_pieces(self, text: str, limit: EncodeLimit, field: str) -> None:
         """Refuse a text that has many more tokens than it may have, with as little work as that takes."""
-        max_length = limit.max_tokens * self.longest_token_bytes
-        if len(text) > max_length:
-            message = f"the prompt has {len(text)} characters; {limit.max_tokens} tokens have at most {max_length}"
-            raise PromptTooLongError(message, field=field)
         if len(text) <= limit.max_tokens * _USUAL_TOKEN_LENGTH:
             return
         num_tokens = 0

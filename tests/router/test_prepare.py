@@ -19,6 +19,7 @@ from quartet.text.chat_template import ChatTemplate
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import SpecialTokens
 from router.prepare import RouterRequest, max_text_bytes
+from router.tokenizing import TokenizeQueue
 from tests.router.fakes import EOS_ID, MODEL_TEXT, Fleet, Plan, collect
 from tests.router.records import ALL_SAMPLING_FIELDS
 from tests.router.test_generate import make_start
@@ -120,16 +121,21 @@ async def test_a_prompt_that_is_too_long_is_refused_by_its_length() -> None:
     assert refused.value.field == "resume.generated_token_ids"
 
 
-async def test_a_text_that_is_too_long_for_its_model_is_not_tokenized() -> None:
+async def test_a_text_that_is_too_long_for_its_model_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(TokenizeQueue, "run")
     fleet = Fleet("decode-0", max_model_len=100)
-    for prompt, field in (
-        (TextPrompt("a" * 1_000_000), "text"),
-        (ChatPrompt((ChatMessage("user", "a" * 1_000_000),)), "chat.messages"),
-    ):
-        fleet.texts.text = replace(MODEL_TEXT, chat_template=ChatTemplate("{{ messages[0].content }}", SpecialTokens()))
-        with pytest.raises(errors.PromptTooLongError) as caught:
-            await collect(fleet.generate(make_start(prompt=prompt)))
-        assert caught.value.field == field
+    with pytest.raises(errors.PromptTooLongError) as caught:
+        await collect(fleet.generate(make_start(prompt=TextPrompt("a" * 1_000_000))))
+    assert caught.value.field == "text"
+
+
+async def test_a_chat_whose_text_is_too_long_for_its_model_is_refused_by_its_field() -> None:
+    fleet = Fleet("decode-0", max_model_len=100)
+    fleet.texts.text = replace(MODEL_TEXT, chat_template=ChatTemplate("{{ messages[0].content }}", SpecialTokens()))
+    with pytest.raises(errors.PromptTooLongError) as caught:
+        await collect(fleet.generate(make_start(prompt=ChatPrompt((ChatMessage("user", "a" * 1_000_000),)))))
+    assert caught.value.field == "chat.messages"
+    fleet.assert_nothing_left()
 
 
 def test_the_text_of_a_message_is_bounded_by_the_longest_prompt_of_all_models() -> None:

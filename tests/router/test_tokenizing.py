@@ -118,10 +118,10 @@ async def test_work_that_runs_learns_that_its_caller_has_left() -> None:
 
 
 async def test_too_much_text_is_refused_to_the_tenant_that_has_most_of_it() -> None:
-    async with running(max_queued_characters=1_000) as works:
+    async with running(max_queued_characters=1_000_000) as works:
         tasks = [works.run("hog", "running")]
         await works.wait_begun(1)
-        big, small = works.run("hog", "h1", 600), works.run("hog", "h2", 400)
+        big, small = works.run("hog", "h1", 600_000), works.run("hog", "h2", 390_000)
         await asyncio.sleep(0)
         blocked = works.run("other", "o1", 100)  # takes the second thread
         await works.wait_begun(1)
@@ -129,7 +129,7 @@ async def test_too_much_text_is_refused_to_the_tenant_that_has_most_of_it() -> N
         with pytest.raises(QueueFullError) as caught:
             await small
         assert caught.value.retry_delay_s == 1.0
-        alone = works.run("third", "t1", 5_000)
+        alone = works.run("third", "t1", 5_000_000)
         with pytest.raises(QueueFullError):
             await alone
         works.finish(*works.gates)
