@@ -6,6 +6,8 @@ every ``ServingError`` is listed there.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ServingError(Exception):
     """A failure that the caller gets as a status.
@@ -75,7 +77,15 @@ class ProtocolError(ServingError, reason="PROTOCOL_VIOLATION"):
 
 
 class MessageTooLargeError(ServingError, reason="MESSAGE_TOO_LARGE"):
-    """A message exceeds the plane's limit; sending it would end a shared stream."""
+    """A message exceeds the plane's limit: it would end a shared stream, or hold its receiver for too long.
+
+    Attributes:
+        head: the first bytes of a message that was refused before it was parsed.
+    """
+
+    def __init__(self, message: str, *, head: bytes = b"", **more: Any) -> None:
+        super().__init__(message, **more)
+        self.head = head
 
 
 class ModelNotFoundError(ServingError, reason="MODEL_NOT_FOUND"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,32 @@ class AttemptConfig:
                 raise ConfigError(f"{name}: must be above 0")
 
 
-# Limits of the router's queue.
+# Limits of the router's queues.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig:
+    """Limits of tokenizing. Short texts are tokenized at once; the rest of them wait for a thread.
+
+    Attributes:
+        num_threads: threads that tokenize; one tenant's texts use all but one of them. By default one less than there
+            are cores, from 2 to 8.
+        max_queued_characters: of all texts that wait for a thread, each counting as 16,384 at least. Of more, the last
+            text of the tenant that has most of it is refused.
+        retry_delay_s: the delay that refused clients are asked to wait.
+    """
+
+    num_threads: int = field(default_factory=lambda: min(max((os.cpu_count() or 1) - 1, 2), 8))
+    max_queued_characters: int = 64 << 20
+    retry_delay_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("num_threads", "max_queued_characters"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+        if self.retry_delay_s <= 0:
+            raise ConfigError("retry_delay_s: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +119,14 @@ class RouterConfig:
         policy: how requests are placed.
         tenants: what each tenant may do, by its name or a pattern of names (``team-*``; ``*``: all others). An exact
             name goes first, then the first pattern that fits.
+        tokenizing: how texts are tokenized.
         media: media that requests may name.
         max_request_timeout_s: upper limit of every request's time.
         required_roles: each of these needs a ready worker before the router says that it is ready (gRPC health and
             /readyz): encode, prefill, decode. Requests that need another role wait for it.
         heartbeat_timeout_s: a worker that is silent for longer gets no new requests, and those that it has continue on
             others. After half of that the router asks it; an answer is as good as a heartbeat.
-        stall_timeout_s: a client that reads nothing for this long loses its request, or its session.
+        stall_timeout_s: a client that reads nothing for this long, or opens a stream and sends nothing, loses it.
         session: limits of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
         signed_start_ttl_s: a client must bring a placement to its worker within this time; less if a hand-off expires
@@ -120,6 +147,7 @@ class RouterConfig:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    tokenizing: TokenizeConfig = field(default_factory=TokenizeConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0

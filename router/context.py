@@ -13,6 +13,7 @@ from router.fleet import Hops, ModelTexts
 from router.media.request import MediaTools
 from router.signing import Signer
 from router.tenants import Tenants
+from router.tokenizing import TokenizeQueue
 from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 
@@ -37,6 +38,7 @@ class RouterContext:
     admission: Admission
     hops: Hops
     media: MediaTools
+    tokenizing: TokenizeQueue
     metrics: RouterMetrics
     config: AttemptConfig
     max_timeout_s: float

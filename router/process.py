@@ -16,6 +16,7 @@ from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
 from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
+from quartet.rpc.message_limits import MessageLimits
 from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.supervision import LoopWatch, Supervisor
@@ -34,10 +35,12 @@ from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.create import create_policy
+from router.prepare import max_text_bytes
 from router.readiness import Readiness
-from router.servicer import RouterServicer, router_service
+from router.servicer import FILE_FIELDS, RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
+from router.tokenizing import TokenizeQueue
 from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 
@@ -108,7 +111,9 @@ class RouterProcess:
             stack.push_async_callback(fleet.close)
             fetcher = MediaFetcher(config.media)
             stack.push_async_callback(fetcher.close)
-            pipeline = self._pipeline(table, fleet, index, fetcher)
+            tokenizing = TokenizeQueue(config.tokenizing, FairShare(self._tenants))
+            stack.callback(tokenizing.close)
+            pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing)
             servicer = RouterServicer(
                 pipeline,
                 table,
@@ -119,7 +124,11 @@ class RouterProcess:
                 names=TenantNames(config.trusted_gateways, config.identity_tenants),
                 session_limits=config.session,
             )
-            server = RpcServer(config.server, [router_service(servicer)])
+            limits = MessageLimits(
+                max_text_bytes=lambda: max_text_bytes(table.pools(time.monotonic()), fleet.texts.known),
+                file_fields=FILE_FIELDS,
+            )
+            server = RpcServer(config.server, [router_service(servicer)], limits=limits)
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
@@ -169,7 +178,14 @@ class RouterProcess:
         pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
         await draining
 
-    def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex, fetcher: MediaFetcher) -> Pipeline:
+    def _pipeline(
+        self,
+        table: WorkerTable,
+        fleet: Fleet,
+        index: PrefixIndex,
+        fetcher: MediaFetcher,
+        tokenizing: TokenizeQueue,
+    ) -> Pipeline:
         config, tenants = self._config, self._tenants
         admission = Admission(
             table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics, tenants
@@ -192,6 +208,7 @@ class RouterProcess:
                 admission=admission,
                 hops=fleet,
                 media=MediaTools(fetcher, encode, media_queue, config.media.max_size_bytes),
+                tokenizing=tokenizing,
                 metrics=self._metrics,
                 config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,

@@ -34,6 +34,9 @@ from router.workers import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+#: Fields of requests that hold text as long as a file: a `data:` URL.
+FILE_FIELDS = frozenset({"quartet.v1.MediaPart.url"})
+
 # Watchers get changes at most this often.
 _WATCH_INTERVAL_S = 0.25
 # Long enough for a client to try another router, or for the next one at this address to start.
@@ -162,8 +165,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def _read_start(self, context: _Context) -> GenerateStart:
         # A client that opens a stream and sends nothing must not delay a drain.
         with self._until_closing():
-            request = await context.read()
-        if request is grpc.aio.EOF or request.WhichOneof("message") != "start":
+            request = await self._stalled.read_first(context)
+        if not isinstance(request, pb.GenerateRequest) or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
         return self._with_tenant(from_generate_start(request.start), self._identity(context))
 

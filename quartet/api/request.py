@@ -259,7 +259,10 @@ MAX_CHOICES = 64
 
 _MAX_ATTEMPT = 2**31
 
-_MAX_STOP_STRINGS, _MAX_STOP_STRING_BYTES = 16, 1024
+#: Most ``stop_strings`` of one request.
+MAX_STOP_STRINGS = 16
+
+_MAX_STOP_STRING_BYTES = 1024
 
 _MAX_CLIENT_REQUEST_ID_BYTES = 128
 
@@ -316,8 +319,8 @@ def _check_timeout(timeout_s: float) -> None:
 
 def _check_text_options(start: GenerateStart) -> None:
     options, field = start.text_options, "text_options.stop_strings"
-    if len(options.stop_strings) > _MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"there are more than {_MAX_STOP_STRINGS} stop strings", field=field)
+    if len(options.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"there are more than {MAX_STOP_STRINGS} stop strings", field=field)
     for stop_string in options.stop_strings:
         if not 1 <= _size_bytes(stop_string) <= _MAX_STOP_STRING_BYTES:
             message = f"a stop string has 1 to {_MAX_STOP_STRING_BYTES} bytes"

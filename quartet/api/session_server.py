@@ -15,6 +15,7 @@ from typing import Final, TypeAlias, TypeVar
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import (
     from_session_start,
+    start_slot,
     to_session_accepted,
     to_session_failure,
     to_session_finished,
@@ -34,6 +35,7 @@ from quartet.api.session_columns import Entry, SessionBacklog, to_columns
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import (
     DrainingError,
+    MessageTooLargeError,
     ProtocolError,
     QueueFullError,
     RequestCancelledError,
@@ -90,14 +92,20 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
             case _:
                 raise ProtocolError("a message must hold a start or cancel", field="message")
 
+    def _refused(self, error: MessageTooLargeError) -> None:
+        """Fail the request whose start it was: the others of this session are not at fault."""
+        slot = start_slot(error.head)
+        if slot is None:
+            raise error
+        self._check_unused(slot)
+        self._outbox.fail(slot, error)
+
     def _half_closed(self) -> None:
         self._outbox.wake()
 
     def _start(self, message: pb.SessionStart) -> None:
         slot = message.slot
-        # A slot is free only after its end was sent: before that, the client could not distinguish the two requests.
-        if slot in self._requests.by_slot or self._outbox.owes(slot):
-            raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
+        self._check_unused(slot)
         try:
             num_choices = _num_choices(message)
             self._check_open(num_choices)
@@ -109,6 +117,11 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         else:
             self._requests.enter(slot, request, num_choices)
             self._requests.runs[request] = run
+
+    def _check_unused(self, slot: int) -> None:
+        # A slot is free only after its end was sent: before that, the client could not distinguish the two requests.
+        if slot in self._requests.by_slot or self._outbox.owes(slot):
+            raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
 
     def _check_open(self, num_choices: int) -> None:
         if self._is_draining:

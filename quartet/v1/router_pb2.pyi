@@ -187,7 +187,7 @@ class ChatPrompt(_message.Message):
     """Ends the prompt where the assistant's answer begins. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In order, at least one. Required."""
+        """In order, 1 to 4096. Required."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class ChatMessage(_message.Message):
     """The message's text. Empty: it is in `parts`, or there is none; both together are refused."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """The message in pieces of text and media. Empty: `content` is all."""
+        """The message in pieces of text and media, 4096 at most in all messages. Empty: `content` is all."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order, at least one for a prompt. Required."""
+        """In order, at least one for a prompt, 1,048,576 at most. Required."""
 
     def __init__(
         self,

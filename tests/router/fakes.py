@@ -27,7 +27,7 @@ from quartet.streams.signed_start import SigningKey
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from router.admission import Admission
-from router.config import AdmissionConfig, AttemptConfig
+from router.config import AdmissionConfig, AttemptConfig, TokenizeConfig
 from router.context import RouterContext
 from router.fair_queue import FairShare
 from router.generate import Pipeline
@@ -38,6 +38,7 @@ from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
 from router.tenants import TenantConfig, Tenants
+from router.tokenizing import TokenizeQueue
 from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt
@@ -378,6 +379,7 @@ class Fleet:
                 admission=self.admission,
                 hops=self.hops,
                 media=MediaTools(self.media, self._encode_tools(config), self.media_queue, 20 << 20),
+                tokenizing=TokenizeQueue(TokenizeConfig(), FairShare()),
                 metrics=metrics,
                 config=config,
                 max_timeout_s=max_timeout_s,
