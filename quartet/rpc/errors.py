@@ -50,6 +50,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.ProtocolError: StatusCode.INVALID_ARGUMENT,
     errors.MessageTooLargeError: StatusCode.INVALID_ARGUMENT,  # not RESOURCE_EXHAUSTED: trying again is no use
     errors.ModelNotFoundError: StatusCode.NOT_FOUND,
+    errors.ModelUnavailableError: StatusCode.UNAVAILABLE,  # unlike NOT_FOUND, this passes
     errors.ModelMismatchError: StatusCode.FAILED_PRECONDITION,
     errors.DuplicateRequestError: StatusCode.ALREADY_EXISTS,
     errors.PermissionDeniedError: StatusCode.PERMISSION_DENIED,
@@ -65,6 +66,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.PlaceTooLargeError: StatusCode.FAILED_PRECONDITION,
     errors.OutOfBlocksError: StatusCode.RESOURCE_EXHAUSTED,  # the router tries another worker
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
+    errors.PlacementBudgetError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
     errors.RouterUnavailableError: StatusCode.UNAVAILABLE,
     errors.DrainingError: StatusCode.UNAVAILABLE,
@@ -73,6 +75,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.RequestTimeoutError: StatusCode.DEADLINE_EXCEEDED,
     errors.RequestCancelledError: StatusCode.CANCELLED,
     errors.DiscoveryError: StatusCode.UNAVAILABLE,
+    errors.WorkerReplacedError: StatusCode.FAILED_PRECONDITION,
     errors.HandOffNotFoundError: StatusCode.NOT_FOUND,
     errors.HandOffStateError: StatusCode.FAILED_PRECONDITION,
     errors.StaleEpochError: StatusCode.FAILED_PRECONDITION,

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ServingError
 from services.topology.child import Child
 from services.topology.launch import LaunchError, LaunchObserver
+from services.workers.config import EXIT_REPLACED
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 1.0
 
 
 class SupervisorObserver(LaunchObserver, Protocol):
@@ -106,13 +112,18 @@ class Supervisor:
             await asyncio.gather(*keeping, return_exceptions=True)
         raise LaunchError("there is nothing to keep running")
 
-    async def _keep(self, child: Child) -> NoReturn:
+    async def _keep(self, child: Child) -> None:
+        """Return only if another process has its worker id; raise once it is given up."""
         if self._restarts is None:
             await child.wait()
             raise LaunchError(child.describe_end())
         backoff, is_again = Backoff(self._restarts), False
         while True:
             served_s = await self._served_until_end(child, is_again=is_again)
+            if await child.wait() == EXIT_REPLACED:
+                # To start it again would take the id back, from a process that may be started again as well.
+                self._observer.progress(f"{child.name} is not started again: another process has its worker id")
+                return
             delay_s = backoff.next_delay_s(self._clock.now_s(), served_s)
             if delay_s is None:
                 restarts = self._restarts
@@ -135,7 +146,14 @@ class Supervisor:
                 await serving
 
     async def _serving_since(self, name: str, *, is_again: bool) -> float:
-        await self._wait_serving(name)
+        while True:
+            try:
+                await self._wait_serving(name)
+                break
+            except ServingError as error:
+                # The router that was asked may have died at that moment, and is started again too.
+                logger.debug("whether %s serves is not known: %s", name, error)
+                await self._clock.sleep(_ASK_AGAIN_S)
         if is_again:
             self._observer.progress(f"{name} serves again")
         return self._clock.now_s()

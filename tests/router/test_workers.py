@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quartet.api.fleet import WorkerState
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
-from quartet.errors import WorkerUnavailableError
+from quartet.errors import ModelNotFoundError, ModelUnavailableError, WorkerUnavailableError
 from quartet.events.load import PlacementProgress
+from quartet.events.publisher import HEARTBEAT_INTERVAL_S
+from router import fleet
 from router.book import numbering
+from router.config import RouterConfig
 from router.policy.base import Pending, Placement
+from router.readiness import model_error
 from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
 _TIMEOUT_S = 30.0
+_POOL = PoolKey("tiny", "ab" * 32)
 
 
 class Scene:
     """A table and a clock."""
 
-    def __init__(self) -> None:
-        self.table = WorkerTable("router-a", heartbeat_timeout_s=_TIMEOUT_S)
+    def __init__(self, **settings: object) -> None:
+        self.table = WorkerTable("router-a", heartbeat_timeout_s=_TIMEOUT_S, **settings)
         self.now = 1000.0
 
     def join(self, *records: WorkerRecord) -> None:
@@ -109,7 +116,7 @@ def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
         "ab" * 16, 0, num_first_tokens=50, lapses_at=scene.now + 5, ends_at=scene.now + 60
     )
     reservation.release()
-    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (10, 50)
+    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (5, 50)
     name = numbering("router-a", record.epoch)
     progress = PlacementProgress(started=(placed.number,))
     scene.table.report(make_load(record, placements={name: progress}), scene.now)
@@ -281,13 +288,47 @@ def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
     assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
 
 
-def test_prefill_and_decode_workers_of_one_name_are_distinguished_by_epoch(scene: Scene) -> None:
+def test_an_id_names_one_worker_whatever_its_role(scene: Scene) -> None:
     decode, prefill = make_record("both", role=Role.DECODE, epoch=1), make_record("both", role=Role.PREFILL, epoch=2)
     scene.join(decode, prefill)
+    scene.table.report(make_load(decode, num_held_blocks=9), scene.now)
     scene.table.report(make_load(prefill, num_held_blocks=5), scene.now)
-    loads = {status.record.role: status.load for status in scene.table.statuses(scene.now)}
-    assert loads[Role.PREFILL].ranks[0].num_held_blocks == 5
-    assert loads[Role.DECODE].ranks[0].num_held_blocks == 0
+    [status] = scene.table.statuses(scene.now)
+    assert (status.record, status.load.ranks[0].num_held_blocks) == (prefill, 5)
+    assert scene.ranks(PoolKey("tiny", "ab" * 32)) == ({Rank("both")}, set())
+    scene.table.unlist(decode.key)
+    assert scene.state("both") is WorkerState.READY
+
+
+def test_within_an_epoch_only_addresses_change(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    moved = make_record(grpc_address="10.0.0.1:5", events_address="tcp://10.0.0.1:6", http_address="10.0.0.1:7")
+    for changed in (moved, replace(moved, data_parallel_size=1000, num_blocks=1, block_size=7, model_name="other")):
+        assert not scene.table.put(changed, scene.now)
+        assert scene.table.record(record.key) == moved
+        assert [candidate.rank for candidate in scene.table.snapshot(_POOL, scene.now).decode] == [Rank("decode-0")]
+
+
+def test_a_worker_of_another_contract_version_is_only_listed(scene: Scene) -> None:
+    newer = make_record("decode-1", contract_version="quartet.v2", max_model_len=1)
+    scene.join(newer)
+    assert scene.state("decode-1") is WorkerState.INCOMPATIBLE
+    assert scene.table.pools(scene.now) == []
+    scene.join(make_record())
+    assert scene.ranks(_POOL) == (set(), {Rank("decode-0")})
+    assert scene.table.pool("tiny", scene.now).max_model_len == 2000, "what it can do counts for nothing"
+    scene.now += 2 * _TIMEOUT_S
+    assert [record.worker_id for record in scene.table.to_probe(scene.now)] == ["decode-0"]
+    scene.table.unlist(newer.key)
+    assert scene.table.forget_gone(scene.now) == [newer]
+
+
+def test_a_router_that_speaks_two_versions_uses_workers_of_both() -> None:
+    scene = Scene(versions=frozenset({"quartet.v1", "quartet.v2"}))
+    scene.join(make_record("decode-0"), make_record("decode-1", contract_version="quartet.v2"))
+    scene.join(make_record("decode-2", contract_version="quartet.v3"), make_record("decode-3", contract_version=""))
+    assert scene.ranks(_POOL) == (set(), {Rank("decode-0"), Rank("decode-1")})
 
 
 def test_reports_of_strangers_are_ignored(scene: Scene) -> None:
@@ -320,3 +361,70 @@ def test_a_status_names_load_age_and_requests(scene: Scene) -> None:
 
 def _pending(num_tokens: int) -> Pending:
     return Pending(num_tokens=num_tokens, num_reserved_tokens=num_tokens + 50, num_most_tokens=num_tokens + 50)
+
+
+def test_by_default_a_silent_worker_takes_nothing_more_within_ten_seconds(scene: Scene) -> None:
+    """As ``Fleet.tend`` does it: two ticks a second, and probes that nobody answers."""
+    table, record = WorkerTable("router-a", heartbeat_timeout_s=RouterConfig().heartbeat_timeout_s), make_record()
+    scene.table = table
+    scene.join(record)
+    pool, silent_since, probed_at = PoolKey(record.model_name, record.model_fingerprint), scene.now, None
+    while table.snapshot(pool, scene.now).decode:
+        scene.now += fleet._TICK_S
+        if probed_at is None and table.to_probe(scene.now):
+            probed_at = scene.now
+        elif probed_at is not None and scene.now >= probed_at + fleet._PROBE_TIMEOUT_S:
+            table.broken(record.key, record.epoch)
+        table.tick(scene.now)
+        assert scene.now - silent_since <= 9.0
+    assert scene.now - silent_since > 3 * HEARTBEAT_INTERVAL_S, "a heartbeat or two may be lost"
+
+
+def test_a_worker_whose_load_reports_do_not_arrive_is_used_as_long_as_it_answers(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.now += _TIMEOUT_S / 2 + 1
+    assert scene.table.to_probe(scene.now) == [record]
+    scene.table.connected(record.key, make_load(record), scene.now)
+    scene.now += _TIMEOUT_S / 2 + 1
+    scene.table.tick(scene.now)
+    assert scene.state() is WorkerState.READY
+    assert not scene.table.is_silent(record.key, record.epoch, scene.now)
+    scene.now += _TIMEOUT_S
+    assert scene.table.is_silent(record.key, record.epoch, scene.now)
+    assert not scene.table.is_silent(record.key, record.epoch + 1, scene.now)
+
+
+def test_a_router_that_was_stopped_itself_takes_no_worker_for_silent(scene: Scene) -> None:
+    record, joining = make_record(), make_record("decode-1")
+    scene.join(record)
+    scene.table.put(joining, scene.now)
+    scene.now += 3600
+    scene.table.was_away(3600)
+    scene.table.tick(scene.now)
+    assert scene.state() is WorkerState.READY
+    assert [worker.worker_id for worker in scene.table.to_probe(scene.now)] == ["decode-1"]
+
+
+def test_a_model_whose_workers_have_gone_may_come_back(scene: Scene) -> None:
+    record, other = make_record(), make_record("decode-1", model_name="other")
+    scene.join(record, other)
+    scene.table.is_synchronised = True
+    scene.table.unlist(record.key)
+    scene.table.broken(record.key, record.epoch)
+    assert scene.table.forget_gone(scene.now) == [record]
+    assert isinstance(model_error(scene.table, "tiny", "model", scene.now), ModelUnavailableError)
+    assert isinstance(model_error(scene.table, "none", "model", scene.now), ModelNotFoundError)
+    scene.now += 3600
+    assert isinstance(model_error(scene.table, "tiny", "model", scene.now), ModelNotFoundError)
+
+
+def test_work_is_taken_from_a_hanging_worker_only_where_another_one_can_do_it(scene: Scene) -> None:
+    record, prefill = make_record(), make_record("prefill-0")
+    scene.join(record, prefill)
+    scene.table.report(make_load(record, is_healthy=False), scene.now)
+    assert scene.table.hanging(scene.now) == []
+    scene.join(make_record("decode-1"))
+    assert scene.table.hanging(scene.now) == [record]
+    scene.table.report(make_load(record, is_healthy=False, is_draining=True), scene.now)
+    assert scene.table.hanging(scene.now) == []
