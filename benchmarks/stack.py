@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +69,7 @@ class Stack:
             RuntimeError: a process ended, or some did not serve in time; the message has the last lines of its log.
         """
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = self._log_path.open("w", encoding="utf-8")
+        self._log = self._log_path.open("w", encoding="utf-8", buffering=1)
         environment = Environment(
             variables=dict(os.environ),
             num_cores=os.cpu_count() or 1,
@@ -92,6 +92,11 @@ class Stack:
     ) -> None:
         """End every process."""
         await self._end()
+
+    @property
+    def ended(self) -> Sequence[str]:
+        """How each process that should still run has ended, with its last output."""
+        return [child.describe_end() for child in self._running.children if not child.is_running]
 
     async def metrics(self) -> dict[str, Metrics]:
         """The metrics of every process, by name."""

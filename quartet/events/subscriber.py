@@ -16,8 +16,8 @@ from quartet.events.wire import KV_TOPIC, LOAD_TOPIC, MAX_FRAME_BYTES, Malformed
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING_MESSAGES = 10_000
-# After so many messages others on the event loop get their turn.
-_MAX_MESSAGES_A_TURN = 256
+# After so many messages, or bytes of them, others on the event loop get their turn.
+_MAX_MESSAGES_A_TURN, _MAX_BYTES_A_TURN = 256, 1 << 16
 # A peer whose host vanished is noticed, and dialled again, after this.
 _PING_INTERVAL_MS, _PING_TIMEOUT_MS = 5_000, 15_000
 _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2_000
@@ -106,12 +106,16 @@ class EventSubscriber:
     def _drain(self) -> None:
         if self._context.closed:
             return
+        num_bytes = 0
         for _ in range(_MAX_MESSAGES_A_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._take(frames)
+            num_bytes += sum(map(len, frames))
+            if num_bytes > _MAX_BYTES_A_TURN:
+                break
         self._drain_soon()
 
     def _take(self, frames: list[bytes]) -> None:

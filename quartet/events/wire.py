@@ -22,6 +22,12 @@ LOAD_TOPIC = b"load"
 KV_TOPIC = b"kv"
 #: Subscribers refuse a longer frame.
 MAX_FRAME_BYTES = 1 << 20
+#: And a batch of more events: one event takes as long to read as hundreds of hashes.
+MAX_EVENTS = 8192
+#: And a load report that is longer, or has more entries: each is read by itself.
+MAX_LOAD_BYTES = 1 << 18
+#: Ranks that a worker may have, as discovery allows, and routers that it may report to.
+MAX_RANKS, MAX_ROUTERS = 1024, 4096
 
 _NUM_FRAMES = 3
 _NUMBER_BYTES = 8
@@ -51,7 +57,11 @@ def encode_load(load: WorkerLoad, number: int) -> list[bytes]:
 
 def decode_load(frames: Sequence[bytes]) -> NumberedLoad:
     """Read the frames of a load report. Raises ``MalformedFrameError``."""
+    if sum(map(len, frames)) > MAX_LOAD_BYTES:
+        raise MalformedFrameError(f"a load report is longer than {MAX_LOAD_BYTES} bytes")
     number, message = _parse(frames, LOAD_TOPIC, pb.WorkerLoad)
+    if len(message.ranks) > MAX_RANKS or len(message.routers) > MAX_ROUTERS:
+        raise MalformedFrameError(f"a load report of more than {MAX_RANKS} ranks or {MAX_ROUTERS} routers")
     return NumberedLoad(from_worker_load(message), number)
 
 
@@ -69,6 +79,8 @@ def encode_kv(batch: KvBatch) -> list[bytes]:
 def decode_kv(frames: Sequence[bytes]) -> KvBatch:
     """Read the frames of a batch. Raises ``MalformedFrameError``."""
     number, message = _parse(frames, KV_TOPIC, pb.KvEventBatch)
+    if len(message.events) > MAX_EVENTS:
+        raise MalformedFrameError(f"a batch of {len(message.events)} events; at most {MAX_EVENTS} may come in one")
     return KvBatch(
         worker_id=message.worker_id,
         epoch=message.epoch,
@@ -79,12 +91,12 @@ def decode_kv(frames: Sequence[bytes]) -> KvBatch:
 
 
 def split_events(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
-    """The same changes in as many batches, in order, as it takes to keep each frame under ``MAX_FRAME_BYTES``."""
+    """The same changes in as many batches, in order, as the bounds of a batch make it."""
     part: list[KvEvent] = []
     num_bytes_left = MAX_FRAME_BYTES - _HEAD_BYTES
     for event in _short_events(events):
         size_bytes = _size_bytes(event)
-        if size_bytes > num_bytes_left:
+        if size_bytes > num_bytes_left or len(part) == MAX_EVENTS:
             yield part
             part, num_bytes_left = [], MAX_FRAME_BYTES - _HEAD_BYTES
         part.append(event)

@@ -58,6 +58,8 @@ _HEALTH_CHANGE_TIMEOUT_S = 1.0
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
 _MAX_POLL_INTERVAL_S = 1.0
+# A call of a method that takes one request must bring it within this time.
+_REQUEST_TIMEOUT_S = 30.0
 _MIN_POLLS = 4
 # More than gRPC takes to cancel a handler whose client has gone.
 _CANCEL_FOLLOWS_S = 10.0
@@ -419,6 +421,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         self._gate = gate
         self._calls = calls
         self._limits = limits
+        self._silent = StalledCalls(_REQUEST_TIMEOUT_S)
         self._wrapped: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -443,20 +446,39 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         parse = _parser(deserialize, MAX_STANDARD_BYTES if is_standard else None)
         respond = _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
 
-        async def serve(request: Any, context: _Context) -> Any:
+        async def answer(request: Any, context: _Context) -> Any:
             try:
-                if not is_standard:
-                    self._calls.enter(context)
                 if self._gate is not None:
                     self._gate.check(method, context.auth_context())
-                return await respond(request if handler.request_streaming else parse(request), context)
-            except grpc.aio.AbortError:
+                if not handler.request_streaming:
+                    # Not counted yet: a drain does not wait for a client that says nothing.
+                    request = parse(await self._lone_request(context))
+                if not is_standard:
+                    self._calls.enter(context)
+                return await respond(request, context)
+            except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise
+            except NotImplementedError:  # gRPC's own services leave out some methods
+                return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the method")
             except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
                 return await abort(context, error)
 
-        # A lone request is parsed in `serve`, where a failure gets a status; those of a stream where they are read.
+        async def serve(request: Any, context: _Context) -> Any:
+            try:
+                return await answer(request, context)
+            except grpc.aio.InternalError:
+                # What was sent to a client that has gone. gRPC soon cancels this task, or knows the error by then.
+                await asyncio.sleep(_CANCEL_FOLLOWS_S)
+                raise
+
+        # A lone request is parsed in `answer`, where a failure gets a status; those of a stream where they are read.
         return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
+
+    async def _lone_request(self, context: _Context) -> Any:
+        request = await self._silent.read_first(context)
+        if request is grpc.aio.EOF:
+            raise ProtocolError("the call holds no request")
+        return request
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -485,13 +507,15 @@ def _with_port(address: str, port: int) -> str:
 
 
 def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
-    if handler.request_streaming and handler.response_streaming:
-        return handler.stream_stream, grpc.stream_stream_rpc_method_handler  # type: ignore[return-value]
-    if handler.request_streaming:
-        return handler.stream_unary, grpc.stream_unary_rpc_method_handler  # type: ignore[return-value]
+    """What serves a call, and what makes a handler of it that reads its request itself.
+
+    grpc.aio reads a lone request before it calls the handler. Where none comes, that call would never end.
+    """
     if handler.response_streaming:
-        return handler.unary_stream, grpc.unary_stream_rpc_method_handler  # type: ignore[return-value]
-    return handler.unary_unary, grpc.unary_unary_rpc_method_handler  # type: ignore[return-value]
+        behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        return behavior, grpc.stream_stream_rpc_method_handler  # type: ignore[return-value]
+    behavior = handler.stream_unary if handler.request_streaming else handler.unary_unary
+    return behavior, grpc.stream_unary_rpc_method_handler  # type: ignore[return-value]
 
 
 def _parser(deserialize: _Deserializer | None, max_bytes: int | None) -> _Deserializer:

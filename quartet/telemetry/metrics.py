@@ -8,6 +8,7 @@ has less than 500 lines.
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 _TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _LAG_INTERVAL_S = 0.1
 _LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_STALL_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 # Field of ``quartet.engine.base.EngineStats``, name and help of its metric.
 _ENGINE_GAUGES = (
@@ -64,22 +66,45 @@ class ProcessMetrics:
             buckets=_LAG_BUCKETS_S,
             registry=registry,
         )
+        self._stall = Histogram(
+            "quartet_process_event_loop_stall_seconds",
+            "CPU time that the event loop's thread used, at most, while a timer waited for it.",
+            buckets=_STALL_BUCKETS_S,
+            registry=registry,
+        )
+        self._longest_stall = Gauge(
+            "quartet_process_event_loop_longest_stall_seconds",
+            "The longest of these times since the process started.",
+            registry=registry,
+        )
+        self._longest_stall_s = 0.0
 
     def observe_event_loop_lag(self, lag_s: float) -> None:
         """A timer ran ``lag_s`` seconds after its time."""
         self._lag.observe(lag_s)
 
+    def observe_event_loop_stall(self, stall_s: float) -> None:
+        """The loop's thread used at most ``stall_s`` seconds of CPU time while a timer waited for it."""
+        self._stall.observe(stall_s)
+        if stall_s > self._longest_stall_s:
+            self._longest_stall_s = stall_s
+            self._longest_stall.set(stall_s)
+
 
 async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _LAG_INTERVAL_S) -> None:
     """Measure every ``interval_s`` seconds how late the running event loop is, until cancelled.
 
-    A late loop is the first sign that something blocks it.
+    A late loop is the first sign that something blocks it. On a busy machine it may be late because its thread got no
+    CPU; the thread's CPU time shows whether the loop itself was busy.
     """
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + interval_s
+        due, used_s = loop.time() + interval_s, time.thread_time()
         await asyncio.sleep(interval_s)
-        metrics.observe_event_loop_lag(max(0.0, loop.time() - due))
+        lag_s = max(0.0, loop.time() - due)
+        metrics.observe_event_loop_lag(lag_s)
+        # A bound: part of this CPU time may have been used before the timer was due.
+        metrics.observe_event_loop_stall(min(lag_s, time.thread_time() - used_s))
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,8 @@ def _map_read_only(fd: int, size_bytes: int) -> memoryview:
         # Without its seal a peer that shrinks its pool would kill us (SIGBUS) in the middle of a copy.
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size_bytes:
             raise TransferError("the peer's pool is not sealed, or not of the size that was granted")
+        if not size_bytes:
+            raise TransferError("the peer's pool is empty")
         return memoryview(mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
     finally:
         os.close(fd)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import zmq
@@ -12,7 +14,7 @@ from quartet.errors import ConfigError
 from quartet.events.load import NumberedLoad, WorkerLoad
 from quartet.events.publisher import EventPublisher
 from quartet.events.subscriber import EventSubscriber
-from quartet.events.wire import LOAD_TOPIC, encode_load
+from quartet.events.wire import LOAD_TOPIC, MAX_FRAME_BYTES, encode_load
 from tests.events.loads import make_load, make_publisher
 
 _TIMEOUT_S = 30.0
@@ -103,6 +105,25 @@ async def test_a_flood_in_one_burst_is_drained_whole(receiver: Receiver, publish
     async with asyncio.timeout(_TIMEOUT_S):
         while steps < 2000:
             steps = (await receiver.received.get()).ranks[0].num_steps
+
+
+async def test_a_burst_of_long_frames_leaves_others_on_the_loop_their_turns(receiver: Receiver) -> None:
+    turns, num_waiting = list[int](), 40
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        receiver.subscriber.connect(f"tcp://127.0.0.1:{port}")
+        send = partial(socket.send_multipart, encode_load(make_load(), 0))
+        await receiver.send_until_received(send, lambda received: True)
+        before = receiver.num_malformed
+        for _ in range(num_waiting):
+            socket.send_multipart([LOAD_TOPIC, bytes(8), bytes(MAX_FRAME_BYTES // 2)])
+        async with asyncio.timeout(_TIMEOUT_S):
+            while receiver.num_malformed < before + num_waiting:
+                turns.append(receiver.num_malformed)
+                await asyncio.sleep(0)
+    # One such frame is taken by each callback; a turn of the loop may have the socket's and the one that it left.
+    assert all(after - at <= 3 for at, after in pairwise(turns))
 
 
 async def test_malformed_frames_are_counted_and_skipped(receiver: Receiver) -> None:

@@ -15,7 +15,11 @@ from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, StepT
 from quartet.events.wire import (
     KV_TOPIC,
     LOAD_TOPIC,
+    MAX_EVENTS,
     MAX_FRAME_BYTES,
+    MAX_LOAD_BYTES,
+    MAX_RANKS,
+    MAX_ROUTERS,
     MalformedFrameError,
     decode_kv,
     decode_load,
@@ -124,10 +128,39 @@ def test_however_much_changes_no_frame_is_too_long_and_nothing_is_lost(sizes: li
 
 def test_many_small_events_are_split_too() -> None:
     events = [Stored(number, [number + 1]) for number in range(2**64 - 60_000, 2**64 - 1)]
-    frames = [encode_kv(make_batch(part)) for part in split_events(events)]
+    batches = [make_batch(part) for part in split_events(events)]
+    frames = [encode_kv(batch) for batch in batches]
     assert len(frames) > 1
     assert all(len(payload) <= MAX_FRAME_BYTES for _, _, payload in frames)
+    assert all(len(batch.events) <= MAX_EVENTS for batch in batches)
     assert [event for batch in frames for event in decode_kv(batch).events] == events
+
+
+def test_a_batch_of_so_many_events_that_it_takes_long_to_read_is_refused() -> None:
+    events: list[KvEvent] = [Cleared()] * (MAX_EVENTS + 1)
+    assert len(decode_kv(encode_kv(make_batch(events[1:]))).events) == MAX_EVENTS
+    with pytest.raises(MalformedFrameError, match="events"):
+        decode_kv(encode_kv(make_batch(events)))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pb.WorkerLoad(worker_id="w" * MAX_LOAD_BYTES),
+        pb.WorkerLoad(worker_id="w", ranks=[pb.RankLoad()] * (MAX_RANKS + 1)),
+        pb.WorkerLoad(worker_id="w", routers=[pb.RouterProgress()] * (MAX_ROUTERS + 1)),
+    ],
+    ids=["bytes", "ranks", "routers"],
+)
+def test_a_report_that_takes_long_to_read_is_refused(load: pb.WorkerLoad) -> None:
+    with pytest.raises(MalformedFrameError, match="load report"):
+        decode_load([LOAD_TOPIC, bytes(8), load.SerializeToString()])
+
+
+def test_a_report_of_as_many_ranks_as_may_be_is_taken() -> None:
+    ranks = [pb.RankLoad(num_total_blocks=2**32 - 1, num_steps=2**63, num_context_tokens=2**63)] * MAX_RANKS
+    load = pb.WorkerLoad(worker_id="w", ranks=ranks)
+    assert len(decode_load([LOAD_TOPIC, bytes(8), load.SerializeToString()]).load.ranks) == MAX_RANKS
 
 
 def test_few_events_are_one_batch_and_no_events_are_no_batch() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, QueueFullError, ServingError
 from quartet.rpc.channels import create_channel
@@ -128,6 +129,31 @@ async def test_an_unexpected_error_leaks_nothing(start_server: StartServer, capl
     assert "a secret path" in caplog.text
 
 
+async def test_a_write_to_a_client_that_has_gone_is_no_error_of_ours(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(grpc.aio.InternalError("as gRPC fails such a write"))
+    server, address = await start_server([worker_service(worker)])
+    async with create_channel(address, None) as channel:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(worker_pb2.GetModelFilesRequest())
+        await call.read()
+        await worker.closed.wait()
+        call.cancel()
+        await server.drain(30)  # returns after the last call
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_method_of_a_standard_service_that_is_left_out_is_unimplemented(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, address = await start_server([worker_service(Worker(None))])
+    async with create_channel(address, None) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_a_yielding_handlers_error_comes_after_what_it_yielded(start_server: StartServer) -> None:
     worker = Worker(HandOffNotFoundError("gone"))
     _, address = await start_server([worker_service(worker)])
@@ -187,6 +213,16 @@ async def test_a_malformed_unary_request_is_the_callers_fault(start_server: Star
             await channel.unary_unary("/quartet.v1.WorkerService/GetModelFiles")(b"\xff\xff")
         assert isinstance(from_rpc_error(caught.value), ProtocolError)
         assert await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest()) is not None
+
+
+@pytest.mark.parametrize("method", ["GetInfo", "GetModelFiles"])
+async def test_a_unary_call_without_a_request_ends(start_server: StartServer, method: str) -> None:
+    _, address = await start_server([worker_service(Worker(None))])
+    async with create_channel(address, None) as channel:
+        call = channel.stream_stream(f"/quartet.v1.WorkerService/{method}")()
+        await call.done_writing()
+        async with asyncio.timeout(30):
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_generator_is_closed_when_its_caller_goes(start_server: StartServer) -> None:

@@ -25,7 +25,9 @@ def registry() -> CollectorRegistry:
 
 def fill_everything(registry: CollectorRegistry) -> None:
     """Every child that a router and a worker of 8 ranks would have, in one process."""
-    ProcessMetrics(registry).observe_event_loop_lag(0.001)
+    process = ProcessMetrics(registry)
+    process.observe_event_loop_lag(0.001)
+    process.observe_event_loop_stall(0.001)
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
@@ -130,8 +132,8 @@ class AwaitableMetrics(ProcessMetrics):
         super().__init__(registry)
         self.observed = asyncio.Event()
 
-    def observe_event_loop_lag(self, lag_s: float) -> None:
-        super().observe_event_loop_lag(lag_s)
+    def observe_event_loop_stall(self, stall_s: float) -> None:
+        super().observe_event_loop_stall(stall_s)
         self.observed.set()
 
 
@@ -146,6 +148,26 @@ async def test_a_blocked_event_loop_shows_as_lag(registry: CollectorRegistry) ->
     lag_s = registry.get_sample_value("quartet_process_event_loop_lag_seconds_sum")
     assert lag_s is not None
     assert lag_s > 0.03
+
+
+async def test_a_loop_that_computes_shows_as_stalled_and_one_that_got_no_cpu_does_not(
+    registry: CollectorRegistry,
+) -> None:
+    metrics = AwaitableMetrics(registry)
+    monitor = asyncio.create_task(monitor_event_loop_lag(metrics, interval_s=0.001))
+    await asyncio.sleep(0)
+    time.sleep(0.06)  # noqa: ASYNC251 - as if other processes had all cores
+    async with asyncio.timeout(10):
+        await metrics.observed.wait()
+        assert (registry.get_sample_value("quartet_process_event_loop_longest_stall_seconds") or 0) < 0.05
+        metrics.observed.clear()
+        until_s = time.thread_time() + 0.06
+        while time.thread_time() < until_s:
+            pass
+        await metrics.observed.wait()
+        await asyncio.sleep(0)
+    monitor.cancel()
+    assert (registry.get_sample_value("quartet_process_event_loop_longest_stall_seconds") or 0) > 0.05
 
 
 def test_process_figures_are_there(registry: CollectorRegistry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import mmap
 import os
 import socket
@@ -110,6 +111,17 @@ async def test_an_unsealed_pool_is_refused() -> None:
     async with serving(pretender) as server:
         with pytest.raises(TransferError, match="sealed"):
             await pools.open(OWNER, shared(server), timeout_s=5)
+    pretender.close()
+
+
+async def test_an_empty_pool_is_refused() -> None:
+    pretender = PoolMemory(4, 4096)
+    pretender.close()
+    pretender.fd = os.memfd_create("empty", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(pretender.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    async with serving(pretender) as server:
+        with pytest.raises(TransferError, match="empty"):
+            await ShmPools().open(OWNER, shared(server, size_bytes=0), timeout_s=5)
     pretender.close()
 
 

@@ -1,0 +1,67 @@
+"""What the fuzzer draws: the same for a seed, of every kind, for every method."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from benchmarks.fuzz import SERVICES, SURFACES, Turns
+from benchmarks.fuzz_calls import End, draw_script, methods_of
+from benchmarks.fuzz_messages import Known, MessageMaker
+from quartet.v1 import router_pb2
+
+GENERATE = router_pb2.DESCRIPTOR.message_types_by_name["GenerateRequest"]
+
+
+def maker(seed: int, *, huge_share: float = 0.0) -> MessageMaker:
+    return MessageMaker(random.Random(seed), Known(), huge_share=huge_share)
+
+
+def parses(data: bytes) -> bool:
+    try:
+        GetMessageClass(GENERATE).FromString(data)
+    except DecodeError:
+        return False
+    return True
+
+
+def test_a_seed_gives_the_same_bodies_whatever_is_known() -> None:
+    known = Known(tickets=[(b"a" * 16, b"b" * 16, 7)], epochs=[3], addresses=["127.0.0.1:9"])
+    other = MessageMaker(random.Random(1), known, huge_share=0.0)
+    here, again = maker(1), maker(1)
+    assert [here.body(GENERATE) for _ in range(50)] == [again.body(GENERATE) for _ in range(50)]
+    here = maker(1)
+    sizes = [len(here.body(GENERATE)) for _ in range(200)]
+    assert sizes == [len(other.body(GENERATE)) for _ in range(200)]
+
+
+def test_most_bodies_parse_and_some_do_not() -> None:
+    drawn = maker(2)
+    share = sum(parses(drawn.body(GENERATE)) for _ in range(400)) / 400
+    assert 0.7 < share < 0.98
+
+
+def test_a_huge_body_is_long_and_parses() -> None:
+    drawn = maker(3, huge_share=1.0)
+    bodies = [drawn.body(GENERATE) for _ in range(30)]
+    assert all(len(body) > 9_000 for body in bodies)
+    assert sum(map(parses, bodies)) > 20
+
+
+@pytest.mark.parametrize("service", [service for service, _ in SERVICES.values()])
+def test_every_method_is_called_and_ended_in_every_way(service: str) -> None:
+    methods, draw = methods_of(service), random.Random(4)
+    drawn = MessageMaker(draw, Known(), huge_share=0.0)
+    scripts = [draw_script(draw, drawn, methods) for _ in range(300)]
+    assert {script.path for script in scripts} >= {method.path for method in methods}
+    assert {script.end for script in scripts} >= {End.HALF_CLOSE, End.CANCEL, End.DEADLINE}
+
+
+def test_a_round_gives_each_surface_its_share() -> None:
+    turns = Turns(list(SURFACES))
+    taken = [turns.take()[0] for _ in range(sum(SURFACES.values()))]
+    assert {name: taken.count(name) for name in SURFACES} == SURFACES
+    assert Turns(["etcd"], first_batch=5).take() == ("etcd", 5)
