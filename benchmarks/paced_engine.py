@@ -32,6 +32,7 @@ from quartet.engine.base import (
     RequestKind,
     Started,
     StepOutput,
+    Turn,
 )
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.step_engine import ALL_SAMPLING_FIELDS
@@ -214,6 +215,10 @@ class PacedEngine:
     def request_kv_snapshot(self) -> None:
         """Do nothing: the engine stores no blocks."""
         self._outputs.put_nowait(StepOutput(kv_snapshot=()))
+
+    def turns(self) -> Sequence[Turn]:
+        """None: it has no thread."""
+        return ()
 
     async def outputs(self) -> AsyncIterator[StepOutput]:
         """The steps' outputs, until it is closed."""

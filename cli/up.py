@@ -176,14 +176,14 @@ async def _wait_serving(local: LocalTopology, name: str) -> None:
 
 
 async def _missing(client: QuartetClient, router_address: str, worker_ids: Collection[str]) -> list[str]:
-    if not await is_serving(router_address):
-        return ["router", *sorted(worker_ids)]
+    # It may list workers before it serves: it waits for those that it needs.
+    missing = [] if await is_serving(router_address) else ["router"]
     try:
         known = {worker.record.worker_id: worker for worker in await client.list_workers()}
     except ServingError:
         # It has just started, or is about to end, which its process reports.
         return ["router", *sorted(worker_ids)]
-    missing = [worker_id for worker_id in sorted(worker_ids) if worker_id not in known]
+    missing += [worker_id for worker_id in sorted(worker_ids) if worker_id not in known]
     for worker_id in sorted(set(worker_ids) & set(known)):
         worker = known[worker_id]
         if worker.state is not WorkerState.READY:

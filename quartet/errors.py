@@ -82,6 +82,10 @@ class ModelNotFoundError(ServingError, reason="MODEL_NOT_FOUND"):
     """No pool serves a model of this name."""
 
 
+class ModelUnavailableError(ServingError, reason="MODEL_UNAVAILABLE"):
+    """Whether the model is served is not known now: the router has not heard of its workers yet, or they have gone."""
+
+
 class ModelMismatchError(ServingError, reason="MODEL_MISMATCH"):
     """The server that was asked serves another model than the one that was named by its fingerprint."""
 

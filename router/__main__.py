@@ -6,15 +6,18 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import uvloop
 
 from quartet.config import build, load_yaml, override
 from quartet.errors import ConfigError, ServingError
 from quartet.rpc.channels import yielding_poller
+from quartet.supervision import TaskEndedError, end_process_within
 from quartet.telemetry.logging import configure
 from router.config import RouterConfig
 from router.process import RouterProcess
@@ -24,6 +27,9 @@ logger = logging.getLogger("router")
 # Reference counts free most of what requests make, so the garbage collector finds little. With the default threshold of
 # 700 new objects it takes 5 % of the router's CPU time under load, with this threshold half of that.
 _COLLECTED_AT_NUM_OBJECTS = 10_000
+
+# A router that failed has its drain and this long to close everything.
+_CLOSE_TIMEOUT_S = 20.0
 
 
 def main() -> None:
@@ -39,9 +45,12 @@ def main() -> None:
         config = build(RouterConfig, settings)
         configure(config.log)
         uvloop.run(_run(config))
-    except (ConfigError, ServingError) as error:
+    except (ConfigError, ServingError, TaskEndedError) as error:
         logger.error("%s", error)
-        sys.exit(1)
+        _fail()
+    except Exception:  # the process ends here
+        logger.exception("ended by an unexpected error")
+        _fail()
 
 
 async def _run(config: RouterConfig) -> None:
@@ -54,7 +63,15 @@ async def _run(config: RouterConfig) -> None:
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_NUM_OBJECTS)
     with yielding_poller():
-        await RouterProcess(config).run(stop)
+        limit_s = config.drain_timeout_s + _CLOSE_TIMEOUT_S
+        await RouterProcess(config, on_failure=lambda: end_process_within(limit_s)).run(stop)
+
+
+def _fail() -> NoReturn:
+    # An orderly exit waits for threads, and one of them may hang.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quartet.api.request import SessionLimits
+from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryConfig
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
@@ -91,7 +92,10 @@ class RouterConfig:
         policy: how requests are placed.
         media: media that requests may name.
         max_request_timeout_s: upper limit of every request's time.
-        heartbeat_timeout_s: a worker that is silent for longer gets no new requests.
+        required_roles: each of these needs a ready worker before the router says that it is ready (gRPC health and
+            /readyz): encode, prefill, decode. Requests that need another role wait for it.
+        heartbeat_timeout_s: a worker that is silent for longer gets no new requests, and those that it has continue on
+            others. After half of that the router asks it; an answer is as good as a heartbeat.
         stall_timeout_s: a client that reads nothing for this long loses its request, or its session.
         session: limits of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
@@ -117,7 +121,8 @@ class RouterConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
-    heartbeat_timeout_s: float = 30.0
+    required_roles: tuple[Role, ...] = (Role.DECODE,)
+    heartbeat_timeout_s: float = 8.0
     stall_timeout_s: float = 30.0
     session: SessionLimits = field(default_factory=SessionLimits)
     signing_keys_file: Path | None = None
@@ -135,6 +140,8 @@ class RouterConfig:
         for name in ("max_request_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        if Role.ROUTER in self.required_roles:
+            raise ConfigError("required_roles: must be of encode, prefill and decode")
         if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")

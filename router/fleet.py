@@ -43,6 +43,7 @@ from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, Prefil
 from quartet.streams.encode_client import EncodeCall, EncodeClient
 from quartet.streams.messages import DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
 from quartet.streams.worker_client import WorkerClient
+from quartet.supervision import report_failure
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.chat_template import read_template_file
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
@@ -60,7 +61,12 @@ _WORKER_ROLES = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
 
 _TICK_S = 0.5
 
+# After a longer pause between two ticks this process was stopped, or got no CPU.
+_AWAY_S = 2.0
+
 _PROBE_TIMEOUT_S = 2.0
+
+_WATCH_AGAIN_S = 1.0
 
 _FILES_TIMEOUT_S = 30.0
 
@@ -95,8 +101,6 @@ class Fleet:
             on_worker: called with each worker that appears or has started again.
         """
         self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
-        #: Set once discovery has reported every worker that it knew at the start.
-        self.is_synchronised = asyncio.Event()
         self._table = table
         self._metrics = metrics
         self._tls = tls
@@ -139,7 +143,7 @@ class Fleet:
             claim = self._puller.claim_for_another(hand_off)
         except TransferError:
             return  # closing: the hand-off expires
-        self._spawn(claim.release())
+        self._spawn("release-hand-off", claim.release())
 
     def _requests(self, role: Role, worker_id: str, kind: type[RequestsT]) -> RequestsT:
         connection = self._connections.get(WorkerKey(role, worker_id))
@@ -156,12 +160,18 @@ class Fleet:
 
     async def tend(self) -> None:
         """Probe workers that need it, and forget those that are gone. Runs until cancelled."""
+        last = time.monotonic()
         while True:
             now = time.monotonic()
+            if now - last > _AWAY_S:
+                self._table.was_away(now - last)
+            last = now
             for record in self._table.forget_gone(now):
                 self._leave(record)
             for record in self._table.to_probe(now):
                 self._probe(record)
+            for record in self._table.hanging(now):
+                self._spawn(f"reset-{record.worker_id}", self._reset(record))
             self.texts.retain({pool.key for pool in self._table.pools(now)})
             self._table.tick(now)
             self._show_states(now)
@@ -198,7 +208,8 @@ class Fleet:
             self._table.unlist(WorkerKey(role=event.role, worker_id=event.worker_id))
             self._must_tend.set()
         elif isinstance(event, Synchronised):
-            self.is_synchronised.set()
+            self._table.is_synchronised = True
+            self._must_tend.set()
 
     def _adopt(self, record: WorkerRecord) -> None:
         if record.role not in _WORKER_ROLES:
@@ -238,7 +249,7 @@ class Fleet:
         address = connection.record.events_address
         if all(other.record.events_address != address for other in self._connections.values()):
             self._subscriber.disconnect(address)
-        self._spawn(connection.close())
+        self._spawn(f"leave-{record.worker_id}", connection.close())
 
     def _broken(self, record: WorkerRecord, error: ServingError) -> None:
         is_expected = (
@@ -263,6 +274,7 @@ class Fleet:
             return
         task = asyncio.create_task(self._ask(connection), name=f"probe-{record.worker_id}")
         self._probes[record.key] = task
+        task.add_done_callback(report_failure)
         task.add_done_callback(lambda done: self._end_probe(record.key, done))
 
     def _end_probe(self, key: WorkerKey, task: asyncio.Task[None]) -> None:
@@ -276,6 +288,9 @@ class Fleet:
         except ServingError as error:
             logger.debug("worker %s does not answer: %s", record.worker_id, error)
             self._table.broken(record.key, record.epoch)
+            if self._table.is_silent(record.key, record.epoch, time.monotonic()):
+                # Its host may still answer gRPC's pings, which its event loop does not.
+                await self._reset(record)
             return
         if report.record.key == record.key and report.record.epoch != record.epoch:
             # The worker restarted, and discovery can't report it, or not yet. Adopting it ends this probe.
@@ -284,7 +299,13 @@ class Fleet:
         self._table.connected(record.key, report.load, time.monotonic())
         pool = PoolKey(record.model_name, record.model_fingerprint)
         if self.texts.known(pool) is None:
-            self._spawn(self.texts.prefetch(pool))
+            self._spawn("prefetch-texts", self.texts.prefetch(pool))
+
+    async def _reset(self, record: WorkerRecord) -> None:
+        """Let the requests at that worker continue elsewhere; nothing happens if it has none."""
+        connection = self._connections.get(record.key)
+        if connection is not None and connection.record.epoch == record.epoch:
+            await connection.requests.reset()
 
     async def _fetch_files(self, pool: PoolKey, names: Collection[str]) -> Mapping[str, bytes]:
         last: ServingError = WorkerUnavailableError("no worker of this model is known")
@@ -309,9 +330,10 @@ class Fleet:
             self._metrics.set_workers(role.value, state.value, states[role, state])
         self._shown_states = states
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=name)
         self._background.add(task)
+        task.add_done_callback(report_failure)
         task.add_done_callback(self._background.discard)
 
 
@@ -356,9 +378,7 @@ class WorkerConnection:
             self.requests = EncodeClient(record.worker_id, self._channel, drop)
         self._on_lost = on_lost
         self._on_broken = on_broken
-        self._watching = asyncio.create_task(
-            watch_connection(self._channel, self._lost), name=f"connection to {record.worker_id}"
-        )
+        self._watching = asyncio.create_task(self._watch(), name=f"connection to {record.worker_id}")
 
     async def close(self) -> None:
         """Break the stream: requests on it fail with ``WorkerUnavailableError`` and continue on other workers."""
@@ -367,6 +387,16 @@ class WorkerConnection:
         await asyncio.wait([self._watching])
         await self.requests.close()
         await self._channel.close()
+
+    async def _watch(self) -> None:
+        """Report lost connections until cancelled, whatever goes wrong meanwhile."""
+        while True:
+            try:
+                await watch_connection(self._channel, self._lost)
+            except Exception:  # the watch ends here, and another one begins
+                logger.exception("the connection to worker %s can't be watched", self.record.worker_id)
+                self._lost()
+                await asyncio.sleep(_WATCH_AGAIN_S)
 
     def _lost(self) -> None:
         # An open stream reports by itself when it breaks, and may stay open after new ones are no longer accepted.

@@ -27,7 +27,6 @@ from quartet.api.request import (
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
 from quartet.errors import (
     InvalidRequestError,
-    ModelNotFoundError,
     PromptTooLongError,
     RequestTimeoutError,
     UnsupportedFieldError,
@@ -38,6 +37,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from router.context import RouterContext
 from router.media.request import MediaRequest, RequestMedia, check_items, prepare_media
+from router.readiness import model_error
 from router.tenants import salt_in_domain
 from router.workers import Pool, WorkerTable
 
@@ -65,6 +65,7 @@ async def run_prepared(
     Raises:
         InvalidRequestError: a field is impossible or unsupported; names the field.
         ModelNotFoundError: no pool serves the model.
+        ModelUnavailableError: whether one does is not known now.
         WorkerUnavailableError: no worker serves the model that gave the tokens of the attempt to resume.
         RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was still to be done.
         ServingError: the model's text files are unavailable; and all errors of ``run``.
@@ -377,11 +378,9 @@ def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) 
     pool = table.pool(start.model, time.monotonic())
     if pool is not None:
         return pool
-    if start.model:
-        raise ModelNotFoundError("no worker serves a model of this name", field="model")
-    if table.pools(time.monotonic()):
+    if not start.model and table.pools(time.monotonic()):
         raise InvalidRequestError("several models are served: name one", field="model")
-    raise ModelNotFoundError("no worker serves any model yet", field="model")
+    raise model_error(table, start.model, "model", time.monotonic())
 
 
 def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:

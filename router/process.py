@@ -7,8 +7,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +18,7 @@ from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
 from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
+from quartet.supervision import LoopWatch, Supervisor
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
 from router.admission import Admission, FairShare
@@ -32,6 +33,7 @@ from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.create import create_policy
+from router.readiness import Readiness
 from router.servicer import RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
@@ -46,9 +48,14 @@ _LAST_WORDS_S = 0.5
 class RouterProcess:
     """One router, from the start to the end of ``run``."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Open no port before ``run``. Raises ``ConfigError``: a file that the configuration names is invalid."""
+    def __init__(self, config: RouterConfig, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Open no port before ``run``; ``on_failure`` is called if it can't go on, before it drains.
+
+        Raises:
+            ConfigError: a file that the configuration names is invalid.
+        """
         self._config = config
+        self._on_failure = on_failure
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
         self._stalled = StalledCalls(config.stall_timeout_s)
@@ -59,20 +66,24 @@ class RouterProcess:
         self._tenants = Tenants(config.tenants)
         if self._tenants.has_domains and not config.knows_callers:
             logger.warning("trust domains protect nobody from clients of this host: each may name any tenant")
-        self._is_ready = False
+        self._loop_watch = LoopWatch()
+        self._readiness: Readiness | None = None
+        self._is_leaving = False
         #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set, then drain and take everything down.
 
+        It drains also when one of its background tasks has ended, and then raises that.
+
         Raises:
             ConfigError: the router can't start; the message names the setting.
+            TaskEndedError: a background task has ended.
         """
         config = self._config
         async with AsyncExitStack() as stack:
-            probes = Probes(is_alive=lambda: True, is_ready=lambda: self._is_ready)
-            telemetry = TelemetryServer(config.http_address, self._registry, probes)
+            telemetry = TelemetryServer(config.http_address, self._registry, self._probes())
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
             # New at each start, so workers' reports do not include what an earlier process of this router placed.
@@ -110,45 +121,45 @@ class RouterProcess:
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
-            async with self._background(fleet, index, server, stop, http_address):
+            registry = create_registry(config.discovery)
+            stack.push_async_callback(registry.close)
+            readiness = self._readiness = Readiness(table, config.required_roles)
+            async with Supervisor(self._fail) as tasks:
+                tasks.start("discovery", fleet.watch(registry.watch()))
+                tasks.start("tend", fleet.tend())
+                tasks.start("index-upkeep", keep_up(index))
+                tasks.start("lag", monitor_event_loop_lag(ProcessMetrics(self._registry)))
+                tasks.start("loop-watch", self._loop_watch.run())
+                tasks.start("readiness", self._report_readiness(readiness, server, http_address))
+                await tasks.run_until(stop)
                 fleet.drain()
                 await self._drain(server, servicer, pipeline)
 
-    @asynccontextmanager
-    async def _background(
-        self, fleet: Fleet, index: PrefixIndex, server: RpcServer, stop: asyncio.Event, http_address: str
-    ) -> AsyncIterator[None]:
-        """Run discovery, probes and upkeep until ``stop`` is set, and then until the block ends."""
-        registry = create_registry(self._config.discovery)
-        tasks = [
-            asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),
-            asyncio.create_task(fleet.tend(), name="tend"),
-            asyncio.create_task(keep_up(index), name="index-upkeep"),
-            asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
-            asyncio.create_task(self._announce(fleet, server, http_address), name="announce"),
-        ]
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        pending: set[asyncio.Task[object]] = {*tasks, stopping}
-        try:
-            while not stopping.done():
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, stopping, return_exceptions=True)
-            await registry.close()
+    async def _report_readiness(self, readiness: Readiness, server: RpcServer, http_address: str) -> None:
+        async def report(is_ready: bool) -> None:
+            await server.set_serving(None, is_ready)
+            if is_ready:
+                logger.info("router serving on %s, metrics and probes on %s", self.address, http_address)
 
-    async def _announce(self, fleet: Fleet, server: RpcServer, http_address: str) -> None:
-        await fleet.is_synchronised.wait()
-        await server.set_serving(None, True)
-        self._is_ready = True
-        logger.info("router serving on %s, metrics and probes on %s", self.address, http_address)
+        await readiness.follow(report)
+
+    def _probes(self) -> Probes:
+        return Probes(
+            is_alive=lambda: not self._loop_watch.is_dead,
+            is_ready=lambda: (
+                self._readiness is not None
+                and self._readiness.is_ready
+                and not self._is_leaving
+                and not self._loop_watch.is_blocked
+            ),
+        )
+
+    def _fail(self) -> None:
+        self._is_leaving = True
+        self._on_failure()
 
     async def _drain(self, server: RpcServer, servicer: RouterServicer, pipeline: Pipeline) -> None:
-        self._is_ready = False
+        self._is_leaving = True
         logger.info("draining: %d requests run, at most %.1f s", pipeline.num_running, self._config.drain_timeout_s)
         servicer.close()
         draining = asyncio.create_task(server.drain(self._config.drain_timeout_s + _LAST_WORDS_S))

@@ -20,14 +20,16 @@ from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import GenerateStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
 from quartet.discovery.base import Role
-from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError
+from quartet.errors import DrainingError, ProtocolError
 from quartet.rpc.audience import Identity, caller_identity
+from quartet.rpc.errors import public_error
 from quartet.rpc.server import Service, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router.fleet import FetchedTexts
 from router.generate import GenerateRun, Pipeline
 from router.prepare import valid_traceparent
+from router.readiness import model_error
 from router.tenants import TenantNames
 from router.workers import Pool, WorkerTable
 
@@ -155,7 +157,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """As router.proto says."""
         pools = [pool for pool in self._table.pools(time.monotonic()) if request.name in ("", pool.key.model_name)]
         if request.name and not pools:
-            raise ModelNotFoundError("no worker serves a model of this name", field="name")
+            raise model_error(self._table, request.name, "name", time.monotonic())
         return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
     async def _read_start(self, context: _Context) -> GenerateStart:
@@ -236,8 +238,8 @@ async def _listen(context: _Context, run: GenerateRun) -> None:
             if request.WhichOneof("message") != "cancel":
                 raise ProtocolError("after start only cancel may come", field="message")
             run.cancel()
-    except ServingError as error:
-        run.abort(error)
+    except Exception as error:  # noqa: BLE001 - the task ends here; `public_error` logs what is not a ServingError
+        run.abort(public_error(error))
 
 
 def _draining_error() -> DrainingError:

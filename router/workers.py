@@ -7,6 +7,7 @@ finds the other routers that place requests at the same workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -34,6 +35,9 @@ _QUIET_S = 3.0
 # A router that has started nothing for this long has nothing to place, or is gone.
 _ACTIVE_S = 10.0
 
+# A model whose last worker has gone may come back within this time: its workers are being restarted.
+_MODEL_RETURNS_S = 600.0
+
 _HAND_OFF = frozenset({TAKES_HAND_OFF})
 
 
@@ -50,8 +54,11 @@ class WorkerTable:
     def __init__(self, router_id: str, *, heartbeat_timeout_s: float) -> None:
         """``router_id`` is new at each start, so workers' reports never include what an earlier process placed."""
         self.router_id = router_id
+        #: Discovery has listed every worker that it knew at the start.
+        self.is_synchronised = False
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[WorkerKey, KnownWorker] = {}
+        self._gone_at: dict[str, float] = {}  # by model, when a worker of it was last forgotten
         self._peers = PeerWatch(router_id)
         self._listeners: list[Callable[[], None]] = []
         # Both are computed when next needed and kept until a state changes; only ``tick`` notices silence.
@@ -90,8 +97,10 @@ class WorkerTable:
         gone = [worker for worker in self._workers.values() if not worker.is_listed and self._is_lost(worker, now)]
         for worker in gone:
             del self._workers[worker.record.key]
+            self._gone_at[worker.record.model_name] = now
             self._peers.forget(worker.record.worker_id)
         if gone:
+            self._gone_at = {name: at for name, at in self._gone_at.items() if now - at <= _MODEL_RETURNS_S}
             self._changed()
         return [worker.record for worker in gone]
 
@@ -142,6 +151,26 @@ class WorkerTable:
         self._peers.poll(now)
         self._changed(keep_pools=is_same)
 
+    def was_away(self, away_s: float) -> None:
+        """This process did not run for ``away_s`` seconds: silence in that time means nothing."""
+        for worker in self._workers.values():
+            worker.known_at += away_s
+            if worker.load_at is not None:
+                worker.load_at += away_s
+
+    def is_silent(self, key: WorkerKey, epoch: int, now: float) -> bool:
+        """Whether the worker has been silent for so long that its requests are to continue elsewhere."""
+        worker = self._of_epoch(key, epoch)
+        return worker is not None and worker.silence_s(now) > self._heartbeat_timeout_s
+
+    def hanging(self, now: float) -> list[WorkerRecord]:
+        """Workers that report that their work does not move, if a ready one of their pool and role can take it."""
+        stuck = [worker for worker in self._workers.values() if worker.is_stuck]
+        if not stuck:
+            return []
+        ready = {(worker.pool, worker.record.role) for worker in self._workers.values() if self._is_ready(worker, now)}
+        return [worker.record for worker in stuck if (worker.pool, worker.record.role) in ready]
+
     def pools(self, now: float) -> list[Pool]:
         """All pools, sorted."""
         return list(self._pools_by_key(now).values())
@@ -156,6 +185,14 @@ class WorkerTable:
         if not pools or pools[0].key.model_name != pools[-1].key.model_name:  # they are sorted by it
             return None
         return max(pools, key=attrgetter("num_ready_decode"))
+
+    def has_served(self, model_name: str, now: float) -> bool:
+        """Whether a worker of that model has gone lately."""
+        return now - self._gone_at.get(model_name, -math.inf) <= _MODEL_RETURNS_S
+
+    def ready_roles(self, now: float) -> frozenset[Role]:
+        """The roles with a ready worker, of any model."""
+        return frozenset(worker.record.role for worker in self._workers.values() if self._is_ready(worker, now))
 
     def has_ready_decode(self, pool: PoolKey, now: float) -> bool:
         """Whether any decode worker of ``pool`` is ready."""
@@ -376,6 +413,11 @@ class KnownWorker:
         if is_reached and is_well and self.silence_s(now) <= heartbeat_timeout_s:
             return WorkerState.READY
         return WorkerState.SUSPECT
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it reported that its work does not move. Its end is for others to report."""
+        return self.load is not None and not self.load.is_healthy and not self.load.is_draining
 
     def status(self, now: float, heartbeat_timeout_s: float) -> WorkerStatus:
         """Its status for ListWorkers and WatchWorkers."""

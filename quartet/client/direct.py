@@ -428,6 +428,7 @@ _PASSING = (
     errors.DrainingError,
     errors.RouterUnavailableError,
     errors.WorkerUnavailableError,
+    errors.ModelUnavailableError,
 )
 
 #: Longer than between workers: a router takes seconds to restart, and often there is no other.

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 import grpc
 
-from quartet.errors import ConfigError, DrainingError, RouterUnavailableError, ServingError
+from quartet.errors import ConfigError, DrainingError, ModelUnavailableError, RouterUnavailableError, ServingError
 from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.errors import DETAILS_KEY, from_rpc_error
 from quartet.v1 import router_pb2_grpc
@@ -134,7 +134,7 @@ class Routers:
 
 def go_on_or_raise(error: ServingError) -> ServingError:
     """Return ``error`` if another router may do better; raise it if another router would say the same."""
-    if isinstance(error, RouterUnavailableError | DrainingError):
+    if isinstance(error, RouterUnavailableError | DrainingError | ModelUnavailableError):
         return error
     raise error
 

@@ -228,15 +228,30 @@ class Registration(ABC):
         self.record = record
         self._on_close = on_close
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def ended(self) -> None:
+        """Wait until the record is no longer kept although it was not closed, and raise why. It never returns.
+
+        Raises:
+            Exception: a bug in the task that keeps the record.
+        """
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            if not self._is_closed:
+                self._task.result()
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         """Remove the record, unless a later registration has replaced it.
 
         Never raises for an unreachable registry and ends in bounded time: the record then goes with its lease.
         """
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})
+            # Its error is for ``ended``; here it would only be in the way.
+            await asyncio.gather(self._task, return_exceptions=True)
         await self._remove()
         self._on_close(self)
 

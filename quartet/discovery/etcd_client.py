@@ -18,7 +18,7 @@ import grpc
 from aetcd import rpc
 
 from quartet.discovery.base import check_name
-from quartet.errors import DiscoveryError
+from quartet.errors import ConfigError, DiscoveryError
 from quartet.rpc.channels import open_channel
 
 _CHANNEL_OPTIONS = {
@@ -203,14 +203,17 @@ class EtcdClient:
             if number not in self._endpoints:
                 self._endpoints[number] = _Endpoint(_open_channel(self.config, self.config.endpoints[number]))
             yield self._endpoints[number]
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, _BrokenStreamError) as error:
+        # OSError, ConfigError: a certificate can't be read now; it may be in the middle of a rotation.
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, ConfigError, _BrokenStreamError) as error:
             raise self._failure(number, error) from error
 
     def _failure(self, number: int, error: BaseException) -> DiscoveryError:
         # Another call may have moved to the next endpoint already: stay there.
         if self._current == number:
             self._current = (number + 1) % len(self.config.endpoints)
-        reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
+        reason = str(error) or repr(error)
+        if isinstance(error, grpc.aio.AioRpcError):
+            reason = f"{error.code().name}: {error.details()}"
         return DiscoveryError(f"etcd at {self.config.endpoints[number]}: {reason}")
 
 

@@ -211,6 +211,21 @@ class EngineStats(RankCounts):
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What one thread of an engine is doing: messages, scheduling, one step.
+
+    Attributes:
+        thread: which thread, where there are several.
+        number: another one in each turn.
+        expected_s: how long the turn's step should take; ``None``: unknown.
+    """
+
+    thread: int
+    number: int
+    expected_s: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
     """What an engine can do; callers ask for nothing else.
@@ -293,6 +308,10 @@ class Engine(Protocol):
 
     def stats(self) -> Sequence[EngineStats]:
         """The load of each data-parallel rank. Callable on any thread, also after ``close``; does not block."""
+        ...
+
+    def turns(self) -> Sequence[Turn]:
+        """The turns of its threads; not of those that wait for work, nor of processes of its own."""
         ...
 
     async def close(self) -> None:

@@ -7,16 +7,19 @@ exchange activations in every step (TensorRT-LLM's attention DP) steps them toge
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 
-from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, StepOutput
+from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, StepOutput, Turn
 from quartet.engine.life_cycle import OutputQueue
 from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, UnsupportedFieldError
 from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
 from quartet.kvcache.layout import HandOff, PieceLayout
 from quartet.transfer.base import Claim, FetchResult, PieceCopy, PoolMemory, Puller
+
+logger = logging.getLogger(__name__)
 
 
 class DataParallelEngine:
@@ -115,6 +118,10 @@ class DataParallelEngine:
         """The latest steps' statistics, by rank."""
         return [stats for rank in self._ranks for stats in rank.stats()]
 
+    def turns(self) -> Sequence[Turn]:
+        """The turns of the ranks' threads, but for those that wait for work."""
+        return [replace(turn, thread=number) for number, rank in enumerate(self._ranks) for turn in rank.turns()]
+
     async def close(self) -> None:
         """Fail running requests, stop transfers and steps, free everything. Bounded in time; may be called twice."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
@@ -126,7 +133,11 @@ class DataParallelEngine:
         return number * self._ranks[number].capabilities.num_blocks
 
     async def _read_all(self) -> None:
-        await asyncio.gather(*(self._read(number) for number in range(len(self._ranks))))
+        try:
+            await asyncio.gather(*(self._read(number) for number in range(len(self._ranks))))
+        except Exception as error:  # the outputs end here, and with them the engine
+            logger.exception("the outputs of the ranks can't be read")
+            self._loss = EngineError(f"the engine is lost: {error!r}")
         self._outputs.end(self._loss)
 
     async def _read(self, number: int) -> None:

@@ -55,11 +55,15 @@ class EncodeTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderStats:
-    """A snapshot of the load. ``num_steps`` is the progress counter: it grows with every batch."""
+    """A snapshot of the load. ``num_steps`` is the progress counter: it grows with every batch.
+
+    ``slowest_item_s`` is the time of the slowest batch, by its number of items; 0: unknown.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     num_steps: int = 0
+    slowest_item_s: float = 0.0
     num_items: int = 0  # encoded, ever
     num_failed: int = 0
 

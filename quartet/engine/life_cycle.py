@@ -10,10 +10,10 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from quartet.engine.base import EngineCapabilities, EngineRequest, Failed, StepOutput
+from quartet.engine.base import EngineCapabilities, EngineRequest, Failed, StepOutput, Turn
 from quartet.errors import ServingError, WorkerUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,10 @@ class ThreadedEngine(ABC, Generic[LoadedT]):
     def outputs(self) -> AsyncIterator[StepOutput]:
         """The steps' outputs, in order, for one consumer. Ends after ``close``; raises ``EngineError`` when it died."""
         return self._outputs.read()
+
+    def turns(self) -> Sequence[Turn]:
+        """None: what the thread does, others compute."""
+        return ()
 
     async def close(self) -> None:
         """Fail running requests, stop transfers and the thread, free everything. Bounded in time; may be called twice.

@@ -10,6 +10,7 @@ from functools import partial
 from quartet.engine.scheduler import Pull
 from quartet.errors import ServingError, TransferError
 from quartet.kvcache.layout import HandOff
+from quartet.supervision import report_failure
 from quartet.transfer.base import Claim, FetchResult, Puller
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Pulls:
     def _release(self, claim: Claim) -> None:
         task = asyncio.get_running_loop().create_task(claim.release())
         self._releases.add(task)
+        task.add_done_callback(report_failure)
         task.add_done_callback(self._releases.discard)
 
 

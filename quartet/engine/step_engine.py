@@ -19,6 +19,7 @@ from quartet.engine.base import (
     EngineRequest,
     EngineStats,
     RequestKind,
+    Turn,
 )
 from quartet.engine.life_cycle import ThreadedEngine, call_on_loop
 from quartet.engine.pulls import Pulls
@@ -154,6 +155,11 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         )
         return (stats,)
 
+    def turns(self) -> Sequence[Turn]:
+        """The turn of its thread, unless that waits for work."""
+        turn = self._thread.turn
+        return () if turn is None else (turn,)
+
     def _accept(self, request: EngineRequest) -> None:
         if request.hand_off is not None:
             if self._pulls is None or self._memory is None:
@@ -231,6 +237,8 @@ class EngineThread:
         self._inbox: deque[Message] = deque()
         self._wake_up = threading.Event()
         self._is_stopping = False
+        self._num_turns = 0
+        self._is_waiting = True
         self._steps: StepLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -239,6 +247,12 @@ class EngineThread:
     def snapshot(self) -> Snapshot:
         """The latest statistics. May be called on any thread."""
         return Snapshot(EngineStats()) if self._steps is None else self._steps.snapshot
+
+    @property
+    def turn(self) -> Turn | None:
+        """What it is doing; ``None``: it loads, waits for work or has ended. May be called on any thread."""
+        steps = self._steps
+        return None if steps is None or self._is_waiting else Turn(0, self._num_turns, steps.expected_s)
 
     def start(self) -> None:
         """Begin to load; the listener is called on the running event loop."""
@@ -281,13 +295,17 @@ class EngineThread:
     def _step_until_stopped(self, steps: StepLoop) -> None:
         while not self._is_stopping:
             if steps.is_idle and not self._inbox:
+                self._is_waiting = True
                 self._wake_up.wait()
             self._wake_up.clear()  # before reading the inbox: a later post wakes the thread again
+            self._num_turns += 1
+            self._is_waiting = False
             report = steps.step([self._inbox.popleft() for _ in range(len(self._inbox))])
             if report:
                 self._notify(self._listener.on_report, report)
 
     def _wait_until_stopped(self) -> None:
+        self._is_waiting = True
         while not self._is_stopping:
             self._wake_up.wait()
             self._wake_up.clear()

@@ -113,6 +113,7 @@ class StepLoop:
     Attributes:
         snapshot: replaced when a step begins and when it ends; any thread may read it.
         is_idle: there is nothing to do until a message comes.
+        expected_s: how long the running step, or the next one, should compute; ``None``: unknown.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class StepLoop:
         self._num_submits = 0
         self._num_submitted_prefill_tokens = 0
         self.is_idle = False
+        self.expected_s: float | None = None
         self.snapshot = self._snapshot(backlog(self._scheduler.running))
 
     def step(self, messages: Iterable[Message]) -> StepReport:
@@ -191,6 +193,7 @@ class StepLoop:
         decoding = Backlog(0, len(schedule.chunks), work.num_context_tokens)
         before = backlog(self._scheduler.running) if work.num_prompt_tokens else decoding
         num_begun = work.num_tokens - before.num_decoding
+        self.expected_s = self._clock.expected_s(work)
         self.snapshot = self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
         has_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
         is_news = work.num_prompt_tokens > 0 and not (had_unbegun and has_unbegun)

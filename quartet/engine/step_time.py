@@ -33,6 +33,9 @@ _MAX_DOUBT = 0.25
 # Steps to observe before ``step_time`` is known.
 _NUM_NEEDED = 8
 
+# Steps up to so many times as large as those measured take about as long as the estimate says.
+_KNOWN_UP_TO = 2
+
 _COUNT = 5
 
 
@@ -109,6 +112,7 @@ class StepClock:
         self._fit = StepTimeFit()
         self._began_at = 0.0
         self._ended_at: float | None = None
+        self._most_prompt_tokens = self._most_context_tokens = 0
         self.step_time: StepTime | None = None
 
     def begin(self, *, is_continued: bool) -> None:
@@ -122,11 +126,23 @@ class StepClock:
         prefill_s = self.step_time.prefill_s(work.num_prompt_tokens)
         return self._began_at + prefill_s + self.step_time.decode_s(work.num_context_tokens)
 
+    def expected_s(self, work: StepWork) -> float | None:
+        """How long a step with this work should take; ``None``: no step of about that size was measured."""
+        is_new = (
+            work.num_prompt_tokens > _KNOWN_UP_TO * self._most_prompt_tokens
+            or work.num_context_tokens > _KNOWN_UP_TO * self._most_context_tokens
+        )
+        if self.step_time is None or is_new:
+            return None
+        return self.step_time.prefill_s(work.num_prompt_tokens) + self.step_time.decode_s(work.num_context_tokens)
+
     def end(self, work: StepWork) -> None:
         """The step that has begun is over; ``work`` is what it did."""
         self._ended_at = self._clock()
         self._fit.observe(work.num_prompt_tokens, work.num_context_tokens, self._ended_at - self._began_at)
         self.step_time = self._fit.step_time
+        self._most_prompt_tokens = max(self._most_prompt_tokens, work.num_prompt_tokens)
+        self._most_context_tokens = max(self._most_context_tokens, work.num_context_tokens)
 
 
 class StepTimeFit:

@@ -123,3 +123,6 @@ class EventSubscriber:
         except MalformedFrameError as error:
             logger.debug("ignored what a worker published: %s", error)
             self._on_malformed()
+        except Exception:  # the message ends here; else the socket would be read no more, and all workers look silent
+            logger.exception("could not take what a worker published")
+            self._on_malformed()

@@ -50,6 +50,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.ProtocolError: StatusCode.INVALID_ARGUMENT,
     errors.MessageTooLargeError: StatusCode.INVALID_ARGUMENT,  # not RESOURCE_EXHAUSTED: trying again is no use
     errors.ModelNotFoundError: StatusCode.NOT_FOUND,
+    errors.ModelUnavailableError: StatusCode.UNAVAILABLE,  # unlike NOT_FOUND, this passes
     errors.ModelMismatchError: StatusCode.FAILED_PRECONDITION,
     errors.DuplicateRequestError: StatusCode.ALREADY_EXISTS,
     errors.PermissionDeniedError: StatusCode.PERMISSION_DENIED,

@@ -196,6 +196,10 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         """Break the stream for good, and the streams of single decodes too."""
         await asyncio.gather(super().close(), *(own.close() for own in self._own))
 
+    async def reset(self) -> None:
+        """Break the stream, and the streams of single decodes too. The next start opens another one."""
+        await asyncio.gather(super().reset(), *(own.reset() for own in self._own))
+
     def _open(self) -> grpc.aio.StreamStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]:
         return self._stub.Decode(timeout=self._timeout_s)
 
@@ -330,6 +334,10 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
     async def close(self) -> None:
         """Break the stream for good, and the streams of single prefills too."""
         await asyncio.gather(super().close(), *(own.close() for own in self._own))
+
+    async def reset(self) -> None:
+        """Break the stream, and the streams of single prefills too. The next start opens another one."""
+        await asyncio.gather(super().reset(), *(own.reset() for own in self._own))
 
     def _open(self) -> grpc.aio.StreamStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
         return self._stub.Prefill(timeout=self._timeout_s)

@@ -153,8 +153,12 @@ class EncodeClient:
         return call
 
     async def close(self) -> None:
-        """End all calls, which fail."""
+        """End all calls, which fail, for good."""
         self._is_closed = True
+        await self.reset()
+
+    async def reset(self) -> None:
+        """End all calls, which fail."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -227,6 +231,9 @@ async def _write(rpc: _Rpc, call: EncodeCall, messages: Sequence[encode_pb2.Enco
         await rpc.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader sees why
+    except Exception:  # the task ends here, and so must the call
+        logger.exception("a start could not be written")
+        rpc.cancel()
 
 
 async def _end_soon(rpc: _Rpc, call: EncodeCall) -> None:

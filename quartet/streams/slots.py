@@ -86,6 +86,10 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
     async def close(self) -> None:
         """Break the stream for good: the peer ends its requests, and calls fail."""
         self._is_closed = True
+        await self.reset()
+
+    async def reset(self) -> None:
+        """Break the stream: the peer ends its requests, and calls fail. The next start opens another one."""
         task, stream = self._task, self._stream
         if task is not None:
             task.cancel()
@@ -208,6 +212,9 @@ async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT
             stream.has_pending.clear()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader sees why
+    except Exception:  # the task ends here, and so must the stream: its requests would wait for ever
+        logger.exception("a message could not be written")
+        rpc.cancel()
 
 
 def _nothing() -> None:

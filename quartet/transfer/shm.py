@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quartet.errors import TransferError
+from quartet.supervision import report_failure
 from quartet.transfer.base import PoolMemory
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class ShmServer:
             listener.close()
             raise
         self._accepting = asyncio.create_task(self._accept(listener), name="shm-accept")
+        self._accepting.add_done_callback(report_failure)  # the listener is closed then: peers go over gRPC
 
     async def close(self) -> None:
         """Stop listening and hang up on every peer, which then unmaps the pool. May be called twice."""
@@ -93,6 +95,7 @@ class ShmServer:
                     continue
                 task = asyncio.create_task(self._serve(connection), name="shm-serve")
                 self._serving.add(task)
+                task.add_done_callback(report_failure)
                 task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: socket.socket) -> None:

@@ -31,7 +31,8 @@ class RouterServiceStub:
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
     INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
-    UNAVAILABLE: no worker is reachable, or the router drains. DEADLINE_EXCEEDED: the request's timeout.
+    UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
+    DEADLINE_EXCEEDED: the request's timeout.
     """
 
     def __init__(self, channel):
@@ -83,7 +84,8 @@ class RouterServiceServicer:
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
     INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
-    UNAVAILABLE: no worker is reachable, or the router drains. DEADLINE_EXCEEDED: the request's timeout.
+    UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
+    DEADLINE_EXCEEDED: the request's timeout.
     """
 
     def Generate(self, request_iterator, context):
@@ -196,7 +198,8 @@ class RouterService:
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
     INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
-    UNAVAILABLE: no worker is reachable, or the router drains. DEADLINE_EXCEEDED: the request's timeout.
+    UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
+    DEADLINE_EXCEEDED: the request's timeout.
     """
 
     @staticmethod

@@ -32,7 +32,8 @@ class RouterServiceStub:
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
     INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
-    UNAVAILABLE: no worker is reachable, or the router drains. DEADLINE_EXCEEDED: the request's timeout.
+    UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
+    DEADLINE_EXCEEDED: the request's timeout.
     """
 
     @_typing.overload
@@ -74,7 +75,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
     INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
-    UNAVAILABLE: no worker is reachable, or the router drains. DEADLINE_EXCEEDED: the request's timeout.
+    UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
+    DEADLINE_EXCEEDED: the request's timeout.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -112,7 +114,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
     INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
-    UNAVAILABLE: no worker is reachable, or the router drains. DEADLINE_EXCEEDED: the request's timeout.
+    UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
+    DEADLINE_EXCEEDED: the request's timeout.
     """
 
     @_abc_1.abstractmethod

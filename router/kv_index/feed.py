@@ -22,6 +22,7 @@ from quartet.discovery.base import Rank, WorkerRecord
 from quartet.errors import ServingError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, KvSnapshotPart, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad
+from quartet.supervision import report_failure
 from quartet.telemetry.metrics import SnapshotOutcome
 
 logger = logging.getLogger(__name__)
@@ -270,6 +271,7 @@ class KvJoins:
     def _join_if_needed(self, worker_id: str, member: _Member) -> None:
         if member.feed.state is FeedState.JOINING and member.joining is None:
             member.joining = asyncio.create_task(self._join(worker_id, member), name=f"join-{worker_id}")
+            member.joining.add_done_callback(report_failure)  # the next report of the worker joins it again
 
     def _forget(self, worker_id: str) -> None:
         member = self._members.pop(worker_id, None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from quartet.discovery.base import Abilities
-from quartet.engine.base import EngineStats, StepOutput
+from quartet.engine.base import EngineStats, StepOutput, Turn
 from quartet.engine.encoder import EncodeTimes, MediaEncoder
 from quartet.engine.life_cycle import OutputQueue
 from quartet.engine.settings import Modality
@@ -367,6 +367,13 @@ class PoolReports:
     def outputs(self) -> AsyncIterator[StepOutput]:
         """The reports, in order, for one consumer, until ``close``."""
         return self._outputs.read()
+
+    def turns(self) -> Sequence[Turn]:
+        """The batch in the vision tower."""
+        stats = self._encoder.stats()
+        if not stats.num_running:
+            return []
+        return [Turn(0, stats.num_steps, stats.num_running * stats.slowest_item_s or None)]
 
     def close(self) -> None:
         """End the outputs."""

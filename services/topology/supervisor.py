@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ServingError
 from services.topology.child import Child
 from services.topology.launch import LaunchError, LaunchObserver
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 1.0
 
 
 class SupervisorObserver(LaunchObserver, Protocol):
@@ -135,7 +140,14 @@ class Supervisor:
                 await serving
 
     async def _serving_since(self, name: str, *, is_again: bool) -> float:
-        await self._wait_serving(name)
+        while True:
+            try:
+                await self._wait_serving(name)
+                break
+            except ServingError as error:
+                # The router that was asked may have died at that moment, and is started again too.
+                logger.debug("whether %s serves is not known: %s", name, error)
+                await self._clock.sleep(_ASK_AGAIN_S)
         if is_again:
             self._observer.progress(f"{name} serves again")
         return self._clock.now_s()

@@ -30,6 +30,7 @@ from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.errors import public_error
 from quartet.streams.messages import MAX_UNCHUNKED_BYTES, WorkerStart
+from quartet.supervision import report_failure
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
 from services.workers.embedding_store import EmbeddingStore, Hold, Want
@@ -132,6 +133,7 @@ class MediaStage:
         ending = _notify_taken(claim) if was_taken else claim.release()
         task = asyncio.get_running_loop().create_task(ending, name="end-media")
         self._endings.add(task)
+        task.add_done_callback(report_failure)
         task.add_done_callback(self._endings.discard)
 
     async def close(self) -> None:

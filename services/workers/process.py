@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from typing import NoReturn
@@ -27,6 +27,7 @@ from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
+from quartet.supervision import LoopWatch, Supervisor, TaskEndedError, end_process_within
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
@@ -65,6 +66,9 @@ _RELEASE_SEEN_S = 0.02
 
 _SWITCH_INTERVAL_S = 0.0005
 
+# A worker that failed has its drain and this long to close everything.
+_CLOSE_TIMEOUT_S = 20.0
+
 
 def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
     """Run one worker from the command line; exits with 1 and one line if it can't start or its engine died.
@@ -78,8 +82,11 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
         # The engine's thread runs Python too: with the default of 5 ms the event loop lags behind it.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(_run(config, role, engine_factory))
-    except (ConfigError, ServingError) as error:
+    except (ConfigError, ServingError, TaskEndedError) as error:
         logger.error("%s: %s", role, command_line.named(_with_field(error)))
+        _leave(1)
+    except Exception:  # the process ends here
+        logger.exception("%s: ended by an unexpected error", role)
         _leave(1)
     _leave(0)
 
@@ -93,12 +100,17 @@ class WorkerProcess:
         role: Role,
         engine_factory: EngineFactory | None = None,
         encoder_factory: EncoderFactory | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is opened before ``run``; ``role`` is encode, prefill or decode.
 
-        The factories make another engine or encoder than the one that ``config`` names.
+        The factories make another engine or encoder than the one that ``config`` names. ``on_failure`` is called if the
+        worker can't go on, before it closes everything.
         """
         self._config = config
+        self._on_failure = on_failure
+        self._has_failed = False
+        self._loop_watch = LoopWatch()
         self._role = role
         self._engine_factory = engine_factory
         self._encoder_factory = encoder_factory
@@ -118,9 +130,12 @@ class WorkerProcess:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set, which may be during the start, then drain and close everything.
 
+        It drains also when one of its background tasks has ended, unless the engine is dead, and then raises that.
+
         Raises:
             ConfigError, ServingError: it can't start; the message says why.
             EngineError: the engine or the vision tower died.
+            ServingError, TaskEndedError: another background task has ended.
         """
         async with AsyncExitStack() as stack:
             telemetry = TelemetryServer(self._config.http_address, self._registry, self._probes())
@@ -188,36 +203,44 @@ class WorkerProcess:
 
         pacer = LoadPacer(worker.next_load, publish, worker.prompt_queues)
         registry = create_registry(self._config.discovery)
-        tasks = [
-            asyncio.create_task(worker.consume(pacer), name="outputs"),
-            asyncio.create_task(worker.watch_health(), name="health"),
-            asyncio.create_task(pacer.run(), name="load"),
-            asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
-            *(asyncio.create_task(watch(), name="watch") for watch in serving.watches),
-        ]
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            await is_done_before(stop, self._announce(worker, registry))
-            # A task ends by itself only if it raises: the engine died, or there is a bug.
-            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            await worker.drain()
-        finally:
-            await registry.close()
-            for task in [*tasks, stopping]:
-                task.cancel()
-            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+        async with Supervisor(self._fail, expected=(ServingError,)) as tasks:
+            tasks.start("outputs", worker.consume(pacer))
+            tasks.start("health", worker.watch_health())
+            tasks.start("load", pacer.run())
+            tasks.start("lag", monitor_event_loop_lag(ProcessMetrics(self._registry)))
+            tasks.start("loop-watch", self._loop_watch.run())
+            for watch in serving.watches:
+                tasks.start("watch", watch())
+            tasks.start("registration", self._announce(worker, registry))
+            try:
+                await tasks.run_until(stop)
+                if worker.is_alive:
+                    await worker.drain()
+            finally:
+                await registry.close()
 
     async def _announce(self, worker: Worker, registry: Registry) -> None:
-        await worker.announce(await registry.register(worker.record))
+        registration = await registry.register(worker.record)
+        await worker.announce(registration)
         logger.info("%s %s serves on %s", self._role, worker.record.worker_id, worker.record.grpc_address)
+        await registration.ended()
+
+    def _fail(self) -> None:
+        self._has_failed = True
+        self._on_failure()
 
     def _probes(self) -> Probes:
-        return Probes(
-            is_alive=lambda: self._worker is None or self._worker.is_alive,
-            is_ready=lambda: self._worker is not None and self._worker.is_ready,
-        )
+        return Probes(is_alive=lambda: self._is_alive, is_ready=lambda: self._is_ready)
+
+    @property
+    def _is_alive(self) -> bool:
+        is_dead = self._worker is not None and not self._worker.is_alive
+        return not is_dead and not self._loop_watch.is_dead
+
+    @property
+    def _is_ready(self) -> bool:
+        is_ready = self._worker is not None and self._worker.is_ready
+        return is_ready and not self._has_failed and not self._loop_watch.is_blocked
 
     def _source(self, parts: Parts) -> TransferSource:
         loop = asyncio.get_running_loop()
@@ -296,7 +319,7 @@ async def is_done_before(stop: asyncio.Event, work: Coroutine[object, object, No
     return True
 
 
-def _with_field(error: ConfigError | ServingError) -> str:
+def _with_field(error: ConfigError | ServingError | TaskEndedError) -> str:
     field = error.field if isinstance(error, ServingError) else None
     return str(error) if field is None else f"{field}: {error}"
 
@@ -313,4 +336,5 @@ async def _run(config: WorkerConfig, role: Role, engine_factory: EngineFactory |
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await WorkerProcess(config, role, engine_factory).run(stop)
+    limit_s = config.drain_timeout_s + _CLOSE_TIMEOUT_S
+    await WorkerProcess(config, role, engine_factory, on_failure=lambda: end_process_within(limit_s)).run(stop)

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from quartet.engine.base import EngineStats, StepOutput
+from quartet.engine.base import EngineStats, StepOutput, Turn
 from quartet.errors import DrainingError
 from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import HandOff, Payload
@@ -57,6 +57,10 @@ class Computing(Protocol):
 
     def outputs(self) -> AsyncIterator[StepOutput]:
         """Its outputs, in order, for one consumer. Ends when it is closed; raises ``EngineError`` when it died."""
+        ...
+
+    def turns(self) -> Sequence[Turn]:
+        """The turns of its threads that do not wait for work."""
         ...
 
 

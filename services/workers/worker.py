@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quartet.discovery.base import Registration, WorkerRecord
+from quartet.engine.base import Turn
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.events.publisher import PromptQueue
 from quartet.rpc.server import RpcServer
 from quartet.streams.convert.workers import rank_load
+from quartet.supervision import AwakeClock
 from quartet.transfer.source import TransferSource
 from services.workers.kv_events import KvEvents
 from services.workers.requests import Computing, RequestBook
@@ -26,6 +28,11 @@ _HAND_OFF_POLL_INTERVAL_S = 0.02
 
 # After the last requests are cancelled, wait this long for their terminal outputs to reach their readers.
 _LAST_OUTPUTS_S = 1.0
+
+# A step that lasts for so many times its forecast, and for so many seconds, hangs. Where a machine is overloaded, or
+# meets a size for the first time, steps take a few times longer than they should, and no more than seconds.
+_HANGS_AFTER_FORECASTS = 5.0
+_HANGS_AFTER_S = 6.0
 
 
 class Pacer(Protocol):
@@ -61,6 +68,7 @@ class Worker:
         self._kv_events = kv_events
         self._drain_timeout_s = drain_timeout_s
         self._progress = ProgressWatch(stall_timeout_s)
+        self._turns = TurnWatch(stall_timeout_s)
         self._poll_interval_s = poll_interval_s
         self._started_at = time.monotonic()
         self._registration: Registration | None = None
@@ -71,7 +79,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it takes new requests."""
-        return self._is_healthy and self._draining is None and self._registration is not None
+        return self.is_alive and self._is_healthy and self._draining is None and self._registration is not None
 
     @property
     def is_alive(self) -> bool:
@@ -102,14 +110,15 @@ class Worker:
 
     async def watch_health(self) -> None:
         """Update health from progress, at every interval. Runs until cancelled."""
+        # A worker that was stopped, or got no CPU, finds nothing moved when it goes on.
+        clock = AwakeClock(2 * self._poll_interval_s)
         while True:
-            progress = self._requests.progress
-            await self._set_healthy(
-                self._engine.is_alive
-                and self._progress.is_moving(
-                    num_steps=progress.num_steps, num_in_flight=progress.num_in_flight, now=time.monotonic()
-                )
+            progress, now = self._requests.progress, clock.now()
+            is_moving = self._progress.is_moving(
+                num_steps=progress.num_steps, num_in_flight=progress.num_in_flight, now=now
             )
+            is_turning = self._turns.is_moving(self._engine.turns(), now)
+            await self._set_healthy(self._engine.is_alive and is_moving and is_turning)
             await asyncio.sleep(self._poll_interval_s)
 
     def prompt_queues(self) -> list[PromptQueue]:
@@ -211,3 +220,32 @@ class ProgressWatch:
             self._num_steps = num_steps
             self._moved_at = now
         return now - self._moved_at <= self.stall_timeout_s
+
+
+@dataclass
+class TurnWatch:
+    """An engine's thread that is in one turn for much longer than the turn should take hangs.
+
+    ``ProgressWatch`` can't notice that as soon: requests that wait for others, such as for blocks that another worker
+    is to fetch, may wait for long and take no step. A turn waits for nobody.
+
+    Pure: the caller gives the time.
+    """
+
+    stall_timeout_s: float  # also where nothing is known of a turn's time
+    _began_at: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def is_moving(self, turns: Sequence[Turn], now: float) -> bool:
+        """Check once: False while a thread hangs."""
+        began_at, self._began_at = self._began_at, {}
+        is_moving = True
+        for turn in turns:
+            key = turn.thread, turn.number
+            self._began_at[key] = began_at.get(key, now)
+            is_moving &= now - self._began_at[key] <= self._limit_s(turn)
+        return is_moving
+
+    def _limit_s(self, turn: Turn) -> float:
+        if turn.expected_s is None:
+            return self.stall_timeout_s
+        return min(self.stall_timeout_s, max(_HANGS_AFTER_S, _HANGS_AFTER_FORECASTS * turn.expected_s))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from quartet.discovery.base import Synchronised, Watch, WorkerSet
+from quartet.discovery.base import Registration, Synchronised, Watch, WorkerSet
 from quartet.discovery.etcd import BackOff
-from quartet.discovery.etcd_client import EtcdConfig
+from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.discovery.host import host_identity, new_epoch
 from quartet.errors import DiscoveryError
-from tests.discovery.records import make_record, next_event
+from tests.discovery.records import TIMEOUT_S, make_record, next_event
 from tests.fakes.memory_registry import MemoryRegistry
 
 
@@ -43,6 +44,47 @@ def test_processes_of_one_host_share_their_identity_but_no_two_starts_an_epoch()
     assert host_identity() == host_identity()
     assert host_identity().ipc_namespace.startswith("ipc:[")
     assert len({new_epoch() for _ in range(100)}) == 100
+
+
+class BreakingRegistration(Registration):
+    """Kept by a task that breaks when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(make_record(), on_close=lambda _: None)
+        self.must_break = asyncio.Event()
+        self._keep(self._break())
+
+    async def _break(self) -> None:
+        await self.must_break.wait()
+        raise FileNotFoundError("ca.pem")
+
+    async def _remove(self) -> None: ...
+
+
+async def test_a_registration_whose_task_breaks_tells_its_owner_why() -> None:
+    registration = BreakingRegistration()
+    registration.must_break.set()
+    with pytest.raises(FileNotFoundError, match=r"ca\.pem"):
+        await asyncio.wait_for(registration.ended(), TIMEOUT_S)
+    await registration.close()
+
+
+async def test_a_registration_that_is_closed_has_not_ended_by_itself() -> None:
+    registration = BreakingRegistration()
+    ended = asyncio.create_task(registration.ended())
+    await registration.close()
+    await asyncio.sleep(0)
+    assert not ended.done()
+    ended.cancel()
+
+
+async def test_a_certificate_that_is_missing_when_an_endpoint_is_first_dialled_is_tried_again(tmp_path: Path) -> None:
+    ca_file = tmp_path / "ca.pem"
+    client = EtcdClient(EtcdConfig(endpoints=("https://127.0.0.1:1", "https://127.0.0.1:2"), ca_file=ca_file))
+    for endpoint in ("127.0.0.1:1", "127.0.0.1:2"):
+        with pytest.raises(DiscoveryError, match=f"{endpoint}.*ca.pem"):
+            await client._call_once("Range", None)
+    await client.close()
 
 
 async def test_a_watch_whose_feed_breaks_raises_at_its_reader_instead_of_waiting_for_ever() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.engine.data_parallel import RankSnapshots
+from quartet.engine.base import StepOutput
+from quartet.engine.data_parallel import DataParallelEngine, RankSnapshots
+from quartet.errors import EngineError
 from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
+from tests.engine.fakes import WAIT_S, FakePuller
 from tests.kvcache.replica import Replica
 
 NUM_RANKS = 3
@@ -36,6 +43,23 @@ class Rank:
         parent = next(reversed(self.held.parents), None)
         self.last_hash += 2
         return Stored(parent, [self.last_hash - 1, self.last_hash])
+
+
+class BrokenRank:
+    """Its outputs end with an error that nobody expects of them."""
+
+    async def outputs(self) -> AsyncIterator[StepOutput]:
+        raise KeyError("a rank that is not there")
+        yield StepOutput()
+
+
+async def test_outputs_that_cannot_be_read_end_the_engine_instead_of_leaving_it_silent() -> None:
+    engine = DataParallelEngine(1, lambda _rank, _puller: BrokenRank(), FakePuller())  # type: ignore[arg-type]
+    engine._readers = asyncio.create_task(engine._read_all())
+    with pytest.raises(EngineError, match="a rank that is not there"):
+        async with asyncio.timeout(WAIT_S):
+            async for _ in engine.outputs():
+                pass
 
 
 changes = st.sampled_from(["nothing", "store", "store", "remove", "clear"])

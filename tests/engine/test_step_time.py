@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.engine.mock.model import StepTiming
-from quartet.engine.step_time import StepTimeFit
+from quartet.engine.step_time import StepClock, StepTimeFit, StepWork
 
 TIMING = StepTiming()
 WORKS = ((100, 0), (1000, 0), (4000, 0), (8192, 50_000), (0, 5_000), (0, 150_000))
@@ -188,3 +188,19 @@ def test_after_an_overflow_it_begins_anew() -> None:
         observe(fit, rng)
     for work in WORKS:
         assert forecast_s(fit, *work) == pytest.approx(TIMING.step_ms(*work) / 1e3, rel=0.03)
+
+
+def test_how_long_a_step_should_take_is_unknown_for_sizes_far_beyond_those_measured() -> None:
+    now = 0.0
+    clock = StepClock(lambda: now)
+    small, large, deep = StepWork(100, 0, 100), StepWork(8192, 0, 8192), StepWork(0, 100_000, 1)
+    for _ in range(20):
+        assert clock.expected_s(large) is None
+        clock.begin(is_continued=False)
+        now += 0.1
+        clock.end(small)
+    assert clock.expected_s(StepWork(200, 0, 200)) is not None
+    assert clock.expected_s(large) is None
+    assert clock.expected_s(deep) is None
+    clock.begin(is_continued=False)
+    assert clock.forecast(large) > now, "what routers are told is the best estimate all the same"

@@ -157,6 +157,31 @@ async def test_a_subscriber_to_loads_gets_only_loads(publisher: EventPublisher) 
         subscriber.close()
 
 
+async def test_a_message_that_its_taker_chokes_on_does_not_silence_all_workers(
+    publisher: EventPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    received: asyncio.Queue[NumberedLoad] = asyncio.Queue()
+    counts = {"taken": 0, "malformed": 0}
+
+    def take(report: NumberedLoad) -> None:
+        counts["taken"] += 1
+        if counts["taken"] <= 3:
+            raise RuntimeError("a bug in what takes it")
+        received.put_nowait(report)
+
+    subscriber = EventSubscriber(take, lambda: counts.update(malformed=counts["malformed"] + 1))
+    try:
+        subscriber.connect(publisher.endpoint)
+        async with asyncio.timeout(_TIMEOUT_S):
+            while received.empty():
+                publisher.publish_load(make_load())
+                await asyncio.sleep(0.01)
+    finally:
+        subscriber.close()
+    assert counts["malformed"] == 3
+    assert caplog.text.count("RuntimeError: a bug in what takes it") == 3
+
+
 async def test_with_a_key_only_subscribers_that_hold_it_receive_events(
     tmp_path: Path, make_receiver: Callable[..., Receiver]
 ) -> None:

@@ -342,6 +342,7 @@ class Fleet:
         **record: object,
     ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
+        self.table.is_synchronised = True
         self.hops, self.texts = FakeHops(), FakeTexts()
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry)

@@ -13,6 +13,8 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from quartet.errors import ServingError
+from quartet.events.load import WorkerLoad
+from quartet.events.publisher import EventPublisher
 from quartet.events.wire import LOAD_TOPIC
 from quartet.rpc.errors import from_rpc_error
 from quartet.telemetry.metrics import RouterMetrics
@@ -21,6 +23,7 @@ from quartet.v1 import types_pb2
 from router.config import AttemptConfig
 from router.fleet import Fleet
 from router.workers import PoolKey, WorkerTable
+from services.workers.servicer import WorkerServicer
 from tests.fakes.memory_registry import MemoryRegistry
 from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
@@ -100,6 +103,62 @@ async def test_a_worker_cut_off_mid_stream_is_replaced_and_forgotten(
         assert levels_of_breaks(caplog) == [logging.WARNING]
 
 
+async def test_requests_leave_a_worker_that_is_silent_though_its_connection_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a worker whose event loop is blocked, or that was stopped: gRPC itself may still answer pings."""
+    get_info, publish_load = WorkerServicer.GetInfo, EventPublisher.publish_load
+    silenced: list[str] = []
+
+    async def answer_or_hang(self: WorkerServicer, request: object, context: object) -> object:
+        if self._required().record.worker_id in silenced:
+            await asyncio.Event().wait()
+        return await get_info(self, request, context)
+
+    def publish_or_not(self: EventPublisher, load: WorkerLoad) -> None:
+        if load.worker_id not in silenced:
+            publish_load(self, load)
+
+    monkeypatch.setattr(WorkerServicer, "GetInfo", answer_or_hang)
+    monkeypatch.setattr(EventPublisher, "publish_load", publish_or_not)
+    monkeypatch.setattr("router.fleet._PROBE_TIMEOUT_S", 0.5)
+    async with running_system(
+        tmp_path, monkeypatch, *_TWO_DECODES, gated=("decode-0", "decode-1"), heartbeat_timeout_s=0.6
+    ) as (system, stub):
+        call, responses = await open_until_token(stub)
+        victim = decode_worker(responses)
+        [other] = {"decode-0", "decode-1"} - {victim}
+        silenced.append(victim)
+        system.gates[other].release(10_000)
+        responses = await finish(call, responses)
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        assert responses[-1].finished.usage.num_attempts > 1
+        for _ in range(4):
+            assert decode_worker(await generate(stub, make_start())) == other
+        silenced.clear()
+        open_gates(system)
+        await system.wait_ready()
+        await system.wait_idle()
+
+
+async def test_requests_leave_a_worker_whose_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"stall_timeout_s": 0.2}
+    async with running_system(
+        tmp_path, monkeypatch, *_TWO_DECODES, gated=("decode-0", "decode-1"), worker=settings
+    ) as (system, stub):
+        call, responses = await open_until_token(stub)
+        victim = decode_worker(responses)
+        [other] = {"decode-0", "decode-1"} - {victim}
+        system.gates[other].release(10_000)
+        responses = await finish(call, responses)
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        assert responses[-1].finished.usage.num_attempts > 1
+        assert decode_worker(await generate(stub, make_start())) == other
+        open_gates(system)
+        await system.wait_ready()
+        await system.wait_idle()
+
+
 async def test_a_prefill_worker_cut_off_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = ("prefill-0", "prefill-1", "decode-0")
     async with running_system(tmp_path, monkeypatch, *workers, gated=workers[:2]) as (system, stub):
@@ -173,16 +232,19 @@ async def test_many_requests_at_once_share_the_pool_and_leave_nothing(
         assert all(stats.num_preemptions == 0 for engine in system.engines.values() for stats in engine.stats())
 
 
-async def test_a_router_before_its_workers_serves_and_knows_no_model(
+async def test_a_router_before_its_workers_answers_that_it_knows_no_model_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_system(tmp_path, monkeypatch) as (system, stub):
-        await system.wait_serving()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(stub, make_start())
-        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert from_rpc_error(caught.value).retry_delay_s
         system.start_worker("decode-0")
-        await system.wait_ready()
+        await system.wait_serving()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stub, make_start(model="none"))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
         assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
 
 

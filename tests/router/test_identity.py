@@ -25,7 +25,7 @@ async def tenant_of(system: System, tls: TlsConfig | None, claimed: str, caplog:
     async with create_channel(system.address, tls) as channel, asyncio.timeout(TIMEOUT_S):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(Stub(channel), make_start(tenant=claimed))
-    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     [record] = [record for record in caplog.records if record.name == "router.request_log"]
     return str(record.quartet_fields.get("tenant", ""))
 
@@ -87,8 +87,8 @@ async def test_callers_that_may_call_generate_may_call_explain(tmp_path: Path, m
     server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
     # That no model is there is said to those who may know.
     codes = {
-        "client": grpc.StatusCode.NOT_FOUND,
-        "operator": grpc.StatusCode.NOT_FOUND,
+        "client": grpc.StatusCode.UNAVAILABLE,
+        "operator": grpc.StatusCode.UNAVAILABLE,
         "worker": grpc.StatusCode.PERMISSION_DENIED,
     }
     async with running_system(tmp_path, monkeypatch, server=server) as (system, _stub):

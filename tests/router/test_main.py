@@ -43,7 +43,7 @@ async def test_the_router_prints_its_address_and_ends_on_a_signal(tmp_path: Path
     config.write_text(
         f"server: {{address: '127.0.0.1:0'}}\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\n"
     )
-    process = await start("--config", str(config), "--set", "drain_timeout_s=3")
+    process = await start("--config", str(config), "--set", "drain_timeout_s=3", "--set", "required_roles=[]")
     try:
         line = await read_until(process, "router serving on ")
         address, _, http_address = line.split("router serving on ")[1].partition(", metrics and probes on ")
@@ -79,6 +79,8 @@ async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it
         ({"admission": {"max_queue_length": 0}}, "admission.max_queue_length"),
         ({"admission": {"queue_timeout_s": 0}}, "admission.queue_timeout_s"),
         ({"drain_timeout_s": 0}, "drain_timeout_s"),
+        ({"required_roles": ["router"]}, "required_roles"),
+        ({"required_roles": ["decoder"]}, "required_roles"),
         ({"policy": {"local_prefill_max_tokens": -1}}, "policy.local_prefill_max_tokens"),
     ],
 )

@@ -96,9 +96,11 @@ async def test_without_a_name_several_models_are_too_many() -> None:
     assert (await collect(fleet.generate(make_start(model="other")))).finished
 
 
-async def test_before_any_worker_came_there_is_no_model() -> None:
-    with pytest.raises(errors.ModelNotFoundError):
-        await collect(Fleet().generate(make_start()))
+@pytest.mark.parametrize("model", ["", "tiny"])
+async def test_before_any_worker_came_models_are_not_known_now(model: str) -> None:
+    with pytest.raises(errors.ModelUnavailableError) as caught:
+        await collect(Fleet().generate(make_start(model=model)))
+    assert caught.value.retry_delay_s
 
 
 _TRACE = f"{'0af7' * 8}-{'b7ad' * 4}"

@@ -6,10 +6,14 @@ import pytest
 
 from quartet.api.fleet import WorkerState
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
-from quartet.errors import WorkerUnavailableError
+from quartet.errors import ModelNotFoundError, ModelUnavailableError, WorkerUnavailableError
 from quartet.events.load import PlacementProgress
+from quartet.events.publisher import HEARTBEAT_INTERVAL_S
+from router import fleet
 from router.book import numbering
+from router.config import RouterConfig
 from router.policy.base import Pending, Placement
+from router.readiness import model_error
 from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
@@ -320,3 +324,70 @@ def test_a_status_names_load_age_and_requests(scene: Scene) -> None:
 
 def _pending(num_tokens: int) -> Pending:
     return Pending(num_tokens=num_tokens, num_reserved_tokens=num_tokens + 50, num_most_tokens=num_tokens + 50)
+
+
+def test_by_default_a_silent_worker_takes_nothing_more_within_ten_seconds(scene: Scene) -> None:
+    """As ``Fleet.tend`` does it: two ticks a second, and probes that nobody answers."""
+    table, record = WorkerTable("router-a", heartbeat_timeout_s=RouterConfig().heartbeat_timeout_s), make_record()
+    scene.table = table
+    scene.join(record)
+    pool, silent_since, probed_at = PoolKey(record.model_name, record.model_fingerprint), scene.now, None
+    while table.snapshot(pool, scene.now).decode:
+        scene.now += fleet._TICK_S
+        if probed_at is None and table.to_probe(scene.now):
+            probed_at = scene.now
+        elif probed_at is not None and scene.now >= probed_at + fleet._PROBE_TIMEOUT_S:
+            table.broken(record.key, record.epoch)
+        table.tick(scene.now)
+        assert scene.now - silent_since <= 9.0
+    assert scene.now - silent_since > 3 * HEARTBEAT_INTERVAL_S, "a heartbeat or two may be lost"
+
+
+def test_a_worker_whose_load_reports_do_not_arrive_is_used_as_long_as_it_answers(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.now += _TIMEOUT_S / 2 + 1
+    assert scene.table.to_probe(scene.now) == [record]
+    scene.table.connected(record.key, make_load(record), scene.now)
+    scene.now += _TIMEOUT_S / 2 + 1
+    scene.table.tick(scene.now)
+    assert scene.state() is WorkerState.READY
+    assert not scene.table.is_silent(record.key, record.epoch, scene.now)
+    scene.now += _TIMEOUT_S
+    assert scene.table.is_silent(record.key, record.epoch, scene.now)
+    assert not scene.table.is_silent(record.key, record.epoch + 1, scene.now)
+
+
+def test_a_router_that_was_stopped_itself_takes_no_worker_for_silent(scene: Scene) -> None:
+    record, joining = make_record(), make_record("decode-1")
+    scene.join(record)
+    scene.table.put(joining, scene.now)
+    scene.now += 3600
+    scene.table.was_away(3600)
+    scene.table.tick(scene.now)
+    assert scene.state() is WorkerState.READY
+    assert [worker.worker_id for worker in scene.table.to_probe(scene.now)] == ["decode-1"]
+
+
+def test_a_model_whose_workers_have_gone_may_come_back(scene: Scene) -> None:
+    record, other = make_record(), make_record("decode-1", model_name="other")
+    scene.join(record, other)
+    scene.table.is_synchronised = True
+    scene.table.unlist(record.key)
+    scene.table.broken(record.key, record.epoch)
+    assert scene.table.forget_gone(scene.now) == [record]
+    assert isinstance(model_error(scene.table, "tiny", "model", scene.now), ModelUnavailableError)
+    assert isinstance(model_error(scene.table, "none", "model", scene.now), ModelNotFoundError)
+    scene.now += 3600
+    assert isinstance(model_error(scene.table, "tiny", "model", scene.now), ModelNotFoundError)
+
+
+def test_work_is_taken_from_a_hanging_worker_only_where_another_one_can_do_it(scene: Scene) -> None:
+    record, prefill = make_record(), make_record("prefill-0")
+    scene.join(record, prefill)
+    scene.table.report(make_load(record, is_healthy=False), scene.now)
+    assert scene.table.hanging(scene.now) == []
+    scene.join(make_record("decode-1"))
+    assert scene.table.hanging(scene.now) == [record]
+    scene.table.report(make_load(record, is_healthy=False, is_draining=True), scene.now)
+    assert scene.table.hanging(scene.now) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
+from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput, Turn
 from quartet.errors import EngineError
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
@@ -55,6 +55,9 @@ class StubEngine:
 
     def request_kv_snapshot(self) -> None:
         return
+
+    def turns(self) -> Sequence[Turn]:
+        return ()
 
     async def outputs(self) -> AsyncIterator[StepOutput]:
         return

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, replace
 
 import grpc
 import pytest
 
+from quartet.engine.base import Turn
+from quartet.engine.encoder import EncoderStats
 from quartet.errors import (
     DrainingError,
     EngineError,
@@ -21,6 +24,7 @@ from quartet.errors import (
     RequestTimeoutError,
     UnsupportedFieldError,
 )
+from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaKind
 from quartet.media.media_id import in_trust_domain, media_id
@@ -30,7 +34,7 @@ from quartet.streams.convert.messages import to_encode_start
 from quartet.streams.server import StreamLimits
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import encode_pb2, types_pb2
-from services.encode.encode import MAX_ITEMS
+from services.encode.encode import MAX_ITEMS, PoolReports
 from tests.services.encode_workers import encode_worker, make_encode_start
 from tests.services.fake_encoder import (
     FINGERPRINT,
@@ -351,3 +355,23 @@ async def test_routers_numbers_are_counted_in_at_once() -> None:
             bad = make_encode_start([CAT], [name_of(DOG)], router_id="r", router_request_number=2)
             await worker.encode(bad)
         assert worker.dispatcher.starts.watermarks() == worker.dispatcher.starts.arrivals() == {"r": 2}
+
+
+def test_a_batch_in_the_vision_tower_is_a_turn_as_long_as_the_slowest_items_were() -> None:
+    encoder = StatsOnly(EncoderStats(num_waiting=2, num_steps=7, slowest_item_s=0.5))
+    reports = PoolReports(encoder, EmbeddingPool(4, 4, has_events=True))  # type: ignore[arg-type]
+    assert reports.turns() == []
+    encoder.now = replace(encoder.now, num_running=3)
+    assert reports.turns() == [Turn(0, 7, 1.5)]
+    encoder.now = replace(encoder.now, slowest_item_s=0.0)
+    assert reports.turns() == [Turn(0, 7, None)]
+
+
+@dataclass
+class StatsOnly:
+    """An encoder that only says what it does."""
+
+    now: EncoderStats
+
+    def stats(self) -> EncoderStats:
+        return self.now

@@ -13,13 +13,14 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
 from quartet.discovery.base import Registration, Role
-from quartet.engine.base import RequestKind
+from quartet.engine.base import RequestKind, Turn
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import DrainingError, RequestCancelledError
 from quartet.events.publisher import PromptQueue
 from quartet.telemetry.http import Probes, TelemetryServer
+from services.workers import worker as worker_module
 from services.workers.kv_events import KvEvents
-from services.workers.worker import ProgressWatch, Worker
+from services.workers.worker import ProgressWatch, TurnWatch, Worker
 from tests.engine.fakes import FakeRunner
 from tests.router.records import make_record
 from tests.services.fake_kv import FakeKvPublisher
@@ -81,6 +82,50 @@ def test_only_work_in_flight_without_a_step_is_a_standstill() -> None:
     assert watch.is_moving(num_steps=1, num_in_flight=1, now=112.0)
     assert watch.is_moving(num_steps=1, num_in_flight=1, now=122.0)
     assert not watch.is_moving(num_steps=1, num_in_flight=1, now=122.1)
+
+
+def turn(number: int, expected_s: float | None, thread: int = 0) -> Turn:
+    return Turn(thread, number, expected_s)
+
+
+def test_a_thread_that_is_in_one_turn_for_much_longer_than_forecast_hangs() -> None:
+    watch = TurnWatch(stall_timeout_s=30.0)
+    assert watch.is_moving([turn(1, 0.02)], now=0.0)
+    assert watch.is_moving([turn(1, 0.02)], now=6.0)
+    assert not watch.is_moving([turn(1, 0.02)], now=7.0)
+    assert watch.is_moving([turn(2, 0.02)], now=8.0)
+    assert watch.is_moving([], now=60.0)  # it waits for work, and then begins the same turn anew
+    assert watch.is_moving([turn(2, 0.02)], now=61.0)
+
+
+def test_a_long_step_may_take_long_and_one_of_unknown_length_the_whole_timeout() -> None:
+    watch = TurnWatch(stall_timeout_s=30.0)
+    turns = [turn(1, 4.0), turn(1, None, thread=1)]
+    assert watch.is_moving(turns, now=0.0)
+    assert watch.is_moving(turns, now=20.0)
+    assert not watch.is_moving(turns, now=20.1)
+    assert watch.is_moving(turns[1:], now=30.0)
+    assert not watch.is_moving(turns[1:], now=30.1)
+
+
+async def test_a_hanging_step_of_known_length_shows_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_HANGS_AFTER_S", 0.1)
+    monkeypatch.setattr(worker_module, "_HANGS_AFTER_FORECASTS", 0.0)
+    gate = threading.Semaphore(20)  # enough steps that their length is known
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served, asyncio.TaskGroup() as tasks:
+        worker = make_worker(served, Role.DECODE, stall_timeout_s=3600.0)
+        await worker.announce(FakeRegistration(make_record(), on_close=lambda _: None))
+        watching = tasks.create_task(worker.watch_health())
+        call = served.decodes().start(make_start(PROMPT, max_tokens=60))
+        await until(lambda: not worker.sample_load().is_healthy)
+        assert not worker.is_ready
+        [hanging] = served.engine.turns()
+        assert hanging.expected_s is not None
+        gate.release(1000)
+        await until(lambda: worker.sample_load().is_healthy)
+        await collect(call)
+        await until(lambda: not served.engine.turns())  # it waits for work
+        watching.cancel()
 
 
 async def test_a_standstill_and_its_end_show_in_health_probes_and_load() -> None:

@@ -353,3 +353,42 @@ async def test_the_first_end_counts() -> None:
 
 def _one_token(*, offset: int, token_id: int) -> decode_pb2.DecodeResponse:
     return decode_pb2.DecodeResponse(slots=[0], num_tokens=[1], token_offsets=[offset], token_ids=[token_id])
+
+
+async def test_a_message_that_cannot_be_written_ends_the_stream_instead_of_leaving_its_calls_waiting(
+    client: PullingDecodeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_rpc = DecodeClient._open
+
+    def open_broken(self: DecodeClient) -> Any:
+        rpc = open_rpc(self)
+
+        async def write(_message: object) -> None:
+            raise RuntimeError("out of paper")
+
+        rpc.write = write  # type: ignore[method-assign]
+        return rpc
+
+    monkeypatch.setattr(DecodeClient, "_open", open_broken)
+    first = client.start(START)
+    with pytest.raises(WorkerUnavailableError):
+        async with asyncio.timeout(WAIT_S):
+            await first.next()
+    assert "a message could not be written" in caplog.text
+
+
+async def test_a_stream_that_was_reset_fails_its_calls_and_the_next_start_opens_another(
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    first = client.start(START)
+    await worker.request()
+    await client.client.reset()
+    with pytest.raises(WorkerUnavailableError):
+        await first.next()
+    assert len(broken) == 1
+    async with asyncio.timeout(WAIT_S):
+        await worker.is_idle.wait()
+    second = client.start(START)
+    slot = (await worker.request()).start.slot
+    worker.tokens(slot, 0, 5)
+    assert (await second.next()).token_ids == [5]

@@ -222,6 +222,9 @@ class TorchEncoder:
                 job.done.set_exception(MediaTooLargeError("the device has no room to encode it", field="file"))
             else:
                 job.done.set_result(EncodeTimes(times.began_at - job.queued_at, times.compute_s))
+        if batch:
+            slowest_s = max(self._stats.slowest_item_s, times.compute_s / len(batch))
+            self._stats = replace(self._stats, slowest_item_s=slowest_s)
         self._count(num_steps=1, num_items=len(batch) - len(unfit), num_failed=len(unfit))
         self._advance()
 

@@ -96,10 +96,13 @@ class LlmSession:
 
     async def _watch_engine(self) -> None:
         """Check whether the engine is dead: without requests, an engine dies without a sign."""
-        while not self._is_lost:
-            await asyncio.sleep(self._times.check_interval_s)
-            if self.loaded.is_gone:
-                self._lose(EngineError("the engine has shut down by itself"))
+        try:
+            while not self._is_lost:
+                await asyncio.sleep(self._times.check_interval_s)
+                if self.loaded.is_gone:
+                    self._lose(EngineError("the engine has shut down by itself"))
+        except Exception as error:  # noqa: BLE001 - nobody would notice its death any more; the listener logs the error
+            self._lose(error)
 
     async def _run_canary(self) -> None:
         try:

@@ -33,6 +33,7 @@ from quartet.errors import (
 )
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.rpc.errors import HiddenStatusError
+from quartet.supervision import report_failure
 from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.messages import (
@@ -133,6 +134,7 @@ class TransferPuller:
             raise TransferError("the puller is closed")
         claim = PullClaim(self, hand_off)
         self._renewals.add(claim.renewal)
+        claim.renewal.add_done_callback(report_failure)
         claim.renewal.add_done_callback(self._renewals.discard)
         return claim
 
@@ -142,7 +144,7 @@ class TransferPuller:
         for renewal in self._renewals:
             renewal.cancel()
         self._spares.close()
-        await asyncio.gather(*self._endings)
+        await asyncio.gather(*self._endings, return_exceptions=True)
         await self._channels.close()
         await asyncio.to_thread(self._copy_threads.shutdown)
         self._shm_pools.close()
@@ -163,6 +165,7 @@ class TransferPuller:
             stream, way = await self._run(fetch, hand_off.address)
             ending = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
             self._endings.add(ending)
+            ending.add_done_callback(report_failure)
             ending.add_done_callback(self._endings.discard)
         size_bytes = len(copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
         result = FetchResult(way, size_bytes, time.monotonic() - started)

@@ -105,6 +105,7 @@ async def test_items_queued_when_the_tower_becomes_free_run_in_one_batch_in_orde
         stage.vision.release()
         await stage.runs_begun(2)
         assert stage.encoder.stats().num_steps == 1
+        assert stage.encoder.stats().slowest_item_s > 0
         stage.vision.release()
         await stage.runs_begun(3)
         stage.vision.release()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, RouterUnavailableError
 from services.topology.child import Child, start_child
 from services.topology.launch import LaunchError
 from services.topology.supervisor import Backoff, RestartConfig, Supervisor, Time
@@ -231,3 +231,26 @@ def test_times_are_above_zero(name: str) -> None:
         RestartConfig(**{name: 0.0})
     with pytest.raises(ConfigError, match="max_restarts: must not be negative"):
         RestartConfig(max_restarts=-1)
+
+
+async def test_a_router_that_fails_while_it_is_asked_ends_nothing(scenes: list[Scene]) -> None:
+    scene = Scene({"worker": SLEEPER})
+    scenes.append(scene)
+    await scene.processes.start()
+    num_asked, is_serving = 0, asyncio.Event()
+
+    async def wait_serving(_name: str) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise RouterUnavailableError("lost the router")
+        is_serving.set()
+
+    scene.wait_serving = wait_serving  # type: ignore[method-assign]
+    running = scene.run(RestartConfig())
+    async with asyncio.timeout(TIMEOUT_S):
+        await is_serving.wait()
+        scene.processes.child("worker").send(signal.SIGKILL)
+        await scene.processes.was_restarted.wait()
+    assert not running.done()
+    running.cancel()
