@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -49,13 +49,21 @@ _MODEL_PATH = "models/tiny/checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """What runs: ``prefill-0`` and so on, and ``router-0``."""
+    """What runs: ``prefill-0`` and so on, and ``router-0``.
+
+    Attributes:
+        worker_settings: of all workers, over those of this module; the same for ``router_settings``.
+        modules: the module that serves a role, instead of the product's own; it gets the role as first argument.
+    """
 
     engine: EngineKind = EngineKind.MOCK
     num_encode: int = 0
     num_prefill: int = 2
     num_decode: int = 2
     num_routers: int = 2
+    worker_settings: Mapping[str, Any] = field(default_factory=dict)
+    router_settings: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def workers(self) -> Sequence[str]:
@@ -189,10 +197,10 @@ class Fleet:
                 return num_held
             await asyncio.sleep(_POLL_S)
 
-    def keep_log(self, directory: Path, number: int) -> Path:
-        """Copy the log so far to ``directory``; returns the copy, which names the episode ``number``."""
-        directory.mkdir(exist_ok=True)
-        return Path(shutil.copy(self._directory / "fleet.log", directory / f"chaos-{number}.log"))
+    def keep_log(self, copy: Path) -> Path:
+        """Copy the log so far to the file ``copy``, and return it."""
+        copy.parent.mkdir(exist_ok=True)
+        return Path(shutil.copy(self._directory / "fleet.log", copy))
 
     async def _num_held(self, worker: str) -> int:
         try:
@@ -225,6 +233,7 @@ class Fleet:
         port = free_port()
         is_router = name in self.config.routers
         settings = self._router_settings() if is_router else self._worker_settings(name)
+        own_settings = self.config.router_settings if is_router else self.config.worker_settings
         etcd = {"endpoints": [f"{_PROXY_HOST}:{self._processes[ETCD].port}"], "namespace": "chaos"}
         settings |= {
             "server": {"address": f"{_HOST}:{port}", "namespace": "chaos"},
@@ -233,9 +242,12 @@ class Fleet:
             "discovery": {"kind": "etcd", "etcd": {**etcd, "lease_ttl_s": LEASE_TTL_S, "request_timeout_s": 1.0}},
         }
         path = self._directory / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        module = "router" if is_router else f"services.{name.partition('-')[0]}"
-        await self._add_process(name, port, [sys.executable, "-m", module, "--config", str(path)])
+        path.write_text(yaml.safe_dump(_merged(settings, own_settings)), encoding="utf-8")
+        role = name.partition("-")[0]
+        module = ["router" if is_router else f"services.{role}"]
+        if role in self.config.modules:
+            module = [self.config.modules[role], role]
+        await self._add_process(name, port, [sys.executable, "-m", *module, "--config", str(path)])
 
     async def _add_process(self, name: str, port: int, command: Sequence[str]) -> None:
         proxy = await self._exits.enter_async_context(TcpProxy(_PROXY_HOST, _HOST, port))
@@ -294,6 +306,14 @@ class Fleet:
         assert self._log is not None, "it was entered"
         self._log.write(f"{name}: {line}\n")
         self._log.flush()
+
+
+def _merged(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(settings)
+    for name, value in others.items():
+        is_part = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if is_part else value
+    return merged
 
 
 def _held(load: kv_events_pb2.RankLoad) -> int:
