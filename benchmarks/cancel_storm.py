@@ -105,7 +105,7 @@ class Results:
         rounds: storms.
         cancels: requests cancelled, by path and way.
         phases: by the phase in which a cancel struck.
-        missed: requests that an engine went on with because no cancel reached it.
+        missed: requests that an engine went on with because no cancel reached it: path, way and phase.
         held: blocks that were not free, or requests that still ran, two leases after a round.
         idle_probe_s: longest time of a probe in the idle fleet.
         probe_s: the first probe's time after each round.
@@ -117,7 +117,7 @@ class Results:
     requests: int
     cancels: Mapping[str, int]
     phases: Mapping[str, PhaseResult]
-    missed: int
+    missed: Sequence[str]
     held: int
     idle_probe_s: float
     probe_s: Sequence[float]
@@ -178,7 +178,7 @@ class _Plan:
     def fleet(self) -> FleetConfig:
         is_torch = self.engine is EngineKind.TORCH
         # Room for a part of the requests: the others wait in the router.
-        engine = {"num_blocks": 512} if is_torch else {"num_blocks": 2048, "max_model_len": 32_768, "mock": _SLOW}
+        engine = {"num_blocks": 512} if is_torch else {"num_blocks": 2048, "mock": _SLOW}
         settings = {"engine": engine}
         return FleetConfig(
             engine=self.engine,
@@ -257,7 +257,12 @@ class _Storm:
             requests=len(self.cancelled),
             cancels=dict(sorted(ways.items())),
             phases={phase.value: _phase_result(by_phase[phase]) for phase in Phase if by_phase[phase]},
-            missed=sum(histories[str(one.ask.seed)].is_missed(len(one.ask.token_ids)) for one in self.cancelled),
+            missed=[
+                f"{cancelled.path} {cancelled.way} {phase}, last step after {history.last_s(cancelled.at)} s"
+                for phase, requests in by_phase.items()
+                for cancelled, history in requests
+                if history.is_missed(len(cancelled.ask.token_ids))
+            ],
             held=self.held,
             idle_probe_s=round(max(self.idle_s), 3),
             probe_s=[round(seconds, 3) for seconds in self.probe_s],

@@ -43,7 +43,8 @@ _CALL_TIMEOUT_S = 2.0
 # A drain of 5 s, and the time of a freeze meanwhile.
 _END_TIMEOUT_S = 20.0
 _POLL_S = 0.05
-_READY = "WORKER_STATE_READY"
+#: A worker's state in which routers place requests there.
+READY = "WORKER_STATE_READY"
 _MODEL_PATH = "models/tiny/checkpoint"
 
 
@@ -83,6 +84,7 @@ class _Process:
 
     name: str
     port: int
+    http_port: int
     command: Sequence[str]
     proxy: TcpProxy
     child: Child | None = None
@@ -104,6 +106,24 @@ class Fleet:
     def router_addresses(self) -> Sequence[str]:
         """``host:port`` of each router's proxy."""
         return [f"{_PROXY_HOST}:{self._processes[name].port}" for name in self.config.routers]
+
+    def grpc_address(self, name: str) -> str:
+        """``host:port`` of the process itself, without its proxy."""
+        return f"{_HOST}:{self._processes[name].port}"
+
+    def http_address(self, name: str) -> str:
+        """``host:port`` of its probes."""
+        return f"{_HOST}:{self._processes[name].http_port}"
+
+    async def worker_states(self, router: str) -> Mapping[str, str]:
+        """The state that ``router`` shows of each worker; empty: it does not answer."""
+        try:
+            async with create_channel(self.grpc_address(router), None) as channel:
+                stub = router_pb2_grpc.RouterServiceStub(channel)
+                response = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return {}
+        return {one.record.worker_id: router_pb2.WorkerState.Name(one.state) for one in response.workers}
 
     async def __aenter__(self) -> Self:
         """Start everything, and wait until all routers have all workers.
@@ -182,7 +202,7 @@ class Fleet:
         names = set(self.config.workers)
         for router in self.config.routers:
             deadline = time.monotonic() + timeout_s
-            while (states := await self._states(router)) != dict.fromkeys(names, _READY):
+            while (states := await self.worker_states(router)) != dict.fromkeys(names, READY):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{router} has only {states or 'no workers'}")
                 await asyncio.sleep(_POLL_S)
@@ -204,22 +224,12 @@ class Fleet:
 
     async def _num_held(self, worker: str) -> int:
         try:
-            async with create_channel(self._real_address(worker), None) as channel:
+            async with create_channel(self.grpc_address(worker), None) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 response = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return 1  # it does not say
         return sum(map(_held, response.load.ranks))
-
-    async def _states(self, router: str) -> Mapping[str, str]:
-        """By worker; empty: the router does not answer."""
-        try:
-            async with create_channel(self._real_address(router), None) as channel:
-                stub = router_pb2_grpc.RouterServiceStub(channel)
-                response = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return {}
-        return {one.record.worker_id: router_pb2.WorkerState.Name(one.state) for one in response.workers}
 
     async def _add_etcd(self) -> None:
         binary = find_etcd()
@@ -227,16 +237,17 @@ class Fleet:
             raise RuntimeError("this machine has no etcd: run `make tools`")
         port = free_port()
         command = etcd_command(binary, EtcdConfig(endpoints=(f"{_HOST}:{port}",)), self._directory / ETCD)
-        await self._add_process(ETCD, port, command)
+        await self._add_process(ETCD, port, 0, command)
 
     async def _add(self, name: str, key_file: Path) -> None:
-        port = free_port()
+        port, http_port = free_port(), free_port()
         is_router = name in self.config.routers
         settings = self._router_settings() if is_router else self._worker_settings(name)
         own_settings = self.config.router_settings if is_router else self.config.worker_settings
         etcd = {"endpoints": [f"{_PROXY_HOST}:{self._processes[ETCD].port}"], "namespace": "chaos"}
         settings |= {
             "server": {"address": f"{_HOST}:{port}", "namespace": "chaos"},
+            "http_address": f"{_HOST}:{http_port}",
             "signing_keys_file": str(key_file),
             "drain_timeout_s": 5.0,
             "discovery": {"kind": "etcd", "etcd": {**etcd, "lease_ttl_s": LEASE_TTL_S, "request_timeout_s": 1.0}},
@@ -247,11 +258,11 @@ class Fleet:
         module = ["router" if is_router else f"services.{role}"]
         if role in self.config.modules:
             module = [self.config.modules[role], role]
-        await self._add_process(name, port, [sys.executable, "-m", *module, "--config", str(path)])
+        await self._add_process(name, port, http_port, [sys.executable, "-m", *module, "--config", str(path)])
 
-    async def _add_process(self, name: str, port: int, command: Sequence[str]) -> None:
+    async def _add_process(self, name: str, port: int, http_port: int, command: Sequence[str]) -> None:
         proxy = await self._exits.enter_async_context(TcpProxy(_PROXY_HOST, _HOST, port))
-        self._processes[name] = _Process(name, port, command, proxy)
+        self._processes[name] = _Process(name, port, http_port, command, proxy)
 
     def _worker_settings(self, name: str) -> dict[str, Any]:
         engine: dict[str, Any] = {"kind": self.config.engine.value, "num_blocks": 1024}
@@ -278,9 +289,6 @@ class Fleet:
             "admission": {"unavailable_timeout_s": REQUEST_TIMEOUT_S},
             "heartbeat_timeout_s": 2.5,
         }
-
-    def _real_address(self, name: str) -> str:
-        return f"{_HOST}:{self._processes[name].port}"
 
     def _child(self, name: str) -> Child:
         child = self._processes[name].child
