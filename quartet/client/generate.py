@@ -45,12 +45,13 @@ class GenerateRequest:
         self._num_choices = start.num_choices
         self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
         self._call: _Call | None = None
-        self._is_cancelled = False
+        self._is_cancelled = self._is_started = False
 
     async def cancel(self) -> None:
         """Ask for an early end."""
         self._is_cancelled = True
-        if self._call is not None:
+        # While the start is being sent, whoever sends it sends this next: a second write could overtake it.
+        if self._call is not None and self._is_started:
             await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
@@ -80,6 +81,7 @@ class GenerateRequest:
         num_finished = 0
         try:
             call = await self._open(router)
+            self._is_started = True
             if self._is_cancelled:
                 await self.cancel()
             async for message in call:
@@ -109,6 +111,7 @@ class GenerateRequest:
         A router that refuses at once ends the call while the start is being sent. If the write loses that race, gRPC
         replaces the router's status with its own. Nothing was sent then, and asking again gives the router's status.
         """
+        self._is_started = False
         for _ in range(MAX_OPENINGS):
             call = self._call = router.stub.Generate(timeout=self._deadline_s)
             await _write(call, self._start)
