@@ -38,8 +38,8 @@ from quartet.client import RequestPath
 from quartet.rpc.channels import create_channel
 
 _MAX_NOTICED_S = 10.0
-# A probe that gets no answer for so long counts as one that says no, as with most load balancers.
-_PROBE_TIMEOUT_S = 1.0
+# Two probes that get no answer for so long count as one that says no, as with most load balancers.
+_PROBE_TIMEOUT_S = 2.0
 _POLL_S = 0.2
 _GIVE_UP_S = 30.0
 _READY_TIMEOUT_S = 60.0
@@ -276,9 +276,11 @@ def _undo(fleet: Fleet, folder: Path, strike: Strike) -> None:
 
 async def _until_not(health: Health, began: float, ask: _Ask) -> tuple[float | None, Health]:
     """Seconds since ``began`` when the answer is no longer ``health``, and the answer."""
+    last = health
     while time.monotonic() - began < _GIVE_UP_S:
-        if (said := await ask()) is not health:
-            return round(time.monotonic() - began, 3), said
+        before, last = last, await ask()
+        if last is not health and (last is not Health.SILENT or before is last):
+            return round(time.monotonic() - began, 3), last
         await asyncio.sleep(_POLL_S)
     return None, health
 

@@ -206,7 +206,7 @@ async def test_cancel_before_the_first_event_counts_too(
     assert events[-1].reason is FinishReason.CANCELLED
 
 
-async def test_a_cancel_never_overtakes_the_start_that_is_being_sent(
+async def test_a_cancel_is_sent_once_and_never_beside_the_start(
     router: FakeRouter, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router.hold(0)
@@ -227,7 +227,9 @@ async def test_a_cancel_never_overtakes_the_start_that_is_being_sent(
         await is_sending.wait()
         await stream.cancel()
         may_send.set()
+        await asyncio.gather(stream.cancel(), stream.cancel())
         events = [await first, *[event async for event in stream]]
+        await stream.cancel()
     assert written == ["start", "cancel"]
     assert isinstance(events[-1], ChoiceFinished)
     assert events[-1].reason is FinishReason.CANCELLED
