@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 _HAND_OFF_POLL_INTERVAL_S = 0.02
 
-# Where other workers can go on with its requests, a draining worker lets them end by themselves for so long. What is
-# left then has long to go: to compute its tokens again elsewhere costs little beside that.
+# A draining worker lets its requests end by themselves for so long before it looks for others that can go on with them.
+# What is left then has long to go: to compute its tokens again elsewhere costs little beside that.
 _MOVE_AFTER_S = 2.0
 
 # After the last requests are cancelled, wait this long for their terminal outputs to reach their readers.
 _LAST_OUTPUTS_S = 1.0
 
-# And so long for others to fetch what was handed off just before.
+# And so long for others to fetch what was handed off just before, unless it can't be computed elsewhere.
 _LAST_PULLS_S = 1.0
 
 # A step that lasts for so many times its forecast, and for so many seconds, hangs. Where a machine is overloaded, or
@@ -194,16 +194,30 @@ class Worker:
         await self._server.set_not_serving_for_good()
         if self._registration is not None:
             await self._registration.close()
-        num_cancelled, cut_at = 0, deadline
-        if (num_running or self._num_handed_off) and await self._has_stand_in():
-            cut_at = min(deadline, time.monotonic() + _MOVE_AFTER_S)
-        if not await self._requests.wait_idle(cut_at - time.monotonic()):
-            num_cancelled = self._requests.end_all(DrainingError("this worker is draining and ends what it runs"))
-            logger.info("draining: %d requests must go on elsewhere", num_cancelled)
-            await self._requests.wait_idle(_LAST_OUTPUTS_S)
+        num_cancelled = await self._end_requests(deadline)
         # Decode workers still fetch what was prefilled here; there is no other copy.
-        await self._wait_hand_offs(min(deadline, max(cut_at, time.monotonic()) + _LAST_PULLS_S))
+        await self._wait_hand_offs(deadline)
         return DrainOutcome(num_completed=max(num_running - num_cancelled, 0), num_cancelled=num_cancelled)
+
+    async def _end_requests(self, deadline: float) -> int:
+        """Wait until none runs, or cut those that still do, and return how many these were."""
+        while not await self._requests.wait_idle(min(_MOVE_AFTER_S, deadline - time.monotonic())):
+            if time.monotonic() < deadline and not await self._has_stand_in():
+                continue
+            num_cut = self._requests.end_all(DrainingError("this worker is draining and ends what it runs"))
+            logger.info("draining: %d requests must go on elsewhere", num_cut)
+            await self._requests.wait_idle(_LAST_OUTPUTS_S)
+            return num_cut
+        return 0
+
+    async def _wait_hand_offs(self, deadline: float) -> None:
+        ask_at = time.monotonic() + _LAST_PULLS_S
+        while self._num_handed_off and (now := time.monotonic()) < deadline:
+            if now >= ask_at:
+                if await self._has_stand_in():
+                    return
+                ask_at = now + _LAST_PULLS_S
+            await asyncio.sleep(_HAND_OFF_POLL_INTERVAL_S)
 
     @property
     def _num_handed_off(self) -> int:
@@ -221,12 +235,6 @@ class Worker:
             return False
         return any(_can_replace(other, self.record) for other in others)
 
-    async def _wait_hand_offs(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            if not self._num_handed_off:
-                return
-            await asyncio.sleep(_HAND_OFF_POLL_INTERVAL_S)
-
     async def _set_healthy(self, is_healthy: bool) -> None:
         if is_healthy == self._is_healthy:
             return
@@ -238,7 +246,7 @@ class Worker:
 
 
 def _can_replace(other: WorkerRecord, record: WorkerRecord) -> bool:
-    return other.key != record.key and (other.role, other.model_name, other.model_fingerprint) == (
+    return other.epoch != record.epoch and (other.role, other.model_name, other.model_fingerprint) == (
         record.role,
         record.model_name,
         record.model_fingerprint,

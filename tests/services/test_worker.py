@@ -231,20 +231,33 @@ async def test_a_drain_cancels_requests_that_do_not_end_in_time() -> None:
             await collect(call)
 
 
-async def test_a_drain_leaves_long_requests_to_another_worker_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+SUCCESSORS = {
+    "another": make_record(worker_id="decode-1", epoch=2),
+    "its-next-life": make_record(epoch=2),
+}
+
+
+@pytest.mark.parametrize("successor", SUCCESSORS.values(), ids=SUCCESSORS)
+async def test_a_drain_leaves_long_requests_to_another_worker_as_soon_as_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, successor: WorkerRecord
+) -> None:
     monkeypatch.setattr(worker_module, "_MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(worker_module, "_LAST_OUTPUTS_S", 0.05)
     gate = threading.Semaphore(3)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
         worker = make_worker(served, Role.DECODE, drain_timeout_s=3600.0)
         registration = FakeRegistration(worker.record, on_close=lambda _: None)
-        other = make_record(worker_id="decode-1")
-        await worker.announce(registration, FakeRegistry([worker.record, other]))
+        registry = FakeRegistry([worker.record])
+        await worker.announce(registration, registry)
         start = make_start(PROMPT, max_tokens=200)
         call = served.decodes().start(start)
         assert (await call.next()).started is not None
+        draining = asyncio.create_task(worker.drain())
+        await until(lambda: registry.is_asked)
+        assert served.dispatcher.num_running == 1 and not draining.done()
+        registry.records = [successor]
         async with asyncio.timeout(WAIT_S):
-            outcome = await worker.drain()
+            outcome = await draining
         assert (outcome.num_completed, outcome.num_cancelled) == (0, 1)
         gate.release(1000)
         with pytest.raises(DrainingError):
@@ -253,9 +266,9 @@ async def test_a_drain_leaves_long_requests_to_another_worker_soon(monkeypatch: 
 
 NOT_STAND_INS: dict[str, Sequence[WorkerRecord] | None] = {
     "itself": [make_record()],
-    "another-role": [make_record(role=Role.PREFILL)],
-    "another-model": [make_record(worker_id="decode-1", model_name="other")],
-    "other-weights": [make_record(worker_id="decode-1", model_fingerprint="other")],
+    "another-role": [make_record(role=Role.PREFILL, epoch=2)],
+    "another-model": [make_record(worker_id="decode-1", epoch=2, model_name="other")],
+    "other-weights": [make_record(worker_id="decode-1", epoch=2, model_fingerprint="other")],
     "unknown": None,
 }
 
@@ -264,7 +277,7 @@ NOT_STAND_INS: dict[str, Sequence[WorkerRecord] | None] = {
 async def test_a_drain_lets_long_requests_end_where_no_other_worker_can_go_on_with_them(
     monkeypatch: pytest.MonkeyPatch, others: Sequence[WorkerRecord] | None
 ) -> None:
-    monkeypatch.setattr(worker_module, "_MOVE_AFTER_S", 0.0)
+    monkeypatch.setattr(worker_module, "_MOVE_AFTER_S", 0.01)
     gate = threading.Semaphore(1)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
         worker, registry = make_worker(served, Role.DECODE, drain_timeout_s=3600.0), FakeRegistry(others)
@@ -286,11 +299,10 @@ async def test_a_drain_lets_long_requests_end_where_no_other_worker_can_go_on_wi
 async def test_a_drain_does_not_wait_long_for_hand_offs_where_another_worker_can_prefill_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_module, "_MOVE_AFTER_S", 0.0)
     monkeypatch.setattr(worker_module, "_LAST_PULLS_S", 0.05)
     async with stream_worker(RequestKind.PREFILL) as served:
         worker = make_worker(served, Role.PREFILL, drain_timeout_s=3600.0)
-        other = make_record(worker_id="prefill-1")
+        other = make_record(worker_id="prefill-1", epoch=2)
         await worker.announce(FakeRegistration(worker.record, on_close=lambda _: None), FakeRegistry([other]))
         outcome = await served.prefills().start(make_start(PROMPT)).outcome()
         assert outcome.hand_off is not None
