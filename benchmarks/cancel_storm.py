@@ -20,7 +20,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -230,7 +230,7 @@ class _Storm:
         num_vanish, num_rest = self.plan.num_requests // 9, self.plan.num_requests * 2 // 9
         async with AsyncExitStack() as exits:
             client = await exits.enter_async_context(QuartetClient(self.fleet.router_addresses))
-            works = []
+            works: list[Awaitable[None]] = []
             for path in _PATHS:
                 vanishing = self._vanish(exits, path, f"{number}/{path}/vanish", num_vanish, rng.random())
                 works.append(await vanishing)
