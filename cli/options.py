@@ -52,12 +52,23 @@ class RouterOptions:
     ] = field(default_factory=lambda: [DEFAULT_ROUTER])
     tls_ca: Annotated[
         Path | None,
-        typer.Option("--tls-ca", help="Certificates that the router's must lead to.", rich_help_panel="TLS"),
+        typer.Option(
+            "--tls-ca",
+            envvar="QUARTET_TLS_CA",
+            help="Certificates that the router's must lead to.",
+            rich_help_panel="TLS",
+        ),
     ] = None
     tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="Your own certificate chain.", rich_help_panel="TLS")
+        Path | None,
+        typer.Option(
+            "--tls-cert", envvar="QUARTET_TLS_CERT", help="Your own certificate chain.", rich_help_panel="TLS"
+        ),
     ] = None
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key.", rich_help_panel="TLS")] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", envvar="QUARTET_TLS_KEY", help="Its private key.", rich_help_panel="TLS"),
+    ] = None
 
     @property
     def tls(self) -> TlsConfig | None:

@@ -21,7 +21,7 @@ from quartet.config import build
 from quartet.engine.settings import EngineKind
 from quartet.errors import ServingError
 from quartet.media.items import MediaKind
-from quartet.rpc.channels import is_serving
+from quartet.rpc.channels import TlsConfig, is_serving
 from router.config import RouterConfig
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
@@ -58,6 +58,10 @@ class ChoiceOptions(Choices):
     router_port: Annotated[
         int | None, typer.Option("--router-port", help="Port of the router; 0 takes a free one.")
     ] = None
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Make certificates for this run: mTLS for gRPC and etcd, encrypted events."),
+    ] = False
 
 
 def up(
@@ -90,18 +94,18 @@ def up(
 
 
 async def wait_ready(
-    router_address: str, worker_ids: Collection[str], report: Callable[[str], None]
+    router_address: str, worker_ids: Collection[str], report: Callable[[str], None], tls: TlsConfig | None = None
 ) -> Sequence[WorkerStatus]:
     """Wait until the router and the workers serve, and the router assigns requests to all of these workers.
 
-    ``report`` gets what is missing, whenever that changes.
+    ``report`` gets what is missing, whenever that changes; ``tls`` is an operator's identity.
 
     Returns:
         All workers.
     """
     reported = ""
-    async with QuartetClient(router_address) as client:
-        while missing := await _missing(client, router_address, worker_ids):
+    async with QuartetClient(router_address, tls=tls) as client:
+        while missing := await _missing(client, router_address, worker_ids, tls):
             message = f"waiting for {', '.join(missing)}"
             if message != reported:
                 report(message)
@@ -160,24 +164,30 @@ async def _serve(
     try:
         async with asyncio.timeout(topology.start_timeout_s):
             await local.start()
-            ready = wait_ready(local.router_address, local.worker_ids, display.progress)
+            ready = wait_ready(local.router_address, local.worker_ids, display.progress, _operator(local))
             workers = await while_running(local.children, ready)
     except TimeoutError as error:
         raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
     takes_images = any(MediaKind.IMAGE in worker.record.media for worker in workers)
-    display.ready(local.router_address, takes_images=takes_images)
+    display.ready(local.router_address, certificates=local.certificates, takes_images=takes_images)
     await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:
     """Wait until the process ``name`` serves, as its router sees it; not for etcd, which the router does not report."""
     if name in local.worker_ids or name == ROUTER:
-        await wait_ready(local.router_address, {name} - {ROUTER}, lambda _message: None)
+        await wait_ready(local.router_address, {name} - {ROUTER}, lambda _message: None, _operator(local))
 
 
-async def _missing(client: QuartetClient, router_address: str, worker_ids: Collection[str]) -> list[str]:
+def _operator(local: LocalTopology) -> TlsConfig | None:
+    return None if local.certificates is None else local.certificates.operator
+
+
+async def _missing(
+    client: QuartetClient, router_address: str, worker_ids: Collection[str], tls: TlsConfig | None
+) -> list[str]:
     # It may list workers before it serves: it waits for those that it needs.
-    missing = [] if await is_serving(router_address) else ["router"]
+    missing = [] if await is_serving(router_address, tls) else ["router"]
     try:
         known = {worker.record.worker_id: worker for worker in await client.list_workers()}
     except ServingError:
@@ -188,6 +198,6 @@ async def _missing(client: QuartetClient, router_address: str, worker_ids: Colle
         worker = known[worker_id]
         if worker.state is not WorkerState.READY:
             missing.append(f"{worker_id} ({worker.state})")
-        elif not await is_serving(worker.record.grpc_address):
+        elif not await is_serving(worker.record.grpc_address, tls):
             missing.append(f"{worker_id} (not serving)")
     return missing

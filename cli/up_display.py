@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -19,11 +20,15 @@ from cli.output import open_console
 from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryKind
+from quartet.rpc.channels import TlsConfig
 from router.config import RouterConfig
 from services.topology.child import Child
 from services.topology.launch import find_grpcurl
 from services.topology.topology import ProcessPlan, Topology, plan_router, plan_workers, to_settings
 from services.workers.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from services.topology.certificates import RunCertificates
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
 _MIN_NAME_WIDTH = 9
@@ -67,10 +72,16 @@ class LaunchDisplay:
         """Show that a process ended by itself, and why. Its last lines have been shown already."""
         self._show("up", "bold red", child.describe_end().splitlines()[0])
 
-    def ready(self, router_address: str, *, takes_images: bool = False) -> None:
-        """Print ``ready`` and lines to paste into another terminal."""
-        lines = paste_lines(router_address, os.environ.get("PATH", ""), takes_images=takes_images)
+    def ready(
+        self, router_address: str, *, certificates: RunCertificates | None = None, takes_images: bool = False
+    ) -> None:
+        """Print ``ready`` and lines to paste into another terminal; with ``certificates``, as their operator."""
+        operator = None if certificates is None else certificates.operator
+        lines = paste_lines(router_address, os.environ.get("PATH", ""), operator, takes_images=takes_images)
         print("\n".join(["", "ready", *lines]), flush=True)
+        if certificates is not None:
+            client = certificates.client
+            self.progress(f"who may only ask for answers: {client.cert_file} and {client.key_file.name}")
         if find_grpcurl() is None:
             self.progress("no grpcurl here: with any Go that can download modules, `make tools` gets it")
 
@@ -82,20 +93,26 @@ class LaunchDisplay:
             self._log.print(prefix + Text(line), soft_wrap=True)
 
 
-def paste_lines(router_address: str, search_path: str, *, takes_images: bool = False) -> list[str]:
-    """Shell lines that use the router: calls, and before them ``export PATH`` if ``search_path`` lacks a program."""
+def paste_lines(
+    router_address: str, search_path: str, tls: TlsConfig | None = None, *, takes_images: bool = False
+) -> list[str]:
+    """Shell lines that use the router: calls, and before them what they need of the environment.
+
+    That is ``export PATH`` if ``search_path`` lacks a program, and the files of ``tls``.
+    """
     router = "" if router_address == DEFAULT_ROUTER else f" --router {router_address}"
     grpcurl = find_grpcurl()
     programs = [Path(sys.executable).with_name("quartet"), *([grpcurl] if grpcurl else [])]
     missing = [program.parent for program in programs if shutil.which(program.name, path=search_path) is None]
     directories = ":".join(shlex.quote(str(directory)) for directory in missing)
     lines = [f"export PATH={directories}:$PATH"] if missing else []
+    lines += [] if tls is None else [_export_tls(tls)]
     has_picture = takes_images and _PICTURE.is_file()
     if grpcurl is not None:
         request = f'{{"start":{{"text":"{_PROMPT}","sampling":{{"max_tokens":{_MAX_TOKENS}}}}}}}'
-        lines.append(_grpcurl_line(shlex.quote(request), router_address))
+        lines.append(_grpcurl_line(shlex.quote(request), router_address, tls))
         if has_picture:
-            lines.append(_grpcurl_line(_picture_request(), router_address))
+            lines.append(_grpcurl_line(_picture_request(), router_address, tls))
     lines.append(f"quartet generate {shlex.quote(_PROMPT)} --max-tokens {_MAX_TOKENS}{router}")
     if has_picture:
         lines.append(
@@ -117,16 +134,24 @@ def plan_table(topology: Topology, *, num_cores: int) -> Table:
         table.add_column(name, no_wrap=True)
     table.add_column("settings that differ from defaults, environment", overflow="fold")
     if topology.discovery.kind is DiscoveryKind.ETCD:
-        endpoints = ", ".join(topology.discovery.etcd.endpoints)
-        # A dry run does not ask whether one answers.
-        table.add_row("etcd", "etcd", "-", "-", "-", f"the one at {endpoints}, or one of its own")
+        table.add_row("etcd", "etcd", "-", "-", "-", _where_etcd_is(topology))
     for plan in [*plan_workers(topology, num_cores=num_cores), plan_router(topology)]:
         table.add_row(*_row(plan))
+    if topology.tls:
+        table.caption = "tls: each process gets a certificate, and all of them one key for events"
     return table
 
 
-def _grpcurl_line(request: str, router_address: str) -> str:
-    return f"grpcurl -plaintext -d {request} {router_address} quartet.v1.RouterService/Generate"
+def _export_tls(tls: TlsConfig) -> str:
+    files = {"CA": tls.ca_file, "CERT": tls.cert_file, "KEY": tls.key_file}
+    return "export " + " ".join(f"QUARTET_TLS_{name}={shlex.quote(str(file))}" for name, file in files.items())
+
+
+def _grpcurl_line(request: str, router_address: str, tls: TlsConfig | None) -> str:
+    # The shell puts in what `_export_tls` has set.
+    shown = '-cacert "$QUARTET_TLS_CA" -cert "$QUARTET_TLS_CERT" -key "$QUARTET_TLS_KEY"'
+    security = "-plaintext" if tls is None else shown
+    return f"grpcurl {security} -d {request} {router_address} quartet.v1.RouterService/Generate"
 
 
 def _picture_request() -> str:
@@ -139,6 +164,14 @@ def _picture_request() -> str:
 def _shown_picture() -> str:
     is_below = _PICTURE.is_relative_to(Path.cwd())
     return shlex.quote(str(_PICTURE.relative_to(Path.cwd()) if is_below else _PICTURE))
+
+
+def _where_etcd_is(topology: Topology) -> str:
+    etcd = topology.discovery.etcd
+    if topology.tls and etcd.tls is None:
+        return "one of its own, with certificates of this run"
+    # A dry run does not ask whether one answers.
+    return f"the one at {', '.join(etcd.endpoints)}, or one of its own"
 
 
 def _row(plan: ProcessPlan) -> Sequence[str]:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from cli.options import RouterOptions
@@ -22,6 +23,7 @@ _STATE_STYLES = {
     WorkerState.JOINING: "yellow",
     WorkerState.DRAINING: "yellow",
     WorkerState.SUSPECT: "red",
+    WorkerState.INCOMPATIBLE: "red",
 }
 
 
@@ -61,8 +63,10 @@ def worker_table(workers: Sequence[WorkerStatus]) -> Table:
 
 def _cells(worker: WorkerStatus) -> list[str]:
     record = worker.record
-    style = _STATE_STYLES[worker.state]
-    cells = [record.worker_id, record.role, record.model_name, record.grpc_address, f"[{style}]{worker.state}[/]"]
+    style, state = _STATE_STYLES[worker.state], str(worker.state)
+    if worker.state is WorkerState.INCOMPATIBLE:
+        state += f" ({escape(record.contract_version)})"
+    cells = [record.worker_id, record.role, escape(record.model_name), record.grpc_address, f"[{style}]{state}[/]"]
     if worker.load is None or worker.load_age_s is None:
         return [*cells, *["-"] * 7]
     ranks = worker.load.ranks

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import stat
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -94,6 +96,34 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
         raise ConfigError(_join(where, str(error))) from error
     except (ValueError, ServingError) as error:
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+
+
+def read_secret_file(path: Path, setting: str, max_bytes: int) -> bytes:
+    """What the file that ``setting`` names holds, ``max_bytes`` bytes at most; the rest is left out.
+
+    Raises:
+        ConfigError: naming ``setting``; the file can't be read, or users beside its owner and group may open it.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(max_bytes)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    if stat.S_IMODE(mode) & stat.S_IRWXO:
+        raise ConfigError(f"{setting}: {path} is open to everybody: chmod o-rwx (for a Kubernetes secret, defaultMode)")
+    return content
+
+
+def write_secret_file(path: Path, content: bytes) -> Path:
+    """Write a new file that only its owner can open; returns its path.
+
+    Raises:
+        OSError: the file exists already or can't be written.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    return path
 
 
 def _convert(hint: Any, value: Value, path: str) -> Any:

@@ -6,6 +6,8 @@ every ``ServingError`` is listed there.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ServingError(Exception):
     """A failure that the caller gets as a status.
@@ -75,7 +77,15 @@ class ProtocolError(ServingError, reason="PROTOCOL_VIOLATION"):
 
 
 class MessageTooLargeError(ServingError, reason="MESSAGE_TOO_LARGE"):
-    """A message exceeds the plane's limit; sending it would end a shared stream."""
+    """A message exceeds the plane's limit: it would end a shared stream, or hold its receiver for too long.
+
+    Attributes:
+        head: the first bytes of a message that was refused before it was parsed.
+    """
+
+    def __init__(self, message: str, *, head: bytes = b"", **more: Any) -> None:
+        super().__init__(message, **more)
+        self.head = head
 
 
 class ModelNotFoundError(ServingError, reason="MODEL_NOT_FOUND"):
@@ -152,6 +162,10 @@ class QueueFullError(ServingError, reason="QUEUE_FULL"):
     """The queue is full or the request waited there for too long; try again later."""
 
 
+class PlacementBudgetError(QueueFullError, reason="PLACEMENT_BUDGET"):
+    """The tenant's clients don't take up what was placed for them; the message says which budget is used up."""
+
+
 class WorkerUnavailableError(ServingError, reason="WORKER_UNAVAILABLE"):
     """No worker that can serve the request is reachable, or the one that did is gone."""
 
@@ -182,6 +196,10 @@ class RequestCancelledError(ServingError, reason="CANCELLED"):
 
 class DiscoveryError(ServingError, reason="DISCOVERY_UNAVAILABLE"):
     """The registry cannot be reached or refuses us."""
+
+
+class WorkerReplacedError(ServingError, reason="WORKER_REPLACED"):
+    """Another process is registered under this worker's id: this one is to finish its present work and end."""
 
 
 # Hand-offs and transfers: the router's answer to each is to prefill again.

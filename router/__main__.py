@@ -30,6 +30,8 @@ _COLLECTED_AT_NUM_OBJECTS = 10_000
 
 # A router that failed has its drain and this long to close everything.
 _CLOSE_TIMEOUT_S = 20.0
+# Threads lay out long chats in Python. With the default of 5 ms the event loop waits that long at each turn.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> None:
@@ -44,6 +46,7 @@ def main() -> None:
             settings = override(settings, assignment)
         config = build(RouterConfig, settings)
         configure(config.log)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(_run(config))
     except (ConfigError, ServingError, TaskEndedError) as error:
         logger.error("%s", error)

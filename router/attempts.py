@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from quartet import errors
@@ -21,17 +22,20 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
 from quartet.streams.client import FINAL, outcome_in_time, pause_s
 from quartet.streams.messages import DecodeStarted, MediaInput, PrefillOutcome, RequestContext, WorkerStart
-from router.admission import QueuedRequest, Standing
+from router.admission import QueuedRequest
 from router.book import Booking, Reservation, numbering
 from router.config import AttemptConfig
 from router.context import RouterContext
+from router.fair_queue import Standing
 from router.media.encode import ReadyInputs
 from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, max_sequence_tokens
 from router.signing import Gang, SignedRun, Signer, SigningTerms
+from router.untaken import Untaken
 
 ResultT = TypeVar("ResultT")
+ChoiceT = TypeVar("ChoiceT")
 
 #: What follows a placement: it gets the reservation, and the hand-off if the prompt was prefilled elsewhere.
 _Attempt: TypeAlias = Callable[[Reservation, HandOff | None], Awaitable[ResultT]]
@@ -88,8 +92,10 @@ class ChoiceRun:
         self._on_placed = on_placed
         self._hints = RetryHints(avoid=set(avoid))
         self._num_begun = 0
+        self._num_charged_tokens = 0
         self._signer: Signer | None = None
         self._gang: Gang | None = None
+        self._untaken: Untaken | None = None
         self._inputs: ReadyInputs | None = None
 
     async def run(self) -> FinishReason:
@@ -98,20 +104,28 @@ class ChoiceRun:
         Raises:
             ServingError: the last attempt's error, or why no attempt could be made.
         """
-        return await self._repeat(self._decode)
+        try:
+            return await self._repeat(self._decode)
+        finally:
+            self._settle()
 
-    async def place(self, signer: Signer, gang: Gang) -> SignedRun | FinishReason:
+    async def place(self, signer: Signer, gang: Gang, untaken: Untaken) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
 
-        The start is signed once all members of ``gang`` can be. A caller that does not give the ``SignedRun`` to the
-        client must call its ``release``.
+        The start is signed once all members of ``gang`` can be, and counts as ``untaken`` from then on. A caller that
+        does not give the ``SignedRun`` to the client must call its ``release``.
 
         Raises:
             PlaceTooLargeError: there is no room for it beside the other members of the gang.
             ServingError: as in ``run``.
         """
-        self._signer, self._gang = signer, gang
-        end = await self._repeat(self._sign)
+        self._signer, self._gang, self._untaken = signer, gang, untaken
+        end = None
+        try:
+            end = await self._repeat(self._sign)
+        finally:
+            if not isinstance(end, SignedRun):  # else it ends elsewhere, and only the worker will know its length
+                self._settle()
         if not isinstance(end, SignedRun):
             gang.leave()
         return end
@@ -191,6 +205,8 @@ class ChoiceRun:
             self._output.add_time("router_queue_s", time.monotonic() - began)
 
     def _begin(self, reservation: Reservation, cause: str) -> None:
+        if not self._num_begun:
+            self._num_charged_tokens = self._standing.num_tokens
         self._num_begun += 1
         self._on_placed(self._choice, reservation.placement)
         self._output.begin_attempt()
@@ -208,6 +224,7 @@ class ChoiceRun:
             deadline=self._request.deadline,
             num_first_tokens=self._num_tokens,
             is_renewed=not gang.is_alone,
+            untaken=self._untaken,
         )
         rank = reservation.placement.decode.data_parallel_rank
         try:
@@ -236,6 +253,7 @@ class ChoiceRun:
         assert rank is not None and booking is not None, "it is prefilled elsewhere"
         outcome = await self._prefill_outcome(rank, booking)
         booking.release()
+        self._context.admission.wake()
         try:
             if self._request.media is not None:
                 self._learn_prompt(self._request.media, outcome)
@@ -299,7 +317,8 @@ class ChoiceRun:
         rank, booking, config = reservation.placement.decode, reservation.decode, self._context.config
         media = self._take_media() if hand_off is None else ()
         is_handed_off = hand_off is not None
-        sink = BookedSink(self._output, booking, self._request.num_prompt_tokens, is_handed_off, self._learn_length)
+        book = partial(self._book, booking)
+        sink = BookedSink(self._output, book, self._request.num_prompt_tokens, is_handed_off, self._learn_length)
         call = None
         try:
             start = self._start(booking, booking.send(), rank.data_parallel_rank, hand_off, media)
@@ -307,6 +326,8 @@ class ChoiceRun:
             finished = await outcome_in_time(
                 call, start_timeout_s=config.decode_start_timeout_s, stall_timeout_s=config.decode_stall_timeout_s
             )
+            if finished is not None:
+                self._output.check_count(finished.num_output_tokens)
         except TimeoutError as error:
             silent = WorkerUnavailableError(f"worker {rank.worker_id} gave no token in time")
             raise HopFailedError(Hop.DECODE, silent) from error
@@ -319,6 +340,26 @@ class ChoiceRun:
                 self._drop(hand_off)
                 self._drop_media(media)
         return FinishReason.STOP_STRING if finished is None else finished.reason
+
+    def _book(self, booking: Booking, num_tokens: int) -> int:
+        """Its decode rank has ``num_tokens`` tokens of it: book and charge what is more than before.
+
+        Returns:
+            The caller need not call again until there are more tokens than this.
+        """
+        if num_tokens > self._num_charged_tokens > 0:
+            self._charge(num_tokens - self._num_charged_tokens)
+        return booking.grow_to(num_tokens)
+
+    def _charge(self, num_tokens: int) -> None:
+        self._num_charged_tokens += num_tokens
+        self._context.admission.charge(self._standing, num_tokens)
+
+    def _settle(self) -> None:
+        """It takes no more tokens: its tenant has paid for those that it took, and for no others."""
+        if self._num_charged_tokens:
+            self._charge(self._num_tokens - self._num_charged_tokens)
+            self._num_charged_tokens = 0
 
     def _learn_length(self, num_prompt_tokens: int) -> None:
         media = self._request.media
@@ -352,7 +393,7 @@ class ChoiceRun:
             timeout_s=max(request.deadline - time.monotonic(), 0.0),
             traceparent=request.traceparent,
             tenant=start.tenant,
-            priority=start.priority,
+            priority=request.worker_priority,
             session_key=start.session_key,
             router_id=numbering(self._context.router_id, booking.epoch),
             router_request_number=number,
@@ -417,24 +458,25 @@ class BookedSink:
     ``take`` is the output's own, so that a token costs no call here.
     """
 
-    __slots__ = ("_booking", "_is_handed_off", "_num_prompt_tokens", "_on_length", "_output", "has_started", "take")
+    __slots__ = ("_book_tokens", "_is_handed_off", "_num_prompt_tokens", "_on_length", "_output", "has_started", "take")
 
     def __init__(
         self,
         output: ChoiceOutput,
-        booking: Booking,
+        book: Callable[[int], int],
         num_prompt_tokens: int,
         is_handed_off: bool,
         on_length: Callable[[int], None],
     ) -> None:
         """Start without tokens; ``is_handed_off``: another worker gave the first token.
 
+        ``book`` is called with the number of tokens of prompt and output, once there are more than it last returned;
         ``on_length`` is called with the number of the prompt's tokens if the worker reports it.
         """
         self.has_started = False
         self.take = output.take
         self._output = output
-        self._booking = booking
+        self._book_tokens = book
         self._num_prompt_tokens = num_prompt_tokens
         self._is_handed_off = is_handed_off
         self._on_length = on_length
@@ -449,7 +491,7 @@ class BookedSink:
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
     def _book(self, num_output_tokens: int) -> int:
-        return self._booking.grow_to(self._num_prompt_tokens + num_output_tokens) - self._num_prompt_tokens
+        return self._book_tokens(self._num_prompt_tokens + num_output_tokens) - self._num_prompt_tokens
 
 
 # Where the next attempt should go after one failed; pure.
@@ -550,18 +592,30 @@ def _rank_of(failure: HopFailedError, placement: Placement) -> Rank:
     return placement.prefills_at if failure.hop is Hop.PREFILL else placement.decode
 
 
-async def run_together(works: Sequence[Coroutine[None, None, None]]) -> None:
-    """Run the work of all choices of one request; the first error cancels the others. A single one needs no task."""
-    if len(works) == 1:
-        await works[0]
+async def run_choices(
+    request: RouterRequest,
+    context: RouterContext,
+    choices: Sequence[ChoiceT],
+    run: Callable[[ChoiceT, Standing], Coroutine[None, None, None]],
+) -> None:
+    """Admit ``request`` to the queue as one unit, and ``run`` all its choices; the first error cancels the others.
+
+    Raises:
+        QueueFullError: the queue has no room for all of them; no task was made.
+    """
+    standing = _draw_standing(request, len(choices), context)
+    if len(choices) == 1:  # needs no task
+        await run(choices[0], standing)
         return
-    async with asyncio.TaskGroup() as group:
-        for work in works:
-            group.create_task(work)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for choice in choices:
+                group.create_task(run(choice, standing))
+    finally:
+        context.admission.leave(standing)
 
 
-def draw_standing(request: RouterRequest, num_choices: int, context: RouterContext) -> Standing:
-    """The standing in the queue of ``request``, which runs ``num_choices`` choices."""
+def _draw_standing(request: RouterRequest, num_choices: int, context: RouterContext) -> Standing:
     num_output_tokens = min(request.max_output_tokens, context.config.reserve_tokens)
     return context.admission.standing(
         request.pool.key,
@@ -616,7 +670,6 @@ def make_queued(
         is_remote=gang is not None and request.media is not None,
         avoid=hints.avoided,
         prefer_prefill=hints.prefer_prefill,
-        priority=request.start.priority,
         arrived_at=request.arrived_at,
         session_key=request.start.session_key,
         sequence_hashes=request.sequence_hashes(generated_token_ids),

@@ -11,12 +11,13 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from quartet.events.load import PlacementProgress
 from router.policy.base import Placement
+from router.untaken import Untaken
 
 
 def numbering(router_id: str, epoch: int) -> str:
@@ -36,12 +37,19 @@ class RankAccount:
         num_promised_blocks: blocks that the bookings may take beyond those that the rank reports as used.
         num_unreported_tokens: tokens to prefill of bookings whose arrival the rank has not reported yet.
         num_placed_tokens: tokens to prefill of placed starts, which clients may bring at any time or never.
+        num_requests: requests booked, placed ones included.
+        num_reported_requests: those of them that the last report counts.
+        num_other_requests: requests that the last report counts and that are not booked here: other routers', or
+            such as have just ended.
         version: grows with each change.
     """
 
     num_promised_blocks: int = 0
     num_unreported_tokens: int = 0
     num_placed_tokens: int = 0
+    num_requests: int = 0
+    num_reported_requests: int = 0
+    num_other_requests: int = 0
     version: int = 0
 
     def add(self, *, num_promised_blocks: int = 0, num_unreported_tokens: int = 0, num_placed_tokens: int = 0) -> None:
@@ -89,13 +97,21 @@ class WorkerBook:
         self._num_booked += 1
         return Booking(self, self.accounts[data_parallel_rank], self._block_size, num_blocks, num_queued_tokens)
 
-    def on_report(self, number: int, placements: PlacementProgress | None = None, *, arrived_number: int = 0) -> None:
+    def on_report(
+        self,
+        number: int,
+        placements: PlacementProgress | None = None,
+        *,
+        arrived_number: int = 0,
+        num_requests: Sequence[int] = (),
+    ) -> None:
         """Apply a load report.
 
         Args:
             number: the report includes all starts up to this number.
             placements: the progress of placed starts; ``None``: there is no news of any.
             arrived_number: all starts up to this number, or up to ``number``, have arrived.
+            num_requests: by rank, requests that run or wait there; ranks that are left out have none.
         """
         if placements is not None:
             self.placed.on_report(placements)
@@ -106,9 +122,12 @@ class WorkerBook:
         self._settling, self._grown = self._grown, []
         arrived_number = max(number, arrived_number)
         while self._not_arrived and self._not_arrived[0].number <= arrived_number:
-            self._not_arrived.popleft().arrive()
+            self._not_arrived.popleft().appear()
         while self._unreported and self._unreported[0].number <= number:
             self._unreported.popleft().count_in()
+        for rank, account in enumerate(self.accounts):
+            num_reported = num_requests[rank] if rank < len(num_requests) else 0
+            account.num_other_requests = max(num_reported - account.num_reported_requests, 0)
 
     def on_release(self) -> None:
         """Note that a booking was released."""
@@ -146,7 +165,8 @@ class Booking:
         self._num_queued_tokens = num_queued_tokens
         # Blocks that it holds: as known now, as known at the last report, and as certainly included in reports now.
         self._num_held = self._num_settling = self._num_settled = 0
-        self._has_grown = self._is_reported = self._is_released = False
+        self._has_grown = self._has_appeared = self._is_reported = self._is_released = False
+        account.num_requests += 1
         account.add(num_promised_blocks=num_blocks, num_unreported_tokens=num_queued_tokens)
 
     @property
@@ -160,9 +180,16 @@ class Booking:
         return self.number
 
     def commit(
-        self, request_id: str, choice: int, *, num_first_tokens: int, lapses_at: float, ends_at: float
+        self,
+        request_id: str,
+        choice: int,
+        *,
+        num_first_tokens: int,
+        lapses_at: float,
+        ends_at: float,
+        untaken: Untaken | None = None,
     ) -> PlacedBooking:
-        """Keep the same room for a client that may bring the start; this booking itself is released like any other.
+        """Keep room for a client that may bring the start; this booking itself is released like any other.
 
         ``num_first_tokens``: tokens whose KV the request has from its first step on. The other arguments are as in
         ``PlacedShare``.
@@ -175,6 +202,7 @@ class Booking:
             num_queued_tokens=self._num_queued_tokens,
             lapses_at=lapses_at,
             ends_at=ends_at,
+            untaken=untaken,
         )
         return self._book.placed.add(share, self._account)
 
@@ -206,6 +234,13 @@ class Booking:
         self._num_settled = self._num_settling
         self._update_promise()
 
+    def appear(self) -> None:
+        """From now on the rank's reports count it among the requests that run or wait."""
+        if not self._is_released:
+            self._has_appeared = True
+            self._account.num_reported_requests += 1
+            self.arrive()
+
     def arrive(self) -> None:
         """From now on the rank's reports include its tokens to prefill."""
         if self._num_queued_tokens:
@@ -222,6 +257,10 @@ class Booking:
         if not self._is_released:
             self._is_released = True
             self._book.on_release()
+            account = self._account
+            account.num_requests -= 1
+            account.num_reported_requests -= self._has_appeared
+            account.version += 1
             self._update_promise()
             self.arrive()
 
@@ -278,6 +317,7 @@ class PlacedShare:
         num_queued_tokens: tokens to prefill at the rank itself.
         lapses_at: from then on no client can bring it to the worker.
         ends_at: when it has ended at the latest.
+        untaken: counts in the tenant's budgets until it was taken up; ``None``: it has none.
     """
 
     request_id: str
@@ -287,13 +327,15 @@ class PlacedShare:
     num_queued_tokens: int
     lapses_at: float
     ends_at: float
+    untaken: Untaken | None = None
 
 
 class PlacedBooking:
     """One placed start's share of one rank, after the router has answered Place.
 
-    It counts in full until a report says that it started. From then on it counts with what it may still take beyond its
-    first blocks until it ends: its tokens do not pass the router, so the router can't know how much it has taken.
+    Until a report says that it started, it counts with its first blocks: its client may never bring it. From then on it
+    counts with what it may still take beyond these until it ends: its tokens do not pass the router, so the router
+    can't know how much it has taken.
     """
 
     def __init__(
@@ -307,7 +349,10 @@ class PlacedBooking:
         self._on_change = on_change
         self._num_promised = 0
         self._num_queued = 0
-        self._count(share.num_reserved_blocks, share.num_queued_tokens)
+        account.num_requests += 1
+        if share.untaken is not None:
+            share.untaken.keep()
+        self._count(min(share.num_first_blocks, share.num_reserved_blocks), share.num_queued_tokens)
 
     @property
     def changes_at(self) -> float:
@@ -342,9 +387,14 @@ class PlacedBooking:
             self._change(PlacedState.ENDED, 0)
 
     def _change(self, state: PlacedState, num_promised: int) -> None:
-        was_booked, self.state = self.is_booked, state
+        was_booked, before = self.is_booked, self.state
+        self.state = state
+        self._account.num_requests += self.is_booked - was_booked
+        self._account.num_reported_requests += (state is PlacedState.STARTED) - (before is PlacedState.STARTED)
         self._count(num_promised, 0)
         self._on_change(self, was_booked)
+        if before is PlacedState.WAITING and self._share.untaken is not None:
+            self._share.untaken.drop()
 
     def _count(self, num_promised: int, num_queued: int) -> None:
         self._account.add(

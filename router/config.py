@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,32 @@ class AttemptConfig:
                 raise ConfigError(f"{name}: must be above 0")
 
 
-# Limits of the router's queue.
+# Limits of the router's queues.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeConfig:
+    """Limits of tokenizing. Short texts are tokenized at once; the rest of them wait for a thread.
+
+    Attributes:
+        num_threads: threads that tokenize; one tenant's texts use all but one of them. By default one less than there
+            are cores, from 2 to 8.
+        max_queued_characters: of all texts that wait for a thread, each counting as 16,384 at least. Of more, the last
+            text of the tenant that has most of it is refused.
+        retry_delay_s: the delay that refused clients are asked to wait.
+    """
+
+    num_threads: int = field(default_factory=lambda: min(max((os.cpu_count() or 1) - 1, 2), 8))
+    max_queued_characters: int = 64 << 20
+    retry_delay_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("num_threads", "max_queued_characters"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+        if self.retry_delay_s <= 0:
+            raise ConfigError("retry_delay_s: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +88,7 @@ class AdmissionConfig:
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: the delay that refused clients are asked to wait.
-        tenant_weights: by tenant, its share of the work while other tenants wait too; unlisted tenants weigh 1.
+        untaken_share: of a pool, what one tenant's placements may hold before their clients take them up.
         prediction_life_s: how long a prompt's blocks count as cached where it was sent, without word from KV events.
     """
 
@@ -70,7 +96,7 @@ class AdmissionConfig:
     queue_timeout_s: float = 60.0
     unavailable_timeout_s: float = 10.0
     retry_delay_s: float = 1.0
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    untaken_share: float = 0.5
     prediction_life_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -80,7 +106,8 @@ class AdmissionConfig:
         for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s", "prediction_life_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
-        check_weights(self.tenant_weights)
+        if not 0 < self.untaken_share <= 1:
+            raise ConfigError("untaken_share: must be above 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,26 +118,28 @@ class RouterConfig:
         server: where gRPC listens; the router also dials workers with its ``tls``.
         http_address: ``host:port`` of /metrics, /livez and /readyz, without TLS.
         policy: how requests are placed.
+        tenants: what each tenant may do, by its name or a pattern of names (``team-*``; ``*``: all others). An exact
+            name goes first, then the first pattern that fits.
+        tokenizing: how texts are tokenized.
         media: media that requests may name.
         max_request_timeout_s: upper limit of every request's time.
         required_roles: each of these needs a ready worker before the router says that it is ready (gRPC health and
             /readyz): encode, prefill, decode. Requests that need another role wait for it.
         heartbeat_timeout_s: a worker that is silent for longer gets no new requests, and those that it has continue on
             others. After half of that the router asks it; an answer is as good as a heartbeat.
-        stall_timeout_s: a client that reads nothing for this long loses its request, or its session.
+        stall_timeout_s: a client that reads nothing for this long, or opens a stream and sends nothing, loses it.
         session: limits of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
         signed_start_ttl_s: a client must bring a placement to its worker within this time; less if a hand-off expires
             sooner.
         events_key_file: the key with which workers serve their events (see ``quartet.events.curve``); ``None``: the
-            router receives them without encryption.
+            router receives them without encryption, which is refused with ``server.tls``.
         custom_chat_template: a Jinja file that lays out the chats of every model here, instead of the model's own.
             Read once; routers that share clients need the same one.
         trusted_gateways: names of client identities that may use every tenant.
         identity_tenants: by name of a client identity, the tenants that it may use, as names or patterns (``acme-*``);
             a request of it that names none is its first tenant's. An identity that is in neither setting is its own
             tenant.
-        tenants: what applies to tenants, by name or pattern: that of its name, else the first pattern that matches.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
 
@@ -119,6 +148,7 @@ class RouterConfig:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    tokenizing: TokenizeConfig = field(default_factory=TokenizeConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
@@ -146,6 +176,7 @@ class RouterConfig:
         if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")
+        self.server.check_events_key(self.events_key_file)
         check_identity_tenants(self.identity_tenants, self.trusted_gateways)
         if self.identity_tenants and not self.knows_callers:
             raise ConfigError("identity_tenants: takes server.tls with require_client_cert, which shows who calls")
@@ -159,10 +190,3 @@ class RouterConfig:
     def knows_callers(self) -> bool:
         """Whether callers show certificates, which name them."""
         return self.server.tls is not None and self.server.tls.require_client_cert
-
-
-def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises ``ConfigError``, naming the field and the tenant, if a weight is not above 0."""
-    for tenant, weight in weights.items():
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"tenant_weights.{tenant}: must be above 0")

@@ -13,7 +13,9 @@ from router.fleet import Hops, ModelTexts
 from router.media.request import MediaTools
 from router.signing import Signer
 from router.tenants import Tenants
-from router.workers import WorkerTable
+from router.tokenizing import TokenizeQueue
+from router.untaken import UntakenBudgets
+from router.workers import PoolKey, WorkerTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class RouterContext:
         router_id: identifies this router to workers.
         config: limits of each choice's attempts.
         max_timeout_s: upper limit of each request's time.
+        untaken: what each tenant's placements may hold before their clients take them up.
         signer: signs starts that are placed for clients; ``None``: the router places none.
         sleep: pauses between attempts, in seconds.
         tenants: what is configured for each tenant.
@@ -35,9 +38,11 @@ class RouterContext:
     admission: Admission
     hops: Hops
     media: MediaTools
+    tokenizing: TokenizeQueue
     metrics: RouterMetrics
     config: AttemptConfig
     max_timeout_s: float
+    untaken: UntakenBudgets[PoolKey]
     signer: Signer | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     tenants: Tenants = field(default_factory=Tenants)

@@ -11,9 +11,8 @@ import copy
 import logging
 import math
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from quartet.api.fleet import Explanation, RankOption, WorkerState
@@ -21,9 +20,9 @@ from quartet.api.request import GenerateStart
 from quartet.discovery.base import Rank, Role
 from quartet.errors import QueueFullError
 from quartet.telemetry.logging import FinishedRequest, log_request
-from router.admission import Standing
 from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
+from router.fair_queue import FairQueue, FairShare, Lane, Position, Standing
 from router.policy.base import Option
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import outcome_of
@@ -75,30 +74,41 @@ async def explain(start: GenerateStart, context: RouterContext, turns: ExplainTu
 class ExplainTurns:
     """Lets Explain calls use the policy one after the other, by fair share, for a fifth of the event loop's time."""
 
-    def __init__(self, *, max_waiting: int = _MAX_WAITING, cpu_clock: Callable[[], float] = time.thread_time) -> None:
-        """No call waits. ``cpu_clock`` gives the seconds that this thread has computed."""
+    def __init__(
+        self,
+        share: FairShare,
+        *,
+        max_waiting: int = _MAX_WAITING,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """No call waits.
+
+        Args:
+            share: the tenants' shares of the router's work; each call is charged its tokens when its turn comes.
+            max_waiting: of more calls, the last is refused.
+            cpu_clock: the seconds that this thread has computed.
+        """
+        self._share = share
+        self._waiting: FairQueue[_Turn] = FairQueue(share)
         self._max_waiting = max_waiting
         self._cpu_clock = cpu_clock
-        self._waiting: list[_Turn] = []  # in order
         self._running: _Turn | None = None
         self._next: asyncio.TimerHandle | None = None
         self._rests_until = 0.0  # by the loop's clock
 
     async def run(self, standing: Standing, work: Callable[[], ResultT]) -> ResultT:
-        """The result of ``work`` once it is the turn of ``standing``; lower starts come first.
+        """The result of ``work`` once it is the turn of ``standing``.
 
         Raises:
             QueueFullError: too many wait, and it is the last of them.
         """
-        turn = _Turn((standing.start, standing.number), asyncio.get_running_loop().create_future())
-        insort(self._waiting, turn)
-        if len(self._waiting) > self._max_waiting:
-            message = "too many requests wait to be explained"
-            self._waiting.pop().comes.set_exception(QueueFullError(message, retry_delay_s=_RETRY_DELAY_S))
+        turn = _Turn(standing=standing, placed=asyncio.get_running_loop().create_future())
+        self._waiting.add(turn)
+        self._waiting.shorten(self._max_waiting, _full_error)
         self._plan_next()
         began_s = self._cpu_clock()
         try:
-            await turn.comes
+            await turn.placed
             began_s = self._cpu_clock()
             return work()
         finally:
@@ -106,7 +116,7 @@ class ExplainTurns:
                 self._running = None
                 spent_s = self._cpu_clock() - began_s
                 self._rests_until = asyncio.get_running_loop().time() + _REST * spent_s
-            elif turn in self._waiting:
+            else:
                 self._waiting.remove(turn)
             self._plan_next()
 
@@ -116,18 +126,34 @@ class ExplainTurns:
 
     def _begin_next(self) -> None:
         self._next = None
-        if self._waiting:
-            self._running = self._waiting.pop(0)
-            if not self._running.comes.done():  # else its call was cancelled, and is about to leave
-                self._running.comes.set_result(None)
+        turn = next(self._waiting.in_order(_is_kept), None)
+        if turn is None:
+            return  # all that are left were cancelled, and are about to leave
+        self._waiting.remove(turn)
+        self._running = turn
+        self._share.serve(turn.standing.tenant, turn.standing.num_tokens)
+        turn.placed.set_result(None)
 
 
-@dataclass(order=True, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class _Turn:
-    """One call's place in the line: ``comes`` is done when its turn has come, or when it is refused."""
+    """One call's place in the line: ``placed`` is done when its turn has come, or when it is refused."""
 
-    position: tuple[float, int]
-    comes: asyncio.Future[None] = field(compare=False)
+    standing: Standing
+    placed: asyncio.Future[None]
+    adapter: str = ""
+    is_retry: bool = False
+    lane: Lane[_Turn] | None = None
+    position: Position = (0, 0, 0)
+
+
+def _is_kept(_lane: Lane[_Turn]) -> bool:
+    """No call waits for anything but its turn."""
+    return False
+
+
+def _full_error() -> QueueFullError:
+    return QueueFullError("too many requests wait to be explained", retry_delay_s=_RETRY_DELAY_S)
 
 
 def _write_log(request: RouterRequest, outcome: str) -> None:

@@ -38,7 +38,7 @@ from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaSize
-from quartet.rpc.channels import TlsConfig, create_channel, watch_connection
+from quartet.rpc.channels import Dialer, TlsConfig, watch_connection
 from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, PrefillClient, RunningDecode
 from quartet.streams.encode_client import EncodeCall, EncodeClient
 from quartet.streams.messages import DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
@@ -103,7 +103,7 @@ class Fleet:
         self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
         self._table = table
         self._metrics = metrics
-        self._tls = tls
+        self._dialer = Dialer(tls)
         self._kv = kv
         self._on_worker = on_worker
         on_kv = None if kv is None else kv.take_batch
@@ -115,9 +115,7 @@ class Fleet:
         self._is_draining = False
         self._shown_states: Counter[tuple[Role, WorkerState]] = Counter()
         # Only keeps and releases hand-offs: it has no pool to pull into.
-        self._puller = TransferPuller(
-            lambda address: create_channel(address, tls), host=host_identity(), config=TransferConfig()
-        )
+        self._puller = TransferPuller(self._dialer.open, host=host_identity(), config=TransferConfig())
 
     # Requests on workers.
 
@@ -167,7 +165,7 @@ class Fleet:
                 self._table.was_away(now - last)
             last = now
             for record in self._table.forget_gone(now):
-                self._leave(record)
+                self._leave(record.key)
             for record in self._table.to_probe(now):
                 self._probe(record)
             for record in self._table.hanging(now):
@@ -215,13 +213,23 @@ class Fleet:
         if record.role not in _WORKER_ROLES:
             return
         known = self._connections.get(record.key)
+        for key in self._table.other_roles(record.key):
+            self._leave(key)
         is_new = self._table.put(record, time.monotonic())
+        record = self._table.record(record.key)
         # Behind another proxy, a worker may also get another address within one epoch.
-        if known is not None and (is_new or known.record.grpc_address != record.grpc_address):
-            self._leave(known.record)
-        if record.key not in self._connections:
+        if known is not None and (is_new or _addresses(known.record) != _addresses(record)):
+            self._leave(record.key)
+        if not self._table.can_use(record):
+            if is_new:
+                logger.warning(
+                    "worker %s is not used: it speaks %r, and this router does not",
+                    record.worker_id,
+                    record.contract_version,
+                )
+        elif record.key not in self._connections:
             logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
-            self._connections[record.key] = WorkerConnection(record, self._tls, self._lost, self._broken, self.drop)
+            self._connections[record.key] = WorkerConnection(record, self._dialer, self._lost, self._broken, self.drop)
             if self._kv is not None:
                 self._kv.enter(record, self._connections[record.key].client)
             self._listen(record)
@@ -237,11 +245,11 @@ class Fleet:
         except ValueError as error:
             logger.warning("worker %s: %s", record.worker_id, error)
 
-    def _leave(self, record: WorkerRecord) -> None:
-        probe = self._probes.pop(record.key, None)
+    def _leave(self, key: WorkerKey) -> None:
+        probe = self._probes.pop(key, None)
         if probe is not None:
             probe.cancel()
-        connection = self._connections.pop(record.key, None)
+        connection = self._connections.pop(key, None)
         if connection is None:
             return
         if self._kv is not None:
@@ -249,7 +257,7 @@ class Fleet:
         address = connection.record.events_address
         if all(other.record.events_address != address for other in self._connections.values()):
             self._subscriber.disconnect(address)
-        self._spawn(f"leave-{record.worker_id}", connection.close())
+        self._spawn(f"leave-{key.worker_id}", connection.close())
 
     def _broken(self, record: WorkerRecord, error: ServingError) -> None:
         is_expected = (
@@ -337,6 +345,10 @@ class Fleet:
         task.add_done_callback(self._background.discard)
 
 
+def _addresses(record: WorkerRecord) -> tuple[str, str]:
+    return record.grpc_address, record.events_address
+
+
 class WorkerConnection:
     """One channel to one epoch of one worker.
 
@@ -350,7 +362,7 @@ class WorkerConnection:
     def __init__(
         self,
         record: WorkerRecord,
-        tls: TlsConfig | None,
+        dialer: Dialer,
         on_lost: Callable[[WorkerRecord], None],
         on_broken: Callable[[WorkerRecord, ServingError], None],
         drop: Callable[[HandOff], None],
@@ -359,7 +371,7 @@ class WorkerConnection:
 
         Args:
             record: what discovery says of the worker.
-            tls: to dial it with.
+            dialer: opens the channel to it.
             on_lost: called when the connection is lost while no stream is open on it, so the router also notices the
                 death of a worker that serves only clients.
             on_broken: called when the stream breaks, unless ``close`` broke it.
@@ -367,7 +379,7 @@ class WorkerConnection:
         """
         self.record = record
         self.is_closed = False
-        self._channel = create_channel(record.grpc_address, tls)
+        self._channel = dialer.open(record.grpc_address)
         self.client = WorkerClient(self._channel)
         self.requests: DecodeClient | PrefillClient | EncodeClient
         if record.role is Role.DECODE:

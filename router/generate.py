@@ -11,10 +11,10 @@ from quartet.api.output import ChoiceOutput, RunningChoices
 from quartet.api.placement import PlacedRequest
 from quartet.api.request import Accepted, ChoicePlacement, GenerateStart, Resume
 from quartet.errors import NoSigningKeyError, ServingError
-from router.admission import Standing
-from router.attempts import ChoiceRun, draw_standing, run_together, to_choice_placement
+from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
 from router.explain import ExplainTurns, explain
+from router.fair_queue import Standing
 from router.place import PlaceRun
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
@@ -28,7 +28,7 @@ class Pipeline:
         """Start without requests."""
         self._context = context
         self._running: set[GenerateRun | PlaceRun] = set()
-        self._explain_turns = ExplainTurns()
+        self._explain_turns = ExplainTurns(context.admission.share)
 
     @property
     def num_running(self) -> int:
@@ -127,11 +127,10 @@ class GenerateRun:
         self._log.prepared(outputs.values())
         if request.resume is not None:
             outputs[request.resume.choice].resume(request.resume)
-        standing = draw_standing(request, len(outputs), context)
-        works = [self._run_choice(choice, output, standing) for choice, output in outputs.items()]
-        await run_together(works)
+        await run_choices(request, context, tuple(outputs.items()), self._run_choice)
 
-    async def _run_choice(self, choice: int, output: ChoiceOutput, standing: Standing) -> None:
+    async def _run_choice(self, numbered: tuple[int, ChoiceOutput], standing: Standing) -> None:
+        choice, output = numbered
         reason = await ChoiceRun(self._request, choice, output, self._context, standing, self._placed).run()
         if not self._choices.is_accepted:
             self._choices.accept(self._accepted())  # the resumed request had nothing left to do

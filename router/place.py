@@ -14,14 +14,15 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
 from quartet.streams.messages import SignedPlacement
-from router.admission import Standing
-from router.attempts import ChoiceRun, draw_standing, run_together, to_choice_placement
+from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
+from router.fair_queue import Standing
 from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import RequestLog
 from router.signing import Gang, SignedRun, Signer
+from router.untaken import Untaken
 from router.workers import PoolKey
 
 # The client makes the text; the router only counts tokens.
@@ -38,6 +39,7 @@ class PlaceRun:
         self._signer = signer
         self._log = RequestLog(request, context.metrics, path="place")
         self._choices: dict[int, _Choice] = {}
+        self._untaken: Sequence[Untaken] = ()
         self._given: Sequence[SignedPlacement | ChoiceFinished] = ()  # what the client gets for each choice
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
@@ -56,6 +58,7 @@ class PlaceRun:
         """
         self._task = asyncio.current_task()
         try:
+            self._check_budgets()
             placed = await run_prepared(self._request, self._context, self._place, late="was not placed")
         except BaseException as error:
             shown = self._abort_error or first_error(error) or error
@@ -64,6 +67,9 @@ class PlaceRun:
             if shown is error:
                 raise
             raise shown from error
+        finally:
+            for untaken in self._untaken:
+                untaken.drop()  # what was signed is kept until it is taken up
         self._write_log(None)
         return placed
 
@@ -72,6 +78,13 @@ class PlaceRun:
     ) -> None:
         """Take a choice's first token, as ``DeltaSink`` says; the choice's output has the token itself."""
         self._choices[choice].logprobs.extend(logprobs)
+
+    def _check_budgets(self) -> None:
+        """Refuse a tenant that takes nothing up, before any work is done. Raises ``PlacementBudgetError``."""
+        start = self._request.start
+        pool = self._context.table.pool(start.model, time.monotonic())
+        if pool is not None:
+            self._context.untaken.check(start.tenant, pool.key)
 
     async def _place(self, request: RouterRequest) -> PlacedRequest:
         if request.media is not None:
@@ -110,17 +123,26 @@ class PlaceRun:
         self._log.prepared(outputs.values())
 
     async def _place_choices(self, request: RouterRequest) -> None:
-        choices = self._choices.values()
-        standing, gang = draw_standing(request, len(choices), self._context), Gang(len(choices))
-        await run_together([self._place_choice(request, choice, standing, gang) for choice in choices])
+        choices, gang = tuple(self._choices.values()), Gang(len(self._choices))
+        num_tokens = request.num_prompt_tokens + max(len(choice.output.token_ids) for choice in choices)
+        tenant, pool = request.start.tenant, request.pool.key
+        self._untaken = await self._context.untaken.hold(tenant, pool, len(choices), num_tokens)
+        untaken = dict(zip(choices, self._untaken, strict=True))
 
-    async def _place_choice(self, request: RouterRequest, choice: _Choice, standing: Standing, gang: Gang) -> None:
+        async def place(choice: _Choice, standing: Standing) -> None:
+            await self._place_choice(request, choice, standing, gang, untaken[choice])
+
+        await run_choices(request, self._context, choices, place)
+
+    async def _place_choice(
+        self, request: RouterRequest, choice: _Choice, standing: Standing, gang: Gang, untaken: Untaken
+    ) -> None:
         avoid: frozenset[str] = frozenset()
         if request.resume is not None:
             # The client alone saw what failed at these workers.
             avoid = self._context.table.placed_at(request.request_id, choice.number)
         run = ChoiceRun(request, choice.number, choice.output, self._context, standing, self._placed, avoid)
-        choice.end = await run.place(self._signer, gang)
+        choice.end = await run.place(self._signer, gang, untaken)
 
     def _placed(self, number: int, placement: Placement) -> None:
         self._choices[number].placement = placement

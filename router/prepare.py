@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from quartet.api.answer import DeltaSink
@@ -16,10 +16,10 @@ from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
     ChatPrompt,
     GenerateStart,
-    Prompt,
     Resume,
     TextOptions,
     TextPrompt,
+    TokenPrompt,
     check_resume,
     check_start,
     prompt_field,
@@ -33,16 +33,26 @@ from quartet.errors import (
     WorkerUnavailableError,
 )
 from quartet.kvcache.block_hash import ExtraKey, MediaSpan, sequence_hashes
+from quartet.rpc.message_limits import MAX_TEXT_BYTES
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
+from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
 from router.media.request import MediaRequest, RequestMedia, check_items, prepare_media
 from router.readiness import model_error
 from router.tenants import salt_in_domain
-from router.workers import Pool, WorkerTable
+from router.tokenizing import TokenizeQueue
+from router.workers import Pool, PoolKey, WorkerTable
 
 # Tokenizing fewer characters than this costs less than handing them to a thread.
 _MAX_INLINE_LENGTH = 2_000
+
+# A message costs as much as so many characters, also an empty one: the template writes its frame.
+_MESSAGE_COST = 40
+
+# Bytes of the longest token of a model whose tokenizer is not here yet, and of all text of a request but its prompt.
+_UNKNOWN_TOKEN_BYTES = 256
+_OTHER_TEXT_BYTES = 256 << 10
 
 # This many of the prompt's last tokens let the answer's first word keep its space, and an accent find its letter.
 _TAIL_TOKENS = 4
@@ -96,6 +106,7 @@ class RouterRequest:
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
         arrived_at: in monotonic seconds.
         deadline: in monotonic seconds; set by the check, while all fields below are set by preparing.
+        worker_priority: the priority that workers are told.
         pool: the pool that serves it.
         text: text side of the pool's model.
         prompt_token_ids: if ``spans`` says where its media lie, the tokens of the media are included; otherwise each
@@ -112,6 +123,7 @@ class RouterRequest:
     """
 
     deadline: float
+    worker_priority: int
     pool: Pool
     text: ModelText
     prompt_token_ids: Sequence[int]
@@ -297,9 +309,9 @@ def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) 
 def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
     """Refuse tokens that no answer of at most ``max_tokens`` can contain. Raises ``InvalidRequestError``."""
     field = "resume.generated_token_ids"
-    _check_ids(resume.generated_token_ids, vocab_size, field)
     if len(resume.generated_token_ids) > max_tokens:
         raise InvalidRequestError(f"the prompt leaves room for {max_tokens} generated tokens", field=field)
+    _check_ids(resume.generated_token_ids, vocab_size, field)
 
 
 def valid_traceparent(header: str) -> str:
@@ -308,6 +320,19 @@ def valid_traceparent(header: str) -> str:
     if match is None or len(header) > _MAX_TRACEPARENT_LENGTH or (header.startswith("00") and match["more"]):
         return ""
     return header
+
+
+def max_text_bytes(pools: Iterable[Pool], known_text: Callable[[PoolKey], ModelText | None]) -> int:
+    """Bytes of text of the longest message that a request for any of ``pools`` can need; the most if there are none.
+
+    ``known_text`` gives a pool's text side, if it is here.
+    """
+    longest = 0
+    for pool in pools:
+        text = known_text(pool.key)
+        token_bytes = _UNKNOWN_TOKEN_BYTES if text is None else text.tokenizer.longest_token_bytes
+        longest = max(longest, max_sequence_tokens(pool) * token_bytes)
+    return min(longest + _OTHER_TEXT_BYTES, MAX_TEXT_BYTES) if longest else MAX_TEXT_BYTES
 
 
 def max_sequence_tokens(pool: Pool) -> int:
@@ -327,6 +352,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     The caller closes the request's media.
     """
     start, resume = request.start, request.resume
+    request.worker_priority = min(start.priority, context.tenants.config(start.tenant).max_priority)
     pool = request.pool = _find_pool(start, context.table, resume)
     check_pool(start, pool)
     if context.tenants.has_domains:
@@ -334,8 +360,10 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         request.cache_salt = salt_in_domain(request.trust_domain, start.cache_salt)
     text = request.text = await context.texts.model_text(pool.key)
     began = time.monotonic()
-    token_ids = request.prompt_token_ids = await _tokenize(start.prompt, text)
+    token_ids = request.prompt_token_ids = await _tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
     request.tokenize_s = time.monotonic() - began
+    # Before any token is looked at.
+    request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
     if start.has_media:
         await _prepare_media(request, context, token_ids, encodes=encodes)
     elif text.media is not None:
@@ -343,7 +371,8 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     try:
         token_ids = request.prompt_token_ids
         check_tokens(start, token_ids, text.vocab_size)
-        request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
+        if start.has_media:
+            request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
         if resume is not None:
             check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
     except InvalidRequestError:
@@ -360,6 +389,7 @@ async def _prepare_media(
     named = MediaRequest(
         request_id=request.request_id,
         start=request.start,
+        worker_priority=request.worker_priority,
         traceparent=request.traceparent,
         first_attempt=0 if request.resume is None else request.resume.attempt,
         deadline=request.deadline,
@@ -391,21 +421,27 @@ def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Po
     raise WorkerUnavailableError("the model that gave the tokens to go on after is served no more")
 
 
-async def _tokenize(prompt: Prompt, text: ModelText) -> Sequence[int]:
+async def _tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queue: TokenizeQueue) -> Sequence[int]:
+    """The prompt's tokens; more than ``max_tokens`` may be refused before they are counted.
+
+    Raises:
+        InvalidRequestError: as ``ModelText`` says, with the field of a request.
+        QueueFullError: too much text waits.
+    """
+    prompt = start.prompt
+    if isinstance(prompt, TokenPrompt):
+        return prompt.token_ids
     if isinstance(prompt, TextPrompt):
-        if len(prompt.text) <= _MAX_INLINE_LENGTH:
-            return text.encode_text(prompt.text)
-        return await asyncio.to_thread(text.encode_text, prompt.text)
-    if isinstance(prompt, ChatPrompt):
-        return await _tokenize_chat(prompt, text)
-    return prompt.token_ids
-
-
-async def _tokenize_chat(prompt: ChatPrompt, text: ModelText) -> Sequence[int]:
+        text.tokenizer.check_length(prompt.text, max_tokens, field="text")  # before it waits
+        cost = len(prompt.text)
+        encode = partial(text.encode_text, prompt.text)
+    else:
+        cost = sum([message.num_characters + _MESSAGE_COST for message in prompt.messages])
+        encode = partial(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
     try:
-        if sum(message.num_characters for message in prompt.messages) <= _MAX_INLINE_LENGTH:
-            return text.encode_messages(prompt.messages, prompt.add_generation_prompt)
-        return await asyncio.to_thread(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
+        if cost <= _MAX_INLINE_LENGTH:
+            return encode(limit=EncodeLimit(max_tokens))
+        return await queue.run(start.tenant, cost, lambda is_wanted: encode(limit=EncodeLimit(max_tokens, is_wanted)))
     except InvalidRequestError as error:
         # The text side reads only the messages; in a request they are part of `chat`.
         field = "chat.messages" if error.field == "messages" else error.field

@@ -16,14 +16,16 @@ from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
 from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
+from quartet.rpc.message_limits import MessageLimits
 from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.supervision import LoopWatch, Supervisor
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
-from router.admission import Admission, FairShare
+from router.admission import Admission
 from router.config import RouterConfig
 from router.context import RouterContext
+from router.fair_queue import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
 from router.kv_index.feed import KvJoins
@@ -33,11 +35,14 @@ from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.create import create_policy
+from router.prepare import max_text_bytes
 from router.readiness import Readiness
-from router.servicer import RouterServicer, router_service
+from router.servicer import FILE_FIELDS, RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
-from router.workers import WorkerTable
+from router.tokenizing import TokenizeQueue
+from router.untaken import UntakenBudgets
+from router.workers import PoolKey, WorkerTable
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +111,9 @@ class RouterProcess:
             stack.push_async_callback(fleet.close)
             fetcher = MediaFetcher(config.media)
             stack.push_async_callback(fetcher.close)
-            pipeline = self._pipeline(table, fleet, index, fetcher)
+            tokenizing = TokenizeQueue(config.tokenizing, FairShare(self._tenants))
+            stack.callback(tokenizing.close)
+            pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing)
             servicer = RouterServicer(
                 pipeline,
                 table,
@@ -117,7 +124,11 @@ class RouterProcess:
                 names=TenantNames(config.trusted_gateways, config.identity_tenants),
                 session_limits=config.session,
             )
-            server = RpcServer(config.server, [router_service(servicer)])
+            limits = MessageLimits(
+                max_text_bytes=lambda: max_text_bytes(table.pools(time.monotonic()), fleet.texts.known),
+                file_fields=FILE_FIELDS,
+            )
+            server = RpcServer(config.server, [router_service(servicer)], limits=limits)
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
@@ -167,10 +178,17 @@ class RouterProcess:
         pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
         await draining
 
-    def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex, fetcher: MediaFetcher) -> Pipeline:
-        config = self._config
+    def _pipeline(
+        self,
+        table: WorkerTable,
+        fleet: Fleet,
+        index: PrefixIndex,
+        fetcher: MediaFetcher,
+        tokenizing: TokenizeQueue,
+    ) -> Pipeline:
+        config, tenants = self._config, self._tenants
         admission = Admission(
-            table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics
+            table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics, tenants
         )
         table.listen(admission.wake)
         encode = EncodeTools(
@@ -181,7 +199,7 @@ class RouterProcess:
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
         )
-        keys, media_queue = self._signing_keys, self._media_queue(table)
+        keys, media_queue = self._signing_keys, self._media_queue(table, tenants)
         pipeline = Pipeline(
             RouterContext(
                 router_id=table.router_id,
@@ -190,9 +208,11 @@ class RouterProcess:
                 admission=admission,
                 hops=fleet,
                 media=MediaTools(fetcher, encode, media_queue, config.media.max_size_bytes),
+                tokenizing=tokenizing,
                 metrics=self._metrics,
                 config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,
+                untaken=self._untaken_budgets(table),
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
                 tenants=self._tenants,
             )
@@ -200,7 +220,16 @@ class RouterProcess:
         self._metrics.watch_requests(lambda: admission.length + media_queue.length, lambda: pipeline.num_running)
         return pipeline
 
-    def _media_queue(self, table: WorkerTable) -> MediaQueue:
+    def _untaken_budgets(self, table: WorkerTable) -> UntakenBudgets[PoolKey]:
+        admission = self._config.admission
+        return UntakenBudgets(
+            lambda pool: table.decode_capacity(pool, time.monotonic()),
+            share=admission.untaken_share,
+            max_waiting=admission.max_queue_length,
+            timeout_s=admission.queue_timeout_s,
+        )
+
+    def _media_queue(self, table: WorkerTable, tenants: Tenants) -> MediaQueue:
         admission = self._config.admission
         bounds = MediaQueueConfig(
             max_bytes=self._config.media.max_held_bytes,
@@ -208,8 +237,6 @@ class RouterProcess:
             timeout_s=admission.queue_timeout_s,
             retry_delay_s=admission.retry_delay_s,
         )
-        queue = MediaQueue(
-            bounds, FairShare(admission.tenant_weights), lambda pool: table.num_encode_tokens(pool, time.monotonic())
-        )
+        queue = MediaQueue(bounds, FairShare(tenants), lambda pool: table.num_encode_tokens(pool, time.monotonic()))
         table.listen(queue.poll)
         return queue

@@ -19,7 +19,6 @@ from quartet.api.fleet import Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import GenerateStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
-from quartet.discovery.base import Role
 from quartet.errors import DrainingError, ProtocolError
 from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.errors import public_error
@@ -34,6 +33,9 @@ from router.tenants import TenantNames
 from router.workers import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+#: Fields of requests that hold text as long as a file: a `data:` URL.
+FILE_FIELDS = frozenset({"quartet.v1.MediaPart.url"})
 
 # Watchers get changes at most this often.
 _WATCH_INTERVAL_S = 0.25
@@ -133,7 +135,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """As router.proto says."""
         changed = asyncio.Event()
         stop = self._table.listen(changed.set)
-        shown: dict[tuple[Role, str], WorkerStatus] = {}
+        shown: dict[str, WorkerStatus] = {}
         is_first = True
         try:
             while True:
@@ -163,8 +165,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def _read_start(self, context: _Context) -> GenerateStart:
         # A client that opens a stream and sends nothing must not delay a drain.
         with self._until_closing():
-            request = await context.read()
-        if request is grpc.aio.EOF or request.WhichOneof("message") != "start":
+            request = await self._stalled.read_first(context)
+        if not isinstance(request, pb.GenerateRequest) or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
         return self._with_tenant(from_generate_start(request.start), self._identity(context))
 
@@ -182,10 +184,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         statuses = self._table.statuses(time.monotonic())
         return [status for status in statuses if model in ("", status.record.model_name)]
 
-    def _changes(self, model: str, shown: dict[tuple[Role, str], WorkerStatus]) -> pb.WatchWorkersResponse:
-        """The changes since ``shown``; brings ``shown`` up to date."""
-        now = {(status.record.role, status.record.worker_id): status for status in self._statuses(model)}
-        removed = [worker_id for role, worker_id in shown.keys() - now.keys()]
+    def _changes(self, model: str, shown: dict[str, WorkerStatus]) -> pb.WatchWorkersResponse:
+        """The changes since ``shown``, by worker id; brings ``shown`` up to date."""
+        now = {status.record.worker_id: status for status in self._statuses(model)}
+        removed = shown.keys() - now.keys()
         updated = [status for key, status in now.items() if key not in shown or _differ(shown[key], status)]
         shown.clear()
         shown.update(now)

@@ -15,6 +15,7 @@ from quartet.streams.signed_start import Keys, check_signed_size, sign
 from quartet.streams.wakeable import result_if_done
 from router.book import PlacedBooking, Reservation
 from router.fleet import Hops
+from router.untaken import Untaken
 from router.workers import WorkerTable
 
 # A signature expires well before its hand-off does, because the worker must still ask for the blocks.
@@ -39,6 +40,7 @@ class SigningTerms:
         is_renewed: the time to live of ``hand_off`` began a while ago and was renewed since.
         deadline: of its request, in monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
+        untaken: counts it in its tenant's budgets until its client has taken it up.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class SigningTerms:
     deadline: float
     num_first_tokens: int
     is_renewed: bool = False
+    untaken: Untaken | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Signer:
             lapses_at=now + ttl_s + _MARGIN_S,
             # The request's time begins anew when the client brings the start, at most the signature's time from now.
             ends_at=terms.deadline + ttl_s + _MARGIN_S,
+            untaken=terms.untaken,
         )
         try:
             signed = sign(

@@ -1,4 +1,4 @@
-"""Tenants: the names that an identity may use, and the trust domain that decides which caches a tenant shares.
+"""Tenants: what is configured for each, the names that an identity may use, and which caches a tenant shares.
 
 A trust domain goes into everything that names cached content. Its id stands before the cache salt that workers get, so
 it is part of every KV block's extra key on every engine; and media ids of a domain differ from those of others
@@ -45,13 +45,23 @@ class TenantConfig:
             ``None``: the domain of all tenants for which no other is configured. Its name is part of what is hashed, so
             a name that nobody can guess keeps others from making up prompts whose hashes are those of the domain's.
         isolated: each of these tenants has a domain of its own, named by ``trust_domain`` and the tenant.
+        weight: its share of the work while other tenants wait too, over the weights of these.
+        max_priority: workers are told at most this priority: theirs goes before other tenants' requests, and if their
+            blocks run out, they compute requests of lower priority again. In the router's queue a priority only orders
+            its own tenant's requests, and has no limit.
     """
 
     trust_domain: str | None = None
     isolated: bool = False
+    weight: float = 1.0
+    max_priority: int = 0
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
+        if not 0 < self.weight < float("inf"):
+            raise ConfigError("weight: must be above 0")
+        if not -(2**31) <= self.max_priority < 2**31:
+            raise ConfigError("max_priority: must be a signed 32-bit number")
         if self.trust_domain == "":
             raise ConfigError("trust_domain: must not be empty; leave it out for the domain of all other tenants")
 
@@ -71,6 +81,10 @@ class TenantConfig:
         return hashlib.sha256(named.encode()).hexdigest()[:_ID_LENGTH]
 
 
+#: What applies to a tenant that the configuration does not name.
+UNNAMED = TenantConfig()
+
+
 class Tenants:
     """What is configured for each tenant: by its name, else by the first pattern that matches."""
 
@@ -79,16 +93,22 @@ class Tenants:
         configs = configs or {}
         self._exact = {name: config for name, config in configs.items() if not _GLOB.search(name)}
         self._patterns = [(_compile(name), config) for name, config in configs.items() if _GLOB.search(name)]
+        self._known: dict[str, TenantConfig] = {}
         self._domain_ids: dict[str, str] = {}
         #: Whether caches are separated at all.
         self.has_domains = has_domains(configs)
 
     def config(self, tenant: str) -> TenantConfig:
         """What applies to ``tenant``."""
-        exact = self._exact.get(tenant)
-        if exact is not None:
-            return exact
-        return next((config for pattern, config in self._patterns if pattern.fullmatch(tenant)), _DEFAULT)
+        known = self._known.get(tenant)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[tenant] = self._exact.get(tenant) or self._first_match(tenant)
+        return known
+
+    def _first_match(self, tenant: str) -> TenantConfig:
+        return next((config for pattern, config in self._patterns if pattern.fullmatch(tenant)), UNNAMED)
 
     def domain_id(self, tenant: str) -> str:
         """The id of the tenant's trust domain, as ``TenantConfig.domain_id``."""
@@ -170,9 +190,6 @@ def check_identity_tenants(identity_tenants: Mapping[str, Sequence[str]], gatewa
             raise ConfigError(f"identity_tenants.{identity}: must list the tenants that the identity may use")
         if identity in gateways:
             raise ConfigError(f"identity_tenants.{identity}: also in trusted_gateways, which may use every tenant")
-
-
-_DEFAULT = TenantConfig()
 
 
 def _compile(name: str) -> re.Pattern[str]:

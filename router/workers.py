@@ -15,13 +15,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from quartet.api.fleet import WorkerState, WorkerStatus
-from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
+from quartet.discovery.base import SPOKEN_VERSIONS, Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
 from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
-from router.policy.room import with_step_times
+from router.policy.room import max_requests, with_step_times
+from router.untaken import Capacity
 
 #: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
@@ -51,9 +52,15 @@ class PoolKey(NamedTuple):
 class WorkerTable:
     """All known workers. Times are monotonic seconds, given by the caller."""
 
-    def __init__(self, router_id: str, *, heartbeat_timeout_s: float) -> None:
-        """``router_id`` is new at each start, so workers' reports never include what an earlier process placed."""
+    def __init__(
+        self, router_id: str, *, heartbeat_timeout_s: float, versions: frozenset[str] = SPOKEN_VERSIONS
+    ) -> None:
+        """``router_id`` is new at each start, so workers' reports never include what an earlier process placed.
+
+        Workers whose contract version is not among ``versions`` are only listed.
+        """
         self.router_id = router_id
+        self._versions = versions
         #: Discovery has listed every worker that it knew at the start.
         self.is_synchronised = False
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -75,16 +82,35 @@ class WorkerTable:
         return lambda: self._listeners.remove(on_change)
 
     def put(self, record: WorkerRecord, now: float) -> bool:
-        """Add ``record`` from discovery. Returns whether it is a new worker, or a new epoch of one."""
+        """Add ``record`` from discovery. Returns whether it is a new worker, or a new epoch of one.
+
+        It takes the place of a worker of another role that had its id: an id names one worker. Within an epoch only
+        addresses change, as behind another proxy; what else differs from the first record is ignored.
+        """
         known = self._workers.get(record.key)
         is_new = known is None or known.record.epoch != record.epoch
         if known is None or is_new:
-            self._workers[record.key] = KnownWorker(record, now)
+            for key in self.other_roles(record.key):
+                del self._workers[key]
+            self._workers[record.key] = KnownWorker(record, now, is_compatible=self.can_use(record))
         else:
-            known.describe(record)
+            known.move(record)
             known.is_listed = True
         self._changed()
         return is_new
+
+    def record(self, key: WorkerKey) -> WorkerRecord:
+        """What is kept of the records of a known worker."""
+        return self._workers[key].record
+
+    def can_use(self, record: WorkerRecord) -> bool:
+        """Whether this router speaks the worker's contract version."""
+        return record.contract_version in self._versions
+
+    def other_roles(self, key: WorkerKey) -> list[WorkerKey]:
+        """Known workers with the id of ``key`` and another role; there is one at most."""
+        keys = [WorkerKey(role, key.worker_id) for role in Role if role is not key.role]
+        return [other for other in keys if other in self._workers]
 
     def unlist(self, key: WorkerKey) -> None:
         """Discovery no longer has the record. That alone stops nothing."""
@@ -216,6 +242,15 @@ class WorkerTable:
             prefill=with_step_times(prefill, decode), decode=with_step_times(decode, prefill), now=now, peers=peers
         )
 
+    def decode_capacity(self, pool: PoolKey, now: float) -> Capacity:
+        """What the ready decode workers of ``pool`` have together."""
+        ranks = [candidate for worker in self._ready_of(pool, now).decode for candidate in worker.candidates()]
+        is_known = all(rank.max_requests for rank in ranks)
+        return Capacity(
+            num_tokens=sum(rank.num_total_blocks * rank.block_size for rank in ranks),
+            num_requests=sum(rank.max_requests for rank in ranks) if is_known else 0,
+        )
+
     def encode_candidates(self, pool: PoolKey, kinds: frozenset[str], now: float) -> list[EncodeCandidate]:
         """The encode workers of ``pool`` that take files of all ``kinds`` now."""
         ready = self._ready_of(pool, now).encode
@@ -272,6 +307,7 @@ class WorkerTable:
             for worker in self._workers.values()
             if not (worker.is_connected and worker.cut_at is None and worker.is_listed)
             or worker.silence_s(now) > limit_s
+            if worker.is_compatible
         ]
 
     def _of_epoch(self, key: WorkerKey, epoch: int) -> KnownWorker | None:
@@ -290,6 +326,7 @@ class WorkerTable:
             load.router_progress.get(name, 0),
             load.placements.get(name),
             arrived_number=load.router_arrivals.get(name, 0),
+            num_requests=[rank.num_running + rank.num_waiting for rank in load.ranks],
         )
         # Dozens of reports come each second; few of them change a pool.
         state = worker.last_state = worker.state(now, self._heartbeat_timeout_s)
@@ -303,12 +340,13 @@ class WorkerTable:
 
     def _pools_by_key(self, now: float) -> dict[PoolKey, Pool]:
         if self._pools is None:
-            keys = {worker.pool for worker in self._workers.values() if worker.record.role in _MODEL_ROLES}
+            models = [worker for worker in self._workers.values() if worker.record.role in _MODEL_ROLES]
+            keys = {worker.pool for worker in models if worker.is_compatible}
             self._pools = {key: self._describe(key, now) for key in sorted(keys)}
         return self._pools
 
     def _describe(self, key: PoolKey, now: float) -> Pool:
-        workers = [worker for worker in self._workers.values() if worker.pool == key]
+        workers = [worker for worker in self._workers.values() if worker.pool == key and worker.is_compatible]
         return describe_pool(key, workers, self._ready_of(key, now))
 
     def _ready_of(self, pool: PoolKey, now: float) -> _Ready:
@@ -319,6 +357,8 @@ class WorkerTable:
             for worker in self._workers.values():
                 if worker.pool == pool and self._is_ready(worker, now):
                     by_role[worker.record.role].append(worker)
+            for worker in ready.decode:
+                worker.feed(bool(ready.prefill))
         return ready
 
     def _forget_states(self) -> None:
@@ -348,6 +388,7 @@ class KnownWorker:
     Attributes:
         pool: the pool that it belongs to.
         known_at: when discovery first had it, in monotonic seconds like all times here.
+        is_compatible: the router speaks its contract version; if not, it is only listed.
         num_rank_tokens: tokens of KV that its largest rank holds.
         is_listed: discovery has its record.
         is_connected: it has answered since its stream last broke.
@@ -358,6 +399,7 @@ class KnownWorker:
 
     record: WorkerRecord
     known_at: float
+    is_compatible: bool = field(default=True, kw_only=True)
     book: WorkerBook = field(init=False)
     pool: PoolKey = field(init=False)
     num_rank_tokens: int = field(init=False)
@@ -370,13 +412,9 @@ class KnownWorker:
     last_state: WorkerState = WorkerState.JOINING
 
     def __post_init__(self) -> None:
-        self._is_quiet = False
+        self._is_quiet = self._is_fed = False
         self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
-        self.describe(self.record)
-
-    def describe(self, record: WorkerRecord) -> None:
-        """Take ``record``, discovery's record of this epoch."""
-        self.record = record
+        record = self.record
         # Kept, because every snapshot of its pool needs them.
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
         self._ranks = [Rank(record.worker_id, number) for number in range(record.data_parallel_size)]
@@ -386,11 +424,25 @@ class KnownWorker:
         self._shown_versions = [account.version for account in self.book.accounts]
         self._is_shown = True
 
+    def move(self, record: WorkerRecord) -> None:
+        """Take the addresses of ``record``."""
+        self.record = replace(
+            self.record,
+            grpc_address=record.grpc_address,
+            events_address=record.events_address,
+            http_address=record.http_address,
+        )
+
     def on_load(self, load: WorkerLoad, now: float) -> None:
         """Apply a load report."""
         self.load, self.load_at = load, now
         self._read_load()
         self.poll(now)
+
+    def feed(self, is_fed: bool) -> None:
+        """Whether other workers prefill for it."""
+        if is_fed is not self._is_fed:
+            self._is_fed, self._is_shown = is_fed, False
 
     def poll(self, now: float) -> None:
         """Apply the passage of time. Once reports stop, the waiting prompts of old reports no longer count."""
@@ -404,6 +456,8 @@ class KnownWorker:
 
     def state(self, now: float, heartbeat_timeout_s: float) -> WorkerState:
         """Whether requests are placed here."""
+        if not self.is_compatible:
+            return WorkerState.INCOMPATIBLE
         if self.load is not None and self.load.is_draining:
             return WorkerState.DRAINING
         if not self.has_joined:
@@ -464,6 +518,8 @@ class KnownWorker:
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
+            num_requests=account.num_requests + (0 if self._is_quiet else account.num_other_requests),
+            max_requests=max_requests(load.max_running, is_fed=self._is_fed),
             num_queued_tokens=num_queued_tokens + account.num_unreported_tokens + account.num_placed_tokens,
             adapters=self._adapters,
             media=self._media,

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ class EtcdServer:
     Args:
         binary: the etcd program.
         directory: where data and log go; created if absent.
+        options: more options of the program, without their dashes.
     """
 
-    def __init__(self, binary: Path, directory: Path) -> None:
+    def __init__(self, binary: Path, directory: Path, options: Mapping[str, str] | None = None) -> None:
         self.endpoint = f"127.0.0.1:{free_port()}"
         self._binary = binary
+        self._options = options or {}
         self._data_dir = directory / "data"
         self._log = directory / "etcd.log"
         self._peer = f"http://127.0.0.1:{free_port()}"
@@ -98,6 +101,17 @@ class EtcdServer:
         """Store any bytes under any bytes, as no client of ours would."""
         self._post("kv/put", {"key": b64encode(key).decode(), "value": b64encode(value).decode()})
 
+    def enable_auth(self, user: str, password: str, prefix: str) -> None:
+        """Ask every caller for a user from now on; ``user`` may read and write what is below ``prefix``."""
+        for name, secret in ((user, password), ("root", password)):
+            self._post("auth/user/add", {"name": name, "password": secret})
+            self._post("auth/role/add", {"name": name})
+            self._post("auth/user/grant", {"user": name, "role": name})
+        begin, end = prefix.encode(), prefix[:-1].encode() + bytes([ord(prefix[-1]) + 1])
+        keys = {"key": b64encode(begin).decode(), "range_end": b64encode(end).decode()}
+        self._post("auth/role/grant", {"name": user, "perm": {"permType": "READWRITE", **keys}})
+        self._post("auth/enable", {})
+
     def _command(self) -> list[str]:
         client = f"http://{self.endpoint}"
         options = {
@@ -112,6 +126,7 @@ class EtcdServer:
             "election-timeout": "500",
             "logger": "zap",
             "log-level": "error",
+            **self._options,
         }
         return [str(self._binary), *(f"--{name}={value}" for name, value in options.items())]
 

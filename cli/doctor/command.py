@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,12 +22,13 @@ from cli.doctor.network import EtcdCheck, PortsCheck
 from cli.doctor.packages import check_packages
 from cli.doctor.trtllm import check_trtllm
 from cli.output import reporting_errors
+from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ConfigError
 
 _TIMEOUT_S = 45.0
 _TRTLLM_TIMEOUT_S = 180.0
-_TLS = "TLS of etcd"
+_ACCESS = "Access to etcd"
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.WRONG: "bold red"}
 _CHECK_WIDTH = 16
 
@@ -45,19 +46,29 @@ def machine(
         typer.Option("--etcd", metavar="HOST:PORT,...", envvar="ETCD_ENDPOINTS", help="The etcd that you mean to use."),
     ] = None,
     etcd_ca: Annotated[
-        Path | None, typer.Option("--etcd-ca", help="Certificates that its own must lead to.", rich_help_panel=_TLS)
+        Path | None, typer.Option("--etcd-ca", help="Certificates that its own must lead to.", rich_help_panel=_ACCESS)
     ] = None,
     etcd_cert: Annotated[
-        Path | None, typer.Option("--etcd-cert", help="Your own certificate chain.", rich_help_panel=_TLS)
+        Path | None, typer.Option("--etcd-cert", help="Your own certificate chain.", rich_help_panel=_ACCESS)
     ] = None,
-    etcd_key: Annotated[Path | None, typer.Option("--etcd-key", help="Its private key.", rich_help_panel=_TLS)] = None,
+    etcd_key: Annotated[
+        Path | None, typer.Option("--etcd-key", help="Its private key.", rich_help_panel=_ACCESS)
+    ] = None,
+    etcd_user: Annotated[
+        str, typer.Option("--etcd-user", help="A user of etcd, if it asks for one.", rich_help_panel=_ACCESS)
+    ] = "",
+    etcd_password: Annotated[
+        Path | None,
+        typer.Option("--etcd-password-file", help="File that holds its password.", rich_help_panel=_ACCESS),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong."""
     if context.invoked_subcommand is not None:
         return
     with reporting_errors():
-        check = _etcd_check(etcd, etcd_ca, etcd_cert, etcd_key)
+        access = _EtcdFiles(ca=etcd_ca, cert=etcd_cert, key=etcd_key, password=etcd_password)
+        check = _etcd_check(etcd, etcd_user, access)
         _report(asyncio.run(_check_all(check)), as_json=as_json)
 
 
@@ -109,16 +120,38 @@ async def _check_all(etcd: EtcdCheck) -> list[Finding]:
     return await check_up(checks, timeout_s=_TIMEOUT_S)
 
 
-def _etcd_check(endpoints: str | None, ca: Path | None, cert: Path | None, key: Path | None) -> EtcdCheck:
-    named = tuple(endpoint for part in (endpoints or "").split(",") if (endpoint := part.strip()))
-    for option, file in {"--etcd-ca": ca, "--etcd-cert": cert, "--etcd-key": key}.items():
-        if file is not None and not file.is_file():
-            raise ConfigError(f"{option}: there is no file {file}")
+@dataclass(frozen=True, kw_only=True)
+class _EtcdFiles:
+    """The files that options name."""
+
+    ca: Path | None
+    cert: Path | None
+    key: Path | None
+    password: Path | None
+
+    def __post_init__(self) -> None:
+        options = {"ca": self.ca, "cert": self.cert, "key": self.key, "password-file": self.password}
+        for option, file in options.items():
+            if file is not None and not file.is_file():
+                raise ConfigError(f"--etcd-{option}: there is no file {file}")
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("--etcd-cert, --etcd-key: one without the other")
+
+    def tls(self, endpoints: Sequence[str]) -> EtcdTls | None:
+        """TLS if a certificate is given or an endpoint says https."""
+        if self.ca or self.cert or any(endpoint.startswith("https://") for endpoint in endpoints):
+            return EtcdTls(ca_file=self.ca, cert_file=self.cert, key_file=self.key)
+        return None
+
+
+def _etcd_check(named: str | None, user: str, files: _EtcdFiles) -> EtcdCheck:
+    chosen = tuple(endpoint for part in (named or "").split(",") if (endpoint := part.strip()))
+    endpoints = chosen or EtcdConfig().endpoints
     try:
-        config = EtcdConfig(endpoints=named or EtcdConfig().endpoints, ca_file=ca, cert_file=cert, key_file=key)
-    except ValueError as error:
-        raise ConfigError(f"--etcd-cert, --etcd-key: {error}") from error
-    return EtcdCheck(config, is_chosen=bool(named))
+        config = EtcdConfig(endpoints=endpoints, tls=files.tls(endpoints), user=user, password_file=files.password)
+    except ConfigError as error:
+        raise ConfigError(f"--etcd: {error}") from error
+    return EtcdCheck(config, is_chosen=bool(chosen))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import aiohttp
 
 from cli.doctor.finding import Finding, ok, run_program, warning, wrong
 from quartet.client import QuartetClient
+from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ServingError
 from services.topology.launch import etcd_answers, find_etcd
@@ -70,13 +71,15 @@ class EtcdCheck:
 async def ask_facts(config: EtcdConfig) -> EtcdFacts:
     """Version and clock of ``config``'s only endpoint, as far as it reports them; bounded in time."""
     [endpoint] = config.endpoints
-    is_secure = config.ca_file is not None or endpoint.startswith("https://")
+    tls = config.tls
     address = endpoint.removeprefix("https://").removeprefix("http://")
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HTTP_TIMEOUT_S)) as session,
             session.get(
-                f"{'https' if is_secure else 'http'}://{address}/version", ssl=_ssl(config) if is_secure else True
+                f"{'http' if tls is None else 'https'}://{address}/version",
+                ssl=True if tls is None else _ssl(tls),
+                server_hostname=None if tls is None else tls.server_name,
             ) as response,
         ):
             now_s = time.time()
@@ -161,10 +164,10 @@ def _skew(date: str | None, now_s: float) -> float | None:
     return now_s - (email.utils.parsedate_to_datetime(date).timestamp() + 0.5)
 
 
-def _ssl(config: EtcdConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=None if config.ca_file is None else str(config.ca_file))
-    if config.cert_file is not None and config.key_file is not None:
-        context.load_cert_chain(str(config.cert_file), str(config.key_file))
+def _ssl(tls: EtcdTls) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=None if tls.ca_file is None else str(tls.ca_file))
+    if tls.cert_file is not None and tls.key_file is not None:
+        context.load_cert_chain(str(tls.cert_file), str(tls.key_file))
     return context
 
 

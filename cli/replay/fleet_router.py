@@ -14,6 +14,7 @@ from quartet.events.kv import KvEvent
 from router.kv_index.feed import apply_events
 from router.kv_index.index import PrefixIndex
 from router.policy.base import Peers, Pending, Placement, Policy, Snapshot
+from router.policy.room import max_requests
 
 # Longer than any request waits for its first step.
 _PREDICTION_LIFE_S = 600.0
@@ -39,7 +40,9 @@ class _Account:
         self.num_prompt_blocks = 0
         self.unreported: deque[ReplayedRequest] = deque()
         self._num_reserved: dict[int, int] = {}  # blocks, by request that decodes there or will
+        self._prefilling: set[int] = set()  # requests whose prompt is computed there, to be decoded elsewhere
         self._promised: tuple[Mapping[int, int] | None, int] = (None, 0)
+        self._others: tuple[Mapping[int, int] | None, int] = (None, 0)
 
     def reserve(self, number: int, num_blocks: int) -> None:
         """A request was sent there; it may take ``num_blocks``."""
@@ -50,6 +53,21 @@ class _Account:
         """It has ended."""
         del self._num_reserved[number]
         self._promised = (None, 0)
+
+    def begin_prefill(self, number: int) -> None:
+        """A request was sent there only to be prefilled."""
+        self._prefilling.add(number)
+
+    def end_prefill(self, number: int) -> None:
+        """It has its first token; no-op for a request that is decoded there."""
+        self._prefilling.discard(number)
+
+    def num_requests(self, known: Mapping[int, int]) -> int:
+        """Requests there: the router's own as they are now, and all others of the ``known`` ones, which it reports."""
+        if self._others[0] is not known:
+            own = self._num_reserved.keys() | self._prefilling
+            self._others = (known, sum([number not in own for number in known]))
+        return len(self._num_reserved) + len(self._prefilling) + self._others[1]
 
     def num_promised_blocks(self, num_held: Mapping[int, int]) -> int:
         """Blocks that the requests may still take, beyond the ``num_held`` that each of them has."""
@@ -79,6 +97,10 @@ class FleetRouter:
         self._engine = engine
         self._step_time = measured(engine.timing)
         self._prefill_ranks, self._decode_ranks = list(workers)[:num_prefill], list(workers)[num_prefill:]
+        self._max_requests = {
+            rank: max_requests(engine.max_num_seqs, is_fed=num_prefill > 0 and number >= num_prefill)
+            for number, rank in enumerate(workers)
+        }
         self._load_age_s = load_age_s
         self._peers = peers
         self._index = PrefixIndex()
@@ -100,10 +122,17 @@ class FleetRouter:
         if self._load_age_s:
             self._reports[rank].append((now, self._workers[rank].state()))
 
+    @property
+    def next_report_at(self) -> float:
+        """When the router next learns a worker's state; ``inf``: it knows all."""
+        return min([reports[0][0] for reports in self._reports.values() if reports], default=inf) + self._load_age_s
+
     def first_token(self, replayed: ReplayedRequest) -> None:
         """A request that was sent has its first token."""
         assert replayed.placement is not None, "it was sent"
-        self._accounts[replayed.placement.prefills_at].num_unanswered_tokens -= replayed.num_missing_tokens
+        account = self._accounts[replayed.placement.prefills_at]
+        account.num_unanswered_tokens -= replayed.num_missing_tokens
+        account.end_prefill(replayed.number)
 
     def ended(self, replayed: ReplayedRequest) -> None:
         """A request that was sent has its last token."""
@@ -147,6 +176,8 @@ class FleetRouter:
         self._accounts[rank].num_unanswered_tokens += replayed.num_missing_tokens
         if self._load_age_s:
             self._accounts[rank].unreported.append(replayed)
+        if placement.prefill is not None:
+            self._accounts[rank].begin_prefill(replayed.number)
         decode = self._accounts[placement.decode]
         decode.num_prompt_blocks += self._num_blocks(pending.num_tokens)
         decode.reserve(replayed.number, self._num_blocks(pending.num_reserved_tokens))
@@ -161,6 +192,8 @@ class FleetRouter:
             block_size=self._engine.block_size,
             num_used_blocks=state.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks(state.num_blocks),
+            num_requests=account.num_requests(state.num_blocks),
+            max_requests=self._max_requests[rank],
             num_queued_tokens=state.num_queued_tokens + num_unreported_tokens,
             num_unbegun_tokens=state.num_unbegun_tokens + num_unreported_tokens,
             step_ends_at=step_ends_at,

@@ -111,6 +111,8 @@ class Simulation:
                 now = min(now, self._pulls[0][0])
             if num_begun < len(self._requests):
                 now = min(now, self._requests[num_begun].arrival_s)
+            if now == inf:  # the workers are idle, and routers do not know it yet
+                now = min(router.next_report_at for router in self._routers)
             assert now < inf, "requests wait, and nothing is to come"
             self._advance(now)
             while num_begun < len(self._requests) and self._requests[num_begun].arrival_s <= now:

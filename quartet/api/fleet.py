@@ -17,6 +17,7 @@ class WorkerState(StrEnum):
     READY = "ready"  # requests are placed there
     SUSPECT = "suspect"  # its stream broke, its heartbeats are silent, or it is unwell
     DRAINING = "draining"  # it only finishes its present work
+    INCOMPATIBLE = "incompatible"  # the router does not speak its contract version
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,6 +161,15 @@ class ChoiceOutput:
             self._take_new(token_ids[num_known:], logprobs[num_known:], now)
         return not self._is_over
 
+    def check_count(self, num_tokens: int) -> None:
+        """Check that all tokens came: a worker that ended the choice counts ``num_tokens`` of all attempts.
+
+        Raises:
+            WorkerUnavailableError: another number came, so the attempt is broken.
+        """
+        if num_tokens != len(self.token_ids):
+            raise WorkerUnavailableError(f"{len(self.token_ids)} of {num_tokens} output tokens came")
+
     def resume(self, resume: Resume) -> None:
         """Continue after the tokens that the client already has; called before anything else.
 

@@ -71,7 +71,7 @@ class GenerateStart:
         model: empty: the only model, if there is only one.
         seed: unsigned 64 bit; ``None``: the router draws one and returns it.
         tenant: the tenant that the request is accounted to; empty: the client itself.
-        priority: higher first among waiting requests.
+        priority: higher first among its tenant's waiting requests.
         session_key: shared by the requests of one conversation; empty: none.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         num_choices: answers wanted.
@@ -254,11 +254,15 @@ AnswerPart: TypeAlias = Accepted | Placed | Delta | ChoiceFinished
 
 # Refusals of what no model can serve; each names the field of ``GenerateStart``.
 
-_MAX_CHOICES = 64
+#: Choices of one request.
+MAX_CHOICES = 64
 
 _MAX_ATTEMPT = 2**31
 
-_MAX_STOP_STRINGS, _MAX_STOP_STRING_BYTES = 16, 1024
+#: Most ``stop_strings`` of one request.
+MAX_STOP_STRINGS = 16
+
+_MAX_STOP_STRING_BYTES = 1024
 
 _MAX_CLIENT_REQUEST_ID_BYTES = 128
 
@@ -271,8 +275,8 @@ def check_start(start: GenerateStart) -> None:
     Raises:
         InvalidRequestError: names the field.
     """
-    if not 1 <= start.num_choices <= _MAX_CHOICES:
-        raise InvalidRequestError(f"num_choices must be in [1, {_MAX_CHOICES}]", field="num_choices")
+    if not 1 <= start.num_choices <= MAX_CHOICES:
+        raise InvalidRequestError(f"num_choices must be in [1, {MAX_CHOICES}]", field="num_choices")
     if start.timeout_s is not None:
         _check_timeout(start.timeout_s)
     if _size_bytes(start.client_request_id) > _MAX_CLIENT_REQUEST_ID_BYTES:
@@ -315,8 +319,8 @@ def _check_timeout(timeout_s: float) -> None:
 
 def _check_text_options(start: GenerateStart) -> None:
     options, field = start.text_options, "text_options.stop_strings"
-    if len(options.stop_strings) > _MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"there are more than {_MAX_STOP_STRINGS} stop strings", field=field)
+    if len(options.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"there are more than {MAX_STOP_STRINGS} stop strings", field=field)
     for stop_string in options.stop_strings:
         if not 1 <= _size_bytes(stop_string) <= _MAX_STOP_STRING_BYTES:
             message = f"a stop string has 1 to {_MAX_STOP_STRING_BYTES} bytes"
@@ -373,7 +377,8 @@ class SessionLimits:
 
     Attributes:
         tick_s: time between two messages to the client; the first after a pause goes at once.
-        max_requests: most requests, including those whose end the client has not read; more are refused.
+        max_requests: most requests, including those whose end the client has not read; more are refused. A request
+            counts as often as it has choices.
         max_pending_tokens: most tokens of one request that may wait for a slow client; more end the request.
             They are counted whenever a number of deltas has come, at most 4,096, so that many may come on top.
         max_pending_bytes: the same limit for its tokens, text and log probabilities together.

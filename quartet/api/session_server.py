@@ -15,17 +15,27 @@ from typing import Final, TypeAlias, TypeVar
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import (
     from_session_start,
+    start_slot,
     to_session_accepted,
     to_session_failure,
     to_session_finished,
     to_session_placed,
     to_session_response,
 )
-from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, SessionLimits, SessionRun, SessionStart
+from quartet.api.request import (
+    MAX_CHOICES,
+    Accepted,
+    ChoiceFinished,
+    ChoicePlacement,
+    SessionLimits,
+    SessionRun,
+    SessionStart,
+)
 from quartet.api.session_columns import Entry, SessionBacklog, to_columns
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import (
     DrainingError,
+    MessageTooLargeError,
     ProtocolError,
     QueueFullError,
     RequestCancelledError,
@@ -82,29 +92,41 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
             case _:
                 raise ProtocolError("a message must hold a start or cancel", field="message")
 
+    def _refused(self, error: MessageTooLargeError) -> None:
+        """Fail the request whose start it was: the others of this session are not at fault."""
+        slot = start_slot(error.head)
+        if slot is None:
+            raise error
+        self._check_unused(slot)
+        self._outbox.fail(slot, error)
+
     def _half_closed(self) -> None:
         self._outbox.wake()
 
     def _start(self, message: pb.SessionStart) -> None:
         slot = message.slot
-        # A slot is free only after its end was sent: before that, the client could not distinguish the two requests.
-        if slot in self._requests.by_slot or self._outbox.owes(slot):
-            raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
+        self._check_unused(slot)
         try:
-            self._check_open()
+            num_choices = _num_choices(message)
+            self._check_open(num_choices)
             asked = from_session_start(message)
             request = _Request(asked, self._outbox, self._requests)
             run = self._begin(asked, request)
         except ServingError as error:
             self._outbox.fail(slot, error)
         else:
-            self._requests.by_slot[slot] = request
+            self._requests.enter(slot, request, num_choices)
             self._requests.runs[request] = run
 
-    def _check_open(self) -> None:
+    def _check_unused(self, slot: int) -> None:
+        # A slot is free only after its end was sent: before that, the client could not distinguish the two requests.
+        if slot in self._requests.by_slot or self._outbox.owes(slot):
+            raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
+
+    def _check_open(self, num_choices: int) -> None:
         if self._is_draining:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
-        if len(self._requests.by_slot) + self._outbox.num_ended >= self._limits.max_requests:
+        if self._requests.num_choices + self._outbox.num_ended + num_choices > self._limits.max_requests:
             raise QueueFullError("the session has as many requests as it may have")
 
     def _cancel(self, slot: int) -> None:
@@ -114,7 +136,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
             self._requests.runs[request].cancel()
 
     def _overflowed(self, slot: int, error: ServingError) -> None:
-        request = self._requests.by_slot.pop(slot, None)
+        request = self._requests.leave(slot)
         if request is not None:  # otherwise it ended before
             request.silence()
             self._requests.runs[request].abort(error)
@@ -309,23 +331,38 @@ class SessionOutbox(Wakeable):
 class _Requests:
     """The requests of one session: ``by_slot`` has those without an end yet, ``runs`` those that may hold something.
 
-    ``none_runs`` is set when the last request in ``runs`` ends.
+    ``none_runs`` is set when the last request in ``runs`` ends. ``num_choices`` counts the choices of ``by_slot``.
     """
 
     by_slot: dict[int, _Request] = field(default_factory=dict)
     runs: dict[_Request, SessionRun] = field(default_factory=dict)
     none_runs: asyncio.Event = field(default_factory=asyncio.Event)
+    num_choices: int = 0
+
+    def enter(self, slot: int, request: _Request, num_choices: int) -> None:
+        """``request`` has begun in ``slot``, and counts as ``num_choices``."""
+        self.by_slot[slot] = request
+        request.num_choices = num_choices
+        self.num_choices += num_choices
+
+    def leave(self, slot: int) -> _Request | None:
+        """The request in ``slot`` has ended; ``None``: it had before."""
+        request = self.by_slot.pop(slot, None)
+        if request is not None:
+            self.num_choices -= request.num_choices
+        return request
 
 
 class _Request:
     """Passes one request's answer to the outbox, until its end is there."""
 
     # There are thousands, and each is out of the CPU cache when a token comes: without a dictionary they are denser.
-    __slots__ = ("_entries", "_is_over", "_num_open", "_outbox", "_requests", "_slot", "is_cancelled")
+    __slots__ = ("_entries", "_is_over", "_num_open", "_outbox", "_requests", "_slot", "is_cancelled", "num_choices")
 
     def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests) -> None:
         """It leaves ``requests`` with its end."""
         self.is_cancelled = False
+        self.num_choices = 0
         self._slot = asked.slot
         self._num_open = asked.start.num_choices if asked.resume is None else 1
         self._outbox = outbox
@@ -380,7 +417,14 @@ class _Request:
 
     def _leave(self) -> None:
         self._is_over = True
-        del self._requests.by_slot[self._slot]
+        self._requests.leave(self._slot)
+
+
+def _num_choices(message: pb.SessionStart) -> int:
+    """What the start counts as; an impossible number of choices is refused later, with its field."""
+    if message.HasField("resume") or not message.start.HasField("num_choices"):
+        return 1
+    return min(max(message.start.num_choices, 1), MAX_CHOICES)
 
 
 def _first(pending: deque[SideT], held: Container[int], room: int) -> tuple[list[SideT], int]:

@@ -103,9 +103,9 @@ class QuartetClient:
         workers: dict[str, WorkerStatus] = {}
         try:
             async for message in call:
-                workers.update((entry.record.worker_id, from_worker_status(entry)) for entry in message.updated)
                 for worker_id in message.removed_worker_ids:
                     workers.pop(worker_id, None)
+                workers.update((entry.record.worker_id, from_worker_status(entry)) for entry in message.updated)
                 yield sorted(workers.values(), key=lambda worker: worker.record.key)
         except grpc.aio.AioRpcError as error:
             raise router.error(error, is_begun=bool(workers)) from error

@@ -237,6 +237,8 @@ class DirectChoice:
                 finished = await outcome_in_time(
                     call, start_timeout_s=_START_TIMEOUT_S, stall_timeout_s=_STALL_TIMEOUT_S
                 )
+                if finished is not None:
+                    self._output.check_count(finished.num_output_tokens)
             except TimeoutError as error:
                 silent = errors.WorkerUnavailableError(f"the worker at {placement.address} gave no token in time")
                 raise _AttemptFailedError(silent) from error

@@ -1,31 +1,39 @@
-"""The discovery seam: what a worker announces, what every registry promises and has, and the JSON form of a record.
+"""The discovery seam: what a worker announces, and what every registry promises and has.
 
 A registry keeps one record per worker alive for as long as the worker keeps its registration. It notifies watchers of
 workers that come, change and go. Every implementation (``etcd``, ``file``) passes the same conformance suite.
 
-In the registry a record is a JSON object. Readers ignore keys that they do not know, so that newer workers may add
-keys. The epoch is a decimal string: JavaScript and jq read numbers as doubles, which cannot hold 64 bits.
+A worker id names one process of a namespace at a time. A new start takes the id over from its former life, and a former
+life never takes it back: see ``Registration``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias, TypeVar, get_type_hints
+from typing import NamedTuple, TypeAlias
 
+from quartet.discovery.checks import (
+    MAX_RANKS,
+    check_address,
+    check_count,
+    check_events_address,
+    check_name,
+    check_text,
+    check_texts,
+)
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-FieldsT = TypeVar("FieldsT")
+#: Version of the contracts in ``protos/`` that this code speaks, as workers announce it: the package of the stubs.
+CONTRACT_VERSION = "quartet.v1"
+#: Versions of workers that this code can drive. While a fleet is upgraded to another one, routers have both.
+SPOKEN_VERSIONS = frozenset({CONTRACT_VERSION})
 
 #: Of ``Abilities.unannounced_blocks``: blocks of requests with a cache salt.
 SALTED_BLOCKS = "salted"
@@ -121,13 +129,24 @@ class WorkerRecord(Abilities):
     http_address: str = ""
 
     def __post_init__(self) -> None:
+        """Check every value. Raises ``ValueError`` naming the field."""
         check_name("worker_id", self.worker_id)
         if not 0 <= self.epoch < 2**64:
             raise ValueError("epoch must be an unsigned 64-bit number")
-        if self.data_parallel_size < 1:
-            raise ValueError("data_parallel_size must be at least 1")
-        if min(self.num_blocks, self.block_size, self.max_model_len) < 0:
-            raise ValueError("num_blocks, block_size and max_model_len must not be negative")
+        check_address("grpc_address", self.grpc_address)
+        if self.events_address:
+            check_events_address("events_address", self.events_address)
+        if self.http_address:
+            check_address("http_address", self.http_address)
+        for name in ("model_name", "model_fingerprint", "contract_version"):
+            check_text(name, getattr(self, name))
+        check_text("host", self.host.boot_id)
+        check_text("host", self.host.ipc_namespace)
+        for name in ("transfer_ways", "sampling_fields", "media", "adapters", "unannounced_blocks"):
+            check_texts(name, getattr(self, name))
+        check_count("data_parallel_size", self.data_parallel_size, least=1, most=MAX_RANKS)
+        for name in ("num_blocks", "block_size", "max_model_len", "max_media_tokens"):
+            check_count(name, getattr(self, name))
 
     @property
     def key(self) -> WorkerKey:
@@ -186,12 +205,15 @@ class Registry(ABC):
 
     @abstractmethod
     async def register(self, record: WorkerRecord) -> Registration:
-        """Announce ``record``, replacing what the same role and id had, and keep it alive.
+        """Announce ``record``, replacing what an earlier start of the worker left, and keep it alive.
 
-        The record survives lost leases, restarts and wipes of the registry: it is registered again.
+        The record survives lost leases, restarts and wipes of the registry: it is registered again, unless another
+        process has the worker id by then.
 
         Raises:
-            DiscoveryError: the registry could not be reached in bounded time; nothing is kept.
+            DiscoveryError: the registry could not be reached in bounded time, or a worker of another role had the id
+                all that time; nothing is kept.
+            WorkerReplacedError: a later start took the id meanwhile; nothing is kept.
         """
 
     @abstractmethod
@@ -234,6 +256,8 @@ class Registration(ABC):
         """Wait until the record is no longer kept although it was not closed, and raise why. It never returns.
 
         Raises:
+            WorkerReplacedError: another process has this worker id: another epoch, or another role.
+                This worker is to finish its present work and end.
             Exception: a bug in the task that keeps the record.
         """
         if self._task is not None:
@@ -314,6 +338,9 @@ class WorkerSet:
 
     Differences are worked out when the reader asks for the next one. So nothing queues up behind a slow reader, and
     after a broken connection a fresh list turns into exactly the events that the reader missed.
+
+    Readers know a worker by its id. Should records of several roles have one id, which no registration of ours lets
+    happen, the reader gets the first that it was told of, and another only once that one is gone.
     """
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
@@ -323,6 +350,7 @@ class WorkerSet:
         self._reported: dict[WorkerKey, WorkerRecord] = {}
         # An ordered set: the reader gets workers in the order in which they first changed.
         self._to_report: dict[WorkerKey, None] = {}
+        self._shadowed: set[WorkerKey] = set()
         self._is_listed = False
         self._is_synchronised = False
 
@@ -360,132 +388,32 @@ class WorkerSet:
         return None
 
     def _report(self, key: WorkerKey) -> WorkerEvent | None:
-        reported = self._reported.pop(key, None)
         record = self._known.get(key)
         if record is None:
-            return None if reported is None else WorkerRemoved(worker_id=key.worker_id, role=key.role)
+            return self._report_removed(key)
+        if self._is_shadowed(key):
+            return None
+        reported = self._reported.pop(key, None)
         self._reported[key] = record
         if reported is None:
             return WorkerAdded(record)
         return None if reported == record else WorkerChanged(record)
 
+    def _report_removed(self, key: WorkerKey) -> WorkerEvent | None:
+        self._shadowed.discard(key)
+        if self._reported.pop(key, None) is None:
+            return None
+        freed = [other for other in self._shadowed if other.worker_id == key.worker_id]
+        self._to_report.update(dict.fromkeys(sorted(freed)))
+        return WorkerRemoved(worker_id=key.worker_id, role=key.role)
 
-def check_name(field: str, name: str) -> None:
-    """Raise ``ValueError`` naming ``field`` unless ``name`` can be part of a key and of a file name."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{field} must be 1 to 128 letters, digits, '.', '_' or '-', not {name!r}")
-
-
-def to_json(record: WorkerRecord) -> bytes:
-    """The record as one UTF-8 JSON object."""
-    return json.dumps({**asdict(record), "epoch": str(record.epoch)}, separators=(",", ":")).encode()
-
-
-def from_json(data: bytes) -> WorkerRecord:
-    """The record that ``data`` holds; unknown keys are ignored.
-
-    Raises:
-        DiscoveryError: not a JSON object, or a key is missing or impossible; ``field`` names the key.
-    """
-    try:
-        return _parse_fields(WorkerRecord, _parse_object(data))
-    except ValueError as error:
-        raise DiscoveryError(f"the worker record is impossible: {error}") from error
-
-
-def parse_key(role: str, worker_id: str) -> WorkerKey | None:
-    """The key with these parts, or ``None`` (logged) where a newer version wrote a role unknown here."""
-    try:
-        return WorkerKey(role=Role(role), worker_id=worker_id)
-    except ValueError:
-        logger.warning("ignored the record of worker %r: unknown role %r", worker_id, role)
-        return None
-
-
-def parse_record(key: WorkerKey, data: bytes) -> WorkerRecord | None:
-    """The record stored under ``key``, or ``None`` (logged) where it cannot be read or is another worker's."""
-    try:
-        record = from_json(data)
-    except DiscoveryError as error:
-        logger.warning("ignored the record of %s worker %s: %s", key.role, key.worker_id, error)
-        return None
-    if record.key != key:
-        logger.warning("ignored the record under %s/%s: it names %s", key.role, key.worker_id, record.key)
-        return None
-    return record
-
-
-def _parse_object(data: bytes) -> Mapping[str, object]:
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:  # the latter for thousands of open brackets
-        raise DiscoveryError(f"the worker record is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise DiscoveryError("the worker record is not a JSON object")
-    return values
-
-
-def _impossible(key: str, wanted: str) -> DiscoveryError:
-    return DiscoveryError(f"{key} of the worker record must be {wanted}", field=key)
-
-
-def _text(key: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _impossible(key, "a string")
-    return value
-
-
-def _number(key: str, value: object) -> int:
-    # bool is an int to Python, but ``true`` is no number.
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _impossible(key, "a whole number")
-    return value
-
-
-def _texts(key: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _impossible(key, "a list of strings")
-    return tuple(value)
-
-
-def _role(key: str, value: object) -> Role:
-    try:
-        return Role(_text(key, value))
-    except ValueError as error:
-        raise _impossible(key, f"one of {', '.join(Role)}") from error
-
-
-def _host(key: str, value: object) -> HostIdentity:
-    if not isinstance(value, dict):
-        raise _impossible(key, "an object")
-    return _parse_fields(HostIdentity, value)
-
-
-def _epoch(key: str, value: object) -> int:
-    text = _text(key, value)
-    if not (text.isascii() and text.isdigit()):
-        raise _impossible(key, "a decimal string")
-    return int(text)
-
-
-_PARSERS: Mapping[object, Callable[[str, object], object]] = {
-    str: _text,
-    int: _number,
-    tuple[str, ...]: _texts,
-    Role: _role,
-    HostIdentity: _host,
-}
-_TYPES: Mapping[type, Mapping[str, object]] = {cls: get_type_hints(cls) for cls in (WorkerRecord, HostIdentity)}
-
-
-def _parse_fields(cls: type[FieldsT], values: Mapping[str, object]) -> FieldsT:
-    """The dataclass ``cls`` of these values by name; those of fields with a default may be missing."""
-    parsed = {}
-    for field in fields(cls):  # type: ignore[arg-type]
-        name = field.name
-        if name in values:
-            parse = _epoch if name == "epoch" else _PARSERS[_TYPES[cls][name]]
-            parsed[name] = parse(name, values[name])
-        elif field.default is MISSING:
-            raise DiscoveryError(f"the worker record has no {name}", field=name)
-    return cls(**parsed)
+    def _is_shadowed(self, key: WorkerKey) -> bool:
+        """Whether the reader knows a worker of another role by the id of ``key``; logged once."""
+        others = [WorkerKey(role, key.worker_id) for role in Role if role is not key.role]
+        holder = next((other for other in others if other in self._reported), None)
+        if holder is None:
+            self._shadowed.discard(key)
+        elif key not in self._shadowed:
+            self._shadowed.add(key)
+            logger.warning("ignored the %s worker %s: a %s worker has this id", key.role, key.worker_id, holder.role)
+        return holder is not None

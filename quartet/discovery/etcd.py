@@ -12,18 +12,10 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from quartet.discovery.base import (
-    Registration,
-    Registry,
-    WorkerKey,
-    WorkerRecord,
-    WorkerSet,
-    parse_key,
-    parse_record,
-    to_json,
-)
-from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, new_lease_id
-from quartet.errors import DiscoveryError
+from quartet.discovery.base import Registration, Registry, Role, WorkerKey, WorkerRecord, WorkerSet
+from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, StoredValue, new_lease_id
+from quartet.discovery.record_json import RecordReader, read_epoch, to_json
+from quartet.errors import DiscoveryError, WorkerReplacedError
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +26,22 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
 
 class EtcdRegistration(Registration):
-    """A record in etcd, kept there by a task that renews its lease and registers again when that is lost."""
+    """A record in etcd, kept there by a task that renews its lease and registers again when that is lost.
+
+    It is put only in a transaction that changes nothing where another process has come first: the key must be absent,
+    or hold this record, or still hold what an earlier start of the worker had left there when this one began, or hold
+    nothing that names an epoch. No key of the same id may exist for another role.
+    """
 
     def __init__(self, client: EtcdClient, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
         super().__init__(record, on_close=on_close)
         self._client = client
-        self._key = _prefix(client.config) + f"{record.role}/{record.worker_id}"
+        prefix = _prefix(client.config)
+        self._key = f"{prefix}{record.role}/{record.worker_id}"
+        self._keys_of_other_roles = [f"{prefix}{role}/{record.worker_id}" for role in Role if role is not record.role]
         self._value = to_json(record)
+        #: Values that may stand under the key: this one, and that of an earlier start; ``None``: not read yet.
+        self._replaceable: set[bytes] | None = None
         self._lease_id: int | None = None
         self._registered = asyncio.Event()
         self._back_off = BackOff()
@@ -52,12 +53,18 @@ class EtcdRegistration(Registration):
 
         Raises:
             DiscoveryError: it was not within ``timeout_s`` seconds; the message ends with the last failure.
+            WorkerReplacedError: a later start of the worker came first.
         """
+        lost, registered = asyncio.create_task(self.ended()), asyncio.create_task(self._registered.wait())
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._registered.wait()
-        except TimeoutError as error:
-            raise DiscoveryError(f"could not register in {timeout_s:g} s: {self._last_error}") from error
+            await asyncio.wait({lost, registered}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                lost.result()
+            if not registered.done():
+                raise DiscoveryError(f"could not register in {timeout_s:g} s: {self._last_error}")
+        finally:
+            lost.cancel()
+            registered.cancel()
 
     async def _remove(self) -> None:
         """Takes at most one request timeout."""
@@ -73,7 +80,9 @@ class EtcdRegistration(Registration):
     async def _keep_registered(self) -> None:
         while True:
             try:
-                if self._lease_id is None:
+                if self._replaceable is None:
+                    await self._find_earlier_start()
+                elif self._lease_id is None:
                     await self._register()
                 else:
                     await self._keep_alive(self._lease_id)
@@ -81,11 +90,15 @@ class EtcdRegistration(Registration):
                 self._last_error = error
                 await self._back_off.pause(f"registration of {self._key}", error)
 
+    async def _find_earlier_start(self) -> None:
+        stored = await self._client.get(self._key)
+        self._replaceable = {self._value} if stored is None else {self._value, stored.value}
+
     async def _register(self) -> None:
         # Set before it is granted: if any of this fails, the next step finds the lease held or lost.
         self._lease_id = new_lease_id()
         await self._client.grant(self._lease_id)
-        await self._put(self._lease_id)
+        await self._put_if_missing(self._lease_id)
 
     async def _keep_alive(self, lease_id: int) -> None:
         """Renew the lease and watch over the key, until the lease is lost."""
@@ -99,15 +112,33 @@ class EtcdRegistration(Registration):
 
     async def _put_if_missing(self, lease_id: int) -> None:
         stored = await self._client.get(self._key)
-        if stored is not None and stored.value != self._value:
-            return  # A later registration of this worker id owns the key.
-        if stored is None or stored.lease_id != lease_id:
-            await self._put(lease_id)
+        self._check_not_replaced(stored)
+        if stored is None or stored.value != self._value or stored.lease_id != lease_id:
+            await self._put(lease_id, 0 if stored is None else stored.revision)
         self._registered.set()
 
-    async def _put(self, lease_id: int) -> None:
-        await self._client.put(self._key, self._value, lease_id)
-        self._registered.set()
+    def _check_not_replaced(self, stored: StoredValue | None) -> None:
+        assert self._replaceable is not None, "it is read before anything is put"
+        if stored is None or stored.value in self._replaceable:
+            return
+        if read_epoch(stored.value) is not None:
+            raise WorkerReplacedError(f"another process has registered as {self.record.role} {self.record.worker_id}")
+
+    async def _put(self, lease_id: int, revision: int) -> None:
+        """Put the record over what was last changed in ``revision``."""
+        if await self._client.put_if(
+            self._key, self._value, lease_id, revision=revision, absent=self._keys_of_other_roles
+        ):
+            return
+        for key in self._keys_of_other_roles:
+            if await self._client.get(key) is not None:
+                self._refuse_id(key)
+        raise DiscoveryError("another process changed the key at the same moment")
+
+    def _refuse_id(self, key: str) -> None:
+        message = f"worker_id {self.record.worker_id} is taken by {key}: give each worker an id of its own"
+        # At the start that may be a leftover whose lease ends soon.
+        raise WorkerReplacedError(message) if self._registered.is_set() else DiscoveryError(message)
 
 
 class EtcdRegistry(Registry):
@@ -117,12 +148,14 @@ class EtcdRegistry(Registry):
         super().__init__()
         self._client = EtcdClient(config)
         self._prefix = _prefix(config)
+        self._reader = RecordReader()
 
     async def register(self, record: WorkerRecord) -> EtcdRegistration:
         """Announce ``record`` and keep it alive.
 
         Raises:
-            DiscoveryError: no endpoint took it within 10 s.
+            DiscoveryError: no endpoint took it within 10 s, or another role's worker had the id all that time.
+            WorkerReplacedError: a later start of the worker came first.
         """
         registration = EtcdRegistration(self._client, record, on_close=self._open.discard)
         self._open.add(registration)
@@ -160,14 +193,14 @@ class EtcdRegistry(Registry):
         listing = await self._client.list(self._prefix)
         # etcd lists in the order of keys: by role, then id.
         keyed = [(self._worker_key(value.key), value.value) for value in listing.values]
-        records = [parse_record(key, data) for key, data in keyed if key is not None]
+        records = [self._reader.record(key, data) for key, data in keyed if key is not None]
         return listing.revision, [record for record in records if record is not None]
 
     def _apply(self, workers: WorkerSet, change: KeyChange) -> None:
         key = self._worker_key(change.key)
         if key is None:
             return
-        record = None if change.value is None else parse_record(key, change.value)
+        record = None if change.value is None else self._reader.record(key, change.value)
         # An unreadable value is no worker, here as in a list.
         if record is None:
             workers.remove(key)
@@ -176,7 +209,7 @@ class EtcdRegistry(Registry):
 
     def _worker_key(self, key: str) -> WorkerKey | None:
         role, _, worker_id = key.removeprefix(self._prefix).partition("/")
-        return parse_key(role, worker_id)
+        return self._reader.key(role, worker_id)
 
 
 def _prefix(config: EtcdConfig) -> str:

@@ -1,4 +1,4 @@
-"""The few etcd calls that discovery needs, and where etcd is; the only module of discovery that knows gRPC.
+"""The few etcd calls that discovery needs, and where etcd is; with ``etcd_access`` all of discovery that knows gRPC.
 
 Messages and stubs are those of ``aetcd``; its client has no TLS, one endpoint, and hides revisions.
 Every failure is a ``DiscoveryError``; the next call then goes to the next endpoint.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import Any
 import grpc
 from aetcd import rpc
 
-from quartet.discovery.base import check_name
+from quartet.discovery.checks import check_name
+from quartet.discovery.etcd_access import EtcdTls, EtcdTokens, Metadata
 from quartet.errors import ConfigError, DiscoveryError
-from quartet.rpc.channels import open_channel
+from quartet.rpc.channels import ListenAddress, open_channel
 
 _CHANNEL_OPTIONS = {
     # etcd treats pings without a call as an attack, and closes the connection.
@@ -38,41 +39,59 @@ class EtcdConfig:
     """Where etcd is and how it is used.
 
     Attributes:
-        endpoints: ``host:port``, ``http://host:port`` or ``https://host:port``; tried in turn.
+        endpoints: ``host:port``, tried in turn. ``http://`` or ``https://`` may stand before it and must agree with
+            ``tls``.
         namespace: separates deployments that share an etcd.
         lease_ttl_s: seconds after which a killed worker's record goes; etcd allows no less than about 2.
         request_timeout_s: longest wait for one answer of one endpoint, in seconds.
-        ca_file: PEM certificates that the server's is checked against; switches TLS on. With an https
-            endpoint and no file, the system's.
-        cert_file: PEM certificate chain to show to the server; goes with ``key_file``.
-        key_file: PEM private key of ``cert_file``.
+        tls: certificates; ``None``: every endpoint is dialled in the clear.
+        user: name of an etcd user, where etcd has authentication enabled; goes with ``password_file``.
+        password_file: holds the password of ``user`` on one line; only its owner and group may open it.
+
+    Raises:
+        ConfigError, ValueError: the message begins with the field.
     """
 
     endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
     namespace: str = "default"
     lease_ttl_s: int = 5
     request_timeout_s: float = 2.0
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
+    tls: EtcdTls | None = None
+    user: str = ""
+    password_file: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.endpoints:
             raise ValueError("endpoints must name at least one etcd server")
         if self.lease_ttl_s < 1 or self.request_timeout_s <= 0:
             raise ValueError("lease_ttl_s and request_timeout_s must be positive")
-        if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("cert_file and key_file go together")
         check_name("namespace", self.namespace)
+        for endpoint in self.endpoints:
+            self._check_endpoint(endpoint)
+        if bool(self.user) != (self.password_file is not None):
+            missing = "password_file" if self.user else "user"
+            raise ConfigError(f"{missing}: is missing; user and password_file go together")
+
+    def _check_endpoint(self, endpoint: str) -> None:
+        address = ListenAddress.parse(_address_of(endpoint), "endpoints")
+        if self.tls is None and endpoint.startswith("https://"):
+            raise ConfigError(
+                f"endpoints: {endpoint} takes the setting tls (tls: {{}} trusts the public authorities alone)"
+            )
+        if self.tls is not None and endpoint.startswith("http://"):
+            raise ConfigError(f"endpoints: {endpoint} is in the clear, and tls is set: write https:// or leave tls out")
+        if self.user and self.tls is None:
+            address.require_loopback("user", "tls: the password must not cross a network in the clear")
 
 
 @dataclass(frozen=True)
 class StoredValue:
-    """One key's value and the lease that it goes with (0: none)."""
+    """One key's value, the lease that it goes with (0: none), and the store's revision of its last change."""
 
     key: str
     value: bytes
     lease_id: int
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +135,11 @@ class EtcdClient:
     """
 
     def __init__(self, config: EtcdConfig) -> None:
+        """Nothing is dialled yet. Raises ``ConfigError`` if a file that ``config`` names can't be used."""
         self.config = config
+        self._tokens = None if config.password_file is None else EtcdTokens(config.user, config.password_file)
+        if config.tls is not None:
+            config.tls.credentials()
         self._endpoints: dict[int, _Endpoint] = {}
         self._current = 0
 
@@ -135,6 +158,19 @@ class EtcdClient:
         """Store ``value`` until the lease ends, replacing what was there."""
         await self._call("Put", rpc.PutRequest(key=key.encode(), value=value, lease=lease_id))
 
+    async def put_if(self, key: str, value: bytes, lease_id: int, *, revision: int, absent: Iterable[str] = ()) -> bool:
+        """``put`` in one transaction, on condition that ``key`` was last changed in ``revision`` (0: there is none).
+
+        ``absent`` names keys that must not exist either.
+
+        Returns:
+            Whether all held. If not, nothing was changed.
+        """
+        put = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
+        compare = [_unchanged(key, revision), *(_unchanged(other, 0) for other in absent)]
+        response = await self._call("Txn", rpc.TxnRequest(compare=compare, success=[rpc.RequestOp(request_put=put)]))
+        return bool(response.succeeded)
+
     async def grant(self, lease_id: int) -> None:
         """Begin a lease of the configured time under an id that the caller drew with ``new_lease_id``."""
         await self._call("LeaseGrant", rpc.LeaseGrantRequest(ID=lease_id, TTL=self.config.lease_ttl_s))
@@ -147,7 +183,7 @@ class EtcdClient:
     async def keep_alive(self) -> AsyncIterator[LeaseStream]:
         """Open a stream that renews leases."""
         with self._reporting_errors() as endpoint:
-            call = endpoint.lease.LeaseKeepAlive(metadata=_REQUIRE_LEADER)
+            call = endpoint.lease.LeaseKeepAlive(metadata=_REQUIRE_LEADER + await self._metadata(endpoint))
             try:
                 # An answer later than a third of the lease leaves too little of it for another endpoint.
                 yield LeaseStream(call, min(self.config.request_timeout_s, self.config.lease_ttl_s / 3))
@@ -164,7 +200,7 @@ class EtcdClient:
         to each is to list again.
         """
         with self._reporting_errors() as endpoint:
-            call = endpoint.watch.Watch(metadata=_REQUIRE_LEADER)
+            call = endpoint.watch.Watch(metadata=_REQUIRE_LEADER + await self._metadata(endpoint))
             writer = asyncio.create_task(_ask(call, _watch_from(prefix, revision), self.config.request_timeout_s))
             try:
                 while True:
@@ -194,7 +230,21 @@ class EtcdClient:
 
     async def _call_once(self, method: str, request: Any) -> Any:
         with self._reporting_errors() as endpoint:
-            return await endpoint.unary[method](request, timeout=self.config.request_timeout_s)
+            try:
+                return await self._send(endpoint, method, request)
+            except grpc.aio.AioRpcError as error:
+                if self._tokens is None or not self._tokens.forget_if_refused(str(error.details())):
+                    raise
+            return await self._send(endpoint, method, request)
+
+    async def _send(self, endpoint: _Endpoint, method: str, request: Any) -> Any:
+        metadata = await self._metadata(endpoint)
+        return await endpoint.unary[method](request, timeout=self.config.request_timeout_s, metadata=metadata)
+
+    async def _metadata(self, endpoint: _Endpoint) -> Metadata:
+        if self._tokens is None:
+            return ()
+        return await self._tokens.metadata(endpoint.auth.Authenticate, self.config.request_timeout_s)
 
     @contextmanager
     def _reporting_errors(self) -> Iterator[_Endpoint]:
@@ -203,18 +253,17 @@ class EtcdClient:
             if number not in self._endpoints:
                 self._endpoints[number] = _Endpoint(_open_channel(self.config, self.config.endpoints[number]))
             yield self._endpoints[number]
-        # OSError, ConfigError: a certificate can't be read now; it may be in the middle of a rotation.
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, ConfigError, _BrokenStreamError) as error:
+        except _FAILURES as error:
             raise self._failure(number, error) from error
 
     def _failure(self, number: int, error: BaseException) -> DiscoveryError:
         # Another call may have moved to the next endpoint already: stay there.
         if self._current == number:
             self._current = (number + 1) % len(self.config.endpoints)
-        reason = str(error) or repr(error)
-        if isinstance(error, grpc.aio.AioRpcError):
-            reason = f"{error.code().name}: {error.details()}"
-        return DiscoveryError(f"etcd at {self.config.endpoints[number]}: {reason}")
+        reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        if self._tokens is not None:
+            self._tokens.forget_if_refused(reason)
+        return DiscoveryError(f"etcd at {self.config.endpoints[number]}: {reason or repr(error)}")
 
 
 def new_lease_id() -> int:
@@ -226,6 +275,10 @@ class _BrokenStreamError(Exception):
     """The server ended a stream, or its answers are unusable."""
 
 
+# What may go wrong at one endpoint; `ConfigError`: a file with which it is dialled has gone.
+_FAILURES = (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, _BrokenStreamError, ConfigError)
+
+
 class _Endpoint:
     """One etcd server: the channel to it, and stubs on that."""
 
@@ -233,27 +286,28 @@ class _Endpoint:
         self.channel = channel
         self.lease = rpc.LeaseStub(channel)
         self.watch = rpc.WatchStub(channel)
+        self.auth = rpc.AuthStub(channel)
         kv = rpc.KVStub(channel)
         self.unary = {
             "Range": kv.Range,
             "Put": kv.Put,
+            "Txn": kv.Txn,
             "LeaseGrant": self.lease.LeaseGrant,
             "LeaseRevoke": self.lease.LeaseRevoke,
         }
 
 
 def _open_channel(config: EtcdConfig, endpoint: str) -> grpc.aio.Channel:
-    address = endpoint.removeprefix("https://").removeprefix("http://")
-    credentials = None
-    if config.ca_file is not None or endpoint.startswith("https://"):
-        credentials = grpc.ssl_channel_credentials(
-            _read(config.ca_file), private_key=_read(config.key_file), certificate_chain=_read(config.cert_file)
-        )
-    return open_channel(address, credentials, _CHANNEL_OPTIONS)
+    # The files are read again for each endpoint: they may have been renewed since the start.
+    credentials = None if config.tls is None else config.tls.credentials()
+    options: dict[str, int | str] = dict(_CHANNEL_OPTIONS)
+    if config.tls is not None and config.tls.server_name is not None:
+        options["grpc.ssl_target_name_override"] = config.tls.server_name
+    return open_channel(_address_of(endpoint), credentials, options)
 
 
-def _read(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
+def _address_of(endpoint: str) -> str:
+    return endpoint.removeprefix("https://").removeprefix("http://")
 
 
 async def _ask(call: Any, watch: Any, interval_s: float) -> None:
@@ -295,7 +349,12 @@ def _change(event: Any) -> KeyChange:
 
 
 def _stored(kv: Any) -> StoredValue:
-    return StoredValue(_text(kv.key), kv.value, kv.lease)
+    return StoredValue(_text(kv.key), kv.value, kv.lease, kv.mod_revision)
+
+
+def _unchanged(key: str, revision: int) -> Any:
+    # A key that is not there has 0 for its revision.
+    return rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=key.encode(), mod_revision=revision)
 
 
 def _text(key: bytes) -> str:

@@ -7,30 +7,27 @@ touches it, and readers treat a file older than the time to live as gone. So all
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from quartet.discovery.base import (
-    Registration,
-    Registry,
-    WorkerRecord,
-    WorkerSet,
-    check_name,
-    parse_key,
-    parse_record,
-    to_json,
-)
-from quartet.errors import DiscoveryError
+from quartet.discovery.base import Registration, Registry, Role, WorkerRecord, WorkerSet
+from quartet.discovery.checks import check_name
+from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, read_epoch, to_json
+from quartet.errors import DiscoveryError, WorkerReplacedError
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
+
+# While another role's worker has the id: it may be a leftover whose time to live ends soon.
+_REGISTER_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +62,31 @@ class FileConfig:
 
 
 class FileRegistration(Registration):
-    """A worker's file, touched by a task until closed."""
+    """A worker's file, touched by a task until closed.
+
+    The first write replaces the file of an earlier start. Later ones only make a file where there is none, or one that
+    nobody touches any more, in steps that fail if another process comes in between.
+    """
 
     def __init__(self, config: FileConfig, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
         super().__init__(record, on_close=on_close)
         self._config = config
-        self._path = config.namespace_directory / f"{record.role}.{record.worker_id}{_SUFFIX}"
-        self._inode: int | None = None
+        self._path = _path(config, record.role, record.worker_id)
+        self._paths_of_other_roles = [_path(config, role, record.worker_id) for role in Role if role is not record.role]
+        self._value = to_json(record)
 
     async def start(self) -> None:
         """Write the file and begin to touch it.
 
         Raises:
-            DiscoveryError: the file cannot be written.
+            DiscoveryError: the file cannot be written, or a worker of another role has the id for 10 s.
         """
+        give_up_at = time.monotonic() + _REGISTER_WITHIN_S
         try:
+            while (taken := await asyncio.to_thread(self._find_other_role)) is not None:
+                if time.monotonic() >= give_up_at:
+                    raise DiscoveryError(self._refusal(taken))
+                await asyncio.sleep(self._config.poll_interval_s)
             await asyncio.to_thread(self._write)
         except OSError as error:
             raise DiscoveryError(f"cannot write {self._path}: {error}") from error
@@ -100,29 +107,74 @@ class FileRegistration(Registration):
                 logger.warning("cannot touch %s: %s", self._path, error)
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Another suffix, so that no reader reads a half-written file as a record.
-        unfinished = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        try:
-            unfinished.write_bytes(to_json(self.record))
-            self._inode = unfinished.stat().st_ino
+        with self._unfinished() as unfinished:
             unfinished.replace(self._path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
 
     def _touch(self) -> None:
-        status = _status(self._path)
-        if status is not None and status.st_ino == self._inode:
+        status, is_own = _status(self._path), _read(self._path) == self._value
+        if status is None or not is_own or self._config.is_expired(status):
+            self._check_not_replaced()
+        if is_own:
             os.utime(self._path)
-        elif status is None or self._config.is_expired(status):
-            self._write()
+            return
+        self._clear()
+        with self._unfinished() as unfinished, contextlib.suppress(FileExistsError):
+            os.link(unfinished, self._path)  # unlike a replacement it fails if another came first
+
+    def _check_not_replaced(self) -> None:
+        if self._is_anothers(self._path):
+            raise WorkerReplacedError(f"another process has registered as {self.record.role} {self.record.worker_id}")
+        if (taken := self._find_other_role()) is not None:
+            raise WorkerReplacedError(self._refusal(taken))
+
+    def _is_anothers(self, path: Path) -> bool:
+        """Whether the file is kept alive by another process; one that names no epoch is nobody's."""
+        status, value = _status(path), _read(path)
+        if status is None or value is None or value == self._value:
+            return False
+        return not self._config.is_expired(status) and read_epoch(value) is not None
+
+    def _clear(self) -> None:
+        """Remove the file, unless another process touches or replaces it at this moment."""
+        aside = self._aside()
+        try:
+            self._path.rename(aside)
+        except FileNotFoundError:
+            return
+        with contextlib.suppress(FileExistsError):
+            if self._is_anothers(aside):
+                os.link(aside, self._path)
+        aside.unlink()
+
+    @contextlib.contextmanager
+    def _unfinished(self) -> Iterator[Path]:
+        """The record in a file beside its own, which readers don't see: so none reads half a record."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._aside()
+        try:
+            unfinished.write_bytes(self._value)
+            yield unfinished
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _aside(self) -> Path:
+        return self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
 
     def _unlink(self) -> None:
-        # Another inode is the file of a later registration of this worker id.
-        status = _status(self._path)
-        if status is not None and status.st_ino == self._inode:
+        # Another value is the file of a later registration of this worker id.
+        if _read(self._path) == self._value:
             self._path.unlink(missing_ok=True)
+
+    def _find_other_role(self) -> Path | None:
+        """The living file of a worker of another role with this id."""
+        for path in self._paths_of_other_roles:
+            status = _status(path)
+            if status is not None and not self._config.is_expired(status):
+                return path
+        return None
+
+    def _refusal(self, taken: Path) -> str:
+        return f"worker_id {self.record.worker_id} is taken by {taken}: give each worker an id of its own"
 
 
 class FileRegistry(Registry):
@@ -131,12 +183,13 @@ class FileRegistry(Registry):
     def __init__(self, config: FileConfig) -> None:
         super().__init__()
         self._config = config
+        self._reader = _Reader(config)
 
     async def register(self, record: WorkerRecord) -> FileRegistration:
         """Announce ``record`` and keep it alive.
 
         Raises:
-            DiscoveryError: its file cannot be written.
+            DiscoveryError: its file cannot be written, or another role's worker had the id for 10 s.
         """
         registration = FileRegistration(self._config, record, on_close=self._open.discard)
         await registration.start()
@@ -149,13 +202,12 @@ class FileRegistry(Registry):
         Raises:
             DiscoveryError: the directory cannot be read.
         """
-        return await _Reader(self._config).read()
+        return await self._reader.read()
 
     async def _feed(self, workers: WorkerSet) -> None:
-        reader = _Reader(self._config)
         while True:
             try:
-                workers.replace(await reader.read())
+                workers.replace(await self._reader.read())
             except DiscoveryError as error:
                 logger.warning("watch of %s: %s", self._config.namespace_directory, error)
             await asyncio.sleep(self._config.poll_interval_s)
@@ -166,13 +218,16 @@ class _Reader:
 
     def __init__(self, config: FileConfig) -> None:
         self._config = config
+        self._lock = asyncio.Lock()
+        self._records = RecordReader()
         # By path, with inode and time of the last change: these differ between two states of a file.
         self._parsed: dict[Path, tuple[tuple[int, int], WorkerRecord | None]] = {}
 
     async def read(self) -> list[WorkerRecord]:
         """The live records, ordered by role and id."""
         try:
-            return await asyncio.to_thread(self._read)
+            async with self._lock:
+                return await asyncio.to_thread(self._read)
         except OSError as error:
             raise DiscoveryError(f"cannot read {self._config.namespace_directory}: {error}") from error
 
@@ -194,16 +249,27 @@ class _Reader:
                 return None
             version = (status.st_ino, status.st_mtime_ns)
             if path not in self._parsed or self._parsed[path][0] != version:
-                self._parsed[path] = (version, _parse(path))
+                self._parsed[path] = (version, self._parse(path))
         except FileNotFoundError:
             return None  # Its worker left meanwhile.
         return self._parsed[path][1]
 
+    def _parse(self, path: Path) -> WorkerRecord | None:
+        role, _, worker_id = path.name.removesuffix(_SUFFIX).partition(".")
+        key, value = self._records.key(role, worker_id), _read(path)
+        return None if key is None or value is None else self._records.record(key, value)
 
-def _parse(path: Path) -> WorkerRecord | None:
-    role, _, worker_id = path.name.removesuffix(_SUFFIX).partition(".")
-    key = parse_key(role, worker_id)
-    return None if key is None else parse_record(key, path.read_bytes())
+
+def _path(config: FileConfig, role: Role, worker_id: str) -> Path:
+    return config.namespace_directory / f"{role}.{worker_id}{_SUFFIX}"
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_RECORD_BYTES + 1)
+    except FileNotFoundError:
+        return None
 
 
 def _status(path: Path) -> os.stat_result | None:

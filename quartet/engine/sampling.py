@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from operator import attrgetter
@@ -92,12 +92,9 @@ class Sampling:
             # Checked inline: every request is checked at every hop, and calls would take half of its conversion's time.
             if not low <= value <= high or (low_excluded and value == low):
                 _check_range(name, value, low, high, low_excluded=low_excluded)
+        check_counts(self.logit_bias, self.stop_token_ids)
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100.0, 100.0)
-        if len(self.logit_bias) > _MAX_LOGIT_BIAS:
-            _check_range("logit_bias", len(self.logit_bias), 0, _MAX_LOGIT_BIAS)
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            _check_range("stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -113,6 +110,14 @@ class Sampling:
         """Names of the fields that differ from their defaults: the ones that an engine must honour."""
         values = _read_fields(self)
         return frozenset([name for name, own, usual in zip(_NAMES, values, _DEFAULTS, strict=True) if own != usual])
+
+
+def check_counts(logit_bias: Sized, stop_token_ids: Sized) -> None:
+    """Refuse too many of either, without a look at any. Raises ``InvalidRequestError`` naming the field."""
+    if len(logit_bias) > _MAX_LOGIT_BIAS:
+        _check_range("logit_bias", len(logit_bias), 0, _MAX_LOGIT_BIAS)
+    if len(stop_token_ids) > MAX_STOP_IDS:
+        _check_range("stop_token_ids", len(stop_token_ids), 0, MAX_STOP_IDS)
 
 
 @dataclass(frozen=True, kw_only=True)

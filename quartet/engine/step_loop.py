@@ -139,7 +139,7 @@ class StepLoop:
         self._outputs = OutputBuilder(clock)
         self._clock = StepClock(clock)
         self._on_begin = on_begin
-        self._max_step_tokens = config.max_num_batched_tokens
+        self._max_step_tokens, self._max_running = config.max_num_batched_tokens, config.max_num_seqs
         self._stopped_pulls: list[int] = []
         self._has_to_take_kv_snapshot = False
         self._num_steps = 0
@@ -262,6 +262,7 @@ class StepLoop:
         stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
+            max_running=self._max_running,
             num_queued_prefill_tokens=num_queued,
             num_unbegun_prefill_tokens=num_queued - num_begun,
             num_decoding=running.num_decoding,

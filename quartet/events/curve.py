@@ -6,7 +6,6 @@ serve with it. So each end proves itself to the other, and discovery need not an
 
 from __future__ import annotations
 
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from quartet.config import read_secret_file
 from quartet.errors import ConfigError
 
 _SETTING = "events_key_file"
@@ -61,16 +61,7 @@ def read_events_key(path: Path) -> EventsKey:
         ConfigError: the file can't be used, or users beside its owner and group may open it; the message never holds
             the secret.
     """
-    try:
-        with path.open("rb") as file:
-            mode = path.stat().st_mode
-            content = file.read(_MAX_FILE_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{_SETTING}: cannot read {path}: {error.strerror}") from error
-    if stat.S_IMODE(mode) & stat.S_IRWXO:
-        raise ConfigError(
-            f"{_SETTING}: {path} is open to everybody: chmod o-rwx (for a Kubernetes secret, defaultMode)"
-        )
+    content = read_secret_file(path, _SETTING, _MAX_FILE_BYTES)
     try:
         secret = bytes.fromhex(content.decode("ascii"))
     except ValueError:

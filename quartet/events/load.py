@@ -16,6 +16,7 @@ class RankCounts:
     Attributes:
         num_running: requests in the running batch.
         num_waiting: requests that wait for it.
+        max_running: most requests that the running batch can have; 0: unknown.
         num_queued_prefill_tokens: prompt tokens not computed yet, of running and waiting requests.
         num_unbegun_prefill_tokens: of these, the tokens that no step has begun to compute; cached ones that wait count.
         num_decoding: requests that take one token each in every step.
@@ -29,6 +30,7 @@ class RankCounts:
 
     num_running: int = 0
     num_waiting: int = 0
+    max_running: int = 0
     num_queued_prefill_tokens: int = 0
     num_unbegun_prefill_tokens: int = 0
     num_decoding: int = 0

@@ -149,6 +149,8 @@ class Offers:
         offer = self._find(ticket, now)
         if offer.state is HandOffState.PULLING:
             raise HandOffStateError("the hand-off is already being pulled")
+        if len(pieces) > len(offer.block_ids):
+            raise InvalidRequestError(f"there are {len(offer.block_ids)} pieces", field="pieces")
         is_outside = min(pieces, default=0) < 0 or max(pieces, default=-1) >= len(offer.block_ids)
         if is_outside or len(set(pieces)) < len(pieces):
             raise InvalidRequestError(f"pieces must differ and be below {len(offer.block_ids)}", field="pieces")

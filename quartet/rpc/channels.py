@@ -60,6 +60,34 @@ def create_channel(address: str, tls: TlsConfig | None, *, is_bulk: bool = False
     Raises:
         ConfigError: a file of ``tls`` can't be used; names the setting.
     """
+    return _open_ours(address, tls, None if tls is None else channel_credentials(tls), is_bulk=is_bulk)
+
+
+class Dialer:
+    """Opens channels as ``create_channel`` does, for as long as a process runs.
+
+    The files of ``tls`` are read again for each channel, so renewed certificates count. While a file is missing or half
+    written, the last good ones are used, and the log says so: it must end no task that meets a new worker just then.
+    """
+
+    def __init__(self, tls: TlsConfig | None) -> None:
+        """Raises ``ConfigError`` if a file of ``tls`` can't be used; names the setting."""
+        self._tls = tls
+        self._credentials = None if tls is None else channel_credentials(tls)
+
+    def open(self, address: str, *, is_bulk: bool = False) -> grpc.aio.Channel:
+        """A channel to ``address``; see ``create_channel``."""
+        if self._tls is not None:
+            try:
+                self._credentials = channel_credentials(self._tls)
+            except ConfigError as error:
+                logger.warning("dialling %s with the certificates of before: %s", address, error)
+        return _open_ours(address, self._tls, self._credentials, is_bulk=is_bulk)
+
+
+def _open_ours(
+    address: str, tls: TlsConfig | None, credentials: grpc.ChannelCredentials | None, *, is_bulk: bool
+) -> grpc.aio.Channel:
     options: dict[str, int | str] = {}
     if not is_bulk:
         # By default a stream's window grows to megabytes: seconds of tokens, each in a message of its own. While they
@@ -67,7 +95,7 @@ def create_channel(address: str, tls: TlsConfig | None, *, is_bulk: bool = False
         options["grpc.http2.bdp_probe"] = 0
     if tls is not None and tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = tls.server_name
-    return open_channel(address, None if tls is None else channel_credentials(tls), options)
+    return open_channel(address, credentials, options)
 
 
 def open_channel(
@@ -146,13 +174,14 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
 def _read(tls: TlsConfig) -> tuple[bytes, bytes, bytes]:
     # gRPC notices a wrong file only at the first handshake, and then only in its own log.
     return (
-        _read_pem("tls.key_file", tls.key_file, "PRIVATE KEY-----"),
-        _read_pem("tls.cert_file", tls.cert_file, "-----BEGIN CERTIFICATE-----"),
-        _read_pem("tls.ca_file", tls.ca_file, "-----BEGIN CERTIFICATE-----"),
+        read_pem("tls.key_file", tls.key_file, "PRIVATE KEY-----"),
+        read_pem("tls.cert_file", tls.cert_file, "-----BEGIN CERTIFICATE-----"),
+        read_pem("tls.ca_file", tls.ca_file, "-----BEGIN CERTIFICATE-----"),
     )
 
 
-def _read_pem(setting: str, path: Path, marker: str) -> bytes:
+def read_pem(setting: str, path: Path, marker: str) -> bytes:
+    """The PEM file that ``setting`` names. Raises ``ConfigError`` naming it: unreadable, or there is no ``marker``."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -66,6 +66,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.PlaceTooLargeError: StatusCode.FAILED_PRECONDITION,
     errors.OutOfBlocksError: StatusCode.RESOURCE_EXHAUSTED,  # the router tries another worker
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
+    errors.PlacementBudgetError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
     errors.RouterUnavailableError: StatusCode.UNAVAILABLE,
     errors.DrainingError: StatusCode.UNAVAILABLE,
@@ -74,6 +75,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.RequestTimeoutError: StatusCode.DEADLINE_EXCEEDED,
     errors.RequestCancelledError: StatusCode.CANCELLED,
     errors.DiscoveryError: StatusCode.UNAVAILABLE,
+    errors.WorkerReplacedError: StatusCode.FAILED_PRECONDITION,
     errors.HandOffNotFoundError: StatusCode.NOT_FOUND,
     errors.HandOffStateError: StatusCode.FAILED_PRECONDITION,
     errors.StaleEpochError: StatusCode.FAILED_PRECONDITION,

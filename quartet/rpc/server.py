@@ -1,7 +1,8 @@
 """A gRPC server as every service runs it: one port with health, reflection, channelz, TLS, and a bounded end.
 
 ``ServingInterceptor`` is on the way of every call: it checks the caller's audience, counts calls, refuses them while
-the server drains, and turns errors into statuses. ``StalledCalls`` ends calls whose client takes nothing.
+the server drains, and turns errors into statuses. ``StalledCalls`` ends calls of silent clients.
+``MessageLimits`` bound each message before it is parsed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -21,7 +23,14 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from quartet.errors import ConfigError, DrainingError, ProtocolError, StalledStreamError
+from quartet.errors import (
+    ConfigError,
+    DrainingError,
+    MessageTooLargeError,
+    ProtocolError,
+    RequestTimeoutError,
+    StalledStreamError,
+)
 from quartet.rpc.audience import Gate
 from quartet.rpc.channels import (
     KEEPALIVE_TIME_MS,
@@ -32,6 +41,7 @@ from quartet.rpc.channels import (
     server_credentials,
 )
 from quartet.rpc.errors import abort
+from quartet.rpc.message_limits import MAX_STANDARD_BYTES, MessageLimits, limited_parser
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +61,8 @@ _MAX_POLL_INTERVAL_S = 1.0
 _MIN_POLLS = 4
 # More than gRPC takes to cancel a handler whose client has gone.
 _CANCEL_FOLLOWS_S = 10.0
+# Calls that one connection may have open.
+_MAX_STREAMS = 10_000
 _HEALTH_SERVICE = "grpc.health.v1.Health"
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
@@ -108,6 +120,14 @@ class ServerConfig:
             parsed.require_loopback(field, "server.tls, or server.insecure: true")
         return parsed
 
+    def check_events_key(self, key_file: Path | None) -> None:
+        """Refuse events without a key beside gRPC with TLS. Raises ``ConfigError`` naming ``events_key_file``."""
+        if self.tls is not None and key_file is None:
+            raise ConfigError(
+                "events_key_file: is missing; with server.tls events are encrypted too: let it name one file for all "
+                "processes, made by `openssl rand -hex 32`"
+            )
+
     @property
     def with_reflection(self) -> bool:
         """Whether reflection is offered."""
@@ -135,8 +155,12 @@ class Service:
 class RpcServer:
     """One server: made, started, drained, once. All services are NOT_SERVING until ``set_serving`` says otherwise."""
 
-    def __init__(self, config: ServerConfig, services: Sequence[Service]) -> None:
+    def __init__(
+        self, config: ServerConfig, services: Sequence[Service], *, limits: MessageLimits | None = None
+    ) -> None:
+        """``limits`` bound each message, beside ``config.max_receive_message_bytes``, before it is parsed."""
         self._config = config
+        self._limits = limits or MessageLimits()
         self._service_names = tuple(service.name for service in services)
         self._services = tuple(services)
         self._health = health.aio.HealthServicer()
@@ -212,9 +236,9 @@ class RpcServer:
     def _interceptor(self) -> ServingInterceptor:
         tls = self._config.tls
         if tls is None:
-            return ServingInterceptor(None, self._calls)
+            return ServingInterceptor(None, self._calls, self._limits)
         gate = Gate(namespace=self._config.namespace, allow_anonymous=not tls.require_client_cert)
-        return ServingInterceptor(gate, self._calls)
+        return ServingInterceptor(gate, self._calls, self._limits)
 
     def _add_standard_services(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -237,19 +261,43 @@ class RpcServer:
 
 
 class StalledCalls:
-    """Bounds the time that one write may take. One timer for all calls costs less than one for each message.
+    """Bounds the time that one write may take, and the wait for a call's first message.
 
-    A client that reads nothing still answers gRPC's pings, so gRPC itself never ends its call.
+    One timer for all calls costs less than one for each message. A client that reads nothing, or opens a call and sends
+    nothing, still answers gRPC's pings, so gRPC itself never ends its call.
 
     Time is counted in polls: while this process gets no CPU no poll runs, and no client is blamed for it.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """A client may take nothing for ``timeout_s`` seconds, and at most one poll (1 s, or a quarter of it) more."""
+        """A client may be still for ``timeout_s`` seconds, and at most one poll (1 s, or a quarter of it) more."""
+        self._timeout_s = timeout_s
         self._max_polls = max(_MIN_POLLS, math.ceil(timeout_s / _MAX_POLL_INTERVAL_S))
         self._interval_s = timeout_s / self._max_polls
         self._calls: set[WatchedCall] = set()
+        # Of the calls whose first message is awaited: by the task that reads it, the polls since; None: it is too late.
+        self._unsaid: dict[asyncio.Task[Any], int | None] = {}
         self._timer: asyncio.TimerHandle | None = None
+
+    async def read_first(self, context: grpc.aio.ServicerContext[Any, Any]) -> object:
+        """The first message of the call, which the current task reads; ``grpc.aio.EOF`` if there is none.
+
+        Raises:
+            RequestTimeoutError: none came in time.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        self._unsaid[task] = 0
+        if self._timer is None:
+            self._set_timer()
+        try:
+            return await context.read()
+        except asyncio.CancelledError:
+            if self._unsaid[task] is None and task.uncancel() == 0:
+                raise RequestTimeoutError(f"no message came within {self._timeout_s:g} s") from None
+            raise
+        finally:
+            del self._unsaid[task]
 
     @contextmanager
     def watch(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[WatchedCall]:
@@ -280,7 +328,13 @@ class StalledCalls:
         self._timer = None
         for call in tuple(self._calls):
             call.poll(self._max_polls)
-        if self._calls:
+        for task, num_polls in tuple(self._unsaid.items()):
+            if num_polls is not None:
+                is_late = num_polls >= self._max_polls
+                self._unsaid[task] = None if is_late else num_polls + 1
+                if is_late:
+                    task.cancel()
+        if self._calls or self._unsaid:
             self._set_timer()
 
 
@@ -360,10 +414,11 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
     INTERNAL, which leaks nothing. Cancellation passes through, and a generator is always closed.
     """
 
-    def __init__(self, gate: Gate | None, calls: CallCounter) -> None:
-        """``gate`` is ``None`` without TLS: every caller may call everything."""
+    def __init__(self, gate: Gate | None, calls: CallCounter, limits: MessageLimits) -> None:
+        """``gate`` is ``None`` without TLS: every caller may call everything. ``limits`` bound each message."""
         self._gate = gate
         self._calls = calls
+        self._limits = limits
         self._wrapped: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -383,13 +438,14 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
 
     def _wrap(self, method: str, handler: _Handler) -> _Handler:
         behavior, make_handler = _parts(handler)
-        parse = _parser(handler.request_deserializer)
+        is_standard = method.startswith("/grpc.")
+        deserialize = limited_parser(handler.request_deserializer, self._limits)
+        parse = _parser(deserialize, MAX_STANDARD_BYTES if is_standard else None)
         respond = _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
-        is_counted = not method.startswith("/grpc.")
 
         async def serve(request: Any, context: _Context) -> Any:
             try:
-                if is_counted:
+                if not is_standard:
                     self._calls.enter(context)
                 if self._gate is not None:
                     self._gate.check(method, context.auth_context())
@@ -415,6 +471,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
+        # Far above what one client needs. It is no admission control: further calls wait in the client, or break.
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_receive_message_length", config.max_receive_message_bytes),
         ("grpc.max_send_message_length", -1),
         # Else a second server on the same port starts, and the kernel gives it half of the connections.
@@ -436,8 +494,10 @@ def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
     return handler.unary_unary, grpc.unary_unary_rpc_method_handler  # type: ignore[return-value]
 
 
-def _parser(deserialize: _Deserializer | None) -> _Deserializer:
+def _parser(deserialize: _Deserializer | None, max_bytes: int | None) -> _Deserializer:
     def parse(message: bytes) -> Any:
+        if max_bytes is not None and len(message) > max_bytes:
+            raise MessageTooLargeError(f"the message is longer than {max_bytes} bytes")
         try:
             return message if deserialize is None else deserialize(message)
         except DecodeError as error:

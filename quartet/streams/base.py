@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from quartet.errors import MessageTooLargeError
 from quartet.rpc.server import StalledCalls
 
 RequestT = TypeVar("RequestT", bound=Message)
@@ -31,7 +32,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
     """Serves one streaming call: one task reads, one writes, until both sides are done."""
 
     def __init__(self, outbox: CountsEnds, stalled: StalledCalls, *, max_owed_ends: int) -> None:
-        """``stalled`` ends the call of a caller that takes nothing for too long.
+        """``stalled`` ends the call of a caller that takes nothing for too long, or says nothing at first.
 
         Nothing is read while ``outbox`` has more than ``max_owed_ends`` ends of requests.
         """
@@ -45,6 +46,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         """Read and write until both sides are done. However it ends, what it started has ended and holds nothing.
 
         Raises:
+            RequestTimeoutError: no message came for too long.
             StalledStreamError: the caller takes nothing.
             ServingError: as the subclass says; it may come in an ``ExceptionGroup``.
         """
@@ -77,13 +79,24 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
     async def _end(self) -> None:
         """The call is over: end what it started."""
 
+    def _refused(self, error: MessageTooLargeError) -> None:
+        """A message was refused before it was parsed. An error raised here ends the call."""
+        raise error
+
     async def _read(self, context: Context, group: asyncio.TaskGroup) -> None:
+        is_first = True
         while True:
             # A refused start costs its caller next to nothing, but its end takes memory here until a message takes it.
             while self._owed.num_ended > self._max_owed_ends:
                 self._was_taken.clear()
                 await self._was_taken.wait()
-            request: object = await context.read()
+            try:
+                request: object = await (self._stalled.read_first(context) if is_first else context.read())
+            except MessageTooLargeError as error:
+                self._refused(error)
+                continue
+            finally:
+                is_first = False
             if not isinstance(request, Message):
                 break  # end of stream
             self._handle(request, group)  # type: ignore[arg-type]  # the method's deserializer made it

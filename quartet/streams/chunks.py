@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from quartet.errors import (
+    InvalidRequestError,
     MediaTooLargeError,
     MessageTooLargeError,
     PromptTooLongError,
@@ -27,12 +28,24 @@ StartT = TypeVar("StartT", bound=StartMessage | encode_pb2.EncodeStart)
 
 # Room for the frame around a start or a chunk.
 _MAX_PART_BYTES = MAX_STREAM_MESSAGE_BYTES - 64
+# Far more than routers let a request have. Each costs microseconds to convert.
+_MAX_MEDIA = 1024
 # Callers send the chunks of one start without others between; so many incomplete ones are nonsense.
 _MAX_INCOMPLETE = 8
 _TOKEN_FIELDS = {
     types_pb2.CHUNK_TARGET_PROMPT_TOKEN_IDS: "prompt_token_ids",
     types_pb2.CHUNK_TARGET_GENERATED_TOKEN_IDS: "generated_token_ids",
 }
+
+
+def check_num_media(start: StartMessage | encode_pb2.EncodeStart) -> None:
+    """Refuse more media items than any start has, without a look at them. Raises ``InvalidRequestError``."""
+    if isinstance(start, encode_pb2.EncodeStart):
+        num_items, field = len(start.items), "items"
+    else:
+        num_items, field = max(len(start.media), len(start.generation.media)), "media"
+    if num_items > _MAX_MEDIA:
+        raise InvalidRequestError(f"a start has at most {_MAX_MEDIA} media items, not {num_items}", field=field)
 
 
 def take_chunks(start: StartMessage | encode_pb2.EncodeStart) -> list[StartRest]:
@@ -100,11 +113,15 @@ class ChunkedStarts(Generic[StartT]):
     def begin(self, start: StartT) -> None:
         """Wait for the chunks of ``start``, but not for ever."""
         slot = _slot(start)
-        if len(self._starts) >= _MAX_INCOMPLETE:
-            self._on_failed(slot, QueueFullError("too many starts of this stream are incomplete"))
+        try:
+            if len(self._starts) >= _MAX_INCOMPLETE:
+                raise QueueFullError("too many starts of this stream are incomplete")
+            check_num_media(start)
+        except ServingError as error:
+            self._on_failed(slot, error)
             return
-        error = RequestTimeoutError("the chunks of a start took too long")
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, slot, error)
+        late = RequestTimeoutError("the chunks of a start took too long")
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self.end, slot, late)
         num_media_bytes = sum(len(file.data) for file in _files(start) if file is not None)
         self._starts[slot] = _Incomplete(start, timer, _num_token_bytes(start), num_media_bytes)
 

@@ -17,7 +17,7 @@ from quartet.errors import (
 from quartet.media.items import MediaSize
 from quartet.rpc.server import StalledCalls
 from quartet.streams.base import Context, ServerStream
-from quartet.streams.chunks import ChunkedStarts
+from quartet.streams.chunks import ChunkedStarts, check_num_media
 from quartet.streams.convert.messages import from_encode_start, to_encode_sized, to_encoded_item
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.streams.server import StreamLimits
@@ -160,6 +160,7 @@ class EncodeStream(ServerStream[encode_pb2.EncodeRequest, encode_pb2.EncodeRespo
         self._outbox.close()
 
     def _run(self, start: encode_pb2.EncodeStart, group: asyncio.TaskGroup) -> None:
+        check_num_media(start)
         if sum(len(item.file.data) for item in start.items) > self._limits.max_media_bytes:
             message = f"the media files of a start exceed {self._limits.max_media_bytes} bytes"
             raise MediaTooLargeError(message, field="items")

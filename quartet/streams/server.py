@@ -17,6 +17,7 @@ from quartet.errors import (
     RequestCancelledError,
     ServingError,
 )
+from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.rpc.server import StalledCalls
 from quartet.streams.base import ServerStream
@@ -65,7 +66,7 @@ class StreamLimits:
     """Bounds of one worker stream.
 
     Attributes:
-        stall_timeout_s: a caller that takes nothing for so long loses its requests.
+        stall_timeout_s: a caller that takes nothing for so long, or sends nothing at first, loses its stream.
         chunks_timeout_s: a chunked start must be complete within it.
         max_prompt_bytes: packed token ids of one start at most.
         max_media_bytes: media files of one start at most.
@@ -83,6 +84,10 @@ class StreamLimits:
         for name in ("stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes", "max_media_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: must be above 0")
+
+    def for_model(self, max_model_len: int) -> StreamLimits:
+        """The same, but no start has more tokens than the model takes of prompt and output together."""
+        return replace(self, max_prompt_bytes=min(self.max_prompt_bytes, TOKEN_SIZE_BYTES * max_model_len))
 
 
 class StartVerifier(Protocol):

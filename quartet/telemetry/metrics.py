@@ -34,6 +34,7 @@ _LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.
 _ENGINE_GAUGES = (
     ("num_running", "quartet_worker_running_requests", "Requests in the running batch."),
     ("num_waiting", "quartet_worker_waiting_requests", "Requests that wait for the batch."),
+    ("max_running", "quartet_worker_max_running_requests", "Most requests that the batch can have."),
     ("num_queued_prefill_tokens", "quartet_worker_queued_prefill_tokens", "Prompt tokens not computed yet."),
 )
 # These states add up to the pool.

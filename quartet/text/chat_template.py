@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.errors import InvalidRequestError, ModelFilesError, PromptTooLongError
 from quartet.media.items import MediaPart
 from quartet.text import model_files
 from quartet.text.chat_message import ChatMessage
@@ -74,30 +74,42 @@ class ChatTemplate:
         source = _default_template(config.get("chat_template"))
         return None if source is None else cls(source, special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, **extra: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        *,
+        max_length: int | None = None,
+        **extra: Any,
+    ) -> str:
         """Write ``messages`` as the model's text.
 
         Args:
             messages: at least one, oldest first.
             add_generation_prompt: end with what begins the model's answer.
+            max_length: characters of the text at most, if that is less than ``MAX_RENDERED_LENGTH``.
             extra: further variables of the template (``enable_thinking``); plain JSON values.
 
         Raises:
-            InvalidRequestError: no messages, the template refuses them or takes no media, or the text is too long.
+            InvalidRequestError: no messages, or the template refuses them or takes no media.
+            PromptTooLongError: the text is too long.
         """
         if not messages:
             raise InvalidRequestError("there must be at least one message", field="messages")
         variables = [_to_variable(message, self._content_form) for message in messages]
-        return self._write(variables, add_generation_prompt=add_generation_prompt, **extra)
+        bound = MAX_RENDERED_LENGTH if max_length is None else min(max_length, MAX_RENDERED_LENGTH)
+        return self._write(variables, bound, add_generation_prompt=add_generation_prompt, **extra)
 
     @cached_property
     def _content_form(self) -> ContentForm:
         """Found at the first messages: a model whose template is never used must not wait for it."""
         return ContentForm.of(
-            lambda content: self._write([{"role": "user", "content": content}], add_generation_prompt=False)
+            lambda content: self._write(
+                [{"role": "user", "content": content}], MAX_RENDERED_LENGTH, add_generation_prompt=False
+            )
         )
 
-    def _write(self, messages: Sequence[Mapping[str, object]], **extra: Any) -> str:
+    def _write(self, messages: Sequence[Mapping[str, object]], max_length: int, **extra: Any) -> str:
         variables = {
             # Templates recognise "no tools" by a variable that is none, as transformers passes it.
             **{"tools": None, "documents": None},
@@ -106,7 +118,7 @@ class ChatTemplate:
             "messages": messages,
         }
         try:
-            return _join_bounded(self._template.generate(variables))
+            return _join_bounded(self._template.generate(variables), max_length)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the model's chat template refuses: {error}", field="messages") from error
         except _EXPRESSION_ERRORS as error:
@@ -205,15 +217,17 @@ def _piece(piece: str | MediaPart) -> dict[str, str]:
     return {"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"}
 
 
-def _join_bounded(pieces: Iterator[str]) -> str:
+def _join_bounded(pieces: Iterator[str], max_length: int) -> str:
     """Join what the template writes, and stop it when that gets too long."""
     kept: list[str] = []
     length = 0
     for piece in pieces:
         kept.append(piece)
         length += len(piece)
-        if length > MAX_RENDERED_LENGTH:
-            raise InvalidRequestError("the rendered messages are too long", field="messages")
+        if length > max_length:
+            raise PromptTooLongError(
+                f"the rendered messages are too long: they have more than {max_length} characters", field="messages"
+            )
     return "".join(kept)
 
 

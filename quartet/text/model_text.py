@@ -11,7 +11,7 @@ from quartet.media.media_id import preprocessing_fingerprint
 from quartet.text import model_files
 from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
-from quartet.text.tokenizer import Tokenizer
+from quartet.text.tokenizer import EncodeLimit, Tokenizer
 
 _ABSURD_VOCAB_SIZE = 10**9
 
@@ -70,29 +70,35 @@ class ModelText:
             media=_media_text(whole_config, files),
         )
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, limit: EncodeLimit | None = None) -> list[int]:
         """Turn a plain prompt into ids, with the special tokens that the model wants around it.
 
         Raises:
-            InvalidRequestError: see ``Tokenizer.encode``.
+            InvalidRequestError: see ``Tokenizer.encode``, also for ``limit``.
         """
-        return self.tokenizer.encode(text, field="text")
+        return self.tokenizer.encode(text, field="text", limit=limit)
 
     def encode_messages(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, **extra: Any
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        *,
+        limit: EncodeLimit | None = None,
+        **extra: Any,
     ) -> list[int]:
         """Turn a chat into ids, with placeholders where the template puts its media.
 
         Raises:
             InvalidRequestError: the model has no chat template, or a placeholder is spelled out in a text; see also
-                ``ChatTemplate.render``.
+                ``ChatTemplate.render`` and, for ``limit``, ``Tokenizer.encode``.
         """
         if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template; send text or token ids", field="messages")
         self._refuse_spelled_placeholders(messages)
-        rendered = self.chat_template.render(messages, add_generation_prompt, **extra)
+        max_length = None if limit is None else limit.max_tokens * self.tokenizer.longest_token_bytes
+        rendered = self.chat_template.render(messages, add_generation_prompt, max_length=max_length, **extra)
         # The template writes the beginning's token itself.
-        return self.tokenizer.encode(rendered, add_special_tokens=False, field="messages")
+        return self.tokenizer.encode(rendered, add_special_tokens=False, field="messages", limit=limit)
 
     def _refuse_spelled_placeholders(self, messages: Sequence[ChatMessage]) -> None:
         """In a chat only the template writes placeholders: one in a text would move the media behind it by one."""

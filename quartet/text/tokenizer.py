@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import tokenizers
 
-from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.errors import InvalidRequestError, ModelFilesError, PromptTooLongError, RequestCancelledError
 from quartet.text import model_files
 from quartet.text.token_pieces import PieceRule, PieceTable, piece_rule
 
@@ -50,6 +50,30 @@ class SpecialTokens:
         return tuple(dict.fromkeys((*self.named.values(), *self.additional)))
 
 
+# A text of so many characters for each token that it may have is tokenized whole. English has 4 to 5: nearly every
+# longer text has too many tokens.
+_USUAL_TOKEN_LENGTH = 8
+
+# The tokens of a longer text are counted in pieces of so many characters, which take 20 ms. A cut changes the tokens on
+# both sides of it, a few dozen at most, so a text is refused only if the count is well above the limit.
+_PIECE_LENGTH = 1 << 16
+_TOKENS_OF_CUT = 64
+_SURE_FACTOR = 1.125
+
+
+@dataclass(frozen=True)
+class EncodeLimit:
+    """What one text is worth.
+
+    Attributes:
+        max_tokens: a text of many more tokens is refused without all of it being tokenized.
+        is_wanted: whether anybody still waits for its tokens; asked before each piece.
+    """
+
+    max_tokens: int
+    is_wanted: Callable[[], bool] = lambda: True
+
+
 class Tokenizer:
     """One model's tokenizer; immutable, may be shared by threads (encoding releases the GIL).
 
@@ -58,6 +82,7 @@ class Tokenizer:
         eos_token_id: id of the token that ends a sequence, ``None`` if the model has none. A model may stop at more:
             see ``ModelText``.
         special_token_ids: ids that ``skip_special_tokens`` leaves out of text.
+        longest_token_bytes: UTF-8 bytes of the longest token as the vocabulary spells it.
         piece_rule: how tokens add up to text; ``None``: only by decoding them together.
     """
 
@@ -75,6 +100,8 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos_token = self.special_tokens.named.get("eos_token")
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.longest_token_bytes = max([len(token.encode()) for token in vocabulary], default=1)
         self.piece_rule = _read_piece_rule(backend)
         self._tables = {skip: self._make_table(skip) for skip in (False, True)}
 
@@ -114,7 +141,9 @@ class Tokenizer:
         _check_id(token_id)
         return self._backend.id_to_token(token_id)
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, field: str = "text") -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, field: str = "text", limit: EncodeLimit | None = None
+    ) -> list[int]:
         """Turn text into token ids.
 
         Args:
@@ -122,15 +151,24 @@ class Tokenizer:
             add_special_tokens: add what the model wants around a text (usually a beginning). Rendered
                 chat templates spell theirs out and need ``False``.
             field: the request's field that ``text`` comes from, for the error.
+            limit: what may be spent on it. It changes no tokens; a few more than ``limit.max_tokens`` may come.
 
         Raises:
             InvalidRequestError: the text holds lone surrogates, so is no Unicode text.
+            PromptTooLongError: it is beyond ``limit``.
+            RequestCancelledError: it is wanted no more.
         """
-        try:
-            text.encode()  # the library would only say that this is no str
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError("the text holds a lone surrogate", field=field) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if limit is not None:
+            self.check_length(text, limit.max_tokens, field=field)
+            self._count_pieces(text, limit, field)
+        return self._encode(text, add_special_tokens, field)
+
+    def check_length(self, text: str, max_tokens: int, *, field: str) -> None:
+        """Refuse a text that is longer than ``max_tokens`` of the longest tokens. Raises ``PromptTooLongError``."""
+        max_length = max_tokens * self.longest_token_bytes
+        if len(text) > max_length:
+            message = f"the prompt has {len(text)} characters; {max_tokens} tokens have at most {max_length}"
+            raise PromptTooLongError(message, field=field)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Turn token ids into text; unknown ids add nothing, invalid bytes become U+FFFD.
@@ -142,6 +180,29 @@ class Tokenizer:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids") from error
+
+    def _count_pieces(self, text: str, limit: EncodeLimit, field: str) -> None:
+        """Refuse a text that has many more tokens than it may have, with as little work as that takes."""
+        if len(text) <= limit.max_tokens * _USUAL_TOKEN_LENGTH:
+            return
+        num_tokens = 0
+        for begin in range(0, len(text), _PIECE_LENGTH):
+            if not limit.is_wanted():
+                raise RequestCancelledError("its tokens are wanted no more")
+            piece = self._encode(text[begin : begin + _PIECE_LENGTH], False, field)
+            num_tokens += max(len(piece) - _TOKENS_OF_CUT, 0)
+            if num_tokens > limit.max_tokens * _SURE_FACTOR:
+                message = (
+                    f"the prompt has more than {num_tokens} tokens; it and the answer have room for {limit.max_tokens}"
+                )
+                raise PromptTooLongError(message, field=field)
+
+    def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        try:
+            text.encode()  # the library would only say that this is no str
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError("the text holds a lone surrogate", field=field) from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _make_table(self, skip_special_tokens: bool) -> PieceTable | None:
         skipped = self.special_token_ids if skip_special_tokens else frozenset()

@@ -39,6 +39,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """Its stream broke or its heartbeats stopped: it gets no new requests until it answers."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 4
     """It takes no new requests and finishes those that run."""
+    WORKER_STATE_INCOMPATIBLE: _WorkerState.ValueType  # 5
+    """The router does not speak the contract version that its record names, and never uses it."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """Whether requests are placed at a worker."""
@@ -53,6 +55,8 @@ WORKER_STATE_SUSPECT: WorkerState.ValueType  # 3
 """Its stream broke or its heartbeats stopped: it gets no new requests until it answers."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
 """It takes no new requests and finishes those that run."""
+WORKER_STATE_INCOMPATIBLE: WorkerState.ValueType  # 5
+"""The router does not speak the contract version that its record names, and never uses it."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -96,7 +100,7 @@ class GenerateStart(_message.Message):
     or its first tenant.
     """
     priority: _builtins.int
-    """Higher first among queued requests. Default 0."""
+    """Higher first among the tenant's own queued requests. Default 0."""
     session_key: _builtins.str
     """Requests of one conversation share it; at most 256 characters. Empty: none."""
     num_choices: _builtins.int
@@ -183,7 +187,7 @@ class ChatPrompt(_message.Message):
     """Ends the prompt where the assistant's answer begins. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In order, at least one. Required."""
+        """In order, 1 to 4096. Required."""
 
     def __init__(
         self,
@@ -216,7 +220,7 @@ class ChatMessage(_message.Message):
     """The message's text. Empty: it is in `parts`, or there is none; both together are refused."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """The message in pieces of text and media. Empty: `content` is all."""
+        """The message in pieces of text and media, 4096 at most in all messages. Empty: `content` is all."""
 
     def __init__(
         self,
@@ -304,7 +308,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order, at least one for a prompt. Required."""
+        """In order, at least one for a prompt, 1,048,576 at most. Required."""
 
     def __init__(
         self,
@@ -1526,7 +1530,9 @@ class WatchWorkersResponse(_message.Message):
 
     @_builtins.property
     def removed_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of those gone. Empty: none is."""
+        """Ids of those gone. An id names one worker, whatever its role: one that changed its role is in `updated` only.
+        Empty: none is gone.
+        """
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ class RouterServiceStub:
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
-    INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
+    INVALID_ARGUMENT: an impossible or unsupported field, or a message with more fields or text than any request needs.
+    NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
     UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
     DEADLINE_EXCEEDED: the request's timeout.
     """
@@ -83,14 +84,16 @@ class RouterServiceServicer:
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
-    INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
+    INVALID_ARGUMENT: an impossible or unsupported field, or a message with more fields or text than any request needs.
+    NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
     UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
     DEADLINE_EXCEEDED: the request's timeout.
     """
 
     def Generate(self, request_iterator, context):
         """One request: `start` up, then optionally `cancel`; down `accepted`, `delta`s, and a `finished` for each choice.
-        Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
+        Half-closing after `start` is normal and cancels nothing; dropping the stream cancels. A stream on which nothing
+        comes ends with DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +104,7 @@ class RouterServiceServicer:
         again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
         to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
         INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+        RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,6 +113,7 @@ class RouterServiceServicer:
     def Session(self, request_iterator, context):
         """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
         Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+        A stream on which nothing has come yet ends with DEADLINE_EXCEEDED after some time; later it may be silent.
         A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
         a slow reader leaves more output of a request unread than the router keeps, the request fails with
         RESOURCE_EXHAUSTED.
@@ -197,7 +202,8 @@ class RouterService:
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
-    INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
+    INVALID_ARGUMENT: an impossible or unsupported field, or a message with more fields or text than any request needs.
+    NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
     UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
     DEADLINE_EXCEEDED: the request's timeout.
     """

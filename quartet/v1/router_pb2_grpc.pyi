@@ -31,7 +31,8 @@ class RouterServiceStub:
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
-    INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
+    INVALID_ARGUMENT: an impossible or unsupported field, or a message with more fields or text than any request needs.
+    NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
     UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
     DEADLINE_EXCEEDED: the request's timeout.
     """
@@ -42,17 +43,20 @@ class RouterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Generate: _grpc.StreamStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
     """One request: `start` up, then optionally `cancel`; down `accepted`, `delta`s, and a `finished` for each choice.
-    Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
+    Half-closing after `start` is normal and cancels nothing; dropping the stream cancels. A stream on which nothing
+    comes ends with DEADLINE_EXCEEDED.
     """
     Place: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]
     """Tokenizes, waits for room and prefills. The client streams from Decode directly; if that breaks, it calls Place
     again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
     to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
     INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+    RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
     """
     Session: _grpc.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
     Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+    A stream on which nothing has come yet ends with DEADLINE_EXCEEDED after some time; later it may be silent.
     A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
     a slow reader leaves more output of a request unread than the router keeps, the request fails with
     RESOURCE_EXHAUSTED.
@@ -74,7 +78,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
-    INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
+    INVALID_ARGUMENT: an impossible or unsupported field, or a message with more fields or text than any request needs.
+    NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
     UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
     DEADLINE_EXCEEDED: the request's timeout.
     """
@@ -82,17 +87,20 @@ class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.StreamStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
     """One request: `start` up, then optionally `cancel`; down `accepted`, `delta`s, and a `finished` for each choice.
-    Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
+    Half-closing after `start` is normal and cancels nothing; dropping the stream cancels. A stream on which nothing
+    comes ends with DEADLINE_EXCEEDED.
     """
     Place: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]  # type: ignore[assignment]
     """Tokenizes, waits for room and prefills. The client streams from Decode directly; if that breaks, it calls Place
     again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
     to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
     INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+    RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
     """
     Session: _aio.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]  # type: ignore[assignment]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
     Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+    A stream on which nothing has come yet ends with DEADLINE_EXCEEDED after some time; later it may be silent.
     A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
     a slow reader leaves more output of a request unread than the router keeps, the request fails with
     RESOURCE_EXHAUSTED.
@@ -113,7 +121,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
-    INVALID_ARGUMENT: an impossible or unsupported field. NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
+    INVALID_ARGUMENT: an impossible or unsupported field, or a message with more fields or text than any request needs.
+    NOT_FOUND: no such model. RESOURCE_EXHAUSTED: no capacity.
     UNAVAILABLE: no worker is reachable, the router does not know now whether one serves the model, or it drains.
     DEADLINE_EXCEEDED: the request's timeout.
     """
@@ -125,7 +134,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
         """One request: `start` up, then optionally `cancel`; down `accepted`, `delta`s, and a `finished` for each choice.
-        Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
+        Half-closing after `start` is normal and cancels nothing; dropping the stream cancels. A stream on which nothing
+        comes ends with DEADLINE_EXCEEDED.
         """
 
     @_abc_1.abstractmethod
@@ -138,6 +148,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
         to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
         INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
+        RESOURCE_EXHAUSTED: also if the tenant's clients do not bring what was placed for them (PLACEMENT_BUDGET).
         """
 
     @_abc_1.abstractmethod
@@ -148,6 +159,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.SessionResponse], _abc.AsyncIterator[_router_pb2.SessionResponse]]:
         """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
         Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+        A stream on which nothing has come yet ends with DEADLINE_EXCEEDED after some time; later it may be silent.
         A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
         a slow reader leaves more output of a request unread than the router keeps, the request fails with
         RESOURCE_EXHAUSTED.

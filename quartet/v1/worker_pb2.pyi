@@ -77,7 +77,7 @@ class WorkerRecord(_message.Message):
     MAX_MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
     UNANNOUNCED_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Its name, unique within the namespace. Always set."""
+    """Its name, unique within the namespace, also among workers of other roles. Always set."""
     role: Global___WorkerRole.ValueType
     """Its work. Always set."""
     epoch: _builtins.int
@@ -101,7 +101,7 @@ class WorkerRecord(_message.Message):
     max_model_len: _builtins.int
     """Tokens of prompt and output together, at most. Always set."""
     contract_version: _builtins.str
-    """Version of these contracts, `quartet.v1`. Always set."""
+    """Version of these contracts, `quartet.v1`. Routers use only workers whose version they speak. Always set."""
     max_media_tokens: _builtins.int
     """Tokens that one media item fills at most. 0: it takes none, or does not say."""
     @_builtins.property

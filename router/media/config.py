@@ -26,9 +26,11 @@ class MediaConfig:
         max_items: of one request.
         fetch_timeout_s: for one item, from the request to the last byte.
         max_redirects: redirects to follow for one item.
-        max_concurrent_fetches: of all requests together; further ones wait.
-        max_held_bytes: of the files of all running requests together; further requests wait. A request keeps its files
-            until it ends, since another attempt may need them.
+        max_concurrent_fetches: of all requests together; further ones wait. A tenant begins another fetch only while at
+            least as many could begin as it has running, so it can't keep the others waiting.
+        max_held_bytes: of the files of all running requests together; further requests wait, and those of a tenant
+            already when its files take four times what is free. A request keeps its files until it ends, since another
+            attempt may need them.
     """
 
     allowed_local_paths: tuple[Path, ...] = ()

@@ -14,8 +14,10 @@ import os
 import ssl
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -73,11 +75,11 @@ class MediaFetcher:
         self._config = config
         self._files = LocalFiles(config.allowed_local_paths, config.max_size_bytes)
         self._http = HttpFiles(config, resolver, ssl_context)
-        self._fetches = asyncio.Semaphore(config.max_concurrent_fetches)
+        self._slots = FetchSlots(config.max_concurrent_fetches)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="media")
 
     async def fetch(
-        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
+        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes, tenant: str = ""
     ) -> tuple[MediaItem, ...]:
         """The items of a request, in order. The first failure cancels the other items.
 
@@ -85,6 +87,7 @@ class MediaFetcher:
             parts: as the client names them; a URL leads to a picture.
             fields: of each part, its name in the request, for errors.
             fingerprint: of the model's preprocessing.
+            tenant: the tenant that the request is accounted to.
 
         Raises:
             InvalidRequestError: too many parts; names the first one beyond the limit.
@@ -99,7 +102,7 @@ class MediaFetcher:
         try:
             async with asyncio.TaskGroup() as group:
                 named = zip(parts, fields, strict=True)
-                tasks = [group.create_task(self._item(part, field, fingerprint)) for part, field in named]
+                tasks = [group.create_task(self._item(part, field, fingerprint, tenant)) for part, field in named]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return tuple(task.result() for task in tasks)
@@ -109,23 +112,27 @@ class MediaFetcher:
         await self._http.close()
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _item(self, part: MediaPart, field: str, fingerprint: bytes) -> MediaItem:
+    async def _item(self, part: MediaPart, field: str, fingerprint: bytes, tenant: str) -> MediaItem:
         try:
-            file = part if isinstance(part, MediaFile) else MediaFile(MediaKind.IMAGE, await self._follow(part.url))
+            file = (
+                part
+                if isinstance(part, MediaFile)
+                else MediaFile(MediaKind.IMAGE, await self._follow(part.url, tenant))
+            )
             check_size(len(file.data), self._config)
             return await self._work(len(file.data), lambda: make_item(file, fingerprint, self._config))
         except ServingError as error:
             # The functions below know the file, but not the client's name for it.
             raise type(error)(error.message, field=field) from error
 
-    async def _follow(self, url: str) -> bytes:
+    async def _follow(self, url: str, tenant: str) -> bytes:
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
             return await self._work(len(url), lambda: read_data_url(url, self._config.max_size_bytes))
         if scheme not in ("file", "http", "https"):
             raise InvalidMediaError("a media URL begins with data:, file:, http: or https:")
         try:
-            async with asyncio.timeout(self._config.fetch_timeout_s), self._fetches:
+            async with asyncio.timeout(self._config.fetch_timeout_s), self._slots.taken(tenant):
                 if scheme == "file":
                     return await self._in_thread(lambda: self._files.read(url))
                 return await self._http.read(url)
@@ -137,6 +144,61 @@ class MediaFetcher:
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+class FetchSlots:
+    """Slots for fetches of all tenants.
+
+    A tenant takes another slot only while at least as many are free as it has. So one alone gets half of them, several
+    get less each, and who comes next finds some (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on
+    Networking, 1998).
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """All ``num_slots`` are free."""
+        self._num_free = num_slots
+        self._num_taken: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def taken(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a slot of the tenant, and have it during the block."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._grant()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._give_back(tenant)
+            self._grant()
+
+    def _give_back(self, tenant: str) -> None:
+        self._num_free += 1
+        self._num_taken[tenant] -= 1
+        if not self._num_taken[tenant]:
+            del self._num_taken[tenant]
+
+    def _grant(self) -> None:
+        """Give free slots to those that wait, first to the tenant that has the fewest."""
+        for tenant, turns in tuple(self._waiting.items()):
+            while turns and turns[0].done():  # its task was cancelled
+                turns.popleft()
+            if not turns:
+                del self._waiting[tenant]
+        while self._waiting:
+            tenant = min(self._waiting, key=lambda name: self._num_taken[name])
+            if not self._num_free or self._num_taken[tenant] > self._num_free:
+                return
+            turns = self._waiting[tenant]
+            turn = turns.popleft()
+            if not turns:
+                del self._waiting[tenant]
+            if not turn.done():
+                self._num_free -= 1
+                self._num_taken[tenant] += 1
+                turn.set_result(None)
 
 
 def check_size(size_bytes: int, config: MediaConfig) -> None:

@@ -2,24 +2,28 @@
 
 Embeddings stay in the encode workers' pools until a prefill has pulled them, and files stay in the router's memory as
 long as their request may need them again. Without this queue, a tenant that sends a thousand pictures would fill both,
-and all other requests would wait behind these. Its order is that of the router's queue: priority, fair share, arrival.
+and all other requests would wait behind these. It is ordered as the router's other queue is: tenants by fair share,
+and each tenant's own requests by priority and arrival.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 
 from quartet.errors import QueueFullError
 from quartet.streams.wakeable import result_if_done
-from router.admission import FairShare
+from router.fair_queue import FairQueue, FairShare, Lane, Position, Standing
 from router.workers import PoolKey
 
 #: The share of the embeddings that a pool's encode workers have room for that one router's requests may pin.
 _PINNED_SHARE = 0.9
+
+# A tenant gets memory for more files only while it has at most so many times what is free: alone it gets four fifths.
+# Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998.
+_MOST_OF_FREE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class MediaQueueConfig:
     """Bounds of the queue.
 
     Attributes:
-        max_bytes: of the files of all admitted requests together.
+        max_bytes: of the files of all admitted requests together; of one tenant's, a fifth less.
         max_length: requests that wait at most; of more, the last one is refused.
         timeout_s: longest wait.
         retry_delay_s: after how long refused clients should try again.
@@ -61,7 +65,7 @@ class MediaRoom:
     def __init__(self, order: MediaOrder, queue: MediaQueue) -> None:
         """Made by ``MediaQueue.enter``."""
         self._queue = queue
-        self._pool = order.pool
+        self._pool, self._tenant = order.pool, order.tenant
         self.num_encode_tokens, self.num_bytes = order.num_encode_tokens, order.num_bytes
 
     def fetched(self, num_bytes: int) -> None:
@@ -70,7 +74,9 @@ class MediaRoom:
 
     def sized(self, num_encode_tokens: int) -> None:
         """Its embeddings are those of ``num_encode_tokens`` tokens."""
-        self._change(min(num_encode_tokens, self.num_encode_tokens), self.num_bytes)
+        num_encode_tokens = min(num_encode_tokens, self.num_encode_tokens)
+        self._queue.charge(self._tenant, num_encode_tokens - self.num_encode_tokens)
+        self._change(num_encode_tokens, self.num_bytes)
 
     def pulled(self) -> None:
         """No encode worker holds its embeddings any more. May be called again."""
@@ -84,26 +90,27 @@ class MediaRoom:
         tokens, freed = self.num_encode_tokens - num_encode_tokens, self.num_bytes - num_bytes
         self.num_encode_tokens, self.num_bytes = num_encode_tokens, num_bytes
         if tokens or freed:
-            self._queue.give_back(self._pool, tokens, freed)
+            self._queue.give_back(self._pool, self._tenant, tokens, freed)
 
 
 class MediaQueue:
-    """Requests with media that wait for room, best position first. Runs on the event loop."""
+    """Requests with media that wait for room. Runs on the event loop."""
 
     def __init__(self, config: MediaQueueConfig, share: FairShare, encode_room: Callable[[PoolKey], int]) -> None:
         """No request has room yet.
 
         Args:
             config: bounds.
-            share: orders requests of one priority; it belongs to this queue alone.
+            share: orders the tenants; it belongs to this queue alone.
             encode_room: tokens whose embeddings the encode workers of a pool have room for.
         """
         self._config = config
         self._share = share
         self._encode_room = encode_room
-        self._queue: list[_QueuedMedia] = []
+        self._queue: FairQueue[_QueuedMedia] = FairQueue(share)
         self._num_arrived = 0
         self._num_bytes = 0
+        self._num_bytes_of: Counter[str] = Counter()  # by tenant
         self._num_encode_tokens: dict[PoolKey, int] = {}
 
     @property
@@ -118,52 +125,75 @@ class MediaQueue:
             QueueFullError: too many requests wait before it, or no room came in time.
         """
         self._num_arrived += 1
-        start = self._share.start(order.tenant, max(order.num_encode_tokens, 1))
-        queued = _QueuedMedia(order=order, position=(-order.priority, start, self._num_arrived), start=start)
-        insort(self._queue, queued, key=attrgetter("position"))
-        self.poll()
-        if len(self._queue) > self._config.max_length:
-            last = self._queue.pop()
-            last.let_in.set_exception(self._refusal("too many requests with media wait"))
+        standing = Standing(
+            pool=order.pool,
+            tenant=order.tenant,
+            priority=order.priority,
+            number=self._num_arrived,
+            num_tokens=max(order.num_encode_tokens, 1),
+        )
+        queued = _QueuedMedia(order=order, standing=standing)
+        self._queue.add(queued)
         try:
+            self.poll()
+            self._queue.shorten(self._config.max_length, self._full_error)
             async with asyncio.timeout(self._config.timeout_s):
-                return await queued.let_in
-        except TimeoutError as error:
-            self._leave(queued)
-            raise self._refusal("no room for the request's media came up in time") from error
-        except BaseException:
-            self._leave(queued)
+                return await queued.placed
+        except BaseException as error:
+            # It may have been let in at the very moment when its wait ended for another reason.
+            if (room := result_if_done(queued.placed)) is not None:
+                room.close()
+            if isinstance(error, TimeoutError):
+                raise self._refusal("no room for the request's media came up in time") from error
             raise
+        finally:
+            if self._queue.remove(queued):
+                self.poll()
 
     def preview(self, order: MediaOrder) -> MediaRoom:
         """Room for a request that is only explained: it does not wait, and its room does not count."""
         return MediaRoom(replace(order, num_encode_tokens=0, num_bytes=0), self)
 
     def poll(self) -> None:
-        """Let requests in that there is room for; a request never overtakes another one of its pool."""
-        full: set[PoolKey] = set()
-        for queued in tuple(self._queue):
+        """Let requests in that there is room for; a request never overtakes another one of its pool and tenant.
+
+        A tenant whose files take most of the memory waits until they take less: files stay as long as their requests
+        run, and other tenants' files must not wait for that.
+        """
+        full: set[PoolKey | str] = set()
+
+        def is_kept(lane: Lane[_QueuedMedia]) -> bool:
+            return lane.pool in full or lane.tenant in full
+
+        let_in: list[_QueuedMedia] = []
+        for queued in self._queue.in_order(is_kept):
             order = queued.order
-            if queued.let_in.done():  # just cancelled: it leaves by itself
+            num_free = self._config.max_bytes - self._num_bytes
+            if order.num_bytes and self._num_bytes_of[order.tenant] > _MOST_OF_FREE * num_free:
+                full.add(order.tenant)
                 continue
             if self._num_bytes and self._num_bytes + order.num_bytes > self._config.max_bytes:
-                return
-            if order.pool in full:
-                continue
+                break
             if not self._has_encode_room(order):
                 full.add(order.pool)
                 continue
-            self._queue.remove(queued)
-            self._share.served(queued.start)
             self._num_bytes += order.num_bytes
+            self._num_bytes_of[order.tenant] += order.num_bytes
             if order.num_encode_tokens:
                 taken = self._num_encode_tokens.get(order.pool, 0)
                 self._num_encode_tokens[order.pool] = taken + order.num_encode_tokens
-            queued.let_in.set_result(MediaRoom(order, self))
+            let_in.append(queued)
+        for queued in let_in:
+            self._queue.remove(queued)
+            self._share.serve(queued.standing.tenant, queued.standing.num_tokens)
+            queued.placed.set_result(MediaRoom(queued.order, self))
 
-    def give_back(self, pool: PoolKey, num_encode_tokens: int, num_bytes: int) -> None:
-        """So much room is free again."""
+    def give_back(self, pool: PoolKey, tenant: str, num_encode_tokens: int, num_bytes: int) -> None:
+        """So much of the tenant's room is free again."""
         self._num_bytes -= num_bytes
+        self._num_bytes_of[tenant] -= num_bytes
+        if not self._num_bytes_of[tenant]:
+            del self._num_bytes_of[tenant]
         if num_encode_tokens:
             self._num_encode_tokens[pool] -= num_encode_tokens
             if not self._num_encode_tokens[pool]:
@@ -171,20 +201,17 @@ class MediaQueue:
         if self._queue:
             self.poll()
 
-    def _leave(self, queued: _QueuedMedia) -> None:
-        """It waits no more; it may have been let in, or refused, just before."""
-        if queued in self._queue:
-            self._queue.remove(queued)
-            self.poll()
-        elif (room := result_if_done(queued.let_in)) is not None:
-            room.close()
-            return
-        self._share.give_back(queued.order.tenant, max(queued.order.num_encode_tokens, 1))
+    def charge(self, tenant: str, num_encode_tokens: int) -> None:
+        """A request of the tenant, once let in, takes so many tokens more than was charged, less if negative."""
+        self._share.charge(tenant, num_encode_tokens)
 
     def _has_encode_room(self, order: MediaOrder) -> bool:
         taken = self._num_encode_tokens.get(order.pool, 0)
         # A request alone is let in whatever it needs: the worker refuses it if that is too much.
         return not taken or taken + order.num_encode_tokens <= _PINNED_SHARE * self._encode_room(order.pool)
+
+    def _full_error(self) -> QueueFullError:
+        return self._refusal("too many requests with media wait")
 
     def _refusal(self, message: str) -> QueueFullError:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)
@@ -192,7 +219,12 @@ class MediaQueue:
 
 @dataclass(eq=False, kw_only=True)
 class _QueuedMedia:
+    """An entry of the queue; see ``router.fair_queue.Entry``."""
+
     order: MediaOrder
-    position: tuple[int, float, int]
-    start: float
-    let_in: asyncio.Future[MediaRoom] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    standing: Standing
+    adapter: str = ""
+    is_retry: bool = False
+    placed: asyncio.Future[MediaRoom] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    lane: Lane[_QueuedMedia] | None = None
+    position: Position = (0, 0, 0)

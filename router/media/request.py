@@ -35,9 +35,9 @@ class MediaFetch(Protocol):
     """Gets and checks files (``router.media.fetch.MediaFetcher``)."""
 
     async def fetch(
-        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
+        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes, tenant: str = ""
     ) -> tuple[MediaItem, ...]:
-        """The items of a request, in order. Raises ``ServingError`` with one of ``fields``."""
+        """The items of a request of ``tenant``, in order. Raises ``ServingError`` with one of ``fields``."""
         ...
 
 
@@ -56,6 +56,7 @@ class MediaRequest:
     """The request that the media belong to.
 
     Attributes:
+        worker_priority: the priority that workers are told.
         first_attempt: number of the request's first attempt.
         deadline: monotonic seconds.
         trust_domain: id of its tenant's trust domain, part of the items' ids; empty: that of all tenants without one.
@@ -63,6 +64,7 @@ class MediaRequest:
 
     request_id: str
     start: GenerateStart
+    worker_priority: int
     traceparent: str
     first_attempt: int
     deadline: float
@@ -304,7 +306,7 @@ async def _fetch(
     began = time.monotonic()
     try:
         fingerprint = in_trust_domain(model.preprocessing_fingerprint, request.trust_domain)
-        items = await tools.fetcher.fetch(parts, fields, fingerprint)
+        items = await tools.fetcher.fetch(parts, fields, fingerprint, request.start.tenant)
         _check_total(items, fields)
         way = pool.media.way(items, fields)
     except BaseException:
@@ -357,7 +359,7 @@ def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fie
         request_id=request.request_id,
         traceparent=request.traceparent,
         tenant=start.tenant,
-        priority=start.priority,
+        priority=request.worker_priority,
         session_key=start.session_key,
         trust_domain=request.trust_domain,
     )

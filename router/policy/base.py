@@ -35,7 +35,7 @@ class Pending:
         is_remote: it is not prefilled where it is decoded.
         avoid: ids of workers that just failed it; they are chosen only if no other worker will do.
         prefer_prefill: where its blocks are probably cached.
-        priority: higher first.
+        priority: higher first. The queue gives 0 to each tenant's most urgent ones, whatever number the tenant gave.
         arrived_at: monotonic seconds.
         binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.
@@ -80,6 +80,8 @@ class Candidate:
         num_total_blocks: KV blocks of the rank, of ``block_size`` tokens.
         num_used_blocks: blocks in use or held, as last reported; blocks that are only cached are left out.
         num_promised_blocks: blocks that the router's own placements there may still take beyond those.
+        num_requests: requests that run or wait there, the router's own unreported ones included.
+        max_requests: as many may be there at most (see ``router.policy.room.max_requests``); 0: as many as have room.
         num_queued_tokens: prompt tokens that wait there, the router's own unreported ones included.
         adapters: adapters that it serves.
         media: what it takes of media.
@@ -98,6 +100,8 @@ class Candidate:
     block_size: int
     num_used_blocks: int = 0
     num_promised_blocks: int = 0
+    num_requests: int = 0
+    max_requests: int = 0
     num_queued_tokens: int = 0
     adapters: frozenset[str] = frozenset()
     media: frozenset[str] = frozenset()
@@ -212,8 +216,8 @@ class Policy(Protocol):
     def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose ranks for ``queued``, the requests that wait, in the order of the queue.
 
-        A request is placed only if its decode rank has room for its ``num_reserved_tokens`` beside the requests that
-        this call placed there before.
+        A request is placed only if its decode rank has room for its ``num_reserved_tokens``, and none of its ranks
+        has as many as it may have, beside the requests that this call placed there before.
         """
         ...
 

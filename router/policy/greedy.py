@@ -84,7 +84,7 @@ class GreedyPolicy(ABC):
         tally, options = Tally(), list[Option]()
         chosen = {candidate.rank for candidate in self._prefill_choices(pending, snapshot)}
         for candidate in snapshot.prefill:
-            if candidate.rank in chosen:
+            if candidate.rank in chosen and tally.can_run(candidate):
                 options.append(_option(candidate, pending, self.weigh_prefill(candidate, tally)))
             else:
                 options.append(_option(candidate, pending, obstacle=self._why_not_prefill(candidate, pending)))
@@ -103,9 +103,12 @@ class GreedyPolicy(ABC):
         if not choices:
             backfill.reserve(pending, unreserved, tally)
             return None
-        decode = self.choose_decode(choices, tally)
         able = self._prefill_choices(pending, snapshot)
-        prefill = self.choose_prefill(able, tally) if able else None
+        free = [candidate for candidate in able if tally.can_run(candidate)]
+        if able and not free:
+            return None
+        decode = self.choose_decode(choices, tally)
+        prefill = self.choose_prefill(free, tally) if free else None
         weight = self.weigh_decode(decode, tally) if prefill is None else self.weigh_prefill(prefill, tally)
         tally.add(pending, prefill, decode)
         return Placement(

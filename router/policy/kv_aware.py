@@ -94,10 +94,14 @@ class KvAwareConfig:
 
 @dataclass(slots=True)
 class _Route:
-    """A rank that may prefill. If it does not decode, its requests are decoded elsewhere."""
+    """A rank that may prefill. If it does not decode, its requests are decoded elsewhere.
+
+    ``is_full``: it only prefills, and its batch is full.
+    """
 
     candidate: Candidate
     is_decode: bool
+    is_full: bool = False
 
 
 class KvAwarePolicy:
@@ -159,7 +163,8 @@ class KvAwarePolicy:
             if route.is_decode:
                 is_able, obstacle = candidate.rank in can_decode, decode_obstacle(candidate, pending, tally)
             else:
-                is_able, obstacle = job.num_missing[forecast.number] is not None, prefill_obstacle(candidate, pending)
+                is_able = job.num_missing[forecast.number] is not None and not route.is_full
+                obstacle = prefill_obstacle(candidate, pending)
             obstacle = "" if is_able else obstacle or JUST_FAILED
             options.append(_option(forecast, job, pending, route, obstacle))
         return options
@@ -224,6 +229,8 @@ class KvAwarePolicy:
         """By route; ``None``: it can't be prefilled there."""
         pending, can_go = one.pending, self._can_go(one, routes)
         able = [can_go(number) for number in range(len(routes))]
+        if any(route.is_full for route in routes):
+            able = _without_full(able, routes)
         if pending.avoid:
             candidates = [route.candidate for can, route in zip(able, routes, strict=True) if can]
             chosen = {candidate.rank for candidate in not_avoided(candidates, pending)}
@@ -261,6 +268,8 @@ class KvAwarePolicy:
         if decode is None or not tally.has_room(decode, pending):
             return None
         prefill = None if route.is_decode else route.candidate
+        if prefill is not None and not tally.can_run(prefill):
+            return None
         tally.add(pending, prefill, decode)
         return Placement(
             None if prefill is None else prefill.rank,
@@ -298,10 +307,15 @@ class Planned:
 def choose_planned(queued: Sequence[Pending], snapshot: Snapshot, limit: int) -> list[Planned]:
     """The first ``limit`` of ``queued`` that find room now, and all those behind them that bind at once.
 
-    A request that finds no room reserves a rank (see ``router.policy.room.Backfill``).
+    They are no more than decode ranks may have beside their requests: else the shortest or the oldest of them would get
+    the last places, and not the first in the queue. A request that finds no room reserves a rank (see
+    ``router.policy.room.Backfill``).
     """
     backfill, found = Backfill(), list[Planned]()
+    num_places = _num_places(snapshot.decode, len(queued))
     for index, pending in enumerate(queued):
+        if len(found) == num_places:
+            break
         if len(found) >= limit and not pending.binds_at_once:
             continue
         unreserved = backfill.unreserved(snapshot.decode)
@@ -310,6 +324,18 @@ def choose_planned(queued: Sequence[Pending], snapshot: Snapshot, limit: int) ->
         else:
             backfill.reserve(pending, unreserved, NOTHING_TAKEN)
     return found
+
+
+def _num_places(candidates: Sequence[Candidate], most: int) -> int:
+    """How many more requests ``candidates`` may have together; ``most`` if they may have more, or none says."""
+    num_places = 0
+    for candidate in candidates:
+        if not candidate.max_requests:
+            return most
+        num_places += max(candidate.max_requests - candidate.num_requests, 0)
+        if num_places >= most:
+            return most
+    return num_places
 
 
 def shortlist(
@@ -393,8 +419,15 @@ class PeerWaits:
 
 
 def _routes(snapshot: Snapshot) -> list[_Route]:
-    prefill = [_Route(candidate, False) for candidate in snapshot.prefill]
+    prefill = [_Route(candidate, False, not NOTHING_TAKEN.can_run(candidate)) for candidate in snapshot.prefill]
     return prefill + [_Route(candidate, True) for candidate in snapshot.decode]
+
+
+def _without_full(able: list[bool], routes: Sequence[_Route]) -> list[bool]:
+    """``able``, by route, without the full ones, unless no other of ``able`` only prefills."""
+    free = [can and not route.is_full for can, route in zip(able, routes, strict=True)]
+    has_free = any(can and not route.is_decode for can, route in zip(free, routes, strict=True))
+    return free if has_free else able
 
 
 def _num_bound(candidate: Candidate, forecast: PrefillForecast, plan: Plan, margin_s: float) -> tuple[int, float]:

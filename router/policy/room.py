@@ -17,6 +17,9 @@ from router.policy.base import Candidate, Pending, Snapshot
 #: The obstacle of a rank that could take a request, but just failed it while other ranks did not.
 JUST_FAILED = "just failed it"
 
+# A rank that others prefill for may have one more request for each so many that it runs.
+_FED_PART = 4
+
 # Tokens of the prompt by which ``with_step_times`` compares ranks.
 _NUM_TOKENS = 1000
 
@@ -26,6 +29,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._num_blocks: dict[Rank, int] = {}
+        self._num_requests: dict[Rank, int] = {}
         self._num_tokens: dict[Rank, int] = {}
 
     def num_free(self, candidate: Candidate) -> int:
@@ -44,14 +48,23 @@ class Tally:
         """Prompt tokens that wait at a rank that prefills."""
         return candidate.num_queued_tokens + self._num_tokens.get(candidate.rank, 0)
 
+    def can_run(self, candidate: Candidate) -> bool:
+        """Whether a rank may have one more request: its batch is not full."""
+        if not candidate.max_requests:
+            return True
+        return candidate.num_requests + self._num_requests.get(candidate.rank, 0) < candidate.max_requests
+
     def has_room(self, candidate: Candidate, pending: Pending) -> bool:
         """Whether ``pending`` fits a decode rank now."""
-        return candidate.num_blocks(pending.num_reserved_tokens) <= self.num_free(candidate)
+        return candidate.num_blocks(pending.num_reserved_tokens) <= self.num_free(candidate) and self.can_run(candidate)
 
     def add(self, pending: Pending, prefill: Candidate | None, decode: Candidate) -> None:
         """Count ``pending`` in."""
         num_blocks = decode.num_blocks(pending.num_reserved_tokens)
         self._num_blocks[decode.rank] = self._num_blocks.get(decode.rank, 0) + num_blocks
+        self._num_requests[decode.rank] = self._num_requests.get(decode.rank, 0) + 1
+        if prefill is not None:
+            self._num_requests[prefill.rank] = self._num_requests.get(prefill.rank, 0) + 1
         rank = (prefill or decode).rank
         self._num_tokens[rank] = self._num_tokens.get(rank, 0) + pending.num_missing_tokens(rank)
 
@@ -80,10 +93,13 @@ class Backfill:
         return [candidate for candidate in candidates if candidate.rank not in self.reserved]
 
     def reserve(self, pending: Pending, unreserved: Sequence[Candidate], tally: Tally) -> None:
-        """Reserve the emptiest of ``unreserved`` that could ever hold ``pending``; none has room now."""
+        """Reserve the emptiest of ``unreserved`` that could ever hold ``pending``; none has room now.
+
+        Ranks whose batch is full come last.
+        """
         eligible = [candidate for candidate in unreserved if can_ever_hold(candidate, pending)]
         if eligible:
-            self.reserved |= {max(eligible, key=tally.num_free).rank}
+            self.reserved |= {max(eligible, key=lambda one: (tally.can_run(one), tally.num_free(one))).rank}
 
 
 def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
@@ -132,9 +148,9 @@ def with_way(pending: Pending, snapshot: Snapshot) -> Pending:
 
 
 def prefill_obstacle(candidate: Candidate, pending: Pending) -> str:
-    """Why ``pending`` can't be prefilled at a rank that only prefills; empty: it can."""
+    """Why ``pending`` can't be prefilled now at a rank that only prefills; empty: it can."""
     if can_prefill(candidate, pending):
-        return ""
+        return "" if NOTHING_TAKEN.can_run(candidate) else full_batch(candidate)
     return _no_media(candidate, pending) or _misfit(candidate, pending, pending.num_tokens)
 
 
@@ -143,10 +159,26 @@ def decode_obstacle(candidate: Candidate, pending: Pending, tally: Tally) -> str
     if not can_ever_hold(candidate, pending):
         no_media = _no_media(candidate, pending) if pending.is_local else ""
         return no_media or _misfit(candidate, pending, pending.num_most_tokens)
+    if not tally.can_run(candidate):
+        return full_batch(candidate)
     if not tally.has_room(candidate, pending):
         num_needed, num_free = candidate.num_blocks(pending.num_reserved_tokens), max(tally.num_free(candidate), 0)
         return f"no room: {num_free} blocks free of {num_needed} needed"
     return ""
+
+
+def max_requests(max_running: int, *, is_fed: bool) -> int:
+    """How many requests a rank may have that runs ``max_running`` at once; 0: unknown.
+
+    ``is_fed``: others prefill for it. Then it may have a quarter more: while these are prefilled and moved, its places
+    would stay empty. So at most that many wait there.
+    """
+    return max_running + -(-max_running // _FED_PART) if is_fed else max_running
+
+
+def full_batch(candidate: Candidate) -> str:
+    """What hinders requests from going to a rank whose batch is full."""
+    return f"its batch is full: {candidate.num_requests} requests of at most {candidate.max_requests}"
 
 
 def with_step_times(candidates: Sequence[Candidate], others: Sequence[Candidate] = ()) -> Sequence[Candidate]:

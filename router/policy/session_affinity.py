@@ -59,7 +59,8 @@ class SessionAffinityPolicy:
         remaining = Remaining(snapshot)
         placements: list[Placement | None] = [None] * len(queued)
         polls_s: list[float] = []
-        for _, level in groupby(range(len(queued)), key=lambda index: queued[index].priority):
+        by_level = sorted(range(len(queued)), key=lambda index: -queued[index].priority)
+        for _, level in groupby(by_level, key=lambda index: queued[index].priority):
             for home, indices in _grouped((index, homes.find(queued[index], tally)) for index in level):
                 group = [queued[index] for index in indices]
                 shown = remaining.snapshot if home is None else remaining.at(home.prefill, home.decode)

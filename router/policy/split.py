@@ -103,12 +103,14 @@ class Remaining:
         self._decode[placement.decode] = replace(
             decode,
             num_promised_blocks=decode.num_promised_blocks + decode.num_blocks(pending.num_reserved_tokens),
+            num_requests=decode.num_requests + 1,
         )
         pool = self._decode if placement.prefill is None else self._prefill
         prefill = pool[placement.prefills_at]
         num_missing = pending.num_missing_tokens(prefill.rank)
         pool[prefill.rank] = replace(
             prefill,
+            num_requests=prefill.num_requests + (placement.prefill is not None),
             num_queued_tokens=prefill.num_queued_tokens + num_missing,
             num_unbegun_tokens=prefill.num_unbegun_tokens + num_missing,
         )

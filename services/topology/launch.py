@@ -19,16 +19,21 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import yaml
 
+from quartet.config import write_secret_file
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
+from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.engine.model_source import is_repository_id
 from quartet.errors import ConfigError, DiscoveryError
 from services.topology.child import Child, is_alive, start_child
-from services.topology.topology import ModelNeed, ProcessPlan, Topology, plan_router, plan_workers
+from services.topology.topology import ModelNeed, ProcessPlan, Topology, plan_router, plan_workers, with_certificates
+
+if TYPE_CHECKING:
+    from services.topology.certificates import CertificateFiles, RunCertificates
 
 _ETCD = "etcd"
 
@@ -117,6 +122,8 @@ class LocalTopology:
         self._observer = observer
         self._adapt = adapt
         self._children: dict[str, Child] = {}
+        #: Set by ``start`` where the topology has ``tls``.
+        self.certificates: RunCertificates | None = None
         # With their variables.
         self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
 
@@ -144,12 +151,17 @@ class LocalTopology:
         """
         plans = self._plan_workers()
         _check_models({plan.model for plan in plans if plan.model is not None})
+        if self._topology.tls:
+            self.certificates = self._issue_certificates(plans)
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
         if self._topology.signing_keys_file is None:
             self._topology = replace(self._topology, signing_keys_file=draw_signing_key(self._environment.run_dir))
         # Planned again: now the addresses of etcd and the path of the keys are known.
         plans = [*self._plan_workers(), plan_router(self._topology)]
+        if self.certificates is not None:
+            events_key_file = draw_events_key(self._environment.run_dir)
+            plans = [with_certificates(plan, self.certificates.processes[plan.name], events_key_file) for plan in plans]
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
         for number, plan in enumerate(plans):
             await self._wait_beside(plan, plans[:number])
@@ -185,31 +197,49 @@ class LocalTopology:
     def _plan_workers(self) -> list[ProcessPlan]:
         return [self._adapt(plan) for plan in plan_workers(self._topology, num_cores=self._environment.num_cores)]
 
+    def _issue_certificates(self, workers: Sequence[ProcessPlan]) -> RunCertificates:
+        try:
+            # Imported here: only runs with TLS need the package.
+            from services.topology.certificates import issue_run_certificates
+        except ModuleNotFoundError as error:
+            message = f"tls: certificates need the package {error.name}: .venv/bin/pip install -e '.[tls]'"
+            raise ConfigError(message) from error
+        plans = [*workers, plan_router(self._topology)]
+        directory = self._environment.run_dir / "certificates"
+        return issue_run_certificates(directory, self._topology.namespace, {plan.name: plan.role for plan in plans})
+
     async def _provide_etcd(self) -> None:
         etcd = self._topology.discovery.etcd
         if self._environment.etcd_endpoints:
-            etcd = replace(etcd, endpoints=tuple(self._environment.etcd_endpoints))
+            etcd = _at(etcd, self._environment.etcd_endpoints)
         where = ", ".join(etcd.endpoints)
-        if await etcd_answers(etcd):
+        has_certificates = self.certificates is None or etcd.tls is not None
+        if has_certificates and await etcd_answers(etcd):
             self._observer.progress(f"using the etcd at {where}")
-        elif self._environment.etcd_endpoints:
+        elif not self._environment.etcd_endpoints:
+            reason = f"no etcd answers at {where}" if has_certificates else "discovery.etcd names no etcd with tls"
+            etcd = await self._start_etcd(etcd, reason)
+        elif has_certificates:
             # Do not start another etcd: the user's other processes would not find these workers there.
             raise ConfigError(f"ETCD_ENDPOINTS: no etcd answers at {where}; unset it to have one started here")
         else:
-            etcd = await self._start_etcd(own_etcd(etcd), where)
+            raise ConfigError(f"ETCD_ENDPOINTS: with tls the etcd at {where} takes the setting discovery.etcd.tls")
         self._topology = replace(self._topology, discovery=replace(self._topology.discovery, etcd=etcd))
 
-    async def _start_etcd(self, etcd: EtcdConfig, where: str) -> EtcdConfig:
+    async def _start_etcd(self, config: EtcdConfig, reason: str) -> EtcdConfig:
         binary = find_etcd()
         if binary is None:
             raise ConfigError(
-                f"no etcd answers at {where}, and this machine has none to start: run `make tools`, "
-                "install etcd-server, or set ETCD_ENDPOINTS"
+                f"{reason}, and this machine has no etcd to start: run `make tools`, install etcd-server, or set "
+                "ETCD_ENDPOINTS"
             )
-        self._observer.progress(f"no etcd answers at {where}: starting one at {etcd.endpoints[0]}")
+        run = self.certificates
+        etcd = own_etcd(config, None if run is None else run.etcd_client)
+        command = etcd_command(binary, etcd, self._environment.run_dir / "etcd", None if run is None else run.etcd)
+        self._observer.progress(f"{reason}: starting one at {etcd.endpoints[0]}")
         # etcd also reads its options from variables ETCD_*, and ETCD_ENDPOINTS is one of ours.
         variables = {name: value for name, value in self._environment.variables.items() if "ETCD_" not in name}
-        await self._start(_ETCD, etcd_command(binary, etcd, self._environment.run_dir / "etcd"), variables)
+        await self._start(_ETCD, command, variables)
         return etcd
 
     async def _start(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> Child:
@@ -257,10 +287,13 @@ def draw_signing_key(directory: Path) -> Path:
     Raises:
         OSError: the file exists already or can't be written.
     """
-    path = directory / "signing_keys"
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{secrets.token_hex(4)} {secrets.token_hex(_SECRET_BYTES)}\n")
-    return path
+    line = f"{secrets.token_hex(4)} {secrets.token_hex(_SECRET_BYTES)}\n"
+    return write_secret_file(directory / "signing_keys", line.encode())
+
+
+def draw_events_key(directory: Path) -> Path:
+    """Write a new key for events (``quartet.events.curve``) as ``draw_signing_key`` does; returns its path."""
+    return write_secret_file(directory / "events_key", f"{secrets.token_hex(_SECRET_BYTES)}\n".encode())
 
 
 async def while_running(children: Iterable[Child], work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -318,16 +351,20 @@ async def etcd_answers(config: EtcdConfig) -> bool:
     return True
 
 
-def own_etcd(config: EtcdConfig) -> EtcdConfig:
-    """``config`` for an etcd that is started here: on a free loopback port, without TLS."""
-    endpoint = f"{_LOOPBACK}:{free_port()}"
-    return replace(config, endpoints=(endpoint,), ca_file=None, cert_file=None, key_file=None)
+def own_etcd(config: EtcdConfig, tls: EtcdTls | None = None) -> EtcdConfig:
+    """``config`` for an etcd that is started here: on a free loopback port, dialled with ``tls``, without users."""
+    return replace(config, endpoints=(f"{_LOOPBACK}:{free_port()}",), tls=tls, user="", password_file=None)
 
 
-def etcd_command(binary: Path, config: EtcdConfig, data_dir: Path) -> Sequence[str]:
-    """The command that serves ``config``'s one endpoint, alone, with its data in ``data_dir``."""
-    client = f"http://{config.endpoints[0]}"
-    peer = f"http://{_LOOPBACK}:{free_port()}"
+def etcd_command(
+    binary: Path, config: EtcdConfig, data_dir: Path, certificates: CertificateFiles | None = None
+) -> Sequence[str]:
+    """The command that serves ``config``'s one endpoint, alone, with its data in ``data_dir``.
+
+    With ``certificates`` it lets in only clients that show one of the same authority, and as a peer only itself.
+    """
+    scheme = "http" if certificates is None else "https"
+    client, peer = f"{scheme}://{config.endpoints[0]}", f"{scheme}://{_LOOPBACK}:{free_port()}"
     options = {
         "name": "quartet",
         "data-dir": str(data_dir),
@@ -342,7 +379,17 @@ def etcd_command(binary: Path, config: EtcdConfig, data_dir: Path) -> Sequence[s
         # etcd logs errors with stack traces even at a healthy start and end; what kills it has the level fatal.
         "log-level": "fatal",
     }
+    if certificates is not None:
+        options |= _etcd_tls_options(certificates)
     return [str(binary), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def _etcd_tls_options(certificates: CertificateFiles) -> dict[str, str]:
+    files = {"cert-file": str(certificates.cert_file), "key-file": str(certificates.key_file)}
+    files |= {"trusted-ca-file": str(certificates.ca_file), "client-cert-auth": "true"}
+    # The other holders of its authority's certificates are clients, not members.
+    own_name = {"peer-cert-allowed-cn": certificates.cert_file.stem}
+    return {**files, **{f"peer-{name}": value for name, value in files.items()}, **own_name}
 
 
 def free_port() -> int:
@@ -379,6 +426,14 @@ def _check_models(models: Collection[ModelNeed]) -> None:
         needed = "config.json" if model.has_weights else "tokenizer.json"
         if not (path / needed).is_file():
             raise ConfigError(f"model.path: {model.path} holds no {needed}: is it a Hugging Face checkpoint?")
+
+
+def _at(etcd: EtcdConfig, endpoints: Sequence[str]) -> EtcdConfig:
+    """``etcd`` at the endpoints of the environment. Raises ``ConfigError`` if they don't fit its other settings."""
+    try:
+        return replace(etcd, endpoints=tuple(endpoints))
+    except ConfigError as error:
+        raise ConfigError(f"ETCD_ENDPOINTS: {error}; the topology's settings of etcd are in discovery.etcd") from error
 
 
 async def _wait_ended(children: Collection[Child], timeout_s: float) -> None:

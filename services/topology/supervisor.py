@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol
 from quartet.errors import ConfigError, ServingError
 from services.topology.child import Child
 from services.topology.launch import LaunchError, LaunchObserver
+from services.workers.config import EXIT_REPLACED
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +112,18 @@ class Supervisor:
             await asyncio.gather(*keeping, return_exceptions=True)
         raise LaunchError("there is nothing to keep running")
 
-    async def _keep(self, child: Child) -> NoReturn:
+    async def _keep(self, child: Child) -> None:
+        """Return only if another process has its worker id; raise once it is given up."""
         if self._restarts is None:
             await child.wait()
             raise LaunchError(child.describe_end())
         backoff, is_again = Backoff(self._restarts), False
         while True:
             served_s = await self._served_until_end(child, is_again=is_again)
+            if await child.wait() == EXIT_REPLACED:
+                # To start it again would take the id back, from a process that may be started again as well.
+                self._observer.progress(f"{child.name} is not started again: another process has its worker id")
+                return
             delay_s = backoff.next_delay_s(self._clock.now_s(), served_s)
             if delay_s is None:
                 restarts = self._restarts

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quartet.config import build, load_yaml, override
-from quartet.discovery.base import Role, check_name
+from quartet.discovery.base import Role
+from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
 from quartet.errors import ConfigError
+from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
 from services.workers.config import WorkerConfig
 
@@ -36,6 +38,9 @@ _GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _CPU = "cpu"
 
 _CHECKPOINT = "checkpoint"
+
+# Settings of workers and of the router that a topology's ``tls`` makes.
+_OF_TLS = ("server.tls", "events_key_file")
 
 # Settings of workers and of the router that fit one model only.
 _OF_A_MODEL = ("model_path", "model_name", "custom_jinja_template", "custom_chat_template")
@@ -140,6 +145,8 @@ class Topology:
         discovery: the topology's namespace replaces the one in it.
         signing_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
             ``None``: a new key is drawn at each start.
+        tls: make certificates for the run: mTLS on all gRPC, a key for events, and an etcd of its own with client
+            certificates, unless ``discovery.etcd.tls`` names another one.
         drain_timeout_s: running requests get this long to end when the topology is stopped.
         start_timeout_s: everything must serve within it.
     """
@@ -153,6 +160,7 @@ class Topology:
     environment: Mapping[str, str] = field(default_factory=dict)
     share_gpus: bool = False
     signing_keys_file: Path | None = None
+    tls: bool = False
     drain_timeout_s: float = 3.0
     start_timeout_s: float = 120.0
 
@@ -165,6 +173,16 @@ class Topology:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
         self._check_gpus()
+        if self.tls:
+            self._check_certificates()
+
+    def _check_certificates(self) -> None:
+        groups = [(f"workers[{number}]", group.overrides) for number, group in enumerate(self.workers)]
+        for where, overrides in [("router", self.router.overrides), *groups]:
+            for setting in _OF_TLS:
+                *path, name = setting.split(".")
+                if _found(overrides, *path).get(name) is not None:
+                    raise ConfigError(f"{where}.overrides.{setting}: tls makes its own; leave one of both out")
 
     def _check_gpus(self) -> None:
         num_workers = Counter(gpu for group in self.workers for gpus in group.gpus for gpu in gpus)
@@ -212,6 +230,7 @@ class Choices:
         served_model_name: the model's name in requests; ``None`` with ``model`` set: the name of the folder.
         media_paths: directories whose files requests may name.
         router_port: 0 takes a free port.
+        tls: make certificates for the run.
     """
 
     engine: EngineKind | None = None
@@ -219,6 +238,7 @@ class Choices:
     served_model_name: str | None = None
     media_paths: Sequence[Path] = ()
     router_port: int | None = None
+    tls: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,6 +271,8 @@ def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
         media["allowed_local_paths"] = [str(path.absolute()) for path in choices.media_paths]
     if choices.router_port is not None:
         _below(changed, "router")["port"] = choices.router_port
+    if choices.tls:
+        changed["tls"] = True
     return Chosen(build(Topology, changed), notes)
 
 
@@ -334,6 +356,12 @@ def plan_router(topology: Topology) -> ProcessPlan:
         settings=merge(base, topology.router.overrides),
         environment={**topology.environment, **topology.router.environment},
     )
+
+
+def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) -> ProcessPlan:
+    """``plan`` with the certificate and the events' key of its process."""
+    settings = {"server": {"tls": to_settings(tls)}, "events_key_file": str(events_key_file)}
+    return replace(plan, settings=merge(plan.settings, settings))
 
 
 def to_settings(value: object) -> Any:
@@ -436,7 +464,7 @@ def _below(settings: _Settings, *path: str) -> _Settings:
     return settings
 
 
-def _found(settings: _Settings, *path: str) -> _Settings:
+def _found(settings: Mapping[str, Any], *path: str) -> _Settings:
     """The mapping at ``path``, or a new one outside ``settings``: ``build`` reports what is wrong there."""
     found: Any = settings
     for name in path:

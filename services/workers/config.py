@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quartet.discovery.checks import is_address
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EncoderSettings, EngineSettings, EngineSpec
 from quartet.errors import ConfigError
@@ -13,6 +14,9 @@ from quartet.rpc.server import ServerConfig
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.logging import LogConfig
 from quartet.transfer.config import TransferConfig
+
+#: Exit code of a worker whose id another process has taken; starting it again would take the id back from that one.
+EXIT_REPLACED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class WorkerConfig:
         allowed_local_media_path: refused. Routers fetch media; it is their setting ``media.allowed_local_paths``.
         max_file_size_mb: largest media file, in MB of 10**6 bytes.
         events_key_file: the key that encrypts events (see ``quartet.events.curve``); ``None``: not encrypted, which
-            needs loopback or ``server.insecure``.
+            needs loopback or ``server.insecure``, and is refused with ``server.tls``.
         signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
             ``None``: signed starts are refused.
         drain_timeout_s: running requests get this long to end after SIGTERM; two seconds at most where another worker
@@ -77,6 +81,7 @@ class WorkerConfig:
         for name in ("drain_timeout_s", "stall_timeout_s", "max_file_size_mb"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        self.server.check_events_key(self.events_key_file)
         _ = self.listening
 
     @property
@@ -124,6 +129,15 @@ class Listening:
         if not self.host and self.grpc.is_wildcard:
             message = f"peers can't dial {self.grpc.host}, which server.address has: name the host that they can"
             raise ConfigError(f"advertise_host: {message}")
+        advertised = self.advertise(grpc_port=1, events_port=1, http_port=1)
+        for setting, address in (
+            ("advertise_host" if self.host else "server.address", advertised.grpc),
+            ("events_address", advertised.events.removeprefix("tcp://")),
+            ("http_address", advertised.http),
+        ):
+            if not is_address(address):
+                host = address.rpartition(":")[0]
+                raise ConfigError(f"{setting}: peers can't dial {host!r}; IPv6 goes in brackets")
 
     def advertise(self, *, grpc_port: int, events_port: int, http_port: int) -> Advertised:
         """The addresses to announce, with the ports that were opened."""

@@ -119,10 +119,11 @@ class EngineParts:
         return DecodeDispatcher(self._engine, metrics, media)
 
     def _service(self, dispatcher: DecodeDispatcher | PrefillDispatcher) -> Service:
+        limits = self._config.streams.for_model(self._engine.capabilities.max_model_len)
         if isinstance(dispatcher, PrefillDispatcher):
-            return prefill_service(dispatcher, self._config.streams)
+            return prefill_service(dispatcher, limits)
         has_tls = self._config.server.tls is not None
-        return decode_service(dispatcher, self._config.streams, self._verifier, has_tls=has_tls)
+        return decode_service(dispatcher, limits, self._verifier, has_tls=has_tls)
 
 
 class MediaParts:

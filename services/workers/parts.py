@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -15,7 +16,7 @@ from quartet.discovery.base import Abilities, HostIdentity, Role
 from quartet.engine import catalog
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.encoder import MediaEncoder, MediaSizer
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import Dialer
 from quartet.rpc.server import Service
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.base import EmbeddingMemory, PoolMemory, Puller
@@ -48,10 +49,9 @@ class Surroundings:
     metrics: WorkerMetrics
 
     def puller(self) -> TransferPuller:
-        """A new puller, not attached to a pool yet."""
-        tls = self.config.server.tls
+        """A new puller, not attached to a pool yet. Raises ``ConfigError``: a file of ``server.tls`` can't be used."""
         return TransferPuller(
-            lambda address: create_channel(address, tls, is_bulk=True),
+            partial(Dialer(self.config.server.tls).open, is_bulk=True),
             host=self.host,
             config=self.config.transfer,
             on_fetch=lambda result: self.metrics.observe_transfer(result.way, result.size_bytes, result.duration_s),

@@ -17,10 +17,10 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from quartet.config import build
-from quartet.discovery.base import Abilities, Registry, Role, WorkerRecord
+from quartet.discovery.base import CONTRACT_VERSION, Abilities, Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
-from quartet.errors import ConfigError, ServingError
+from quartet.errors import ConfigError, ServingError, WorkerReplacedError
 from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
@@ -37,7 +37,7 @@ from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servic
 from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 from services.encode.encode import EncodeParts
-from services.workers.config import Advertised, WorkerConfig
+from services.workers.config import EXIT_REPLACED, Advertised, WorkerConfig
 from services.workers.engine_parts import EngineParts
 from services.workers.flags import CommandLine
 from services.workers.kv_events import KvEvents
@@ -56,8 +56,6 @@ from services.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_CONTRACT_VERSION = "quartet.v1"
-
 # Streams of routers never end by themselves; no request runs on them any more when they are cut.
 _STREAMS_GRACE_S = 0.2
 
@@ -73,6 +71,7 @@ _CLOSE_TIMEOUT_S = 20.0
 def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
     """Run one worker from the command line; exits with 1 and one line if it can't start or its engine died.
 
+    With ``EXIT_REPLACED`` it exits if another process has taken its id: it has then finished its requests.
     ``engine_factory`` makes another engine than the one that the configuration names.
     """
     command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
@@ -84,7 +83,7 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
         uvloop.run(_run(config, role, engine_factory))
     except (ConfigError, ServingError, TaskEndedError) as error:
         logger.error("%s: %s", role, command_line.named(_with_field(error)))
-        _leave(1)
+        _leave(EXIT_REPLACED if isinstance(error, WorkerReplacedError) else 1)
     except Exception:  # the process ends here
         logger.exception("%s: ended by an unexpected error", role)
         _leave(1)
@@ -135,6 +134,7 @@ class WorkerProcess:
         Raises:
             ConfigError, ServingError: it can't start; the message says why.
             EngineError: the engine or the vision tower died.
+            WorkerReplacedError: another process has taken the worker's id; it has drained.
             ServingError, TaskEndedError: another background task has ended.
         """
         async with AsyncExitStack() as stack:
@@ -286,19 +286,22 @@ class WorkerProcess:
     def _record(self, abilities: Abilities, addresses: Advertised) -> WorkerRecord:
         config, surroundings = self._config, self._surroundings
         own_fingerprint = self._served_model.fingerprint(abilities.model_fingerprint)
-        return WorkerRecord(
-            **asdict(replace(abilities, model_fingerprint=own_fingerprint)),
-            worker_id=surroundings.worker_id,
-            role=self._role,
-            epoch=surroundings.epoch,
-            grpc_address=addresses.grpc,
-            events_address=addresses.events,
-            http_address=addresses.http,
-            model_name=self._served_model.name,
-            host=surroundings.host,
-            transfer_ways=config.transfer.ways,
-            contract_version=_CONTRACT_VERSION,
-        )
+        try:
+            return WorkerRecord(
+                **asdict(replace(abilities, model_fingerprint=own_fingerprint)),
+                worker_id=surroundings.worker_id,
+                role=self._role,
+                epoch=surroundings.epoch,
+                grpc_address=addresses.grpc,
+                events_address=addresses.events,
+                http_address=addresses.http,
+                model_name=self._served_model.name,
+                host=surroundings.host,
+                transfer_ways=config.transfer.ways,
+                contract_version=CONTRACT_VERSION,
+            )
+        except ValueError as error:
+            raise ConfigError(f"the worker can't be announced: {error}") from error
 
 
 async def is_done_before(stop: asyncio.Event, work: Coroutine[object, object, None]) -> bool:

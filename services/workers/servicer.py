@@ -27,6 +27,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 # With its other fields a message stays under 1 MiB.
 _PART_BYTES = 1 << 19
 
+# Of a name that an error repeats.
+_MAX_NAME_LENGTH = 64
+
 
 @dataclass(frozen=True)
 class DrainOutcome:
@@ -91,12 +94,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if wanted and wanted != self._required().record.model_fingerprint:
             raise ModelMismatchError("this worker serves another model")
         files = await asyncio.to_thread(self._read_files)
+        if len(request.names) > len(files):
+            raise InvalidRequestError(f"this model has {len(files)} files to give", field="names")
         for name in request.names:
             if name not in files:
-                raise InvalidRequestError(f"this model has no file {name!r} to give", field="names")
+                raise InvalidRequestError(f"this model has no file {name[:_MAX_NAME_LENGTH]!r} to give", field="names")
         for name in request.names or sorted(files):
             data = files[name]
-            digest = hashlib.sha256(data).digest()
+            digest = await asyncio.to_thread(_sha256, data)  # a vocabulary may have 40 MB
             yield pb.GetModelFilesResponse(file=pb.ModelFile(name=name, size_bytes=len(data), sha256=digest))
             for begin in range(0, len(data), _PART_BYTES):
                 yield pb.GetModelFilesResponse(data=data[begin : begin + _PART_BYTES])
@@ -119,6 +124,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._worker is None:
             raise WorkerUnavailableError("this worker is still starting", retry_delay_s=1.0)
         return self._worker
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def worker_service(servicer: WorkerServicer) -> Service:

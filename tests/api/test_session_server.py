@@ -15,6 +15,7 @@ from quartet.api.session_server import SessionStream
 from quartet.engine.base import FinishReason
 from quartet.errors import InvalidRequestError, ServingError, StalledStreamError
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.rpc.message_limits import UNCHECKED_BYTES, MessageLimits
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
@@ -202,12 +203,14 @@ async def make_served() -> AsyncIterator[Any]:
     servers: list[RpcServer] = []
     channels: list[grpc.aio.Channel] = []
 
-    async def make(**limits: Any) -> Served:
+    async def make(max_text_bytes: int | None = None, **limits: Any) -> Served:
         sessions = Sessions(**limits)
-        handler = grpc.stream_stream_rpc_method_handler(
-            sessions.serve, sessions.parse, pb.SessionResponse.SerializeToString
-        )
-        server = RpcServer(ServerConfig(), [generic_service("test.Router", {"Session": handler})])
+        # Only generated parsers are limited.
+        parse = sessions.parse if max_text_bytes is None else pb.SessionRequest.FromString
+        handler = grpc.stream_stream_rpc_method_handler(sessions.serve, parse, pb.SessionResponse.SerializeToString)
+        services = [generic_service("test.Router", {"Session": handler})]
+        bounds = MessageLimits(max_text_bytes=lambda: max_text_bytes or 0)
+        server = RpcServer(ServerConfig(), services, limits=bounds)
         servers.append(server)
         port = await server.start()
         # Small windows: what the reader has not taken waits at the sender.
@@ -364,6 +367,27 @@ async def test_a_request_that_cannot_begin_fails_alone_and_its_slot_is_free(make
     assert await client.read_end(2) == ""
 
 
+async def test_a_request_counts_as_often_as_it_has_choices(make_served: Any) -> None:
+    served = await make_served(max_requests=10)
+    client = served.open()
+    await client.start(0, num_choices=8)
+    run = await served.sessions.wait_for(0)
+    await client.start(1, num_choices=3)
+    assert await client.read_end(1) == "QUEUE_FULL"
+    await client.start(1, 2)
+    await client.start(3)
+    assert await client.read_end(3) == "QUEUE_FULL"
+    for choice in range(8):
+        run.finish(choice=choice)
+    assert await client.read_end(0) == ""
+    await client.start(4, num_choices=8)
+    for slot in (4, 1, 2):
+        run = await served.sessions.wait_for(slot)
+        for choice in range(8 if slot == 4 else 1):
+            run.finish(choice=choice)
+        assert await client.read_end(slot) == ""
+
+
 async def test_output_after_the_last_end_is_dropped(make_served: Any) -> None:
     served = await make_served()
     client = served.open()
@@ -433,3 +457,34 @@ async def test_a_draining_session_takes_no_new_request_and_ends_with_the_last_on
     assert await client.status() == grpc.StatusCode.UNAVAILABLE
     assert client.num_tokens(0) == 2
     assert [item.slot for response in client.seen for item in response.finished] == [0]
+
+
+async def test_a_start_that_is_too_long_fails_in_its_slot_and_no_other(make_served: Any) -> None:
+    served = await make_served(max_text_bytes=1_000)
+    client = served.open()
+    await client.start(1)
+    run = await served.sessions.wait_for(1)
+    await client.start(300, text="x" * UNCHECKED_BYTES)
+    assert await client.read_end(300) == "MESSAGE_TOO_LARGE"
+    run.finish()
+    assert await client.read_end(1) == ""
+    await client.start(300)
+    await served.sessions.wait_for(300)
+    # The slot is in use now: the client could not tell two ends apart.
+    await client.start(300, text="x" * UNCHECKED_BYTES)
+    assert await client.status() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_session_that_says_nothing_is_ended(make_served: Any) -> None:
+    served = await make_served(stall_timeout_s=0.1)
+    assert await served.open().status() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_session_that_has_begun_may_be_silent(make_served: Any) -> None:
+    served = await make_served(stall_timeout_s=0.1)
+    begun, silent = served.open(), served.open()
+    await begun.start(1)
+    run = await served.sessions.wait_for(1)
+    assert await silent.status() is grpc.StatusCode.DEADLINE_EXCEEDED
+    run.finish()
+    assert await begun.read_end(1) == ""

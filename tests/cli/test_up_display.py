@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.up_display import LaunchDisplay, paste_lines
+from quartet.rpc.channels import TlsConfig
 from services.topology.launch import find_grpcurl
 
 BIN = Path(sys.executable).parent
@@ -31,6 +32,7 @@ workers:
     overrides: {engine: {extra_engine_args: no/such/file.yaml, tensor_parallel_size: 2}}
   - {role: decode, name: writer, replicas: 2, gpus: [[2], [3]]}
 """
+GRPCURL_FILES = {"cacert": "CA", "cert": "CERT", "key": "KEY"}
 in_empty_directory = pytest.mark.usefixtures("empty_directory")
 
 
@@ -106,6 +108,28 @@ def test_the_grpcurl_line_asks_the_router_for_tokens() -> None:
     assert (address, method) == ("127.0.0.1:6001", "quartet.v1.RouterService/Generate")
 
 
+def test_lines_for_a_router_with_tls_name_the_certificate_once_for_all_of_them() -> None:
+    tls = TlsConfig(ca_file=Path("/run/ca.pem"), cert_file=Path("/run/a b.pem"), key_file=Path("/run/o.key"))
+    lines = paste_lines("127.0.0.1:6001", "/nowhere", tls)
+    script = "\n".join([line for line in lines if line.startswith("export QUARTET")] + ["env"])
+    shell = subprocess.run(["sh", "-c", script], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert {"QUARTET_TLS_CA=/run/ca.pem", "QUARTET_TLS_CERT=/run/a b.pem", "QUARTET_TLS_KEY=/run/o.key"} <= {*shell}
+    for line in lines:
+        assert "-plaintext" not in line
+        if line.startswith("grpcurl "):
+            assert all(f'-{name} "$QUARTET_TLS_{variable}"' in line for name, variable in GRPCURL_FILES.items())
+
+
+def test_the_options_of_the_client_take_their_files_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CA", "CERT"):
+        monkeypatch.setenv(f"QUARTET_TLS_{name}", "/nowhere/at/all")
+    result = CliRunner().invoke(app, ["workers"])
+    assert (result.exit_code, "go together" in result.output) == (2, True)
+    monkeypatch.setenv("QUARTET_TLS_KEY", "/nowhere/at/all")
+    result = CliRunner().invoke(app, ["workers"])
+    assert (result.exit_code, "cannot read /nowhere/at/all" in result.output) == (1, True)
+
+
 def test_if_the_model_takes_pictures_some_lines_send_one() -> None:
     lines = paste_lines("127.0.0.1:6001", "/usr/bin", takes_images=True)
     [generate] = [shlex.split(line) for line in lines if "--image" in line]
@@ -178,3 +202,9 @@ def test_a_dry_run_reports_errors_as_a_real_run_does() -> None:
     )
     assert result.exit_code == 1
     assert "polizy: unknown; did you mean policy" in result.output
+
+
+@in_empty_directory
+def test_a_plan_with_tls_says_what_will_be_encrypted(tmp_path: Path) -> None:
+    (tmp_path / "shown.yaml").write_text(TEXT)
+    assert "one of its own, with certificates" in shown(tmp_path / "shown.yaml", "--tls")

@@ -36,6 +36,20 @@ async def test_every_worker_has_a_row(start_router: StartRouter, run_cli: RunCli
     assert prefill == ["prefill-0", "prefill", "tiny", "127.0.0.1:6001", "joining", *["-"] * 7]
 
 
+async def test_a_worker_that_the_router_does_not_speak_to_shows_its_version(
+    start_router: StartRouter, run_cli: RunCli
+) -> None:
+    router = FakeRouter()
+    newer = worker_status("decode-1", state=router_pb2.WORKER_STATE_INCOMPATIBLE)
+    newer.record.contract_version, newer.record.model_name = "quartet.v2", "[/]"
+    newer.ClearField("load")
+    router.workers = [newer]
+    result = await run_cli("workers", "--router", await start_router(router))
+    assert rows(result.stdout) == [
+        ["decode-1", "decode", "[/]", "127.0.0.1:6001", "incompatible (quartet.v2)", *["-"] * 7]
+    ]
+
+
 async def test_a_watch_shows_the_last_state_until_the_router_goes(start_router: StartRouter, run_cli: RunCli) -> None:
     router = FakeRouter()
     router.workers = [worker_status("decode-0"), worker_status("decode-1")]

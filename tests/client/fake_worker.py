@@ -42,6 +42,13 @@ class Failing:
     breaks_stream: bool = False
 
 
+@dataclass(frozen=True)
+class Losing:
+    """A start that ends well, but loses so many of its last tokens."""
+
+    num_tokens: int = 1
+
+
 @dataclass
 class _Slot:
     task: asyncio.Task[None]
@@ -63,7 +70,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     """
 
     def __init__(self, holding: asyncio.Event, dropped: asyncio.Event) -> None:
-        self.failing: list[Failing] = []
+        self.failing: list[Failing | Losing] = []
         self.file_errors: list[ServingError] = []
         self.fingerprints: list[str] = []
         self.holds_files = False
@@ -143,13 +150,14 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         start: decode_pb2.SignedDecodeStart,
         cancelled: asyncio.Event,
         responses: asyncio.Queue[decode_pb2.DecodeResponse | ServingError],
-        failing: Failing | None,
+        failing: Failing | Losing | None,
     ) -> None:
         sign, slot = FakeSignature(**json.loads(start.signed_start)), start.slot
         started = decode_pb2.SlotStarted(slot=slot, num_cached_tokens=2, queue=to_duration(0.25))
         responses.put_nowait(decode_pb2.DecodeResponse(started=[started]))
-        for number in range(sign.first, sign.end):
-            if failing is not None and number - sign.first == failing.num_tokens:
+        num_lost = failing.num_tokens if isinstance(failing, Losing) else 0
+        for number in range(sign.first, sign.end - num_lost):
+            if isinstance(failing, Failing) and number - sign.first == failing.num_tokens:
                 responses.put_nowait(failing.error if failing.breaks_stream else _failure(slot, failing.error))
                 return
             if number == self.hold_after:

@@ -423,6 +423,19 @@ async def test_a_watch_shows_all_workers_after_each_change(router: FakeRouter, s
     assert seen == [{"decode-0"}, {"decode-0", "prefill-0"}, {"prefill-0"}]
 
 
+async def test_a_watched_worker_that_is_removed_and_back_in_one_change_is_there(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    router.workers = [worker_status("w-0")]
+    back = worker_status("w-0", worker_pb2.WORKER_ROLE_PREFILL)
+    await router.changes.put(router_pb2.WatchWorkersResponse(updated=[back], removed_worker_ids=["w-0"]))
+    async with QuartetClient(await start_router(router)) as client:
+        watch = client.watch_workers()
+        seen = [{worker.record.key for worker in await anext(watch)} for _ in range(2)]
+        await watch.aclose()
+    assert seen == [{(Role.DECODE, "w-0")}, {(Role.PREFILL, "w-0")}]
+
+
 async def test_a_model_is_found_by_name_or_not(router: FakeRouter, start_router: StartRouter) -> None:
     async with QuartetClient(await start_router(router)) as client:
         assert (await client.get_model("tiny")).max_model_len == 64

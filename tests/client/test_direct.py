@@ -30,7 +30,7 @@ from quartet.errors import (
 )
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import REQUEST_ID, FakeRouter
-from tests.client.fake_worker import Failing
+from tests.client.fake_worker import Failing, Losing
 from tests.services.stream_workers import until
 
 WAIT_S = 30.0
@@ -97,6 +97,15 @@ async def test_a_broken_attempt_goes_on_at_another_placement(
     assert first is None and second is not None
     assert (second.request_id, second.attempt, second.seed, second.choice) == (REQUEST_ID, 1, 5, 0)
     assert list(second.generated_token_ids.ids) == [100, 101]
+
+
+async def test_an_end_that_counts_more_tokens_than_came_is_a_broken_attempt(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    router.worker.failing = [Losing(num_tokens=1)]
+    completion = await complete(await start_router(router))
+    assert (completion.text, completion.choices[0].token_ids) == ("one two three", IDS)
+    assert completion.choices[0].finished.usage.num_attempts == 2
 
 
 async def test_a_placement_that_ends_a_resumed_answer_ends_it(router: FakeRouter, start_router: StartRouter) -> None:

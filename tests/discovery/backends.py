@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
+import time
 from pathlib import Path
 from typing import Protocol
 
-from quartet.discovery.base import Registry, WorkerKey, WorkerRecord, to_json
+from quartet.discovery.base import Registry, WorkerKey, WorkerRecord
 from quartet.discovery.etcd import EtcdRegistry
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.discovery.file import FileConfig, FileRegistry
+from quartet.discovery.record_json import to_json
 from tests.discovery.records import TIMEOUT_S
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
 
@@ -70,6 +73,11 @@ class MemoryBackend:
             await registry.close()
 
 
+def touch_for_good(path: Path) -> None:
+    """Let the file live on as if its worker kept touching it."""
+    os.utime(path, (time.time() + 3600, time.time() + 3600))
+
+
 class FileBackend:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -85,6 +93,7 @@ class FileBackend:
         path = self._directory / "default" / f"{key.role}.{key.worker_id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(value)
+        touch_for_good(path)
 
     async def start_worker(self, record: WorkerRecord) -> None:
         await self._worker.start(record)

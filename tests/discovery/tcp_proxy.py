@@ -32,6 +32,11 @@ class TcpProxy:
     ) -> None:
         await self.cut()
 
+    @property
+    def num_connections(self) -> int:
+        """Connections taken since ``heal``, each with its end at the target."""
+        return len(self._connections)
+
     async def cut(self) -> None:
         """Break every connection and refuse new ones."""
         if self._server is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from quartet.discovery.base import Registration, Synchronised, Watch, WorkerSet
 from quartet.discovery.etcd import BackOff
-from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
+from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.discovery.host import host_identity, new_epoch
 from quartet.errors import DiscoveryError
@@ -34,8 +34,6 @@ def test_an_impossible_configuration_is_refused(tmp_path: Path) -> None:
         EtcdConfig(endpoints=())
     with pytest.raises(ValueError, match="lease_ttl_s"):
         EtcdConfig(lease_ttl_s=0)
-    with pytest.raises(ValueError, match="go together"):
-        EtcdConfig(cert_file=tmp_path)
     with pytest.raises(ValueError, match="ttl_s"):
         FileConfig(directory=tmp_path, ttl_s=0)
 
@@ -76,15 +74,6 @@ async def test_a_registration_that_is_closed_has_not_ended_by_itself() -> None:
     await asyncio.sleep(0)
     assert not ended.done()
     ended.cancel()
-
-
-async def test_a_certificate_that_is_missing_when_an_endpoint_is_first_dialled_is_tried_again(tmp_path: Path) -> None:
-    ca_file = tmp_path / "ca.pem"
-    client = EtcdClient(EtcdConfig(endpoints=("https://127.0.0.1:1", "https://127.0.0.1:2"), ca_file=ca_file))
-    for endpoint in ("127.0.0.1:1", "127.0.0.1:2"):
-        with pytest.raises(DiscoveryError, match=f"{endpoint}.*ca.pem"):
-            await client._call_once("Range", None)
-    await client.close()
 
 
 async def test_a_watch_whose_feed_breaks_raises_at_its_reader_instead_of_waiting_for_ever() -> None:

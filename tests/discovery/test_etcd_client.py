@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from quartet.discovery.etcd import EtcdRegistry
+from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.errors import DiscoveryError
 from quartet.rpc.channels import TlsConfig
@@ -83,15 +84,29 @@ async def test_a_quiet_watch_is_distinguished_from_a_dead_one(etcd: EtcdServer) 
     await client.close()
 
 
+async def test_a_conditional_put_changes_nothing_unless_all_conditions_hold(etcd: EtcdServer) -> None:
+    client = EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,)))
+    assert await client.put_if("/a", b"1", 0, revision=0, absent=["/b", "/c"])
+    first = await client.get("/a")
+    assert first is not None
+    assert not await client.put_if("/a", b"2", 0, revision=0)
+    assert not await client.put_if("/a", b"2", 0, revision=first.revision - 1)
+    assert not await client.put_if("/a", b"2", 0, revision=first.revision, absent=["/b", "/a"])
+    assert await client.get("/a") == first
+    assert await client.put_if("/a", b"2", 0, revision=first.revision, absent=["/b"])
+    second = await client.get("/a")
+    assert second is not None
+    assert (second.value, second.revision) == (b"2", first.revision + 1)
+    await client.close()
+
+
 async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(etcd: EtcdServer, tmp_path: Path) -> None:
     files = CertificateAuthority(tmp_path).issue("both-ends")
     async with TcpProxy(etcd.endpoint, tls=_server_context(files)) as proxy:
         mutual = EtcdRegistry(
             EtcdConfig(
                 endpoints=(f"https://{proxy.endpoint}",),
-                ca_file=files.ca_file,
-                cert_file=files.cert_file,
-                key_file=files.key_file,
+                tls=EtcdTls(ca_file=files.ca_file, cert_file=files.cert_file, key_file=files.key_file),
             )
         )
         registration = await mutual.register(make_record())
@@ -99,8 +114,8 @@ async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(et
         await mutual.close()
 
         for config in (
-            EtcdConfig(endpoints=(proxy.endpoint,), ca_file=files.ca_file, request_timeout_s=0.5),
-            EtcdConfig(endpoints=(f"https://{proxy.endpoint}",), request_timeout_s=0.5),
+            EtcdConfig(endpoints=(proxy.endpoint,), tls=EtcdTls(ca_file=files.ca_file), request_timeout_s=0.5),
+            EtcdConfig(endpoints=(f"https://{proxy.endpoint}",), tls=EtcdTls(), request_timeout_s=0.5),
             EtcdConfig(endpoints=(proxy.endpoint,), request_timeout_s=0.5),
         ):
             refused = EtcdRegistry(config)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from quartet.discovery import etcd as etcd_module
-from quartet.discovery.base import Role, Synchronised, WorkerAdded, WorkerRecord, WorkerRemoved, to_json
+from quartet.discovery.base import Role, Synchronised, WorkerAdded, WorkerRecord, WorkerRemoved
 from quartet.discovery.etcd import EtcdRegistry
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, new_lease_id
-from quartet.errors import DiscoveryError
+from quartet.discovery.record_json import to_json
+from quartet.errors import DiscoveryError, WorkerReplacedError
 from services.topology.launch import free_port
 from tests.discovery.records import (
     TIMEOUT_S,
@@ -170,6 +172,76 @@ async def test_a_worker_whose_lease_was_lost_registers_again(etcd: EtcdServer, c
         return now is not None and now.value == before.value and now.lease_id != before.lease_id
 
     await eventually(is_back)
+
+
+async def test_a_life_that_lost_its_lease_does_not_take_its_id_back_from_the_next(
+    etcd: EtcdServer, cluster: Cluster
+) -> None:
+    async with TcpProxy(etcd.endpoint) as proxy:
+        former = await cluster.registry(proxy.endpoint).register(make_record(epoch=1))
+        watch = cluster.registry(etcd.endpoint).watch()
+        await synchronised(watch)
+        await proxy.cut()
+        assert await next_event(watch) == _removed(former.record), "its lease ends"
+        living = await cluster.registry(etcd.endpoint).register(make_record(epoch=2))
+        await proxy.heal()
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(WorkerReplacedError):
+                await former.ended()
+        assert await next_event(watch) == WorkerAdded(living.record)
+        await living.close()
+        assert await next_event(watch) == _removed(living.record), "nothing came in between"
+
+
+async def test_a_life_whose_id_went_to_another_role_while_it_was_cut_off_loses_it(
+    etcd: EtcdServer, cluster: Cluster
+) -> None:
+    former = await cluster.registry(etcd.endpoint).register(make_record("both"))
+    # In one step, so that it can't register again before.
+    taken = make_record("both", role=Role.PREFILL)
+    await cluster.client(etcd.endpoint).put(_key(taken), to_json(taken), lease_id=0)
+    stored = await cluster.client(etcd.endpoint).get(_key(former.record))
+    assert stored is not None
+    await cluster.client(etcd.endpoint).revoke(stored.lease_id)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError, match="worker_id both is taken by /quartet/default/prefill/both"):
+            await former.ended()
+    assert await cluster.registry(etcd.endpoint).workers() == [taken]
+
+
+async def test_the_newer_of_two_lives_has_the_id_whichever_comes_back_first_after_a_wipe(
+    etcd: EtcdServer, cluster: Cluster
+) -> None:
+    former = await cluster.registry(etcd.endpoint).register(make_record(epoch=1))
+    living = await cluster.registry(etcd.endpoint).register(make_record(epoch=2))
+    client = cluster.client(etcd.endpoint)
+    # As if the former life had been the first to find the store empty.
+    await client.put(_key(former.record), to_json(former.record), lease_id=0)
+
+    async def is_back() -> bool:
+        stored = await client.get(_key(living.record))
+        return stored is not None and stored.value == to_json(living.record)
+
+    await eventually(is_back)
+    await living.close()
+
+
+async def test_a_start_whose_first_put_was_not_answered_does_not_overwrite_the_next(
+    etcd: EtcdServer, cluster: Cluster
+) -> None:
+    client = cluster.client(etcd.endpoint)
+    registry = cluster.registry(etcd.endpoint)
+    put_if = EtcdClient.put_if
+
+    async def put_next_first(self: EtcdClient, key: str, value: bytes, lease_id: int, **conditions: Any) -> bool:
+        await client.put(key, to_json(make_record(epoch=2)), lease_id=0)
+        return await put_if(self, key, value, lease_id, **conditions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EtcdClient, "put_if", put_next_first)
+        with pytest.raises(WorkerReplacedError):
+            await registry.register(make_record(epoch=1))
+    assert await registry.workers() == [make_record(epoch=2)]
 
 
 async def test_a_record_that_was_deleted_comes_back(etcd: EtcdServer, cluster: Cluster) -> None:

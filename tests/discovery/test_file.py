@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from quartet.discovery.base import Role, Synchronised, WorkerAdded, to_json
+from quartet.discovery.base import Role, Synchronised, WorkerAdded
 from quartet.discovery.file import FileConfig, FileRegistry
-from quartet.errors import DiscoveryError
-from tests.discovery.records import eventually, make_record, next_event
+from quartet.discovery.record_json import to_json
+from quartet.errors import DiscoveryError, WorkerReplacedError
+from tests.discovery.backends import touch_for_good
+from tests.discovery.records import TIMEOUT_S, eventually, make_record, next_event
 
 
 async def test_a_living_workers_file_outlives_its_time_to_live(tmp_path: Path) -> None:
@@ -68,6 +71,53 @@ async def test_a_worker_takes_its_file_back_from_another_that_died_with_it(tmp_p
     await registry.close()
 
 
+async def test_a_life_that_was_frozen_between_look_and_write_does_not_take_its_id_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
+    registration = await former.register(make_record(epoch=1))
+    [path] = (tmp_path / "default").iterdir()
+    living = to_json(make_record(epoch=2))
+    is_expired = FileConfig.is_expired
+
+    def replaced_after(self: FileConfig, status: os.stat_result) -> bool:
+        was_expired = is_expired(self, status)
+        if was_expired and path.read_bytes() == stale:
+            new = path.with_name("new")
+            new.write_bytes(living)
+            touch_for_good(new)
+            new.replace(path)
+        return was_expired
+
+    # It finds a file that expired, and then the next life comes.
+    stale = to_json(make_record(epoch=3))
+    monkeypatch.setattr(FileConfig, "is_expired", replaced_after)
+    path.write_bytes(stale)
+    os.utime(path, (time.time() - 1, time.time() - 1))
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError):
+            await registration.ended()
+    assert path.read_bytes() == living
+    await former.close()
+    assert path.read_bytes() == living
+    assert [file.name for file in path.parent.iterdir()] == [path.name], "nothing is left beside it"
+
+
+async def test_a_frozen_life_whose_id_went_to_another_role_does_not_revive_its_file(tmp_path: Path) -> None:
+    former = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
+    registration = await former.register(make_record("both"))
+    [path] = (tmp_path / "default").iterdir()
+    # In one step: it expires, and the id is another's.
+    os.utime(path, (time.time() - 5, time.time() - 5))
+    other = path.with_name("prefill.both.json")
+    other.write_bytes(to_json(make_record("both", role=Role.PREFILL)))
+    touch_for_good(other)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError, match="worker_id both is taken by"):
+            await registration.ended()
+    await former.close()
+
+
 async def test_a_file_in_place_of_the_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "default").write_text("a file")
     registry = FileRegistry(FileConfig(directory=tmp_path))
@@ -96,7 +146,7 @@ async def test_a_directory_that_breaks_removes_no_worker_and_heals(
 
     await eventually(has_seen_it)
     _point(tmp_path / "default", good)
-    second = make_record(role=Role.PREFILL)
+    second = make_record("prefill-0", role=Role.PREFILL)
     await registry.register(second)
     assert await next_event(watch) == WorkerAdded(second)
     await registry.close()

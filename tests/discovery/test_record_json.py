@@ -8,46 +8,15 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import zmq
 from hypothesis import given
 
-from quartet.discovery.base import (
-    HostIdentity,
-    Role,
-    WorkerKey,
-    WorkerRecord,
-    from_json,
-    parse_key,
-    parse_record,
-    to_json,
-)
+from quartet.discovery.base import Role, WorkerKey, WorkerRecord
+from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, from_json, read_epoch, to_json
 from quartet.errors import DiscoveryError
+from quartet.streams.convert.workers import from_worker_record, to_worker_record
 from tests.discovery.records import make_record
-
-_texts = st.lists(st.text(max_size=8), max_size=3).map(tuple)
-_counts = st.integers(0, 2**40)
-_records = st.builds(
-    WorkerRecord,
-    worker_id=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
-    role=st.sampled_from(Role),
-    epoch=st.integers(0, 2**64 - 1),
-    grpc_address=st.text(max_size=20),
-    events_address=st.text(max_size=20),
-    model_name=st.text(max_size=20),
-    model_fingerprint=st.text(max_size=20),
-    host=st.builds(HostIdentity, boot_id=st.text(max_size=8), ipc_namespace=st.text(max_size=8)),
-    data_parallel_size=st.integers(1, 64),
-    num_blocks=_counts,
-    block_size=_counts,
-    max_model_len=_counts,
-    transfer_ways=_texts,
-    sampling_fields=_texts,
-    media=_texts,
-    adapters=_texts,
-    contract_version=st.text(max_size=8),
-    http_address=st.text(max_size=20),
-    max_media_tokens=st.integers(0, 2**31),
-    unannounced_blocks=_texts,
-)
+from tests.discovery.strategies import worker_records
 
 _REQUIRED = sorted(
     set(json.loads(to_json(make_record())))
@@ -55,7 +24,7 @@ _REQUIRED = sorted(
 )
 
 
-@given(_records)
+@given(worker_records())
 def test_a_record_survives_its_json_form(record: WorkerRecord) -> None:
     assert from_json(to_json(record)) == record
 
@@ -93,11 +62,41 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("num_blocks", "64"),
         ("num_blocks", True),
         ("num_blocks", -1),
+        ("num_blocks", 2**31),
+        ("block_size", 2**31),
+        ("max_model_len", -1),
+        ("max_media_tokens", -1),
+        ("max_media_tokens", 2**40),
         ("data_parallel_size", 0),
+        ("data_parallel_size", 1025),
+        ("data_parallel_size", 10**4000),
+        ("grpc_address", ""),
+        ("grpc_address", "\ud800:1"),
+        ("grpc_address", "host"),
+        ("grpc_address", "host:0"),
+        ("grpc_address", "host:65536"),
+        ("grpc_address", "host:٣"),
+        ("grpc_address", "a\0b:1"),
+        ("grpc_address", "::1:50051"),
+        ("grpc_address", "unix:/tmp/socket:1"),
+        ("events_address", "127.0.0.1:5"),
+        ("events_address", "tcp://*:5"),
+        ("events_address", "ipc://host:5"),
+        ("events_address", "tcp://\udfff:5"),
+        ("http_address", "host:99999"),
+        ("model_name", "\ud800"),
+        ("model_name", "two\nlines"),
+        ("model_name", "m" * 257),
+        ("model_fingerprint", "\x1b[2J"),
+        ("contract_version", "\ud800"),
+        ("sampling_fields", ["\ud800"]),
+        ("media", ["image"] * 1025),
+        ("adapters", ["\0"]),
         ("transfer_ways", "grpc"),
         ("transfer_ways", [1]),
         ("host", "here"),
         ("host", {"boot_id": "boot"}),
+        ("host", {"boot_id": "boot", "ipc_namespace": "\ud800"}),
     ],
 )
 def test_an_impossible_value_is_an_error_naming_its_key(key: str, value: object) -> None:
@@ -106,10 +105,43 @@ def test_an_impossible_value_is_an_error_naming_its_key(key: str, value: object)
     assert key in raised.value.message or raised.value.field == "ipc_namespace"
 
 
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "worker_7.pods.example:65535", "[::1]:50051", "[fe80::1%eth0]:5"])
+def test_an_address_that_can_be_dialled_is_taken(address: str) -> None:
+    fields = {"grpc_address": address, "http_address": address, "events_address": f"tcp://{address}"}
+    assert from_json(json.dumps(_fields() | fields).encode()) == make_record(**fields)
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     with pytest.raises(DiscoveryError):
         from_json(data)
+
+
+_JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(json.loads(to_json(make_record())))),
+        _JSON_VALUES | st.sampled_from(["\ud800", "tcp://:1", "[::]:0", 2**32, -1, ""]),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_a_record_with_any_values_is_refused_or_can_be_sent_shown_and_dialled(changes: dict[str, object]) -> None:
+    try:
+        record = from_json(json.dumps(_fields() | changes).encode())
+    except DiscoveryError:
+        return
+    assert from_json(to_json(record)) == record
+    from_worker_record(to_worker_record(record).FromString(to_worker_record(record).SerializeToString()))
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        if record.events_address:
+            socket.connect(record.events_address)
 
 
 def test_deeply_nested_json_is_an_error_like_any_other() -> None:
@@ -117,13 +149,52 @@ def test_deeply_nested_json_is_an_error_like_any_other() -> None:
         from_json(b"[" * 100_000)
 
 
-def test_a_skipped_record_is_logged_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
-    key = WorkerKey(role=Role.DECODE, worker_id="w7")
+@pytest.mark.parametrize(
+    ("data", "epoch"),
+    [
+        (to_json(make_record(epoch=2**64 - 1)), 2**64 - 1),
+        (b'{"epoch":"9","of":"a newer version"}', 9),
+        (b"", None),
+        (b"[" * 100_000, None),
+        (b"[]", None),
+        (b"{}", None),
+        (b'{"epoch":7}', None),
+        (b'{"epoch":"-7"}', None),
+        (b'{"epoch":"' + b"9" * 5000 + b'"}', None),
+    ],
+)
+def test_the_epoch_is_read_also_from_a_record_that_is_not_readable_otherwise(data: bytes, epoch: int | None) -> None:
+    assert read_epoch(data) == epoch
+
+
+def test_a_record_that_is_too_long_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(DiscoveryError, match="more than 1572864 bytes"):
+        from_json(to_json(make_record()) + b" " * MAX_RECORD_BYTES)
+
+
+def test_a_skipped_record_is_logged_once_with_its_name_until_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    key, reader = WorkerKey(role=Role.DECODE, worker_id="w7"), RecordReader()
     with caplog.at_level(logging.WARNING):
-        assert parse_record(key, b"{}") is None
-        assert parse_record(key, to_json(make_record("w8"))) is None
-        assert parse_key("waiter", "w9") is None
-    assert [name in line for name, line in zip(("w7", "w8", "w9"), caplog.messages, strict=True)] == [True] * 3
+        for _ in range(3):
+            assert reader.record(key, b"{}") is None
+        for _ in range(3):
+            assert reader.record(key, to_json(make_record("w8"))) is None
+            assert reader.key("waiter", "w9") is None
+            assert reader.key("decode", "two\nlines") is None
+        assert reader.record(key, to_json(make_record("w7"))) == make_record("w7")
+        assert reader.record(key, b"{}") is None
+    said = [("decode/w7", "record has no"), ("decode/w7", "it names decode/w8"), ("w9", "waiter"), ("two\\nlines", "")]
+    assert len(caplog.messages) == len(said) + 1
+    for message, parts in zip(caplog.messages, said, strict=False):
+        assert all(part in message for part in parts)
+
+
+def test_what_was_logged_takes_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
+    reader = RecordReader()
+    with caplog.at_level(logging.WARNING):
+        for number in [*range(2000), 1999, 0]:
+            assert reader.record(WorkerKey(Role.DECODE, f"w{number}"), b"") is None
+    assert len(caplog.messages) == 2001, "the last is remembered, the first forgotten"
 
 
 def _fields() -> dict[str, Any]:

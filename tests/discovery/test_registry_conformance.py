@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from quartet.discovery import etcd, file
 from quartet.discovery.base import (
     Role,
     Synchronised,
@@ -14,10 +15,11 @@ from quartet.discovery.base import (
     WorkerChanged,
     WorkerKey,
     WorkerRemoved,
-    to_json,
 )
+from quartet.discovery.record_json import to_json
+from quartet.errors import DiscoveryError, WorkerReplacedError
 from tests.discovery.backends import LEASE_S, Backend
-from tests.discovery.records import make_record, next_event, synchronised
+from tests.discovery.records import TIMEOUT_S, eventually, make_record, next_event, synchronised
 from tests.stopwatch import Stopwatch
 
 
@@ -40,7 +42,7 @@ async def test_a_registered_worker_is_seen_and_a_closed_registration_is_gone(bac
 
 
 async def test_a_late_watch_reports_all_workers_and_then_that_it_is_synchronised(backend: Backend) -> None:
-    records = [make_record("decode-0"), make_record("decode-1"), make_record("decode-0", role=Role.PREFILL)]
+    records = [make_record("decode-0"), make_record("decode-1"), make_record("a-prefill", role=Role.PREFILL)]
     worker = backend.registry()
     for record in records:
         await worker.register(record)
@@ -49,7 +51,7 @@ async def test_a_late_watch_reports_all_workers_and_then_that_it_is_synchronised
 
 
 async def test_a_list_is_ordered_by_role_and_id(backend: Backend) -> None:
-    records = [make_record("a"), make_record("a-b"), make_record("a.b"), make_record("a", role=Role.ROUTER)]
+    records = [make_record("a"), make_record("a-b"), make_record("a.b"), make_record("0", role=Role.ROUTER)]
     registry = backend.registry()
     for record in reversed(records):
         await registry.register(record)
@@ -74,6 +76,66 @@ async def test_closing_a_replaced_registration_leaves_the_new_record(backend: Ba
     assert await backend.registry().workers() == [new.record]
 
 
+async def test_a_former_life_loses_its_worker_id_for_good(backend: Backend) -> None:
+    former = await backend.registry().register(make_record(epoch=1))
+    watch = backend.registry().watch()
+    await synchronised(watch)
+    living = await backend.registry().register(make_record(epoch=2))
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError, match="another process has registered as decode decode-0"):
+            await former.ended()
+    assert await next_event(watch) == WorkerChanged(living.record)
+    await former.close()
+    await living.close()
+    assert await next_event(watch) == WorkerRemoved("decode-0", Role.DECODE)
+
+
+@pytest.mark.parametrize("value", [b"\xff", b'{"epoch":7}'])
+async def test_what_names_no_epoch_takes_nobodys_worker_id(backend: Backend, value: bytes) -> None:
+    record = (await backend.registry().register(make_record())).record
+    registry = backend.registry()
+    await backend.store(record.key, value)
+
+    async def is_back() -> bool:
+        return await registry.workers() == [record]
+
+    await eventually(is_back)
+
+
+async def test_a_record_that_only_newer_versions_can_read_takes_the_worker_id(backend: Backend) -> None:
+    former = await backend.registry().register(make_record())
+    await backend.store(former.record.key, b'{"epoch":"9","role":"something new"}')
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError):
+            await former.ended()
+
+
+async def test_a_registration_is_not_lost_by_being_closed(backend: Backend) -> None:
+    registration = await backend.registry().register(make_record())
+    waiting = asyncio.create_task(registration.ended())
+    await registration.close()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_worker_id_that_another_role_has_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (etcd, file):
+        monkeypatch.setattr(module, "_REGISTER_WITHIN_S", 2.0)  # what is tried takes a hundredth of it
+    prefill = await backend.registry().register(make_record("both", role=Role.PREFILL))
+    with pytest.raises(DiscoveryError, match=r"worker_id both is taken by .*prefill.both"):
+        await backend.registry().register(make_record("both", role=Role.DECODE))
+    assert await backend.registry().workers() == [prefill.record]
+
+
+async def test_the_id_of_a_worker_that_left_is_free_for_another_role(backend: Backend) -> None:
+    leaving = await backend.registry().register(make_record("both", role=Role.PREFILL))
+    await leaving.close()
+    decode = await backend.registry().register(make_record("both", role=Role.DECODE))
+    assert await backend.registry().workers() == [decode.record]
+
+
 async def test_two_watches_see_the_same(backend: Backend) -> None:
     registry = backend.registry()
     watches = [registry.watch(), registry.watch()]
@@ -96,7 +158,16 @@ async def test_keys_of_a_newer_version_are_ignored(backend: Backend) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"\xff\xfe", b"[]", b"{}", to_json(make_record("somebody-else")), to_json(make_record("bad"))[:-20]],
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        to_json(make_record("somebody-else")),
+        to_json(make_record("bad"))[:-20],
+        to_json(make_record("bad")).replace(b"127.0.0.1:50051", b"\\ud800:1"),
+        to_json(make_record("bad")).replace(b'"data_parallel_size":1', b'"data_parallel_size":1000000'),
+    ],
 )
 async def test_an_unreadable_record_is_skipped_and_hides_no_other(backend: Backend, value: bytes) -> None:
     good = await backend.registry().register(make_record("good"))

@@ -9,10 +9,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from quartet.discovery.base import Registry, from_json
+from quartet.discovery.base import Registry
 from quartet.discovery.etcd import EtcdRegistry
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig, FileRegistry
+from quartet.discovery.record_json import from_json
 
 
 def _registry(kind: str, where: str, namespace: str, ttl: str) -> Registry:

@@ -18,7 +18,7 @@ import yaml
 from quartet.config import override
 from quartet.rpc.channels import TlsConfig, channel_credentials
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.topology.launch import draw_signing_key, free_port
+from services.topology.launch import draw_events_key, draw_signing_key, free_port
 from tests import tiny
 from tests.e2e.fork_server import ForkServer
 from tests.e2e.process import Metrics, ServiceProcess, wait_until
@@ -100,6 +100,7 @@ class Stack:
         self.processes: dict[str, ServiceProcess] = {}
         self._directory = directory
         self._signing_keys_file = draw_signing_key(directory)
+        self._events_key_file = draw_events_key(directory) if config.tls else None
         for name in config.worker_names:
             module = f"services.{name.partition('-')[0]}"
             self.processes[name] = self._process(
@@ -307,6 +308,7 @@ class Stack:
             "server": server,
             "http_address": f"127.0.0.1:{free_port()}",
             "signing_keys_file": str(self._signing_keys_file),
+            "events_key_file": str(self._events_key_file) if self._events_key_file else None,
             "discovery": {"kind": "etcd", "etcd": {"endpoints": [self.etcd.endpoint], "namespace": "e2e"}},
         }
 

@@ -154,6 +154,7 @@ def test_a_step_that_runs_has_begun_what_it_computes() -> None:
     assert prompt_tokens(loop.during) == (15, 0)
     assert prompt_tokens(loop.steps.snapshot.stats) == (0, 0)
     assert (loop.during.num_prompt_steps, loop.during.max_step_tokens) == (3, 16)
+    assert loop.during.max_running == loop.steps.snapshot.stats.max_running == 4
 
 
 def test_the_stats_count_decoding_requests_and_their_tokens() -> None:

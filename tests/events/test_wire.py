@@ -52,6 +52,7 @@ _ranks = st.builds(
     num_decoding=_counts,
     num_context_tokens=st.integers(0, 2**64 - 1),
     max_step_tokens=_counts,
+    max_running=_counts,
     step_time=st.none() | _step_times,
 )
 _numbers = st.lists(st.integers(1, 2**64 - 1), max_size=3).map(tuple)

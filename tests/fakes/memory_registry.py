@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from quartet.discovery.base import (
-    Registration,
-    Registry,
-    WorkerKey,
-    WorkerRecord,
-    WorkerSet,
-    check_name,
-    parse_record,
-    to_json,
-)
+from quartet.discovery.base import Registration, Registry, Role, WorkerKey, WorkerRecord, WorkerSet
+from quartet.discovery.checks import check_name
+from quartet.discovery.record_json import RecordReader, read_epoch, to_json
+from quartet.errors import DiscoveryError, WorkerReplacedError
 
 
 @dataclass(eq=False)
@@ -25,6 +19,7 @@ class MemoryStore:
 
     _values: defaultdict[str, dict[WorkerKey, bytes]] = field(default_factory=lambda: defaultdict(dict))
     _watchers: set[asyncio.Event] = field(default_factory=set)
+    _reader: RecordReader = field(default_factory=RecordReader)
 
     def put(self, namespace: str, key: WorkerKey, value: bytes) -> None:
         """Store ``value``, replacing what was there."""
@@ -42,16 +37,21 @@ class MemoryStore:
 
     def records(self, namespace: str) -> list[WorkerRecord]:
         """The readable records, ordered by role and id."""
-        parsed = (parse_record(key, value) for key, value in self._values[namespace].items())
+        parsed = (self._reader.record(key, value) for key, value in self._values[namespace].items())
         return sorted((record for record in parsed if record), key=lambda record: record.key)
 
     async def feed(self, namespace: str, workers: WorkerSet) -> None:
         """Keep ``workers`` up to date until cancelled."""
+        async for _ in self.changes():
+            workers.replace(self.records(namespace))
+
+    async def changes(self) -> AsyncIterator[None]:
+        """Yield now, and after each change."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
             while True:
-                workers.replace(self.records(namespace))
+                yield
                 await changed.wait()
                 changed.clear()
         finally:
@@ -76,10 +76,28 @@ class MemoryRegistration(Registration):
         super().__init__(record, on_close=on_close)
         self._store = store
         self._namespace = namespace
-        store.put(namespace, record.key, to_json(record))
+        self._value = to_json(record)
+        if (taken := self._find_other_role()) is not None:
+            raise DiscoveryError(f"worker_id {record.worker_id} is taken by {taken.role}/{taken.worker_id}")
+        store.put(namespace, record.key, self._value)
+        self._keep(self._keep_registered())
+
+    async def _keep_registered(self) -> None:
+        async for _ in self._store.changes():
+            stored = self._store.get(self._namespace, self.record.key)
+            if stored is not None and read_epoch(stored) is None:
+                self._store.put(self._namespace, self.record.key, self._value)
+            elif stored not in (None, self._value) or self._find_other_role() is not None:
+                raise WorkerReplacedError(
+                    f"another process has registered as {self.record.role} {self.record.worker_id}"
+                )
+
+    def _find_other_role(self) -> WorkerKey | None:
+        keys = [WorkerKey(role, self.record.worker_id) for role in Role if role is not self.record.role]
+        return next((key for key in keys if self._store.get(self._namespace, key) is not None), None)
 
     async def _remove(self) -> None:
-        if self._store.get(self._namespace, self.record.key) == to_json(self.record):
+        if self._store.get(self._namespace, self.record.key) == self._value:
             self._store.delete(self._namespace, self.record.key)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet.errors import OutOfBlocksError
-from quartet.kvcache import sequence
+from quartet.kvcache import block_hash, sequence
 from quartet.kvcache.block_hash import ExtraKey, MediaSpan, sequence_hashes
 from quartet.kvcache.block_pool import BlockCounts, BlockManager
 from quartet.kvcache.sequence import Sequence
@@ -207,7 +207,10 @@ def test_nothing_is_shared_that_differs_even_where_all_hashes_collide(
     assert pool.allocate(new_seq(8, **first)) == 4
 
 
-def test_equal_blocks_behind_different_prefixes_are_not_shared() -> None:
+@pytest.mark.parametrize("collides", [False, True])
+def test_equal_blocks_behind_different_prefixes_are_not_shared(collides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if collides:
+        monkeypatch.setattr(block_hash, "xxh3_64_intdigest", lambda *_: 42)
     pool = BlockManager(8, 4)
     cache(pool, Sequence([1, 1, 1, 1, 5, 5, 5, 5], block_size=4))
     cache(pool, Sequence([2, 2, 2, 2, 6, 6, 6, 6], block_size=4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
@@ -204,6 +205,18 @@ def test_impossible_pieces_are_refused_and_start_nothing(pieces: list[int]) -> N
     with pytest.raises(InvalidRequestError) as caught:
         offers.begin(made.ticket, pieces, now=1.0)
     assert caught.value.field == "pieces"
+    assert offers.counts.held == 1
+
+
+def test_too_many_pieces_are_refused_by_their_number() -> None:
+    class Unread(list[int]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("no piece may be looked at")
+
+    offers = new_offers()
+    made = offer(offers)
+    with pytest.raises(InvalidRequestError, match="there are 3 pieces"):
+        offers.begin(made.ticket, Unread([0] * 100_000), now=1.0)
     assert offers.counts.held == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -11,9 +11,11 @@ from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission, QueuedRequest
 from router.book import Reservation
 from router.config import AdmissionConfig
+from router.fair_queue import Standing
 from router.kv_index.index import PrefixIndex
 from router.policy.base import Policy
 from router.policy.greedy import RoundRobinPolicy
+from router.tenants import TenantConfig, Tenants
 from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
@@ -25,13 +27,15 @@ POOL = PoolKey(RECORD.model_name, RECORD.model_fingerprint)
 class AdmissionScene:
     """An admission to one decode worker with 10 blocks of 10 tokens."""
 
-    def __init__(self, policy: Policy | None = None, **config: object) -> None:
+    def __init__(
+        self, policy: Policy | None = None, *, tenants: Mapping[str, TenantConfig] | None = None, **config: object
+    ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
         policy = policy or RoundRobinPolicy(10**9)
         self.index = PrefixIndex()
         self.metrics = CollectorRegistry()
         self.admission = Admission(
-            self.table, policy, AdmissionConfig(**config), self.index, RouterMetrics(self.metrics)
+            self.table, policy, AdmissionConfig(**config), self.index, RouterMetrics(self.metrics), Tenants(tenants)
         )
         self.table.listen(self.admission.wake)
         self.table.put(RECORD, 0.0)
@@ -58,6 +62,11 @@ class AdmissionScene:
 
         self.tasks.append(asyncio.create_task(wait()))
         return self.tasks[-1]
+
+    async def admit(self, standing: Standing) -> Reservation:
+        """One choice of the request of ``standing``."""
+        queued = QueuedRequest(standing=standing, num_tokens=1, num_reserved_tokens=100, num_most_tokens=100)
+        return await self.admission.admit(queued)
 
     def outcomes(self) -> dict[str, float]:
         """How many waits ended in which way."""

@@ -26,9 +26,10 @@ from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, 
 from quartet.streams.signed_start import SigningKey
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
-from router.admission import Admission, FairShare
-from router.config import AdmissionConfig, AttemptConfig
+from router.admission import Admission
+from router.config import AdmissionConfig, AttemptConfig, TokenizeConfig
 from router.context import RouterContext
+from router.fair_queue import FairShare
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, KnownSizes
@@ -37,6 +38,8 @@ from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
 from router.tenants import TenantConfig, Tenants
+from router.tokenizing import TokenizeQueue
+from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt
 from tests.router.noting_policy import NotingPolicy
@@ -75,6 +78,8 @@ class Plan:
         hang_after: tokens after which nothing comes any more.
         overlap: tokens that are sent again at the beginning.
         has_hole: leaves out its first token.
+        num_lost: tokens that it loses before it ends well.
+        num_extra: tokens that it counts too many at its end; negative: too few.
         gate: a prefill waits for it first.
         laid_out: what it says of the prompt, whatever came.
     """
@@ -84,6 +89,8 @@ class Plan:
     hang_after: int | None = None
     overlap: int = 0
     has_hole: bool = False
+    num_lost: int = 0
+    num_extra: int = 0
     gate: asyncio.Event | None = None
     laid_out: LaidOut | None = None
 
@@ -263,7 +270,7 @@ class FakeDecode:
             reason, is_enough = self._step()
             if reason is not None:
                 self._end()
-                return DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids))
+                return DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids) + self._plan.num_extra)
             if is_enough:
                 return None
         raise RequestCancelledError("cancelled")
@@ -291,7 +298,7 @@ class FakeDecode:
         if self._plan.has_hole and self._num_given == 0:
             offset = first + 1
         self._num_given += len(self._token_ids) - first
-        token_ids = self._token_ids[offset:]
+        token_ids = self._token_ids[offset : len(self._token_ids) - (self._plan.num_lost if reason else 0)]
         wants_logprobs = self._start.generation.output.logprobs is not None
         logprobs = [TokenLogprobs(token_id, -1.0) for token_id in token_ids] if wants_logprobs else []
         self.received_at = time.monotonic()
@@ -344,16 +351,19 @@ class Fleet:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
         self.table.is_synchronised = True
         self.hops, self.texts = FakeHops(), FakeTexts()
+        self.now = 0.0  # the time in which placements lie untaken
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry)
         self.policy = NotingPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
         self.index = PrefixIndex()
+        known_tenants = Tenants(tenants)
         self.admission = Admission(
             self.table,
             policy or self.policy,
             admission or AdmissionConfig(),
             self.index,
             metrics,
+            known_tenants,
         )
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []
@@ -369,12 +379,21 @@ class Fleet:
                 admission=self.admission,
                 hops=self.hops,
                 media=MediaTools(self.media, self._encode_tools(config), self.media_queue, 20 << 20),
+                tokenizing=TokenizeQueue(TokenizeConfig(), FairShare()),
                 metrics=metrics,
                 config=config,
                 max_timeout_s=max_timeout_s,
+                tenants=known_tenants,
+                untaken=UntakenBudgets(
+                    lambda pool: self.table.decode_capacity(pool, 0.0),
+                    share=(admission or AdmissionConfig()).untaken_share,
+                    max_waiting=(admission or AdmissionConfig()).max_queue_length,
+                    timeout_s=TIMEOUT_S,
+                    poll_interval_s=TIMEOUT_S,
+                    clock=lambda: self.now,
+                ),
                 signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
                 sleep=self._sleep,
-                tenants=Tenants(tenants),
             )
         )
         for worker_id in worker_ids:
@@ -382,7 +401,7 @@ class Fleet:
 
     def _media_queue(self) -> MediaQueue:
         bounds = MediaQueueConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
-        return MediaQueue(bounds, FairShare({}), lambda pool: self.table.num_encode_tokens(pool, 0.0))
+        return MediaQueue(bounds, FairShare(), lambda pool: self.table.num_encode_tokens(pool, 0.0))
 
     def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
         return Request(self.pipeline, start, resume=resume, traceparent=traceparent)

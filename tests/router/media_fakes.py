@@ -72,7 +72,7 @@ class FakeMedia:
         self.gate.set()
 
     async def fetch(
-        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
+        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes, tenant: str = ""
     ) -> tuple[MediaItem, ...]:
         assert fingerprint == self.fingerprint
         self.asked.set()

@@ -70,12 +70,16 @@ class System:
     Attributes:
         gates: by worker id: where given, each step of its engine takes one permit.
         worker_settings: of every worker that is started from now on.
+        settings_by_id: settings of single workers.
         runners: by worker id.
+        registry_ttl_s: after which a worker's record is gone that it no longer touches.
     """
 
     directory: Path
+    registry_ttl_s: float = 60
     gates: dict[str, threading.Semaphore] = field(default_factory=dict)
     worker_settings: Mapping[str, Any] = field(default_factory=dict)
+    settings_by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     runners: dict[str, FakeRunner] = field(default_factory=dict)
     workers: dict[str, Running] = field(default_factory=dict)
     engines: dict[str, StepEngine] = field(default_factory=dict)
@@ -84,7 +88,7 @@ class System:
 
     @property
     def discovery(self) -> DiscoveryConfig:
-        files = FileConfig(directory=self.directory / "discovery", poll_interval_s=0.02, ttl_s=60)
+        files = FileConfig(directory=self.directory / "discovery", poll_interval_s=0.02, ttl_s=self.registry_ttl_s)
         return DiscoveryConfig(kind=DiscoveryKind.FILE, file=files)
 
     @property
@@ -129,7 +133,7 @@ class System:
             discovery=self.discovery,
             signing_keys_file=self.signing_keys_file,
             drain_timeout_s=2.0,
-            **self.worker_settings,
+            **{**self.worker_settings, **self.settings_by_id.get(worker_id, {})},
         )
         stop = asyncio.Event()
         process = worker_process.WorkerProcess(config, Role(worker_id.split("-", maxsplit=1)[0]))
@@ -200,11 +204,19 @@ async def running_system(
     *worker_ids: str,
     gated: tuple[str, ...] = (),
     worker: Mapping[str, Any] | None = None,
+    settings_by_id: Mapping[str, Mapping[str, Any]] | None = None,
+    registry_ttl_s: float = 60,
     **router: object,
 ) -> AsyncIterator[tuple[System, Stub]]:
     """A system whose workers are all ready, and a stub for its router; ``worker``: settings of every worker."""
     gates = {worker_id: threading.Semaphore(0) for worker_id in gated}
-    system = System(tmp_path, gates=gates, worker_settings=worker or {})
+    system = System(
+        tmp_path,
+        registry_ttl_s=registry_ttl_s,
+        gates=gates,
+        worker_settings=worker or {},
+        settings_by_id=settings_by_id or {},
+    )
     monkeypatch.setattr(worker_process, "create_engine", system.create_engine)
     # What tests wait for is seen by watching.
     monkeypatch.setattr(router_servicer, "_WATCH_INTERVAL_S", 0.02)

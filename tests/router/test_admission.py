@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from quartet.errors import QueueFullError
 from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
+from router.policy.base import Decision, Pending, Snapshot
+from router.policy.greedy import RoundRobinPolicy
 from tests.router.admission_scene import POOL, RECORD, TIMEOUT_S, AdmissionScene
 from tests.router.records import make_load
 
@@ -108,6 +110,61 @@ async def test_a_burst_larger_than_the_queue_is_admitted_while_blocks_are_free()
     assert all(task.done() and task.exception() is None for task in burst)
 
 
+async def test_a_request_of_many_choices_is_refused_before_any_of_them_comes() -> None:
+    scene = AdmissionScene(max_queue_length=10)
+    full = scene.ask("full", 10)
+    await scene.settle()
+    admission, most = scene.admission, 10 + MAX_ASSIGNED_TOGETHER
+    standings = [admission.standing(POOL, tenant="a", num_choices=64) for _ in range(most // 64)]
+    assert admission.length == 64 * len(standings), "they count before they come"
+    with pytest.raises(QueueFullError):
+        admission.standing(POOL, tenant="a", num_choices=64)
+    assert scene.outcomes() == {"placed": 1, "refused": 64}
+    for standing in standings:
+        admission.leave(standing)
+        admission.leave(standing)
+    assert admission.length == 0
+    await scene.release(full)
+
+
+async def test_a_request_of_many_choices_displaces_requests_of_a_tenant_that_fills_the_queue() -> None:
+    scene = AdmissionScene(max_queue_length=10)
+    scene.ask("full", 10)
+    await scene.settle()
+    standings = [scene.admission.standing(POOL, tenant="a", num_choices=10) for _ in range(26)]
+    crowd = [asyncio.create_task(scene.admit(standing)) for standing in standings for _ in range(10)]
+    await asyncio.sleep(0)
+    standing = scene.admission.standing(POOL, tenant="b", num_choices=10)
+    assert scene.admission.length == 10 + MAX_ASSIGNED_TOGETHER
+    await scene.settle()
+    assert scene.admission.length == 10, "the policy has run, and those beyond the bound are refused"
+    own = [asyncio.create_task(scene.admit(standing)) for _ in range(5)]
+    await scene.settle()
+    assert not any(task.done() for task in own)
+    scene.admission.leave(standing)
+    assert scene.admission.length == 10 - 5
+    scene.tasks += [*crowd, *own]
+    await scene.close()
+    assert scene.admission.length == 0
+
+
+async def test_the_policy_runs_at_most_once_a_turn_however_many_requests_a_full_queue_gets() -> None:
+    policy = CountingPolicy()
+    scene = AdmissionScene(policy, max_queue_length=20)
+    scene.ask("full", 10)
+    await scene.settle()
+    before = policy.num_looks
+    for turn in range(1, 6):
+        for number in range(1000):
+            scene.ask(f"{number}", 10)
+        await asyncio.sleep(0)
+        assert policy.num_looks <= before + turn
+        assert scene.admission.length <= 20 + MAX_ASSIGNED_TOGETHER
+    await scene.settle()
+    assert scene.admission.length == 20
+    await scene.close()
+
+
 async def test_more_requests_than_are_assigned_at_once_are_all_admitted_while_blocks_are_free() -> None:
     scene = AdmissionScene(max_queue_length=1000)
     scene.table.broken(RECORD.key, RECORD.epoch)
@@ -133,6 +190,18 @@ async def test_a_retry_is_queued_past_the_queues_bound() -> None:
     await scene.release(full)
     await scene.release(scene.tasks[1])
     assert (await scene.result(retry)).placement.decode.worker_id == "decode-0"
+
+
+class CountingPolicy(RoundRobinPolicy):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+        self.num_looks = 0
+
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        self.num_looks += 1
+        return super().assign(queued, snapshot)
 
 
 class CountedPriority(int):

@@ -14,7 +14,9 @@ from quartet.errors import QueueFullError, WorkerUnavailableError
 from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import RoundRobinPolicy
+from router.tenants import TenantConfig
 from tests.router.admission_scene import POOL, RECORD, TIMEOUT_S, AdmissionScene
+from tests.router.records import make_load
 
 
 async def test_a_tenant_that_floods_is_refused_and_does_not_delay_other_tenants() -> None:
@@ -34,8 +36,29 @@ async def test_a_tenant_that_floods_is_refused_and_does_not_delay_other_tenants(
     await scene.close()
 
 
+async def test_a_flood_waits_here_and_not_at_a_worker_whose_batch_is_full() -> None:
+    scene = AdmissionScene()
+    # Four other requests run there, of another router; all have room for more.
+    scene.table.report(make_load(RECORD, max_running=6, num_running=4), 0.0)
+    flood = [scene.ask(f"flood {number}", 1, tenant="flood") for number in range(100)]
+    await scene.settle()
+    small = scene.ask("small", 1, tenant="small")
+    await scene.settle()
+    assert scene.order == ["flood 0", "flood 1"]
+    # The place of a request that ends is free at once, before the worker reports it; the small tenant's turn has come.
+    await scene.release(flood[0])
+    assert small.done()
+    scene.table.report(make_load(RECORD, max_running=6, num_running=5, num_waiting=1), 0.0)
+    await scene.release(small)
+    assert scene.order == ["flood 0", "flood 1", "small"], "six run there still"
+    scene.table.report(make_load(RECORD, max_running=6, num_running=4), 0.0)
+    await scene.settle()
+    assert scene.order == ["flood 0", "flood 1", "small", "flood 2"]
+    await scene.close()
+
+
 async def test_a_tenant_that_weighs_more_gets_more() -> None:
-    scene = AdmissionScene(tenant_weights={"heavy": 3.0})
+    scene = AdmissionScene(tenants={"heavy": TenantConfig(weight=3.0)})
     tasks = [scene.ask("full", 10, tenant="nobody")]
     await scene.settle()
     tasks += [scene.ask(name, 10, tenant=name) for _ in range(12) for name in ("heavy", "light")]
@@ -55,6 +78,51 @@ async def test_a_request_of_higher_priority_displaces_the_last_queued_one() -> N
     with pytest.raises(QueueFullError):
         await scene.result(last)
     assert scene.admission.length == 1
+
+
+async def test_a_priority_neither_delays_nor_refuses_another_tenants_requests() -> None:
+    scene = AdmissionScene(max_queue_length=4)
+    full = scene.ask("full", 10, tenant="nobody")
+    await scene.settle()
+    others = [scene.ask(f"b{number}", 10, tenant="b") for number in range(2)]
+    urgent = [scene.ask(f"a{number}", 10, tenant="a", priority=2**31 - 1) for number in range(10)]
+    await scene.settle()
+    assert not any(task.done() for task in others)
+    assert [task.done() for task in urgent] == [False] * 2 + [True] * 8
+    for task in (full, others[0], urgent[0], others[1]):
+        await scene.release(task)
+    assert scene.order == ["full", "b0", "a0", "b1", "a1"]
+
+
+class LevelsPolicy(RoundRobinPolicy):
+    """Notes the priorities that it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+        self.seen: list[int] = []
+
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        self.seen = [pending.priority for pending in queued]
+        return super().assign(queued, snapshot)
+
+
+async def test_a_policy_is_shown_which_requests_come_behind_others_of_their_tenant() -> None:
+    policy = LevelsPolicy()
+    scene = AdmissionScene(policy)
+    full = scene.ask("full", 10, tenant="nobody")
+    await scene.settle()
+    for tenant, priority in (("a", 2**31 - 1), ("a", 7), ("a", 7), ("b", 0), ("c", -9)):
+        scene.ask(tenant, 10, tenant=tenant, priority=priority)
+    for number in range(20):
+        scene.ask("d", 10, tenant="d", priority=number)
+    await scene.settle()
+    assert policy.seen[:8] == [0, 0, 0, 0, -1, -1, -1, -2]
+    assert sorted(set(policy.seen)) == list(range(-7, 1)), "each level costs the policy time"
+    await scene.release(full)
+    scene.tasks[1].cancel()
+    await scene.settle()
+    assert policy.seen[:4] == [0, 0, 0, 0], "the most urgent one of a is placed, or gone"
+    await scene.close()
 
 
 async def test_waits_that_end_without_a_placement_are_counted_by_cause() -> None:

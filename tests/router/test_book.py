@@ -38,6 +38,35 @@ def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
     assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (2, 0)
 
 
+def test_requests_count_once_whether_reported_or_not_and_those_of_others_too() -> None:
+    book = WorkerBook(2, block_size=10)
+    account, other_rank = book.accounts
+
+    def num_requests() -> int:
+        return account.num_requests + account.num_other_requests
+
+    first, second, third = (book.reserve(0) for _ in range(3))
+    first.send()
+    second.send()
+    assert num_requests() == 3
+    book.on_report(0, arrived_number=1, num_requests=[5, 2])  # one of five is ours, it waits for the batch
+    assert (num_requests(), other_rank.num_other_requests) == (7, 2)
+    book.on_report(2, num_requests=[5])
+    assert (num_requests(), other_rank.num_other_requests) == (6, 0)
+    first.release()
+    first.release()
+    assert num_requests() == 5  # at once: no report has to come
+    third.send()
+    second.release()
+    book.on_report(3, num_requests=[2])  # of before the end of the second one
+    assert num_requests() == 2
+    book.on_report(3, num_requests=[0])  # our third one has ended there, and its last tokens are on their way
+    assert num_requests() == 1
+    third.release()
+    book.on_report(3, num_requests=[0])
+    assert (num_requests(), account.num_reported_requests) == (0, 0)
+
+
 def test_a_decoding_request_has_no_tokens_to_prefill_whatever_reports_say() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=100, num_queued_tokens=90)

@@ -11,8 +11,8 @@ import pytest
 
 from quartet.api.request import TokenPrompt
 from quartet.errors import ModelNotFoundError, QueueFullError
-from router.admission import Standing
 from router.explain import ExplainTurns
+from router.fair_queue import FairShare, Standing
 from router.workers import PoolKey
 from tests.router.fakes import TIMEOUT_S, Fleet
 from tests.router.test_explain import explain
@@ -54,8 +54,8 @@ async def test_explained_tokens_are_charged_to_the_tenant() -> None:
     for _ in range(3):
         await explain(fleet, start)
     # So its next request stands behind those of a tenant that asked nothing.
-    assert fleet.admission.standing(POOL, tenant="asker").start == 150
-    assert fleet.admission.standing(POOL, tenant="other").start == 0
+    assert fleet.admission.share.start("asker") == 150
+    assert fleet.admission.share.start("other") == 100
 
 
 class Scene:
@@ -64,12 +64,14 @@ class Scene:
     def __init__(self, **limits: int) -> None:
         self.cpu_s = 0.0
         self.done: list[str] = []
-        self.turns = ExplainTurns(cpu_clock=lambda: self.cpu_s, **limits)
+        self.turns = ExplainTurns(FairShare(), cpu_clock=lambda: self.cpu_s, **limits)
         self.num_standings = 0
 
-    def ask(self, name: str, start: float = 0.0, cost_s: float = 0.0) -> asyncio.Task[str]:
+    def ask(self, name: str, num_tokens: int = 100, cost_s: float = 0.0) -> asyncio.Task[str]:
+        """``flood-1`` is a call of the tenant ``flood``."""
         self.num_standings += 1
-        standing = Standing(pool=POOL, start=start, number=self.num_standings)
+        tenant = name.partition("-")[0]
+        standing = Standing(pool=POOL, tenant=tenant, number=self.num_standings, num_tokens=num_tokens)
         return asyncio.create_task(self.turns.run(standing, lambda: self.work(name, cost_s)))
 
     def work(self, name: str, cost_s: float) -> str:
@@ -85,8 +87,8 @@ async def within(work: Coroutine[Any, Any, object]) -> None:
 
 async def test_the_tenant_that_asked_least_is_explained_first() -> None:
     scene = Scene()
-    tasks = [scene.ask(f"flood-{number}", start=100.0 * number) for number in range(5)]
-    tasks.append(scene.ask("small", start=0.0))
+    tasks = [scene.ask(f"flood-{number}") for number in range(5)]
+    tasks.append(scene.ask("small"))
     await within(asyncio.wait(tasks))
     assert scene.done == ["flood-0", "small", "flood-1", "flood-2", "flood-3", "flood-4"]
     assert [task.result() for task in tasks] == [*(f"flood-{number}" for number in range(5)), "small"]
@@ -107,7 +109,7 @@ async def test_explaining_rests_four_times_as_long_as_it_computed() -> None:
 
 async def test_a_full_line_refuses_its_last() -> None:
     scene = Scene(max_waiting=2)
-    last, first, second = scene.ask("last", start=9.0), scene.ask("first"), scene.ask("second")
+    last, first, second = scene.ask("last", num_tokens=1_000), scene.ask("first"), scene.ask("second")
     await within(asyncio.wait([last, first, second]))
     assert scene.done == ["first", "second"]
     error = last.exception()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -12,22 +13,35 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from quartet.errors import ServingError
+from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
+from quartet.discovery.create import create_registry
+from quartet.discovery.file import FileRegistration
+from quartet.discovery.record_json import to_json
+from quartet.errors import ServingError, WorkerReplacedError, WorkerUnavailableError
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher
 from quartet.events.wire import LOAD_TOPIC
 from quartet.rpc.errors import from_rpc_error
+from quartet.rpc.server import ServerConfig
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.v1 import router_pb2 as pb
-from quartet.v1 import types_pb2
+from quartet.v1 import types_pb2, worker_pb2
+from router import process as router_process
 from router.config import AttemptConfig
 from router.fleet import Fleet
+from router.kv_index.feed import KvJoins
+from router.kv_index.index import PrefixIndex
 from router.workers import PoolKey, WorkerTable
+from services.topology.launch import free_port
+from services.workers import process as worker_process
 from services.workers.servicer import WorkerServicer
-from tests.fakes.memory_registry import MemoryRegistry
+from tests.certificates import CertificateAuthority
+from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
 from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
 from tests.router.test_servicer import PROMPT, generate, make_start, read_all, token_ids_of
+from tests.services.stream_workers import make_start as make_worker_start
+from tests.services.stream_workers import until
 from tests.services.test_model_files import FakeWorker, serving
 from tests.text.builders import byte_level_backend
 
@@ -214,6 +228,154 @@ async def test_a_worker_that_starts_anew_is_used_again(tmp_path: Path, monkeypat
         assert after.record.epoch != before.record.epoch
 
 
+async def test_a_killed_worker_that_starts_anew_at_the_same_address_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_killed(_: FileRegistration) -> None:
+        """Leave the record to the next life, as a process does that gets no chance to remove it."""
+
+    monkeypatch.setattr(FileRegistration, "_remove", is_killed)
+    fixed = {
+        worker_id: {
+            "server": ServerConfig(address=f"127.0.0.1:{free_port()}"),
+            "events_address": f"127.0.0.1:{free_port()}",
+            "http_address": f"127.0.0.1:{free_port()}",
+        }
+        for worker_id in ("prefill-0", "decode-0")
+    }
+    async with running_system(tmp_path, monkeypatch, *fixed, settings_by_id=fixed) as (system, stub):
+        assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
+        # The prefill under a decode that has pulled from it, the decode under a router that has streamed with it.
+        for worker_id in ("prefill-0", "decode-0", "prefill-0"):
+            before = await record_of(stub, worker_id)
+            system.workers[worker_id].task.cancel()
+            await asyncio.wait([system.workers[worker_id].task])
+            system.start_worker(worker_id)
+            await system.wait_workers(partial(has_new_epoch, before))
+            await system.wait_ready()
+            answer = await generate(stub, make_start())
+            assert token_ids_of(answer) == expected(PROMPT, 12)
+            assert answer[0].accepted.choices[0].prefill.worker_id == "prefill-0"
+            after = await record_of(stub, worker_id)
+            assert (after.grpc_address, after.events_address) == (before.grpc_address, before.events_address)
+        await system.wait_idle()
+
+
+async def record_of(stub: Stub, worker_id: str) -> worker_pb2.WorkerRecord:
+    workers = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
+    [record] = [status.record for status in workers if status.record.worker_id == worker_id]
+    return record
+
+
+def has_new_epoch(before: worker_pb2.WorkerRecord, known: dict[str, pb.WorkerStatus]) -> bool:
+    return before.worker_id in known and known[before.worker_id].record.epoch != before.epoch
+
+
+async def test_a_worker_whose_id_another_process_takes_ends_and_its_requests_go_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated = ("decode-0", "decode-1")
+    async with running_system(tmp_path, monkeypatch, *_TWO_DECODES, gated=gated, registry_ttl_s=2.0) as (system, stub):
+        call, responses = await open_until_token(stub)
+        victim = decode_worker(responses)
+        registry = create_registry(system.discovery)
+        later = await registry.register(make_record(victim, grpc_address=f"127.0.0.1:{free_port()}"))
+        open_gates(system)
+        assert token_ids_of(await finish(call, responses)) == expected(PROMPT, 12)
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(WorkerReplacedError, match=f"another process has registered as decode {victim}"):
+                await system.workers.pop(victim).task
+        assert later.record in await registry.workers()
+        await registry.close()
+
+
+async def test_a_fleet_is_upgraded_to_another_contract_version_without_a_failed_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0") as (system, stub):
+        monkeypatch.setattr(worker_process, "CONTRACT_VERSION", "quartet.v2")
+        system.start_worker("decode-1")
+        old_and_new = {"decode-0": pb.WORKER_STATE_READY, "decode-1": pb.WORKER_STATE_INCOMPATIBLE}
+        await system.wait_workers(lambda known: {name: known[name].state for name in known} == old_and_new)
+        for _ in range(3):
+            assert decode_worker(await generate(stub, make_start())) == "decode-0"
+        assert caplog.text.count("worker decode-1 is not used: it speaks 'quartet.v2'") == 1
+
+        await system.router.end()
+        both = frozenset({"quartet.v1", "quartet.v2"})
+        monkeypatch.setattr(router_process, "WorkerTable", partial(WorkerTable, versions=both))
+        await system.start_router()
+        await system.wait_ready()
+        async with grpc.aio.insecure_channel(system.address) as channel:
+            upgraded = Stub(channel)
+            answers = await asyncio.gather(*(generate(upgraded, make_start()) for _ in range(6)))
+            assert {decode_worker(answer) for answer in answers} == {"decode-0", "decode-1"}
+            await system.workers.pop("decode-0").end()
+            answers += [await generate(upgraded, make_start())]
+        assert decode_worker(answers[-1]) == "decode-1"
+        assert {tuple(token_ids_of(answer)) for answer in answers} == {tuple(expected(PROMPT, 12))}
+
+
+async def test_an_id_that_moves_to_another_role_is_a_change_and_takes_no_blocks_along() -> None:
+    store, index = MemoryStore(), PrefixIndex()
+    discovery, table = MemoryRegistry(store), WorkerTable("router-a", heartbeat_timeout_s=30)
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None, kv=KvJoins(index))
+    watching = asyncio.create_task(fleet.watch(discovery.watch()))
+    prefill = make_record("both", role=Role.PREFILL, epoch=1)
+    decode = make_record("both", role=Role.DECODE, epoch=2)
+    try:
+        store.put("default", prefill.key, to_json(prefill))
+        await until(lambda: list_keys(table) == [prefill.key])
+        index.store(Rank("both"), None, [1, 2, 3])
+        # No registration of ours lets both be there; a router that is shown both keeps the first.
+        store.put("default", decode.key, to_json(decode))
+        store.put("default", WorkerKey(Role.DECODE, "last"), to_json(make_record("last", role=Role.DECODE)))
+        await until(lambda: len(table.statuses(0)) == 2)
+        assert prefill.key in list_keys(table)
+        assert len(index.match([1, 2, 3])) == 1
+        store.delete("default", prefill.key)
+        await until(lambda: decode.key in list_keys(table))
+        assert prefill.key not in list_keys(table)
+        assert len(index.match([1, 2, 3])) == 0
+        with pytest.raises(WorkerUnavailableError):
+            fleet.prefill(Rank("both"), make_worker_start(PROMPT))
+    finally:
+        await discovery.close()
+        await watching
+        await fleet.close()
+
+
+def list_keys(table: WorkerTable) -> list[WorkerKey]:
+    return [status.record.key for status in table.statuses(0)]
+
+
+async def test_a_watch_shows_a_changed_role_as_a_change_of_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_system(tmp_path, monkeypatch) as (system, stub):
+        registry = system.directory / "discovery" / "default"
+        watch = stub.WatchWorkers(pb.WatchWorkersRequest())
+        async with asyncio.timeout(TIMEOUT_S):
+            await watch.read()
+            write_record(registry, make_record("both", role=Role.PREFILL))
+            seen = await watch.read()
+            assert [status.record.role for status in seen.updated] == [worker_pb2.WORKER_ROLE_PREFILL]
+            write_record(registry, make_record("both", role=Role.DECODE, epoch=2))
+            (registry / "prefill.both.json").unlink()
+            while seen.updated[0].record.role != worker_pb2.WORKER_ROLE_DECODE:
+                seen = await watch.read()
+                assert [status.record.worker_id for status in seen.updated] == ["both"]
+                assert not seen.removed_worker_ids
+        watch.cancel()
+
+
+def write_record(directory: Path, record: WorkerRecord) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{record.role}.{record.worker_id}.json"
+    path.with_suffix(".new").write_bytes(to_json(record))
+    path.with_suffix(".new").rename(path)
+
+
 async def test_many_requests_at_once_share_the_pool_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +507,23 @@ async def test_events_that_make_no_sense_are_counted() -> None:
             while not metrics.get_sample_value("quartet_router_malformed_events_total"):
                 socket.send_multipart([LOAD_TOPIC, b"short", b""])
                 await asyncio.sleep(0.005)
+    await discovery.close()
+    await watching
+    await fleet.close()
+
+
+async def test_a_worker_that_comes_while_a_certificate_is_missing_ends_no_task(tmp_path: Path) -> None:
+    tls = CertificateAuthority(tmp_path).issue("router", "quartet://default/router/r1")
+    table, discovery = WorkerTable("router-a", heartbeat_timeout_s=30), MemoryRegistry()
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), tls)
+    tls.cert_file.unlink()
+    adopted = asyncio.Event()
+    table.listen(adopted.set)
+    watching = asyncio.create_task(fleet.watch(discovery.watch()))
+    await discovery.register(make_record())
+    waiting = asyncio.create_task(adopted.wait())
+    await asyncio.wait([waiting, watching], timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    assert adopted.is_set() and not watching.done()
     await discovery.close()
     await watching
     await fleet.close()

@@ -11,7 +11,9 @@ from quartet.api.request import Delta, GenerateStart, TextOptions, TextPrompt, T
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling
+from router.tenants import TenantConfig
 from tests.router.fakes import EOS_ID, TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens, text_of
+from tests.router.records import make_load
 
 PROMPT = TokenPrompt(tuple(range(10, 30)))  # long enough for a remote prefill
 
@@ -215,7 +217,7 @@ async def test_text_is_tokenized_short_or_long() -> None:
 
 
 async def test_every_worker_gets_the_tenant_the_trace_and_the_time_left() -> None:
-    fleet = Fleet("prefill-0", "decode-0")
+    fleet = Fleet("prefill-0", "decode-0", tenants={"acme": TenantConfig(max_priority=3)})
     start = make_start(tenant="acme", priority=3, session_key="chat-1", timeout_s=30.0)
     await collect(fleet.generate(start, traceparent="00-ab-cd-01"))
     for call in fleet.hops.calls:
@@ -224,3 +226,25 @@ async def test_every_worker_gets_the_tenant_the_trace_and_the_time_left() -> Non
         numbered = (context.traceparent, context.router_id, context.router_request_number)
         assert numbered == ("00-ab-cd-01", "router-a.1", 1)
         assert 0 < context.timeout_s <= 30
+
+
+async def test_a_prompt_waits_for_a_place_at_the_prefill_worker_and_no_longer() -> None:
+    fleet, gate = Fleet("prefill-0", "decode-0"), asyncio.Event()
+    prefill = next(status.record for status in fleet.table.statuses(0.0) if status.record.worker_id == "prefill-0")
+    fleet.table.report(make_load(prefill, max_running=1), 0.0)
+    fleet.hops.plan("prefill", Plan(gate=gate))
+    fleet.hops.plan("decode", Plan(hang_after=1))
+    first = asyncio.create_task(collect(fleet.generate(make_start())))
+    async with asyncio.timeout(TIMEOUT_S):
+        await fleet.hops.hung.wait()
+    second = asyncio.create_task(collect(fleet.generate(make_start())))
+    async with asyncio.timeout(TIMEOUT_S):
+        await fleet.policy.kept_waiting.wait()
+    assert [call.kind for call in fleet.hops.calls] == ["prefill"]
+    gate.set()
+    # The first one is decoding still, and no worker has reported anything.
+    assert (await second).token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert not first.done()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    fleet.assert_nothing_left()

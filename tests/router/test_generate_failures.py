@@ -96,6 +96,36 @@ async def test_a_hole_in_the_tokens_is_a_broken_attempt() -> None:
     fleet.assert_nothing_left()
 
 
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_an_end_that_counts_more_tokens_than_came_is_a_broken_attempt(num_choices: int) -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.hops.tokens_per_step = 3
+    fleet.hops.plan("decode", Plan(num_lost=2))
+    answer = await collect(fleet.generate(make_start(num_choices=num_choices)))
+    assert answer.token_ids == {choice: expected_tokens(5, choice, 20, 12) for choice in range(num_choices)}
+    assert sorted(end.usage.num_attempts for end in answer.finished.values()) == [1, 2][-num_choices:]
+    fleet.assert_nothing_left()
+
+
+async def test_an_answer_whose_end_never_counts_right_fails() -> None:
+    fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=2))
+    fleet.hops.eos_at = 4
+    fleet.hops.plan("decode", Plan(num_lost=1), Plan(num_lost=1))
+    with pytest.raises(errors.WorkerUnavailableError, match="4 of 5 output tokens came"):
+        await collect(fleet.generate(make_start()))
+    fleet.assert_nothing_left()
+
+
+async def test_a_count_below_what_came_ends_nothing_before_its_time() -> None:
+    fleet = Fleet("decode-0", "decode-1")
+    fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=4), Plan(num_extra=-4))
+    answer = await collect(fleet.generate(make_start()))
+    # All tokens are here, so no third attempt is needed; the second one counted without those of the first.
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert answer.finished[0].usage.num_attempts == 2
+    fleet.assert_nothing_left()
+
+
 async def test_a_worker_lost_after_its_last_token_is_not_asked_for_more() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     fleet.hops.plan("prefill", Plan())

@@ -13,6 +13,7 @@ from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import ServerConfig
 from quartet.v1 import router_pb2 as pb
+from services.topology.launch import draw_events_key
 from tests.certificates import CertificateAuthority
 from tests.router.session_reader import SessionReader
 from tests.router.system import TIMEOUT_S, Stub, System, running_system
@@ -38,7 +39,10 @@ async def test_a_tenant_is_the_certificates_name_unless_a_trusted_gateway_names_
     client = authority.issue("client", "quartet://default/client/acme")
     gateway = authority.issue("gateway", "quartet://default/client/front")
     server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
-    async with running_system(tmp_path, monkeypatch, server=server, trusted_gateways=("front",)) as (system, _stub):
+    key_file, gateways = draw_events_key(tmp_path), ("front",)
+    async with running_system(
+        tmp_path, monkeypatch, server=server, events_key_file=key_file, trusted_gateways=gateways
+    ) as (system, _stub):
         assert await tenant_of(system, client, "", caplog) == "acme"
         assert await tenant_of(system, client, "somebody-else", caplog) == "acme"
         assert await tenant_of(system, gateway, "customer", caplog) == "customer"
@@ -57,8 +61,10 @@ async def test_an_identity_bound_to_tenants_may_use_no_other_in_any_call(
     authority = CertificateAuthority(tmp_path / "certificates")
     front = authority.issue("gateway", "quartet://default/client/front")
     server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
-    bound = {"front": ("eu-1", "eu-*")}
-    async with running_system(tmp_path, monkeypatch, server=server, identity_tenants=bound) as (system, _stub):
+    key_file, bound = draw_events_key(tmp_path), {"front": ("eu-1", "eu-*")}
+    async with running_system(
+        tmp_path, monkeypatch, server=server, events_key_file=key_file, identity_tenants=bound
+    ) as (system, _stub):
         assert await tenant_of(system, front, "eu-7", caplog) == "eu-7"
         assert await tenant_of(system, front, "", caplog) == "eu-1"
         start = make_start(tenant="us-1")
@@ -91,7 +97,8 @@ async def test_callers_that_may_call_generate_may_call_explain(tmp_path: Path, m
         "operator": grpc.StatusCode.UNAVAILABLE,
         "worker": grpc.StatusCode.PERMISSION_DENIED,
     }
-    async with running_system(tmp_path, monkeypatch, server=server) as (system, _stub):
+    key_file = draw_events_key(tmp_path)
+    async with running_system(tmp_path, monkeypatch, server=server, events_key_file=key_file) as (system, _stub):
         for kind, code in codes.items():
             tls = authority.issue(kind, f"quartet://default/{kind}/someone")
             async with create_channel(system.address, tls) as channel, asyncio.timeout(TIMEOUT_S):

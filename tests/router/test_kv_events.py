@@ -21,15 +21,20 @@ from quartet.events.curve import EventsKey, read_events_key
 from quartet.events.kv import Cleared, KvSnapshot, RankEvents, Removed, Stored, StoredBlocks, Tier
 from quartet.events.publisher import EventPublisher
 from quartet.events.subscriber import EventSubscriber
+from quartet.kvcache import block_hash
 from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
+from quartet.v1 import router_pb2 as pb
 from router.fleet import Fleet
 from router.kv_index.feed import KvJoins
+from router.policy.create import PolicyConfig, PolicyName
 from router.workers import WorkerTable
 from services.workers import process as worker_process
 from tests.router.kv_truth import Held, SetIndex
 from tests.router.records import make_load, make_record
-from tests.router.system import NUM_BLOCKS, System
+from tests.router.system import NUM_BLOCKS, System, expected, running_system
+from tests.router.test_servicer import generate, token_ids_of
+from tests.router.test_servicer import make_start as router_start
 from tests.services.stream_workers import collect, make_start, until
 from tests.services.test_model_files import FakeWorker, serving
 from tests.streams.pulled import PulledDecode
@@ -168,6 +173,23 @@ async def test_a_restarted_workers_blocks_are_learnt_anew_and_other_workers_bloc
         assert after == {Rank("decode-1"): before[Rank("decode-1")]}
         await router.work("decode-0", 2)
         assert len(await router.wait_exact()) == 2
+
+
+async def test_where_all_blocks_have_one_hash_no_request_gets_anothers_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_hash, "xxh3_64_intdigest", lambda *_: 42)
+    # Equal blocks behind different ones, and different ones behind equal ones.
+    prompts = [[*[first] * 8, *[second] * 8, 9] for first in (20, 30) for second in (40, 50)]
+    policy = PolicyConfig(name=PolicyName.KV_AWARE)
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", policy=policy) as (_, stub):
+        cached: list[int] = []
+        for prompt in [*prompts, *prompts]:
+            answer = await generate(stub, router_start(token_ids=pb.TokenIds(ids=prompt)))
+            assert token_ids_of(answer) == expected(prompt, 12)
+            cached.append(answer[-1].finished.usage.num_cached_tokens)
+        # The first time only what truly begins alike is shared, and then all but the last token.
+        assert cached == [0, 8, 0, 8, 16, 16, 16, 16]
 
 
 @dataclass

@@ -109,7 +109,7 @@ async def test_a_place_call_that_ends_early_leaves_nothing(end: str) -> None:
 async def test_a_cancelled_place_call_leaves_the_queue() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10)
     await place(fleet, sampling=Sampling(max_tokens=60))
-    placing = asyncio.create_task(place(fleet, sampling=Sampling(max_tokens=60)))
+    placing = asyncio.create_task(place(fleet, sampling=Sampling(max_tokens=75)))
     async with asyncio.timeout(TIMEOUT_S):
         await fleet.policy.kept_waiting.wait()
     placing.cancel()
@@ -119,11 +119,11 @@ async def test_a_cancelled_place_call_leaves_the_queue() -> None:
     assert num_booked(fleet) == 1
 
 
-async def test_a_placement_reserves_its_blocks_until_it_lapses() -> None:
+async def test_a_placement_reserves_its_first_blocks_until_it_lapses() -> None:
     # It comes free with time, not with a word from anybody.
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10, admission=AdmissionConfig(queue_timeout_s=30))
     await place(fleet, sampling=Sampling(max_tokens=60))
-    waiting = asyncio.create_task(place(fleet, sampling=Sampling(max_tokens=60)))
+    waiting = asyncio.create_task(place(fleet, sampling=Sampling(max_tokens=75)))
     async with asyncio.timeout(TIMEOUT_S):
         await fleet.policy.kept_waiting.wait()
     fleet.table.tick(24.9)

@@ -29,16 +29,16 @@ def promised(book: WorkerBook) -> tuple[int, int, int]:
     return account.num_promised_blocks, account.num_placed_tokens, book.num_requests
 
 
-def test_a_placement_counts_in_full_until_a_report_says_that_it_started() -> None:
+def test_a_placement_counts_with_its_first_blocks_until_a_report_says_that_it_started() -> None:
     book = make_book()
     placed = place(book, num_queued_tokens=40)
     book.on_report(99)
-    assert promised(book) == (10, 40, 1)
+    assert promised(book) == (5, 40, 1)
     book.on_report(99, PlacementProgress(started=(placed.number + 1,)))
-    assert promised(book) == (10, 40, 1)
+    assert promised(book) == (5, 40, 1)
     for _ in range(3):  # reported several times
         book.on_report(99, PlacementProgress(started=(placed.number,)))
-        # Its first five blocks are in the worker's own figures from now on.
+        # These are in the worker's own figures from now on; five more it may take.
         assert promised(book) == (5, 0, 1)
     book.on_report(99, PlacementProgress(started=(placed.number,), ended=(placed.number,)))
     assert promised(book) == (0, 0, 0)
@@ -57,16 +57,16 @@ def test_placements_have_numbers_of_their_own() -> None:
     started = book.reserve(0, num_reserved_tokens=20)
     assert (started.send(), place(book).number, place(book).number) == (1, 1, 2)
     book.on_report(1)
-    assert promised(book) == (22, 0, 3)
+    assert promised(book) == (12, 0, 3)
     book.on_report(1, PlacementProgress(ended=(2,)))
-    assert promised(book) == (12, 0, 2)
+    assert promised(book) == (7, 0, 2)
 
 
 def test_an_unused_placement_lapses_with_its_signature() -> None:
     book = make_book()
     place(book, num_queued_tokens=40)
     book.placed.poll(LAPSES_AT - 0.1)
-    assert promised(book) == (10, 40, 1)
+    assert promised(book) == (5, 40, 1)
     book.placed.poll(LAPSES_AT)
     assert promised(book) == (0, 0, 0)
 
@@ -138,6 +138,6 @@ def test_the_sums_are_those_of_the_bookings_for_any_order_of_events(events: list
             book.on_report(0, PlacementProgress(**{event: (placed[index].number,)}))
         states = [booking.state for booking in placed]
         waiting, started = states.count(PlacedState.WAITING), states.count(PlacedState.STARTED)
-        assert promised(book) == (10 * waiting + 5 * started, 7 * waiting, waiting + started)
+        assert promised(book) == (5 * (waiting + started), 7 * waiting, waiting + started)
     book.placed.poll(ENDS_AT)
     assert promised(book) == (0, 0, 0)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
 from quartet import errors
+from quartet.api.request import ChatPrompt, Resume, TextPrompt, TokenPrompt
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
+from quartet.rpc.message_limits import MAX_TEXT_BYTES
+from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_template import ChatTemplate
 from quartet.text.model_text import ModelText
-from router.prepare import RouterRequest
+from quartet.text.tokenizer import SpecialTokens
+from router.prepare import RouterRequest, max_text_bytes
+from router.tokenizing import TokenizeQueue
 from tests.router.fakes import EOS_ID, MODEL_TEXT, Fleet, Plan, collect
 from tests.router.records import ALL_SAMPLING_FIELDS
 from tests.router.test_generate import make_start
@@ -67,3 +76,76 @@ async def test_before_min_tokens_an_end_of_sequence_is_a_token_like_any_other_al
         fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=4))
     answer = await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=8, min_tokens=4))))
     assert (answer.finished[0].reason, len(answer.token_ids[0])) == (FinishReason.LENGTH, 8)
+
+
+async def test_a_chat_of_many_empty_messages_is_laid_out_off_the_event_loop() -> None:
+    fleet, threads = Fleet("decode-0", max_model_len=100_000, num_blocks=10_000), set[int]()
+
+    class Template:
+        def render(self, messages: Sequence[ChatMessage], *_: object, **__: object) -> str:
+            threads.add(threading.get_ident())
+            return "a"
+
+    fleet.texts.text = replace(MODEL_TEXT, chat_template=Template())  # type: ignore[arg-type]
+    for num_messages, is_inline in ((10, True), (4_000, False)):
+        threads.clear()
+        prompt = ChatPrompt((ChatMessage("user", ""),) * num_messages)
+        await collect(fleet.generate(make_start(prompt=prompt)))
+        assert (threads == {threading.get_ident()}) is is_inline
+    fleet.assert_nothing_left()
+
+
+class Unread(Sequence[int]):
+    """Token ids whose number may be asked for, and nothing else."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise AssertionError("no id may be looked at")
+
+    __iter__ = __contains__ = __getitem__  # type: ignore[assignment]
+
+
+async def test_a_prompt_that_is_too_long_is_refused_by_its_length() -> None:
+    fleet = Fleet("decode-0", max_model_len=100)
+    with pytest.raises(errors.PromptTooLongError) as caught:
+        await collect(fleet.generate(make_start(prompt=TokenPrompt(Unread(1 << 20)))))
+    assert caught.value.field == "token_ids.ids"
+    resume = Resume(request_id="0" * 32, attempt=1, seed=1, generated_token_ids=Unread(1 << 20))
+    with pytest.raises(errors.InvalidRequestError) as refused:
+        await collect(fleet.generate(make_start(seed=1), resume=resume))
+    assert refused.value.field == "resume.generated_token_ids"
+
+
+async def test_a_text_that_is_too_long_for_its_model_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(TokenizeQueue, "run")
+    fleet = Fleet("decode-0", max_model_len=100)
+    with pytest.raises(errors.PromptTooLongError) as caught:
+        await collect(fleet.generate(make_start(prompt=TextPrompt("a" * 1_000_000))))
+    assert caught.value.field == "text"
+
+
+async def test_a_chat_whose_text_is_too_long_for_its_model_is_refused_by_its_field() -> None:
+    fleet = Fleet("decode-0", max_model_len=100)
+    fleet.texts.text = replace(MODEL_TEXT, chat_template=ChatTemplate("{{ messages[0].content }}", SpecialTokens()))
+    with pytest.raises(errors.PromptTooLongError) as caught:
+        await collect(fleet.generate(make_start(prompt=ChatPrompt((ChatMessage("user", "a" * 1_000_000),)))))
+    assert caught.value.field == "chat.messages"
+    fleet.assert_nothing_left()
+
+
+def test_the_text_of_a_message_is_bounded_by_the_longest_prompt_of_all_models() -> None:
+    def room(*max_model_lens: int, text: ModelText | None = MODEL_TEXT) -> int:
+        fleet = Fleet()
+        for number, max_model_len in enumerate(max_model_lens):
+            fleet.join(f"decode-{number}", model_name=f"model-{number}", max_model_len=max_model_len, num_blocks=10**6)
+        return max_text_bytes(fleet.table.pools(0.0), lambda _pool: text)
+
+    token_bytes = MODEL_TEXT.tokenizer.longest_token_bytes
+    assert room(1_000, 9_000) - room(1_000) == 8_000 * token_bytes
+    assert room(1_000, text=None) - room(1_000) == 1_000 * (256 - token_bytes)
+    assert room(10**9) == room() == MAX_TEXT_BYTES

@@ -287,3 +287,30 @@ async def test_workers_and_models_are_listed(served: tuple[System, Stub]) -> Non
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.GetModel(pb.GetModelRequest(name="none"))
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_message_that_holds_too_much_is_refused_before_it_is_parsed(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    empty = pb.GenerateStart(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user")] * 50_000))
+    code, error = await fails(stub, empty)
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE")
+    # 200 tokens and the other fields have less text than this; a model with another length would have room.
+    code, error = await fails(stub, make_start(text="a" * 500_000))
+    assert (code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE")
+    # A file is no text.
+    url = pb.MediaPart(url="data:," + "a" * 500_000)
+    code, error = await fails(stub, make_start(media=[url]))
+    assert error.reason == "UNSUPPORTED_FIELD"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Explain(pb.ExplainRequest(start=empty))
+    assert from_rpc_error(caught.value).reason == "MESSAGE_TOO_LARGE"
+    await system.wait_idle()
+
+
+async def test_a_stream_without_a_start_ends_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, stall_timeout_s=0.1) as (_system, stub):
+        async with asyncio.timeout(TIMEOUT_S):
+            codes = await asyncio.gather(
+                *(call.code() for call in (*(stub.Generate() for _ in range(50)), stub.Session()))
+            )
+    assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}

@@ -91,7 +91,7 @@ def test_blocks_are_booked_a_little_longer_than_the_signature_is_valid() -> None
     run = scene.sign(ttl_s=10.0, left_s=600)
     assert run.signed.address == scene.record.grpc_address
     scene.table.tick(NOW + 8)
-    assert scene.num_promised_blocks() == 10
+    assert scene.num_promised_blocks() == 5
     scene.table.tick(NOW + 13)
     assert scene.num_promised_blocks() == 0
 

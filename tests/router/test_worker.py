@@ -32,6 +32,9 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
         num_decoding=3,
         num_context_tokens=900,
         max_step_tokens=4096,
+        max_running=8,
+        num_running=2,
+        num_waiting=1,
         step_time=step_time,
     )
     worker.book.reserve(1, num_queued_tokens=30).send()
@@ -39,6 +42,9 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
     assert (first.step_ends_at, first.num_unbegun_tokens, second.num_unbegun_tokens) == (200.25, 70, 100)
     assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
     assert second.step_time == step_time
+    assert (first.max_requests, second.max_requests) == (8, 8)
+    worker.feed(True)
+    assert [candidate.max_requests for candidate in worker.candidates()] == [10, 10]
 
 
 def test_reported_waiting_prompts_count_no_more_once_reports_have_stopped() -> None:
@@ -58,10 +64,10 @@ def test_cached_candidates_equal_freshly_computed_ones(data: st.DataObject) -> N
     bookings: list[Booking] = []
     for _ in range(data.draw(st.integers(1, 20))):
         now += data.draw(st.sampled_from([0.0, 1.0, 5.0]))
-        match data.draw(st.sampled_from(["report", "book", "release", "poll", "describe"])):
+        match data.draw(st.sampled_from(["report", "book", "release", "poll", "move"])):
             case "report":
                 take(kept, now, num_unbegun_prefill_tokens=data.draw(st.integers(0, 9)))
-                kept.book.on_report(0)
+                kept.book.on_report(0, num_requests=[data.draw(st.integers(0, 9))])
             case "book":
                 rank, tokens = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 50))
                 bookings.append(kept.book.reserve(rank, num_reserved_tokens=tokens, num_queued_tokens=tokens))
@@ -69,8 +75,8 @@ def test_cached_candidates_equal_freshly_computed_ones(data: st.DataObject) -> N
                 data.draw(st.sampled_from(bookings)).release()
             case "poll":
                 kept.poll(now)
-            case "describe":
-                kept.describe(replace(_RECORD, num_blocks=data.draw(st.integers(1, 99))))
+            case "move":
+                kept.move(replace(_RECORD, grpc_address="10.0.0.1:5", num_blocks=data.draw(st.integers(1, 99))))
         shown = list(kept.candidates())
-        kept.describe(kept.record)  # forgets what was kept
+        kept._read_load()  # forgets what was kept
         assert shown == list(kept.candidates())

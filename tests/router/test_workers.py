@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quartet.api.fleet import WorkerState
@@ -18,13 +20,14 @@ from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
 _TIMEOUT_S = 30.0
+_POOL = PoolKey("tiny", "ab" * 32)
 
 
 class Scene:
     """A table and a clock."""
 
-    def __init__(self) -> None:
-        self.table = WorkerTable("router-a", heartbeat_timeout_s=_TIMEOUT_S)
+    def __init__(self, **settings: object) -> None:
+        self.table = WorkerTable("router-a", heartbeat_timeout_s=_TIMEOUT_S, **settings)
         self.now = 1000.0
 
     def join(self, *records: WorkerRecord) -> None:
@@ -113,7 +116,7 @@ def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
         "ab" * 16, 0, num_first_tokens=50, lapses_at=scene.now + 5, ends_at=scene.now + 60
     )
     reservation.release()
-    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (10, 50)
+    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (5, 50)
     name = numbering("router-a", record.epoch)
     progress = PlacementProgress(started=(placed.number,))
     scene.table.report(make_load(record, placements={name: progress}), scene.now)
@@ -285,13 +288,47 @@ def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
     assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
 
 
-def test_prefill_and_decode_workers_of_one_name_are_distinguished_by_epoch(scene: Scene) -> None:
+def test_an_id_names_one_worker_whatever_its_role(scene: Scene) -> None:
     decode, prefill = make_record("both", role=Role.DECODE, epoch=1), make_record("both", role=Role.PREFILL, epoch=2)
     scene.join(decode, prefill)
+    scene.table.report(make_load(decode, num_held_blocks=9), scene.now)
     scene.table.report(make_load(prefill, num_held_blocks=5), scene.now)
-    loads = {status.record.role: status.load for status in scene.table.statuses(scene.now)}
-    assert loads[Role.PREFILL].ranks[0].num_held_blocks == 5
-    assert loads[Role.DECODE].ranks[0].num_held_blocks == 0
+    [status] = scene.table.statuses(scene.now)
+    assert (status.record, status.load.ranks[0].num_held_blocks) == (prefill, 5)
+    assert scene.ranks(PoolKey("tiny", "ab" * 32)) == ({Rank("both")}, set())
+    scene.table.unlist(decode.key)
+    assert scene.state("both") is WorkerState.READY
+
+
+def test_within_an_epoch_only_addresses_change(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    moved = make_record(grpc_address="10.0.0.1:5", events_address="tcp://10.0.0.1:6", http_address="10.0.0.1:7")
+    for changed in (moved, replace(moved, data_parallel_size=1000, num_blocks=1, block_size=7, model_name="other")):
+        assert not scene.table.put(changed, scene.now)
+        assert scene.table.record(record.key) == moved
+        assert [candidate.rank for candidate in scene.table.snapshot(_POOL, scene.now).decode] == [Rank("decode-0")]
+
+
+def test_a_worker_of_another_contract_version_is_only_listed(scene: Scene) -> None:
+    newer = make_record("decode-1", contract_version="quartet.v2", max_model_len=1)
+    scene.join(newer)
+    assert scene.state("decode-1") is WorkerState.INCOMPATIBLE
+    assert scene.table.pools(scene.now) == []
+    scene.join(make_record())
+    assert scene.ranks(_POOL) == (set(), {Rank("decode-0")})
+    assert scene.table.pool("tiny", scene.now).max_model_len == 2000, "what it can do counts for nothing"
+    scene.now += 2 * _TIMEOUT_S
+    assert [record.worker_id for record in scene.table.to_probe(scene.now)] == ["decode-0"]
+    scene.table.unlist(newer.key)
+    assert scene.table.forget_gone(scene.now) == [newer]
+
+
+def test_a_router_that_speaks_two_versions_uses_workers_of_both() -> None:
+    scene = Scene(versions=frozenset({"quartet.v1", "quartet.v2"}))
+    scene.join(make_record("decode-0"), make_record("decode-1", contract_version="quartet.v2"))
+    scene.join(make_record("decode-2", contract_version="quartet.v3"), make_record("decode-3", contract_version=""))
+    assert scene.ranks(_POOL) == (set(), {Rank("decode-0"), Rank("decode-1")})
 
 
 def test_reports_of_strangers_are_ignored(scene: Scene) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 from grpc_channelz.v1 import channelz_pb2
@@ -50,6 +51,56 @@ def auth(*uris: str) -> dict[str, list[bytes]]:
         "x509_pem_cert": [b"-----BEGIN"],
         "x509_subject_alternative_name": [b"localhost", *(uri.encode() for uri in uris)],
     }
+
+
+EVERYBODY = {"client", "peer", "operator"}
+#: The whole table once more, so that nobody opens a method without meaning it. docs/security.md shows it too.
+TABLE = {
+    "/quartet.v1.RouterService/Generate": {"client", "operator"},
+    "/quartet.v1.RouterService/Place": {"client", "operator"},
+    "/quartet.v1.RouterService/Session": {"client", "operator"},
+    "/quartet.v1.RouterService/Explain": {"client", "operator"},
+    "/quartet.v1.RouterService/GetModel": {"client", "operator"},
+    "/quartet.v1.RouterService/ListWorkers": {"operator"},
+    "/quartet.v1.RouterService/WatchWorkers": {"operator"},
+    "/quartet.v1.EncodeService/Encode": {"peer"},
+    "/quartet.v1.PrefillService/Prefill": {"peer"},
+    "/quartet.v1.DecodeService/Decode": EVERYBODY,
+    "/quartet.v1.TransferService/Pull": {"peer"},
+    "/quartet.v1.WorkerService/GetInfo": {"peer", "operator"},
+    "/quartet.v1.WorkerService/GetModelFiles": EVERYBODY,
+    "/quartet.v1.WorkerService/StreamKvSnapshot": {"peer"},
+    "/quartet.v1.WorkerService/Drain": {"operator"},
+    "/grpc.health.v1.Health/*": EVERYBODY,
+    "/grpc.reflection.v1alpha.ServerReflection/*": EVERYBODY,
+    "/grpc.channelz.v1.Channelz/*": {"operator"},
+}
+
+
+def test_the_table_is_this_one() -> None:
+    assert {method: set(map(str, audiences)) for method, audiences in AUDIENCES.items()} == TABLE
+
+
+@pytest.mark.parametrize("kind", IdentityKind)
+@pytest.mark.parametrize("method", methods())
+def test_a_gate_lets_in_whom_the_table_lists_and_nobody_else(method: str, kind: IdentityKind) -> None:
+    listed = TABLE.get(method) or TABLE[method.rpartition("/")[0] + "/*"]
+    audience = {"router": "peer", "worker": "peer"}.get(kind, str(kind))
+    is_refused = False
+    try:
+        Gate(namespace="prod", allow_anonymous=False).check(method, auth(f"quartet://prod/{kind}/x"))
+    except PermissionDeniedError:
+        is_refused = True
+    assert is_refused is (audience not in listed)
+
+
+def test_the_documentation_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    for method, audiences in TABLE.items():
+        service, _, name = method[1:].rpartition("/")
+        shown = service.rpartition(".")[2] + ("" if name == "*" else f".{name}")
+        marks = " | ".join("yes" if audience in audiences else "-" for audience in ("client", "operator", "peer"))
+        assert f"| `{shown}` | {marks} |" in page
 
 
 @pytest.mark.parametrize("method", methods())

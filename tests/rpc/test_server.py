@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from quartet.errors import ConfigError, DrainingError
+from quartet.rpc import server as rpc_server
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
@@ -125,6 +126,26 @@ async def test_a_message_over_the_limit_ends_only_its_call(start_server: StartSe
         again = echo_call(channel)
         await again.write(b"x" * 900)
         assert len(await again.read()) == 900
+
+
+async def test_a_connection_has_so_many_calls_and_no_more(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_server, "_MAX_STREAMS", 2)
+    _, address = await start_server([Echo().service()])
+    async with create_channel(address, None) as channel:
+        calls = [echo_call(channel), echo_call(channel)]
+        for call in calls:
+            await call.write(b"x")
+            assert await call.read() == b"x"
+        beyond = channel.stream_stream(f"/{NAME}/Decode")(timeout=0.3)
+        assert await beyond.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for call in calls:
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+        again = echo_call(channel)
+        await again.write(b"x")
+        assert await again.read() == b"x"
 
 
 async def test_drain_notifies_health_watchers_and_waits_for_running_calls(start_server: StartServer) -> None:

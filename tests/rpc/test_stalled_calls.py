@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from quartet.errors import StalledStreamError
+from quartet.errors import RequestTimeoutError, StalledStreamError
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from tests.rpc.services import generic_service
 
@@ -105,3 +105,35 @@ async def test_a_process_that_got_no_cpu_blames_no_client() -> None:
         loop.call_soon(loop.call_soon, loop.call_soon, context.may_take.set)
         await call.write(b"")
     assert not call.is_stalled
+
+
+class Quiet:
+    """A call's context whose client sends ``first``, or nothing."""
+
+    def __init__(self, first: object = None) -> None:
+        self._first = first
+
+    async def read(self) -> object:
+        if self._first is None:
+            await asyncio.Event().wait()
+        return self._first
+
+
+async def test_a_first_message_has_a_bound_of_time_and_one_timer_for_all() -> None:
+    stalled = StalledCalls(_VERY_SHORT_S)
+    async with asyncio.timeout(30):
+        assert await stalled.read_first(Quiet(b"hello")) == b"hello"  # type: ignore[arg-type]
+        silent = [asyncio.create_task(stalled.read_first(Quiet())) for _ in range(1_000)]  # type: ignore[arg-type]
+        ended = await asyncio.gather(*silent, return_exceptions=True)
+    assert all(isinstance(error, RequestTimeoutError) for error in ended)
+    assert not stalled._unsaid
+
+
+async def test_a_cancelled_wait_for_a_first_message_is_cancelled() -> None:
+    stalled = StalledCalls(_LONG_S)
+    waiting = asyncio.create_task(stalled.read_first(Quiet()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not stalled._unsaid

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, WorkerUnavailableError
 from quartet.rpc.audience import caller_identity
-from quartet.rpc.channels import TlsConfig, create_channel
+from quartet.rpc.channels import Dialer, TlsConfig, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from tests.certificates import CertificateAuthority
@@ -147,3 +147,45 @@ async def test_a_file_that_cannot_be_used_is_named(
         create_channel("127.0.0.1:1", tls)
     with pytest.raises(ConfigError, match=rf"tls\.{setting}.*file\.pem"):
         await RpcServer(ServerConfig(tls=tls), []).start()
+
+
+async def test_a_process_dials_on_while_its_files_are_missing_and_with_new_ones_once_they_are_there(
+    start_server: StartServer, authority: CertificateAuthority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = await start(start_server, authority)
+    own = CertificateFolder(authority, tmp_path)
+    own.renew("olga")
+    dialer = Dialer(own.tls)
+    own.tls.cert_file.unlink()
+    assert await drain_by(dialer, address) == b"olga"
+    own.tls.cert_file.write_bytes(b"half writ")
+    assert await drain_by(dialer, address) == b"olga"
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2 and all("tls.cert_file" in warning for warning in warnings)
+    own.renew("oscar")
+    assert await drain_by(dialer, address) == b"oscar"
+
+
+class CertificateFolder:
+    """An operator's certificate that is renewed in place."""
+
+    def __init__(self, authority: CertificateAuthority, directory: Path) -> None:
+        self._authority = authority
+        self.tls = TlsConfig(ca_file=authority.ca_file, cert_file=directory / "own.pem", key_file=directory / "own.key")
+
+    def renew(self, name: str) -> None:
+        files = self._authority.issue(name, f"quartet://default/operator/{name}")
+        self.tls.cert_file.write_bytes(files.cert_file.read_bytes())
+        self.tls.key_file.write_bytes(files.key_file.read_bytes())
+
+
+async def drain_by(dialer: Dialer, address: str) -> bytes:
+    async with dialer.open(address) as channel:
+        return bytes(await channel.unary_unary(DRAIN)(b"", timeout=30))
+
+
+def test_a_file_that_cannot_be_used_at_the_start_of_a_process_is_named(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"tls\.key_file"):
+        Dialer(replace(authority.issue("server"), key_file=tmp_path / "none"))

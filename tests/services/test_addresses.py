@@ -8,6 +8,7 @@ from quartet.config import build
 from quartet.errors import ConfigError
 from quartet.events.publisher import EventPublisher
 from quartet.rpc.server import ServerConfig
+from router.config import RouterConfig
 from services.workers.config import Advertised, WorkerConfig
 
 TLS = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
@@ -56,6 +57,23 @@ def test_a_wildcard_without_an_advertised_host_is_refused(address: str) -> None:
         make_config(address)
 
 
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"grpc": "0.0.0.0:0", "advertise_host": "::1"}, "advertise_host"),
+        ({"grpc": "0.0.0.0:0", "advertise_host": "two words"}, "advertise_host"),
+        ({"grpc": "::1:50051"}, "server.address"),
+        ({"grpc": "127.0.0.1:0", "events": "a/b:0"}, "events_address"),
+        ({"grpc": "127.0.0.1:0", "http": "::1:0"}, "http_address"),
+    ],
+)
+def test_an_address_that_peers_could_not_dial_is_refused_before_anything_starts(
+    settings: dict[str, str], setting: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{setting}: peers can't dial"):
+        make_config(**settings)
+
+
 BEYOND_LOOPBACK = ["0.0.0.0:0", "[::]:0", "*:0", "192.0.2.1:5555", "worker-1:5555"]
 
 
@@ -65,17 +83,27 @@ def test_probes_stay_on_loopback_like_grpc_unless_it_may_be_open(address: str) -
     with pytest.raises(ConfigError, match=r"^http_address: .*server.tls.*server.insecure"):
         build(WorkerConfig, settings)
     for opening in ({"insecure": True}, {"tls": TLS}):
-        build(WorkerConfig, {**settings, "server": opening})
+        build(WorkerConfig, {**settings, "server": opening, "events_key_file": "key"})
 
 
 @pytest.mark.parametrize("address", BEYOND_LOOPBACK)
 def test_events_stay_on_loopback_unless_they_are_encrypted_or_need_not_be(address: str) -> None:
     settings = {"model_path": "model", "events_address": address}
-    for opening in ({}, {"server": {"tls": TLS}}):
-        with pytest.raises(ConfigError, match=r"^events_address: .*events_key_file.*server.insecure"):
-            build(WorkerConfig, {**settings, **opening})
+    with pytest.raises(ConfigError, match=r"^events_address: .*events_key_file.*server.insecure"):
+        build(WorkerConfig, settings)
     for opening in ({"server": {"insecure": True}}, {"events_key_file": "key"}):
         build(WorkerConfig, {**settings, **opening})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "0.0.0.0:0"])
+@pytest.mark.parametrize("insecure", [False, True])
+def test_with_tls_no_process_starts_whose_events_are_in_the_clear(address: str, insecure: bool) -> None:
+    server = {"tls": TLS, "insecure": insecure}
+    settings = {"model_path": "model", "events_address": address, "server": server}
+    for config, wanted in ((WorkerConfig, settings), (RouterConfig, {"server": server})):
+        with pytest.raises(ConfigError, match=r"^events_key_file: is missing; with server.tls"):
+            build(config, wanted)
+        build(config, {**wanted, "events_key_file": "key"})
 
 
 @pytest.mark.parametrize("field", ["events_address", "http_address"])

@@ -34,7 +34,7 @@ async def test_a_step_keeps_to_its_bounds(kind: str) -> None:
     engine = create_engine(config, RequestKind.DECODE, FakePuller())
     try:
         await engine.start()
-        assert engine.stats()[0].max_step_tokens == 48
+        assert (engine.stats()[0].max_step_tokens, engine.stats()[0].max_running) == (48, 2)
         assert (engine.capabilities.max_model_len, engine.capabilities.block_size) == (100, 16)
         for _ in range(NUM_REQUESTS):
             engine.submit(make_request(range(300, 310), sampling=Sampling(max_tokens=6)))

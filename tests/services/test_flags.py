@@ -14,7 +14,7 @@ import pytest
 from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.engine.settings import Backend, EngineKind, Modality
-from quartet.errors import ConfigError, InvalidRequestError, ServingError
+from quartet.errors import ConfigError, DiscoveryError, InvalidRequestError, ServingError, WorkerReplacedError
 from services.workers import process as command
 from services.workers.config import WorkerConfig
 from services.workers.flags import FLAGS, CommandLine
@@ -60,7 +60,8 @@ class Recorder:
 
     configs: list[tuple[Role, WorkerConfig]]
 
-    def __init__(self, config: WorkerConfig, role: Role, _engine_factory: object) -> None:
+    def __init__(self, config: WorkerConfig, role: Role, _engine_factory: object, *, on_failure: object) -> None:
+        assert callable(on_failure)
         Recorder.configs.append((role, config))
 
     async def run(self, _stop: object) -> None:
@@ -89,6 +90,28 @@ def run_role(monkeypatch: pytest.MonkeyPatch) -> Callable[[Role, list[str]], Wor
         return config
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(WorkerReplacedError("its id is taken"), 3), (DiscoveryError("no etcd answers"), 1), (ConfigError("no port"), 1)],
+)
+def test_the_exit_code_tells_a_worker_whose_id_is_taken_from_one_that_failed(
+    error: Exception, code: int, run_role: Callable[[Role, list[str]], WorkerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+
+    async def fail(_recorder: Recorder, _stop: object) -> None:
+        raise error
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(Recorder, "run", fail)
+    monkeypatch.setattr(command, "_leave", leave)
+    run_role(Role.DECODE, ["--model-path", "somewhere"])
+    assert codes == [code]
 
 
 def read(flags: list[str]) -> WorkerConfig:

@@ -13,8 +13,10 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import ModelMismatchError
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
+from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.streams.worker_client import WorkerClient
+from quartet.v1 import worker_pb2, worker_pb2_grpc
 from services.workers.servicer import DrainOutcome, WorkerServicer, worker_service
 from tests.router.records import make_load, make_record
 
@@ -69,3 +71,14 @@ async def test_a_caller_that_names_another_model_gets_no_files() -> None:
     async with serving(FakeWorker(), FILES) as address:
         with pytest.raises(ModelMismatchError):
             await ask(address, "0f" * 32)
+
+
+@pytest.mark.parametrize("names", [["config.json"] * 3, ["x" * 10_000], ["weights.bin"]])
+async def test_names_of_files_that_are_not_there_or_too_many_are_refused(names: list[str]) -> None:
+    async with serving(FakeWorker(), FILES) as address, grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(worker_pb2.GetModelFilesRequest(names=names))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.field) == ("INVALID_FIELD", "names")
+    assert len(error.message) < 200

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from quartet.discovery.base import HostIdentity, Role, WorkerRecord
+from quartet.discovery.base import Role
 from quartet.engine.base import FinishReason, Generation, Prefilled, Started
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.kvcache.block_hash import MediaSpan
@@ -26,6 +26,7 @@ from quartet.kvcache.layout import (
 from quartet.media.items import MediaFile, MediaKind
 from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.transfer.base import TransferWay
+from tests.discovery.strategies import worker_records
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -161,26 +162,7 @@ PREFILLED = st.builds(
     logprobs=st.none() | LOGPROBS,
 )
 NAMES = st.lists(TEXT, max_size=4).map(tuple)
-WORKER_RECORDS = st.builds(
-    WorkerRecord,
-    worker_id=NAME,
+WORKER_RECORDS = worker_records(
     role=st.sampled_from([Role.ENCODE, Role.PREFILL, Role.DECODE]),
-    epoch=U64,
-    grpc_address=TEXT,
-    events_address=TEXT,
-    http_address=TEXT,
-    model_name=TEXT,
-    model_fingerprint=TEXT,
-    host=st.builds(HostIdentity, boot_id=TEXT, ipc_namespace=TEXT),
-    data_parallel_size=st.integers(1, 2**32 - 1),
-    num_blocks=U32,
-    block_size=U32,
-    max_model_len=U32,
-    max_media_tokens=U32,
     transfer_ways=st.lists(st.sampled_from(TransferWay), unique=True).map(tuple),
-    sampling_fields=NAMES,
-    media=NAMES,
-    adapters=NAMES,
-    unannounced_blocks=NAMES,
-    contract_version=TEXT,
 )

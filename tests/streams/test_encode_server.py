@@ -10,7 +10,14 @@ from datetime import timedelta
 import grpc
 import pytest
 
-from quartet.errors import InvalidMediaError, RequestCancelledError, ServingError, StalledStreamError
+from quartet.errors import (
+    InvalidMediaError,
+    InvalidRequestError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ServingError,
+    StalledStreamError,
+)
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
 from quartet.rpc.errors import public_error
@@ -157,3 +164,17 @@ async def test_a_caller_that_reads_nothing_loses_its_request() -> None:
         await serve(work, Caller([start_message()], takes=1), StreamLimits(stall_timeout_s=0.05))
     assert work.was_cancelled
     assert work.withdrawn == [11, 12]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_items_are_counted_before_they_are_read(chunked: bool) -> None:
+    work = Work([])
+    start = encode_pb2.EncodeStart(items=[encode_pb2.EncodeItem()] * 1025, chunked=chunked)
+    with pytest.raises(InvalidRequestError, match="at most 1024") as caught:
+        await serve(work, Caller([encode_pb2.EncodeRequest(start=start)], half_closes=False))
+    assert caught.value.field == "items"
+
+
+async def test_a_stream_on_which_nothing_comes_is_ended() -> None:
+    with pytest.raises(RequestTimeoutError, match="no message came"):
+        await serve(Work([]), Caller([], half_closes=False), StreamLimits(stall_timeout_s=0.1))

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.engine.base import Finished, FinishReason
-from quartet.errors import ConfigError, EngineError, RequestCancelledError, ServingError, SignedStartError
+from quartet.errors import (
+    ConfigError,
+    EngineError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ServingError,
+    SignedStartError,
+)
 from quartet.streams import server
 from quartet.streams.convert.messages import from_start
 from quartet.streams.messages import WorkerStart
@@ -421,3 +428,29 @@ def test_a_start_that_parses_fails_as_a_serving_error_or_makes_sense(
         return
     with contextlib.suppress(ServingError):
         from_start(message)
+
+
+async def test_a_stream_that_says_nothing_is_ended() -> None:
+    serving = Serving(StreamLimits(stall_timeout_s=0.1))
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(ExceptionGroup) as caught:
+            await serving.task
+    assert isinstance(caught.value.exceptions[0], RequestTimeoutError)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_media_are_counted_before_they_are_read(chunked: bool) -> None:
+    serving = Serving()
+    for slot, fields in enumerate([{"media": [types_pb2.MediaInput()] * 1025}, {}]):
+        spans = [] if fields else [types_pb2.MediaSpan()] * 1025
+        generation = types_pb2.Generation(prompt_token_ids=b"\1\0\0\0", media=spans)
+        start = decode_pb2.DecodeStart(slot=slot, generation=generation, chunked=chunked, **fields)
+        await serving.send(decode_pb2.DecodeRequest(start=start))
+    await serving.end()
+    assert serving.context.terminals == {0: ["INVALID_FIELD"], 1: ["INVALID_FIELD"]}
+    assert serving.work.running == {}
+
+
+def test_a_model_bounds_the_tokens_of_a_start() -> None:
+    assert StreamLimits().for_model(1_000).max_prompt_bytes == 4_000
+    assert StreamLimits(max_prompt_bytes=8).for_model(1_000) == StreamLimits(max_prompt_bytes=8)

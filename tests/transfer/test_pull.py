@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -16,6 +17,7 @@ from quartet.errors import (
     TransferError,
 )
 from quartet.kvcache.hand_off import HandOffState
+from quartet.kvcache.layout import HandOff
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.config import TransferConfig
 from tests.transfer.workers import (
@@ -24,6 +26,7 @@ from tests.transfer.workers import (
     LAYOUT,
     NUM_BLOCKS,
     Ended,
+    PullerWorker,
     puller_worker,
     source_worker,
 )
@@ -160,6 +163,48 @@ async def test_another_layout_is_refused_naming_the_field(field: str) -> None:
     async with source_worker(layout=other) as source, puller_worker() as here:
         with pytest.raises(LayoutMismatchError, match=field):
             here.puller.claim(source.offer(1, BLOCKS))
+
+
+async def test_two_lives_of_one_worker_id_each_give_their_own_bytes() -> None:
+    async with source_worker(epoch=7) as former, source_worker(epoch=8) as living, puller_worker() as here:
+        assert former.memory.view != living.memory.view
+        # The second fetch from each reads its pool, which is mapped by then, before the source answers.
+        for holder, source in enumerate((former, living, former, living)):
+            hand_off = source.offer(holder, BLOCKS)
+            assert hand_off.worker_id == "source"
+            result = await here.puller.claim(hand_off).fetch([PieceCopy(2, holder)])
+            assert result.way is TransferWay.SHM
+            assert here.memory.piece(holder) == source.memory.piece(BLOCKS[2])
+            assert await source.end() == Ended(holder, HandOffState.TAKEN)
+
+
+@pytest.mark.parametrize("way", [TransferWay.GRPC, TransferWay.SHM])
+async def test_a_source_that_starts_anew_at_the_same_address_is_pulled_from_again(
+    way: TransferWay, free_port: Callable[[], int]
+) -> None:
+    config = dataclasses.replace(CONFIG, ways=tuple(dict.fromkeys((way, TransferWay.GRPC))))
+    address = f"127.0.0.1:{free_port()}"
+    async with puller_worker(config=config) as here:
+        for epoch in (7, 8):
+            async with source_worker(epoch=epoch, address=address) as source, asyncio.timeout(30):
+                hand_off = source.offer(0, BLOCKS)
+                # Pulls fail at once until gRPC tries to connect again, which has no event.
+                while await is_unreachable(here, hand_off):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                for block in (1, 2):
+                    result = await here.puller.claim(source.offer(block, BLOCKS)).fetch([PieceCopy(1, block)])
+                    assert result.way is way
+                    assert here.memory.piece(block) == source.memory.piece(BLOCKS[1])
+                left = source.offer(3, BLOCKS)
+            assert await is_unreachable(here, left)
+
+
+async def is_unreachable(here: PullerWorker, hand_off: HandOff) -> bool:
+    try:
+        await here.puller.claim(hand_off).fetch([PieceCopy(0, 0)])
+    except TransferError:
+        return True
+    return False
 
 
 async def test_a_source_that_is_not_there_is_a_failed_transfer_and_abort_does_not_mind(free_port) -> None:

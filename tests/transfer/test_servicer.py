@@ -185,6 +185,7 @@ HOSTILE: dict[str, Callable[[HandOff], list[pb.PullRequest]]] = {
     "the same piece twice": lambda hand_off: [begin(hand_off, 1, 1)],
     "a piece of 32 bits": lambda hand_off: [begin(hand_off, 2**32 - 1)],
     "ways that nobody speaks": lambda hand_off: [begin(hand_off, ways=[77])],
+    "more ways than there are": lambda hand_off: [begin(hand_off, ways=[77] * 16 + [pb.TRANSFER_WAY_GRPC])],
     "shm from elsewhere only": lambda hand_off: [begin(hand_off, ways=[pb.TRANSFER_WAY_SHM])],
 }
 

@@ -45,7 +45,9 @@ class Ended:
 class SourceWorker:
     """A worker that holds: a pool of random bytes, its source, and a server in front of it."""
 
-    def __init__(self, layout: KvLayout, config: TransferConfig, host: HostIdentity, epoch: int) -> None:
+    def __init__(
+        self, layout: KvLayout, config: TransferConfig, host: HostIdentity, epoch: int, server: ServerConfig
+    ) -> None:
         self.layout = layout
         self.memory = PoolMemory(NUM_BLOCKS, layout.piece_size_bytes)
         self.memory.view[:] = random.Random(epoch).randbytes(self.memory.size_bytes)
@@ -60,7 +62,7 @@ class SourceWorker:
         self.shm = ShmServer(self.memory)
         self.servicer = TransferServicer(self.source, host=host, config=config, shm=self.shm)
         service = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(self.servicer, server))
-        self.server = RpcServer(ServerConfig(), [service])
+        self.server = RpcServer(server, [service])
         self.address = ""
 
     def offer(self, holder: int, block_ids: Sequence[int]) -> HandOff:
@@ -83,9 +85,10 @@ async def source_worker(
     config: TransferConfig = CONFIG,
     host: HostIdentity | None = None,
     epoch: int = EPOCH,
+    address: str = "127.0.0.1:0",
 ) -> AsyncIterator[SourceWorker]:
-    """A source that serves on a free port."""
-    worker = SourceWorker(layout, config, host or host_identity(), epoch)
+    """A source that serves at ``address``, by default on a free port."""
+    worker = SourceWorker(layout, config, host or host_identity(), epoch, ServerConfig(address=address))
     worker.address = f"127.0.0.1:{await worker.server.start()}"
     worker.source.advertise(worker.address)
     await worker.shm.start()

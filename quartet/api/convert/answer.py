@@ -35,6 +35,10 @@ from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2, types_pb2
 from quartet.v1 import router_pb2 as pb
 
+# Of `SessionRequest.start` and `SessionStart.slot`: field 1, a message; field 1, a number.
+_START_TAG, _SLOT_TAG = b"\x0a", b"\x08"
+_MAX_SLOT = 2**32 - 1
+
 # Our fields, which end in their unit, and those of the message, whose type is the unit.
 _TIMES = {item.name: item.name.removesuffix("_s") for item in fields(TimeBreakdown)}
 
@@ -212,6 +216,27 @@ def from_session_start(message: pb.SessionStart) -> SessionStart:
         resume=from_resume(message.resume) if message.HasField("resume") else None,
         traceparent=message.traceparent,
     )
+
+
+def start_slot(head: bytes) -> int | None:
+    """The slot of a ``SessionRequest`` that holds a start and begins with ``head``; ``None``: it holds something else.
+
+    As protobuf's writers do, it must have its fields in order: the slot comes first, unless it is 0.
+    """
+    if head[:1] != _START_TAG:
+        return None
+    start = 1
+    while head[start : start + 1] and head[start] > 127:  # the length of the start
+        start += 1
+    slot, shift, position = 0, 0, start + 1
+    if head[position : position + 1] != _SLOT_TAG:
+        return 0
+    for byte in head[position + 1 :]:
+        slot |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return slot if slot <= _MAX_SLOT else None
+    return None
 
 
 def to_session_accepted(slot: int, accepted: Accepted) -> pb.SessionAccepted:

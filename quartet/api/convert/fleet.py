@@ -27,6 +27,7 @@ _STATES = {
     WorkerState.READY: router_pb2.WORKER_STATE_READY,
     WorkerState.SUSPECT: router_pb2.WORKER_STATE_SUSPECT,
     WorkerState.DRAINING: router_pb2.WORKER_STATE_DRAINING,
+    WorkerState.INCOMPATIBLE: router_pb2.WORKER_STATE_INCOMPATIBLE,
 }
 
 _STATES_BACK = {number: state for state, number in _STATES.items()}

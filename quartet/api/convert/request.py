@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Sized
 from functools import lru_cache
 
-from quartet.api.request import ChatPrompt, GenerateStart, Prompt, Resume, TextOptions, TextPrompt, TokenPrompt
+from quartet.api.request import (
+    MAX_STOP_STRINGS,
+    ChatPrompt,
+    GenerateStart,
+    Prompt,
+    Resume,
+    TextOptions,
+    TextPrompt,
+    TokenPrompt,
+)
 from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.media.items import MediaPart
 from quartet.rpc.errors import to_duration, to_seconds
 from quartet.streams.convert.media import from_media_part, to_media_part
-from quartet.streams.convert.messages import from_output_options, from_sampling, to_output_options, to_sampling
+from quartet.streams.convert.messages import (
+    check_sampling_counts,
+    from_output_options,
+    from_sampling,
+    to_output_options,
+    to_sampling,
+)
 from quartet.text.chat_message import ChatMessage
 from quartet.v1 import router_pb2, types_pb2
 
@@ -19,6 +35,10 @@ _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
 
 _NO_TEXT_OPTIONS = TextOptions()
+
+# Most messages, parts of all messages, and token ids of a request. They are counted before any of them is converted: so
+# many take 20 ms.
+_MAX_MESSAGES, _MAX_PARTS, _MAX_TOKEN_IDS = 4096, 4096, 1 << 20
 
 # Larger ones, with a bias for many tokens, are rare and would fill the memory.
 _MAX_KNOWN_BYTES = 256
@@ -58,10 +78,10 @@ def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
 
 
 def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
-    """The request; what depends on the model or on limits is not checked yet.
+    """The request; what depends on the model or on the router's limits is not checked yet.
 
     Raises:
-        InvalidRequestError: an impossible field; ``field`` is its path.
+        InvalidRequestError: an impossible field, or more items than any request has; ``field`` is its path.
         UnsupportedFieldError: a grammar.
     """
     return GenerateStart(
@@ -79,12 +99,24 @@ def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
         timeout_s=to_seconds(message.timeout) if message.HasField("timeout") else None,
         num_choices=message.num_choices if message.HasField("num_choices") else 1,
         client_request_id=message.client_request_id,
-        media=tuple([from_media_part(part, "media") for part in message.media]),
+        media=_from_media(message.media) if message.media else (),
     )
+
+
+def _check_count(items: Sized, limit: int, field: str, what: str) -> None:
+    """Refuse more than ``limit`` items without a look at any. Raises ``InvalidRequestError`` naming ``field``."""
+    if len(items) > limit:
+        raise InvalidRequestError(f"a request has at most {limit} {what}, not {len(items)}", field=field)
+
+
+def _from_media(media: Sequence[router_pb2.MediaPart]) -> tuple[MediaPart, ...]:
+    _check_count(media, _MAX_PARTS, "media", "media items")
+    return tuple([from_media_part(part, "media") for part in media])
 
 
 def _from_sampling(message: types_pb2.Sampling) -> Sampling:
     """As ``from_sampling``. Many requests have equal settings, and to look them up costs a tenth."""
+    check_sampling_counts(message)
     serialized = message.SerializeToString()
     return _known_sampling(serialized) if len(serialized) <= _MAX_KNOWN_BYTES else from_sampling(message)
 
@@ -113,14 +145,13 @@ def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
     if kind == "text":
         return TextPrompt(message.text)
     if kind == "token_ids":
-        return TokenPrompt(tuple(message.token_ids.ids))
+        ids = message.token_ids.ids
+        _check_count(ids, _MAX_TOKEN_IDS, "token_ids.ids", "token ids")
+        return TokenPrompt(tuple(ids))
     if kind == "chat":
         chat = message.chat
         has_choice = chat.HasField("add_generation_prompt")
-        messages = tuple(
-            _from_chat_message(item, f"chat.messages[{number}]") for number, item in enumerate(chat.messages)
-        )
-        return ChatPrompt(messages, chat.add_generation_prompt if has_choice else True)
+        return ChatPrompt(_from_chat_messages(chat.messages), chat.add_generation_prompt if has_choice else True)
     raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
 
 
@@ -132,14 +163,29 @@ def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
     return router_pb2.ChatMessage(role=message.role, parts=map(_to_content_part, message.content))
 
 
-def _from_chat_message(message: router_pb2.ChatMessage, field: str) -> ChatMessage:
+def _from_chat_messages(messages: Sequence[router_pb2.ChatMessage]) -> tuple[ChatMessage, ...]:
+    _check_count(messages, _MAX_MESSAGES, "chat.messages", "messages")
+    converted, num_parts = [], 0
+    for number, message in enumerate(messages):
+        if parts := message.parts:
+            num_parts += len(parts)
+            if num_parts > _MAX_PARTS:
+                text = f"the messages of a request have at most {_MAX_PARTS} parts"
+                raise InvalidRequestError(text, field=f"chat.messages[{number}].parts")
+        converted.append(_from_chat_message(message, parts, f"chat.messages[{number}]"))
+    return tuple(converted)
+
+
+def _from_chat_message(
+    message: router_pb2.ChatMessage, content_parts: Sequence[router_pb2.ContentPart], field: str
+) -> ChatMessage:
     if not message.role:
         raise InvalidRequestError("a message needs a role", field=f"{field}.role")
-    if message.parts and message.content:
-        raise InvalidRequestError("a message has content or parts, not both", field=f"{field}.content")
-    if not message.parts:
+    if not content_parts:
         return ChatMessage(role=message.role, content=message.content)
-    parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(message.parts))
+    if message.content:
+        raise InvalidRequestError("a message has content or parts, not both", field=f"{field}.content")
+    parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(content_parts))
     texts = [part for part in parts if isinstance(part, str)]
     # Templates of models without media take no list of parts.
     return ChatMessage(role=message.role, content="".join(texts) if len(texts) == len(parts) else parts)
@@ -169,6 +215,7 @@ def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:
 
 
 def _from_text_options(message: router_pb2.TextOptions) -> TextOptions:
+    _check_count(message.stop_strings, MAX_STOP_STRINGS, "text_options.stop_strings", "stop strings")
     return TextOptions(
         stop_strings=tuple(message.stop_strings),
         include_stop_string=message.include_stop_string,
@@ -195,13 +242,19 @@ def to_resume(resume: Resume) -> router_pb2.Resume:
 
 
 def from_resume(message: router_pb2.Resume) -> Resume:
-    """What a request goes on after; not checked yet."""
+    """What a request goes on after; not checked yet.
+
+    Raises:
+        InvalidRequestError: more tokens than any answer has.
+    """
+    generated = message.generated_token_ids.ids
+    _check_count(generated, _MAX_TOKEN_IDS, "resume.generated_token_ids", "generated tokens")
     return Resume(
         request_id=message.request_id,
         attempt=message.attempt,
         seed=message.seed,
         choice=message.choice,
-        generated_token_ids=tuple(message.generated_token_ids.ids),
+        generated_token_ids=tuple(generated),
         num_text_bytes=message.num_text_bytes,
         model_fingerprint=message.model_fingerprint,
     )

@@ -62,8 +62,16 @@ class RequestBook:
     has taken up, but not which.
     """
 
-    def __init__(self, *, num_ranks: int, block_size: int, max_step_tokens: int | None = None) -> None:
-        self._block_size, self._max_step_tokens = block_size, max_step_tokens
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        block_size: int,
+        max_step_tokens: int | None = None,
+        max_running: int | None = None,
+    ) -> None:
+        """``max_step_tokens`` and ``max_running`` are each rank's, unless TensorRT-LLM reports others."""
+        self._block_size, self._max_step_tokens, self._max_running = block_size, max_step_tokens, max_running
         self._lock = threading.Lock()
         self._ranks = [_RankBook() for _ in range(num_ranks)]
         self._rank_of: dict[int, int] = {}
@@ -160,6 +168,7 @@ class RequestBook:
             return EngineStats(
                 num_running=book.num_in_flight - len(unbegun),
                 num_waiting=len(unbegun),
+                max_running=(stats.max_running if stats else None) or self._max_running or 0,
                 num_queued_prefill_tokens=sum(entry.num_prefill_tokens for entry in book.waiting.values()),
                 num_unbegun_prefill_tokens=sum(entry.num_prefill_tokens for entry in unbegun),
                 num_decoding=sum(entry.decodes for entry in book.begun.values()),

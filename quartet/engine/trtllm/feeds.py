@@ -404,6 +404,7 @@ class LlmRankStats:
         num_scheduled: requests that the step computed for: ``num_context`` prompts, which had ``num_context_tokens``
             tokens in the step, and ``num_generating`` requests that generate.
         max_step_tokens: tokens that a step computes at most.
+        max_running: requests that a step computes for at most.
         num_total_blocks, num_used_blocks, num_free_blocks: KV blocks on the device; those only kept for reuse are free.
         num_reused_blocks, num_missed_blocks: prompts' blocks since the start, found in the cache and not found.
     """
@@ -419,6 +420,7 @@ class LlmRankStats:
     num_generating: int | None = None
     num_context_tokens: int | None = None
     max_step_tokens: int | None = None
+    max_running: int | None = None
     num_total_blocks: int | None = None
     num_used_blocks: int | None = None
     num_free_blocks: int | None = None
@@ -436,6 +438,7 @@ class LlmRankStats:
             iteration=self.iteration,
             latency_s=self.latency_s,
             max_step_tokens=self.max_step_tokens,
+            max_running=self.max_running,
             num_total_blocks=self.num_total_blocks,
         )
 
@@ -458,6 +461,7 @@ def read_record(record: object) -> LlmRankStats | None:
         num_generating=_count(batching, "numGenRequests"),
         num_context_tokens=_count(batching, "numCtxTokens"),
         max_step_tokens=_count(record, "maxNumTokensRuntime") or _count(record, "maxNumTokensStatic"),
+        max_running=_count(record, "maxBatchSizeRuntime") or _count(record, "maxBatchSizeStatic"),
         num_total_blocks=_count(cache, "maxNumBlocks"),
         num_used_blocks=_count(cache, "usedNumBlocks"),
         num_free_blocks=_count(cache, "freeNumBlocks"),

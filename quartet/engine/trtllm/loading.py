@@ -127,6 +127,7 @@ def loaded_llm(
             num_ranks=arguments.num_ranks,
             block_size=arguments.block_size,
             max_step_tokens=arguments.max_num_tokens,
+            max_running=arguments.max_batch_size,
         )
         has_reported = threading.Event()
         media_ids = frozenset() if inputs.placeholder_id is None else frozenset({inputs.placeholder_id})

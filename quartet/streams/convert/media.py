@@ -29,13 +29,13 @@ def to_media_part(part: MediaPart) -> router_pb2.MediaPart:
 def from_media_part(message: router_pb2.MediaPart, field: str) -> MediaPart:
     """The part, its content unchecked. Raises ``InvalidRequestError`` naming ``field``: it is empty."""
     source = message.WhichOneof("source")
-    if source is None or not getattr(message, source):
+    # Once: each reading of a field copies it, and files are long.
+    value = None if source is None else getattr(message, source)
+    if not value:
         raise InvalidRequestError("a media item holds a url, data or embeddings", field=field)
     if source == "url":
-        return MediaUrl(message.url)
-    if source == "data":
-        return MediaFile(MediaKind.IMAGE, message.data)
-    return MediaFile(MediaKind.EMBEDDINGS, message.embeddings)
+        return MediaUrl(value)
+    return MediaFile(MediaKind.IMAGE if source == "data" else MediaKind.EMBEDDINGS, value)
 
 
 def to_media_file(file: MediaFile) -> types_pb2.MediaFile:
@@ -48,9 +48,10 @@ def from_media_file(message: types_pb2.MediaFile, field: str) -> MediaFile:
     kind = _KINDS_BACK.get(message.kind)
     if kind is None:
         raise InvalidRequestError("a media file has a kind", field=f"{field}.kind")
-    if not message.data:
+    data = message.data
+    if not data:
         raise InvalidRequestError("the media file is empty", field=f"{field}.data")
-    return MediaFile(kind, message.data)
+    return MediaFile(kind, data)
 
 
 def to_media_input(media: MediaInput) -> types_pb2.MediaInput:

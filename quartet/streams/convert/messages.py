@@ -11,14 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet.engine.base import EngineRequest, FinishReason, Generation, Prefilled, RequestKind, Started
-from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, TokenLogprobs
+from quartet.engine.sampling import (
+    GrammarKind,
+    GuidedDecoding,
+    OutputOptions,
+    Sampling,
+    TokenLogprobs,
+    check_counts,
+)
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES, MediaSpan, pack_token_ids
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaItem, MediaSize
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES
 from quartet.rpc.errors import put_duration, to_duration, to_non_negative_seconds, to_seconds
-from quartet.streams.chunks import StartMessage
+from quartet.streams.chunks import StartMessage, check_num_media
 from quartet.streams.convert.hand_off import from_hand_off, to_hand_off
 from quartet.streams.convert.media import (
     from_media_file,
@@ -81,6 +88,7 @@ def put_start(into: StartMessage, slot: int, start: WorkerStart) -> None:
 
 def from_start(message: StartMessage) -> WorkerStart:
     """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
+    check_num_media(message)
     context = from_request_context(message.context)
     if not message.HasField("generation"):
         raise InvalidRequestError("generation is missing", field="generation")
@@ -196,6 +204,7 @@ def from_sampling(message: types_pb2.Sampling) -> Sampling:
     Raises:
         InvalidRequestError: a value out of range; ``field`` is ``sampling.NAME``.
     """
+    check_sampling_counts(message)
     # Few fields are set: listing them costs half of asking for each.
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALAR_FIELDS}
     if message.logit_bias:
@@ -205,6 +214,11 @@ def from_sampling(message: types_pb2.Sampling) -> Sampling:
     if message.HasField("guided"):
         given["guided"] = _from_guided(message.guided)
     return Sampling(**given)
+
+
+def check_sampling_counts(message: types_pb2.Sampling) -> None:
+    """Refuse too many biases or stop ids before they are converted. Raises ``InvalidRequestError`` as sampling does."""
+    check_counts(message.logit_bias, message.stop_token_ids)
 
 
 def to_output_options(output: OutputOptions) -> types_pb2.OutputOptions:

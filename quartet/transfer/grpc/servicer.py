@@ -31,6 +31,9 @@ from quartet.v1 import transfer_pb2 as pb
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse | bytes]"
 
+# More than there are; further ones are not read.
+_MAX_WAYS = 16
+
 
 class TransferServicer:
     """Serves Pull from one source. Raises ``ServingError`` types: an interceptor makes them statuses."""
@@ -62,7 +65,7 @@ class TransferServicer:
         Raises:
             InvalidRequestError: none can.
         """
-        for number in begin.ways or [pb.TRANSFER_WAY_GRPC]:
+        for number in begin.ways[:_MAX_WAYS] or [pb.TRANSFER_WAY_GRPC]:
             way = WAY_FROM_PB.get(number)
             if way is TransferWay.GRPC:
                 return pb.PullGranted(way=number)

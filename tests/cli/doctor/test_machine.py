@@ -18,6 +18,7 @@ from cli.doctor.machine import check_shared_memory
 from cli.doctor.network import EtcdCheck, PortsCheck, ask_facts, is_free
 from quartet.discovery.etcd_client import EtcdConfig
 from services.topology.launch import find_etcd
+from tests.certificates import CertificateAuthority
 from tests.cli.conftest import RunCli
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter, worker_status
@@ -74,6 +75,19 @@ async def test_half_a_certificate_is_refused_by_the_option(run_cli: RunCli, tmp_
     result = await run_cli("doctor", "--etcd-ca", str(tmp_path / "nothing.pem"))
     assert result.exit_code == 1
     assert "--etcd-ca: there is no file" in result.stderr
+
+
+async def test_certificates_without_https_still_mean_tls(
+    run_cli: RunCli, shared_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    files = CertificateAuthority(tmp_path).issue("mine")
+    options = ("--etcd-cert", str(files.cert_file), "--etcd-key", str(files.key_file))
+    # It answers in the clear only.
+    result = await run_cli("doctor", "--etcd", shared_etcd.endpoint, *options)
+    assert f"{shared_etcd.endpoint} does not answer" in result.stdout
+    result = await run_cli("doctor", "--etcd", f"http://{shared_etcd.endpoint}", *options)
+    assert result.exit_code == 1
+    assert "--etcd: endpoints: " in result.stderr
 
 
 async def test_each_endpoint_is_asked_by_itself(shared_etcd: EtcdServer, free_port: Callable[[], int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import pack_token_ids, sequence_hashes, split_blocks
 from quartet.kvcache.sequence import Sequence as TokenSequence
-from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
+from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
 
 each_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -100,6 +101,31 @@ def test_several_routers_with_old_reports_lose_nothing(
     assert run(trace, name, **settings).requests_completed == len(trace)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"load_age_s": 0.05}, {"num_prefill_workers": 2}, {"num_routers": 2, "load_age_s": 0.05}],
+    ids=["one", "old", "prefill", "routers"],
+)
+@pytest.mark.parametrize("name", ["kv_aware", "round_robin"])
+def test_routers_keep_what_workers_do_not_run_at_once(
+    trace: list[TraceRequest], name: str, settings: dict[str, Any]
+) -> None:
+    policies: list[_Counting] = []
+
+    def make_policy(rng: random.Random) -> _Counting:
+        policies.append(_Counting(POLICIES[name](rng)))
+        return policies[-1]
+
+    fleet = FleetSettings(num_workers=2, engine=EngineSettings(max_num_seqs=3), **settings)
+    result = Simulation(trace, make_policy, fleet, seed=1).run()
+    assert (result.requests_completed, result.requests_refused) == (len(trace), 0)
+    assert max(policy.num_kept for policy in policies) > 3
+    # Where reports are old, they count requests that have just ended, and leave out other routers' latest ones. Where
+    # others prefill, decode ranks may have one more.
+    num_more = 3 if fleet.load_age_s else 1 if fleet.num_prefill_workers else 0
+    assert 3 <= max(policy.num_most for policy in policies) <= 3 + num_more
+
+
 def test_a_request_that_can_never_fit_is_refused_and_reported() -> None:
     requests = [
         TraceRequest(arrival_s=0.0, num_input_tokens=5000, num_output_tokens=5, hash_ids=tuple(range(10))),
@@ -172,6 +198,31 @@ def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
     router.pump(0.0)
     seen = [(candidate.num_used_blocks, candidate.num_promised_blocks) for candidate in policy.seen]
     assert seen == [(0, 0), (0, 3), (2, 1 + 3)]
+
+
+class _Counting:
+    """Decides as ``policy`` does, and remembers the most requests kept, and the most at one rank."""
+
+    name = "counting"
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.num_kept = self.num_most = 0
+
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        decision = self._policy.assign(queued, snapshot)
+        counts = Counter(
+            {candidate.rank: candidate.num_requests for candidate in (*snapshot.prefill, *snapshot.decode)}
+        )
+        for placement in decision.placements:
+            if placement is not None:
+                counts.update({placement.decode, placement.prefills_at})
+        self.num_kept = max(self.num_kept, list(decision.placements).count(None))
+        self.num_most = max(self.num_most, *counts.values())
+        return decision
+
+    def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
+        return self._policy.explain(pending, snapshot)
 
 
 class _Watching:

@@ -101,6 +101,7 @@ async def test_each_rank_runs_what_is_sent_to_it_and_keeps_its_own_prefixes(text
         stats = engine.stats()
         assert [rank.num_output_tokens for rank in stats] == [0, 10, 5]
         assert [rank.num_total_blocks for rank in stats] == [NUM_BLOCKS] * NUM_RANKS
+        assert [rank.max_running for rank in stats] == [SCHEDULER.max_num_seqs] * NUM_RANKS
 
 
 async def test_events_and_snapshots_name_the_rank_and_agree(text_dir: Path) -> None:

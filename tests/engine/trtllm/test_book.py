@@ -19,6 +19,7 @@ RECORD = LlmRankStats(
     num_paused=0,
     num_scheduled=1,
     max_step_tokens=512,
+    max_running=8,
     num_total_blocks=100,
     num_used_blocks=20,
     num_free_blocks=80,
@@ -53,7 +54,7 @@ def request(id: int, num_tokens: int = 10, kind: RequestKind = RequestKind.DECOD
 
 
 def book_of(*requests: EngineRequest, num_ranks: int = 1) -> RequestBook:
-    book = RequestBook(num_ranks=num_ranks, block_size=BLOCK_SIZE, max_step_tokens=256)
+    book = RequestBook(num_ranks=num_ranks, block_size=BLOCK_SIZE, max_step_tokens=256, max_running=4)
     for each in requests:
         book.add(each)
     return book
@@ -80,6 +81,7 @@ def test_a_request_waits_until_its_first_output_then_decodes() -> None:
     book.end(1)
     [stats] = engine_stats(book, Figures(None))
     assert (stats.num_running, stats.num_context_tokens, stats.max_step_tokens) == (0, 0, 256)
+    assert stats.max_running == 4
 
 
 def test_records_say_how_many_are_in_the_batch_and_the_eldest_are() -> None:
@@ -87,7 +89,7 @@ def test_records_say_how_many_are_in_the_batch_and_the_eldest_are() -> None:
     [stats] = engine_stats(book, Figures())
     assert (stats.num_running, stats.num_waiting) == (1, 2)
     assert (stats.num_queued_prefill_tokens, stats.num_unbegun_prefill_tokens) == (60, 50)
-    assert stats.max_step_tokens == 512
+    assert (stats.max_step_tokens, stats.max_running) == (512, 8)
 
 
 def test_a_record_of_more_requests_than_there_are_is_old() -> None:
@@ -218,6 +220,11 @@ def test_a_record_is_read_as_far_as_it_goes() -> None:
     assert read_record(odd) == LlmRankStats(num_paused=2)
     assert read_record({"attentionDpRank": 1, "iterLatencyMS": 5, "maxNumTokensStatic": 8}) == LlmRankStats(
         rank=1, latency_s=0.005, max_step_tokens=8
+    )
+    sizes = {"maxBatchSizeStatic": 16, "maxBatchSizeRuntime": 12}
+    assert (read_record(sizes), read_record({**sizes, "maxBatchSizeRuntime": 0})) == (
+        LlmRankStats(max_running=12),
+        LlmRankStats(max_running=16),
     )
 
 

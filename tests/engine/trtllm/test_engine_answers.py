@@ -220,8 +220,9 @@ async def test_a_grammar_is_followed_where_the_engine_has_one_and_is_not_taken_u
 
 
 async def test_a_rank_a_salt_and_the_load_are_each_rank_s_own(package: Any) -> None:
-    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_attention_dp": True, "max_batch_size": 6}
     async with running(**settings) as decode:
+        assert [stats.max_running for stats in decode.engine.stats()] == [6, 6]
         assert decode.engine.capabilities.data_parallel_size == len(decode.engine.stats()) == 2
         request = asked(STORY, 3)
         request = replace(request, generation=replace(request.generation, data_parallel_rank=1, cache_salt="pepper"))

@@ -7,9 +7,12 @@ import base64
 import json
 import struct
 import urllib.parse
+from collections import Counter, defaultdict
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quartet.errors import (
     InvalidMediaError,
@@ -22,7 +25,7 @@ from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.media.media_id import media_id
 from router.media import fetch as data_url_module
 from router.media.config import MediaConfig
-from router.media.fetch import read_data_url
+from router.media.fetch import FetchSlots, read_data_url
 from tests.media.pictures import encode, make_file, make_picture
 from tests.router.media.conftest import MakeFetcher
 from tests.router.media.site import FINGERPRINT, PNG, Site, fetch_one, loopback_config, num_open_files, settle_to
@@ -235,6 +238,73 @@ async def test_no_more_fetches_run_at_once_than_allowed(site: Site, make_fetcher
     fetcher = make_fetcher(loopback_config(site, max_concurrent_fetches=2))
     assert len(await fetcher.fetch(parts, [""] * 8, FINGERPRINT)) == 8
     assert most == 2
+
+
+async def test_a_tenant_with_many_slow_fetches_does_not_keep_another_tenants_waiting(
+    site: Site, make_fetcher: MakeFetcher
+) -> None:
+    num_asked, are_many = 0, asyncio.Event()
+
+    async def silent(request: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 5:
+            are_many.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it waits for ever")
+
+    slow = [MediaUrl(site.serve("/silent", silent))] * 10
+    fetcher = make_fetcher(loopback_config(site, max_concurrent_fetches=8, max_items=10, fetch_timeout_s=60.0))
+    crowd = [asyncio.create_task(fetcher.fetch(slow, [""] * 10, FINGERPRINT, "crowd")) for _ in range(3)]
+    async with asyncio.timeout(30):
+        await are_many.wait()
+        quick = [MediaUrl(site.give("/quick"))] * 4
+        assert len(await fetcher.fetch(quick, [""] * 4, FINGERPRINT, "other")) == 4
+    assert num_asked == 5, "as long as 4 of 8 are free a tenant that has 4 takes another one"
+    for task in crowd:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    assert len(await fetcher.fetch(quick, [""] * 4, FINGERPRINT, "crowd")) == 4
+
+
+@given(steps=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["enter", "leave", "cancel"])), max_size=60))
+def test_fetch_slots_are_shared_and_none_is_lost(steps: list[tuple[str, str]]) -> None:
+    async def run() -> None:
+        num_slots, slots = 6, FetchSlots(6)
+        running: Counter[str] = Counter()
+        entered: defaultdict[str, list[tuple[asyncio.Task[None], asyncio.Event]]] = defaultdict(list)
+
+        async def fetch(tenant: str, leaves: asyncio.Event) -> None:
+            async with slots.taken(tenant):
+                running[tenant] += 1
+                try:
+                    await leaves.wait()
+                finally:
+                    running[tenant] -= 1
+
+        async def settle() -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        for tenant, step in steps:
+            if step == "enter":
+                leaves = asyncio.Event()
+                entered[tenant].append((asyncio.create_task(fetch(tenant, leaves)), leaves))
+            elif entered[tenant]:
+                task, leaves = entered[tenant].pop(0)
+                leaves.set() if step == "leave" else task.cancel()
+            await settle()
+            num_free = num_slots - running.total()
+            assert num_free >= 0
+            for name, tasks in entered.items():
+                has_waiting = sum(not task.done() for task, _ in tasks) > running[name]
+                assert not has_waiting or not num_free or running[name] > num_free, "a slot is free for it"
+        for task, _ in (one for tasks in entered.values() for one in tasks):
+            task.cancel()
+        await settle()
+        assert (slots._num_free, slots._num_taken, slots._waiting) == (num_slots, {}, {})
+
+    asyncio.run(run())
 
 
 async def test_messages_never_hold_the_url_nor_what_is_in_the_file(site: Site, make_fetcher: MakeFetcher) -> None:

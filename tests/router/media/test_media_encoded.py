@@ -18,6 +18,7 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaKind
 from quartet.media.media_id import media_hash
 from router.config import AttemptConfig
+from router.tenants import TenantConfig
 from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Call, Fleet, Plan, collect, expected_tokens
 from tests.router.media_fakes import MEDIA_TEXT, PLACEHOLDER, item_of, picture
 from tests.router.test_generate import make_start
@@ -202,6 +203,19 @@ async def test_a_known_picture_waits_for_no_size() -> None:
     fleet.assert_nothing_left()
 
 
+async def test_choices_count_as_queued_while_they_wait_for_their_pictures_and_leave_with_their_request() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    await collect(fleet.generate(media_start()))
+    fleet.hops.plan("encode", Plan(hang_after=0))
+    run = fleet.generate(media_start(num_choices=3))
+    reading = asyncio.create_task(collect(run))
+    await within(fleet.hops.hung)
+    assert fleet.admission.length == 3
+    run.cancel()
+    await reading
+    fleet.assert_nothing_left()
+
+
 async def test_each_choice_pulls_hand_offs_of_its_own() -> None:
     fleet = media_fleet("encode-0", "encode-1", "prefill-0", "decode-0", num_blocks=1000)
     answer = await collect(fleet.generate(media_start(num_choices=3)))
@@ -370,3 +384,10 @@ async def test_a_prefill_that_lays_embeddings_out_itself_says_what_decode_gets()
     again = calls_of(fleet, "prefill")[-1].start
     assert [span.num_tokens for span in again.generation.media] == [30]
     fleet.assert_nothing_left()
+
+
+async def test_encode_workers_are_told_no_higher_priority_than_the_configuration_allows() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", tenants={"vip": TenantConfig(max_priority=7)})
+    for tenant in ("any", "vip"):
+        await collect(fleet.generate(media_start(tenant=tenant, priority=1000)))
+    assert [call.start.context.priority for call in calls_of(fleet, "encode")] == [0, 7]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quartet.errors import QueueFullError
-from router.admission import FairShare
+from router.fair_queue import FairShare
 from router.media.queue import MediaOrder, MediaQueue, MediaQueueConfig, MediaRoom
 from router.workers import PoolKey
 
@@ -21,7 +21,7 @@ class QueueScene:
 
     def __init__(self, *, max_bytes: int = 1000, max_length: int = 100, timeout_s: float = WAIT_S) -> None:
         bounds = MediaQueueConfig(max_bytes=max_bytes, max_length=max_length, timeout_s=timeout_s, retry_delay_s=2.0)
-        self.queue = MediaQueue(bounds, FairShare({}), lambda _pool: ENCODE_ROOM)
+        self.queue = MediaQueue(bounds, FairShare(), lambda _pool: ENCODE_ROOM)
         self.order: list[str] = []
 
     def ask(
@@ -82,6 +82,26 @@ async def test_files_are_counted_at_their_largest_size_and_then_at_their_real_si
     await result(third)
 
 
+async def test_a_tenants_files_leave_memory_for_another_tenants() -> None:
+    scene = QueueScene(max_bytes=100)
+    held = [await result(scene.ask(f"a{number}", size=17, tenant="a")) for number in range(5)]
+    waiting = scene.ask("a5", size=1, tenant="a")
+    await settle()
+    assert not waiting.done(), "85 bytes are its own, and 15 are free"
+    others = [await result(scene.ask(f"b{number}", size=5, tenant="b")) for number in range(2)]
+    without_files = await result(scene.ask("a6", tokens=1, tenant="c"))
+    for room in others:
+        room.close()
+    await settle()
+    assert not waiting.done()
+    held[0].fetched(12)
+    await settle()
+    assert waiting.done(), "80 are its own, and 20 are free"
+    for room in (*held, waiting.result(), without_files):
+        room.close()
+    assert scene.queue.length == 0
+
+
 async def test_a_single_request_is_admitted_whatever_its_size() -> None:
     scene = QueueScene(max_bytes=10)
     room = await result(scene.ask("large", tokens=10**6, size=10**6))
@@ -98,7 +118,7 @@ async def test_a_tenant_with_many_requests_does_not_delay_another_tenants() -> N
         await settle()
         [task] = [task for task in (*many, *few) if task.done() and task.result().num_encode_tokens]
         task.result().pulled()
-    assert scene.order[:3] == ["a", "urgent", "b"]
+    assert scene.order[:3] == ["a", "b", "urgent"]
 
 
 async def test_a_request_that_waits_for_one_pools_encode_workers_does_not_delay_another_pools() -> None:
@@ -148,6 +168,50 @@ async def test_a_cancelled_request_leaves_nothing_behind() -> None:
     next_one.cancel()
     await settle()
     await result(scene.ask("last", tokens=100))
+
+
+async def test_a_better_request_enters_while_the_last_one_is_being_cancelled() -> None:
+    scene = QueueScene(max_length=1)
+    room = await result(scene.ask("in", tokens=100))
+    last = scene.ask("last", tokens=100)
+    await settle()
+    better = scene.ask("better", tokens=100, priority=1)
+    last.cancel()  # before `better` enters: its wait has ended, but its task has not run
+    await settle()
+    assert last.cancelled() and not better.done()
+    assert scene.queue.length == 1
+    room.close()
+    (await result(better)).close()
+    await result(scene.ask("next", tokens=100))
+    assert scene.queue.length == 0
+
+
+async def test_a_tenants_priority_does_not_refuse_another_tenants_request() -> None:
+    scene = QueueScene(max_length=2)
+    await result(scene.ask("in", tokens=100))
+    waiting = [scene.ask(f"b{number}", tokens=100, tenant="b") for number in range(2)]
+    await settle()
+    flood = [scene.ask(f"a{number}", tokens=100, tenant="a", priority=2**31 - 1) for number in range(3)]
+    for task in (waiting[1], *flood[1:]):
+        with pytest.raises(QueueFullError):
+            await result(task)
+    assert not waiting[0].done() and not flood[0].done(), "each tenant has one"
+    for task in (waiting[0], flood[0]):
+        task.cancel()
+
+
+async def test_a_tenant_pays_for_the_embeddings_that_it_really_needed() -> None:
+    scene = QueueScene()
+    room = await result(scene.ask("a0", tokens=100, tenant="a"))
+    waiting = [scene.ask(name, tokens=60, tenant=name[0]) for name in ("b0", "b1", "a1", "a2")]
+    await settle()
+    room.sized(10)  # the most that it could have been was 100
+    room.pulled()
+    for _ in waiting:
+        await settle()
+        [task] = [task for task in waiting if task.done() and task.result().num_encode_tokens]
+        task.result().pulled()
+    assert scene.order == ["a0", "b0", "a1", "b1", "a2"]
 
 
 async def test_cancelling_thousands_of_queued_requests_admits_the_one_behind_them() -> None:

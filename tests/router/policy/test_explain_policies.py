@@ -52,6 +52,8 @@ ranks = st.builds(
     dict,
     num_used_blocks=st.integers(0, 60),
     num_promised_blocks=st.integers(0, 40),
+    num_requests=st.integers(0, 9),
+    max_requests=st.sampled_from([0, 0, 0, 4, 8]),
     num_queued_tokens=st.integers(0, 2000),
     num_unbegun_tokens=st.integers(0, 2000),
     step_ends_at=st.sampled_from([0.0, 5.001, 5.2]),
@@ -171,6 +173,18 @@ def test_explain_names_the_obstacle_of_each_rank(name: str) -> None:
         "free-too": "",
     }
     assert all(option.cost is None and not option.terms for option in options.values() if option.obstacle)
+
+
+@each_policy
+def test_a_full_batch_is_an_obstacle(name: str) -> None:
+    full: dict[str, object] = {"num_requests": 5, "max_requests": 4}
+    snapshot = Snapshot([candidate("p", **full), candidate("p-free")], [candidate("d", **full), candidate("d-free")])
+    options = by_name(_POLICIES[name]().explain(pending(100), snapshot))
+    obstacle = "its batch is full: 5 requests of at most 4"
+    assert {name: option.obstacle for name, option in options.items() if option.obstacle} == dict.fromkeys(
+        "pd", obstacle
+    )
+    assert options["p"].cost is options["d"].cost is None
 
 
 def test_a_short_prompt_has_an_obstacle_at_prefill_ranks() -> None:

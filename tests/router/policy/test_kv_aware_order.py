@@ -55,6 +55,18 @@ def test_a_long_prompt_goes_before_those_behind_it_once_it_has_waited_long() -> 
 
 
 @pytest.mark.parametrize("with_prefill", [False, True])
+def test_the_first_in_the_queue_get_the_last_places_and_not_the_shortest_or_oldest(with_prefill: bool) -> None:
+    prefill = [candidate("p")] if with_prefill else []
+    ranks = [replace(candidate(name), num_requests=7, max_requests=8) for name in ("a", "b")]
+    # The first two are those of a tenant that had less; the others came before, and some of them are due.
+    first = [pending(300, arrived_at=8.5), pending(400, arrived_at=8.5)]
+    others = [pending(50, arrived_at=arrived_at) for arrived_at in (2.0, 4.0, 8.0, 8.4)]
+    placements = policy().assign([*first, *others], Snapshot(prefill, ranks, now=9.0)).placements
+    assert any(placements)
+    assert not any(placements[2:])
+
+
+@pytest.mark.parametrize("with_prefill", [False, True])
 def test_blocks_kept_for_a_large_request_are_not_taken_by_small_ones(with_prefill: bool) -> None:
     prefill = [candidate("p")] if with_prefill else []
     ranks = [candidate("a", total=100, used=60), candidate("b", total=100, used=70)]

@@ -41,7 +41,15 @@ each_that_prefills_by_length = pytest.mark.parametrize(
 
 
 def candidate(
-    name: str, *, total: int = 100, used: int = 0, promised: int = 0, queued: int = 0, adapters: tuple[str, ...] = ()
+    name: str,
+    *,
+    total: int = 100,
+    used: int = 0,
+    promised: int = 0,
+    queued: int = 0,
+    requests: int = 0,
+    max_requests: int = 0,
+    adapters: tuple[str, ...] = (),
 ) -> Candidate:
     return Candidate(
         rank=Rank(name),
@@ -49,6 +57,8 @@ def candidate(
         block_size=10,
         num_used_blocks=used,
         num_promised_blocks=promised,
+        num_requests=requests,
+        max_requests=max_requests,
         num_queued_tokens=queued,
         adapters=frozenset(adapters),
     )
@@ -102,6 +112,29 @@ def test_a_prompt_too_long_for_every_prefill_rank_is_prefilled_at_its_decode_ran
         make_policy().assign([pending(200)], Snapshot([candidate("p", total=19)], [candidate("d")])).placements
     )
     assert route(placement) == (None, "d")
+
+
+@each_policy
+def test_a_rank_gets_no_more_requests_than_it_runs_at_once(make_policy) -> None:
+    ranks = [candidate("d0", requests=5, max_requests=6), candidate("d1", requests=4, max_requests=6), candidate("d2")]
+    placed = decodes(make_policy().assign([pending(10)] * 12, Snapshot([], ranks)).placements)
+    # The third one does not say how many it runs at once, so it gets as many as have room.
+    assert placed.count("d0") <= 1
+    assert placed.count("d1") <= 2
+    full = Snapshot([candidate("p")], [candidate("d0", requests=7, max_requests=6), ranks[1]])
+    placed = decodes(make_policy().assign([pending(10)] * 12, full).placements)
+    assert (placed.count("d1"), placed.count(None)) == (2, 10)
+
+
+@each_policy
+def test_a_prompt_waits_while_the_batch_of_every_prefill_rank_is_full(make_policy) -> None:
+    busy = [candidate("p0", requests=2, max_requests=2), candidate("p1", requests=1, max_requests=2)]
+    placed = (
+        make_policy().assign([pending(_LOCAL_MAX + 1)] * 3, Snapshot(busy, [candidate("d", total=1000)])).placements
+    )
+    assert [route(placement) for placement in placed if placement is not None] == [("p1", "d")]
+    placed = make_policy().assign([pending(_LOCAL_MAX + 1)], Snapshot(busy[:1], [candidate("d")])).placements
+    assert placed == [None]
 
 
 @each_policy

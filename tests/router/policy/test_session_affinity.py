@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.discovery.base import Rank
-from router.policy.base import Candidate, Pending, Snapshot
+from router.policy.base import Candidate, Decision, Pending, Snapshot
 from router.policy.greedy import LeastLoadedPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwarePolicy
 from router.policy.session_affinity import SessionAffinityPolicy, rendezvous_order
@@ -185,6 +185,24 @@ def test_higher_priority_has_the_room_first_whatever_the_session() -> None:
     waiting = [pending(100, session_key="a", priority=1), pending(100, session_key="b"), pending(10, session_key="a")]
     placements = policy().assign(waiting, Snapshot([], [rank])).placements
     assert [placement is not None for placement in placements] == [True, False, False]
+
+
+class CountingPolicy(LeastLoadedPolicy):
+    """Counts how often it is asked."""
+
+    num_looks = 0
+
+    def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        self.num_looks += 1
+        return super().assign(queued, snapshot)
+
+
+def test_the_base_policy_is_asked_once_for_each_priority_however_they_are_mixed() -> None:
+    base = CountingPolicy(0, random.Random(0))
+    waiting = [pending(10, priority=-(number % 3)) for number in range(60)]
+    placements = SessionAffinityPolicy(base).assign(waiting, fleet(2, 2, num_used_blocks=80)).placements
+    assert base.num_looks == 3
+    assert [placement is not None for placement in placements] == [number % 3 < 2 for number in range(60)]
 
 
 def test_the_obstacle_of_other_ranks_names_the_sessions_home() -> None:

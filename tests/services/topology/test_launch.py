@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
+from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.errors import ConfigError
 from quartet.streams.signed_start import SigningKeys
 from services.topology import launch
+from services.topology.certificates import CertificateFiles
 from services.topology.launch import (
     Environment,
     LaunchError,
@@ -75,7 +77,10 @@ async def test_etcd_endpoints_are_used_with_the_topologys_tls(tmp_path: Path, sh
     ca_file = CertificateAuthority(tmp_path / "ca").ca_file
     # It answers without TLS only.
     with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
-        await start(tmp_path, shared_etcd.endpoint, f"discovery.etcd.ca_file={ca_file}")
+        await start(tmp_path, shared_etcd.endpoint, f"discovery.etcd.tls.ca_file={ca_file}")
+    (tmp_path / "other").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^ETCD_ENDPOINTS: endpoints: https://.* takes the setting tls"):
+        await start(tmp_path / "other", f"https://{shared_etcd.endpoint}")
 
 
 async def test_etcd_endpoints_that_answer_are_used(tmp_path: Path, shared_etcd: EtcdServer) -> None:
@@ -219,14 +224,40 @@ async def test_an_etcd_that_serves_answers(shared_etcd: EtcdServer, free_port: C
 
 
 def test_an_own_etcd_is_on_loopback_and_without_tls() -> None:
-    config = own_etcd(EtcdConfig(endpoints=("https://elsewhere:2379",), ca_file=Path("ca.pem"), namespace="ns"))
+    tls = EtcdTls(ca_file=Path("ca.pem"))
+    config = own_etcd(EtcdConfig(endpoints=("https://elsewhere:2379",), tls=tls, namespace="ns"))
     [endpoint] = config.endpoints
     assert endpoint.startswith("127.0.0.1:")
-    assert (config.ca_file, config.namespace) == (None, "ns")
+    assert (config.tls, config.namespace) == (None, "ns")
     command = etcd_command(Path("/bin/etcd"), config, Path("/data"))
     assert command[0] == "/bin/etcd"
     assert f"--listen-client-urls=http://{endpoint}" in command
     assert all("0.0.0.0" not in argument for argument in command)
+
+
+def test_an_own_etcd_with_certificates_asks_its_clients_and_peers_for_one() -> None:
+    certificates = CertificateFiles(ca_file=Path("ca"), cert_file=Path("etcd.pem"), key_file=Path("etcd.key"))
+    config = own_etcd(EtcdConfig(), EtcdTls())
+    options = dict(part[2:].split("=", 1) for part in etcd_command(Path("etcd"), config, Path("d"), certificates)[1:])
+    urls = [url for name, url in options.items() if name.endswith("urls")]
+    assert len(urls) == 4 and all(url.startswith("https://127.0.0.1:") for url in urls)
+    assert options["client-cert-auth"] == options["peer-client-cert-auth"] == "true"
+    assert options["trusted-ca-file"] == options["peer-trusted-ca-file"] == "ca"
+    assert options["peer-cert-allowed-cn"] == "etcd"
+
+
+async def test_with_tls_an_etcd_in_the_clear_is_not_used(tmp_path: Path, shared_etcd: EtcdServer) -> None:
+    with pytest.raises(ConfigError, match=r"^ETCD_ENDPOINTS: .*discovery\.etcd\.tls"):
+        await start(tmp_path, shared_etcd.endpoint, "tls=true")
+
+
+async def test_certificates_without_their_package_are_a_configuration_error(
+    tmp_path: Path, shared_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "services.topology.certificates", raising=False)
+    with pytest.raises(ConfigError, match=r"tls: .*cryptography.*pip install -e '\.\[tls\]'"):
+        await start(tmp_path, shared_etcd.endpoint, "tls=true")
 
 
 def test_a_port_that_one_process_has_is_given_to_no_other(free_port: Callable[[], int]) -> None:

@@ -127,6 +127,16 @@ async def started(scenes: list[Scene], **programs: str) -> Scene:
     return scene
 
 
+async def test_a_worker_whose_id_another_process_has_stays_down_and_the_others_go_on(scenes: list[Scene]) -> None:
+    scene = await started(scenes, replaced="raise SystemExit(3)", other=SLEEPER)
+    running = scene.run(RestartConfig())
+    await scene.observer.wait_shown("replaced is not started again: another process has its worker id")
+    assert not scene.processes.was_restarted.is_set()
+    assert scene.processes.child("other").is_running and not running.done()
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def failure_of(running: asyncio.Task[None]) -> str:
     async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(LaunchError) as error:

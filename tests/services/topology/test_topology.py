@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from quartet.config import build
+from quartet.config import build, override
 from quartet.discovery.base import Role
 from quartet.errors import ConfigError
-from services.topology.topology import ModelNeed, Topology, load_topology, merge, plan_router, plan_workers, to_settings
+from router.config import RouterConfig
+from services.topology.certificates import issue_run_certificates
+from services.topology.topology import (
+    ModelNeed,
+    RouterGroup,
+    Topology,
+    WorkerGroup,
+    load_topology,
+    merge,
+    plan_router,
+    plan_workers,
+    to_settings,
+    with_certificates,
+)
 from services.workers.config import WorkerConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -271,3 +287,32 @@ def test_merging_goes_down_into_mappings_only() -> None:
     base = {"a": {"x": 1, "y": [1, 2]}, "b": 1}
     assert merge(base, {"a": {"y": [3]}, "b": {"z": 0}}) == {"a": {"x": 1, "y": [3]}, "b": {"z": 0}}
     assert base == {"a": {"x": 1, "y": [1, 2]}, "b": 1}
+
+
+@pytest.mark.parametrize("setting", ["server.tls", "events_key_file"])
+@pytest.mark.parametrize("where", ["router", "workers[1]"])
+def test_certificates_of_a_run_and_certificates_of_ones_own_exclude_each_other(where: str, setting: str) -> None:
+    files = {"ca_file": "ca.pem", "cert_file": "c.pem", "key_file": "k.pem"}
+    value: object = files if setting == "server.tls" else "key"
+    own = override({}, f"{setting}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
+    decode = WorkerGroup(role=Role.DECODE)
+    settings: dict[str, Any] = {"workers": (decode, decode), "router": RouterGroup()}
+    if where == "router":
+        settings["router"] = RouterGroup(overrides=own)
+    else:
+        settings["workers"] = (decode, replace(decode, overrides=own))
+    Topology(**settings)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(where)}\.overrides\.{re.escape(setting)}: tls makes its own"):
+        Topology(**settings, tls=True)
+
+
+def test_every_process_gets_its_own_certificate_and_all_of_them_one_key_for_events(tmp_path: Path) -> None:
+    topology = load_topology(CONFIGS / "epd_multimodal_image.yaml", ["tls=true"])
+    plans = [*plan_workers(topology, num_cores=2), plan_router(topology)]
+    run = issue_run_certificates(tmp_path / "run", topology.namespace, {plan.name: plan.role for plan in plans})
+    assert run.processes.keys() == {"encode-0", "prefill-0", "decode-0", "router"}
+    for plan in plans:
+        secured = with_certificates(plan, run.processes[plan.name], tmp_path / "events_key")
+        config = build(RouterConfig if plan.name == "router" else WorkerConfig, secured.settings)
+        assert config.server.tls == run.processes[plan.name]
+        assert config.events_key_file == tmp_path / "events_key"

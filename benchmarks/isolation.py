@@ -1,0 +1,214 @@
+"""Isolation: how much later does one tenant get its first tokens while another one attacks?
+
+One Prefill, one Decode and the Router run on the mock engine. A tenant asks at a steady rate, by Poisson, with prompts
+of 128 tokens. Beside it another tenant attacks in one of the ways of ``isolation_attack``. Then a fresh fleet has the
+same load beside a harmless process that burns as much CPU as the attacker's client did, so that only what the attack
+does to the servers counts. The ratio is p99 of the time to the first token, attacked over burnt.
+
+    python -m benchmarks.isolation --json FILE [--only ATTACK ...] [--seconds 25]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import grpc
+
+from benchmarks.children import start_child
+from benchmarks.isolation_attack import Attack
+from benchmarks.processes import process_cpu_s
+from benchmarks.progress import LiveLine
+from benchmarks.report import Report, make_parser
+from benchmarks.stack import Stack
+from quartet.api.convert.request import to_generate_start
+from quartet.client.request import make_start
+from quartet.config import build
+from quartet.engine.sampling import Sampling
+from quartet.rpc.channels import create_channel
+from quartet.v1 import router_pb2, router_pb2_grpc
+from services.topology.topology import Topology
+
+_LOG = Path(".run/benchmark-isolation.log")
+_RATE_PER_S = 24.0
+_NUM_PROMPT_TOKENS, _NUM_TOKENS = 128, 2
+_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
+# An attack has begun to work by then.
+_SETTLE_S = 2.0
+_TIMEOUT_S = 60.0
+#: p99 under attack may be this many times what it is beside a harmless process.
+BAR = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What one tenant saw.
+
+    Attributes:
+        requests: that it made.
+        failed: those that ended badly, by status.
+        other_share: cores that the process beside it used.
+    """
+
+    requests: int
+    failed: Mapping[str, int]
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    other_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One attack.
+
+    Attributes:
+        ratio: of p99, attacked over burnt.
+    """
+
+    attacked: Window
+    burnt: Window
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """By attack."""
+
+    rate_per_s: float
+    prompt_tokens: int
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+
+
+def main() -> None:
+    """Run the command line; the exit code is 1 where an attack cost more than ``BAR``, or made a request fail."""
+    parser = make_parser("isolation", __doc__ or "")
+    attacks = [attack for attack in Attack if attack is not Attack.NOTHING]
+    parser.add_argument(
+        "--only", nargs="+", choices=attacks, default=attacks, metavar="ATTACK", help=", ".join(attacks)
+    )
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each window; default %(default)g")
+    arguments = parser.parse_args()
+    report = Report("isolation")
+    results = asyncio.run(_run(arguments.only, arguments.seconds))
+    report.write(results, arguments.json)
+    sys.exit(any(one.ratio > BAR or one.attacked.failed for one in results.outcomes.values()))
+
+
+async def _run(attacks: Sequence[str], duration_s: float) -> Results:
+    outcomes: dict[str, Outcome] = {}
+    with LiveLine() as live:
+        for attack in attacks:
+            # A fleet each: an attack may leave something behind.
+            with live.showing(partial(_progress, attack)):
+                async with Stack(_topology(), _LOG, _silent) as stack:
+                    attacked = await _window(stack.router_address, Attack(attack), duration_s)
+                async with Stack(_topology(), _LOG, _silent) as stack:
+                    burnt = await _window(stack.router_address, Attack.NOTHING, duration_s, attacked.other_share)
+            ratio = attacked.ttft_ms_p99 / burnt.ttft_ms_p99
+            outcomes[attack] = Outcome(attacked=attacked, burnt=burnt, ratio=round(ratio, 2))
+            live.say(
+                f"{attack}: p99 {attacked.ttft_ms_p99:.0f} ms, burnt {burnt.ttft_ms_p99:.0f} ms, {ratio:.1f} times; "
+                f"{attacked.requests} requests, failed {dict(attacked.failed) or 'none'}; "
+                f"attacker's client {attacked.other_share:.2f} cores"
+            )
+    return Results(rate_per_s=_RATE_PER_S, prompt_tokens=_NUM_PROMPT_TOKENS, outcomes=outcomes)
+
+
+async def _window(router: str, attack: Attack, duration_s: float, share: float = 0.0) -> Window:
+    job = {"attack": attack.value, "router": router, "share": share}
+    async with create_channel(router, None) as channel:
+        victim = _Victim(router_pb2_grpc.RouterServiceStub(channel))
+        await victim.run(1.0)  # what a first request sets up is not counted
+        victim.clear()
+        async with start_child("benchmarks.isolation_attack", job) as child:
+            await child.read()
+            await asyncio.sleep(_SETTLE_S)
+            cpu_s, began = process_cpu_s(child.pid), time.monotonic()
+            await victim.run(duration_s)
+            share = (process_cpu_s(child.pid) - cpu_s) / (time.monotonic() - began)
+    return victim.window(share)
+
+
+class _Victim:
+    """The tenant that only asks; what a failed request took is counted until its failure."""
+
+    def __init__(self, stub: router_pb2_grpc.RouterServiceAsyncStub) -> None:
+        self._stub = stub
+        self._rng = random.Random(0)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._ttft_s: list[float] = []
+        self._failed: Counter[str] = Counter()
+
+    async def run(self, duration_s: float) -> None:
+        """Ask for ``duration_s`` seconds, and wait for all answers."""
+        ends_at = time.monotonic() + duration_s
+        async with asyncio.TaskGroup() as group:
+            due = time.monotonic()
+            while (due := due + self._rng.expovariate(_RATE_PER_S)) < ends_at:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                group.create_task(self._ask())
+
+    def window(self, other_share: float) -> Window:
+        """What was measured."""
+        times_ms = sorted(1e3 * seconds for seconds in self._ttft_s)
+        return Window(
+            requests=len(times_ms),
+            failed=dict(self._failed),
+            ttft_ms_p50=round(times_ms[len(times_ms) // 2], 2),
+            ttft_ms_p99=round(times_ms[int(0.99 * len(times_ms))], 2),
+            other_share=round(other_share, 3),
+        )
+
+    async def _ask(self) -> None:
+        token_ids = self._rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=_NUM_PROMPT_TOKENS)
+        sampling = Sampling(max_tokens=_NUM_TOKENS, ignore_eos=True)
+        message = to_generate_start(make_start(token_ids=token_ids, sampling=sampling, omit_text=True))
+        message.tenant = "victim"
+        began = time.monotonic()
+        first_s: float | None = None
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                call = self._stub.Generate()
+                await call.write(router_pb2.GenerateRequest(start=message))
+                await call.done_writing()
+                async for part in call:
+                    if first_s is None and part.HasField("delta"):
+                        first_s = time.monotonic() - began
+        except grpc.aio.AioRpcError as error:
+            self._failed[error.code().name] += 1
+        except TimeoutError:
+            self._failed["no answer"] += 1
+        self._ttft_s.append(time.monotonic() - began if first_s is None else first_s)
+
+
+def _progress(attack: str, elapsed_s: float, _interval_s: float) -> str:
+    return f"{attack}: {elapsed_s:.0f} s"
+
+
+def _silent(_message: str) -> None:
+    """Show no progress of its start."""
+
+
+def _topology() -> Topology:
+    settings = {
+        "namespace": "isolation",
+        "engine": {"kind": "mock", "num_blocks": 2048, "mock": {"speed_up": 2.0}},
+        "router": {"overrides": {"policy": {"local_prefill_max_tokens": 0}}},
+        "workers": [{"role": "prefill"}, {"role": "decode"}],
+        "drain_timeout_s": 0.2,
+    }
+    return build(Topology, settings)
+
+
+if __name__ == "__main__":
+    main()

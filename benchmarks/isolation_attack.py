@@ -1,0 +1,183 @@
+"""One tenant's attacks on a router, each as a process: ``isolation`` starts it, and ends it by closing its input.
+
+python -m benchmarks.isolation_attack '{"attack": ..., "router": "host:port", "share": 0.5}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from enum import StrEnum
+from typing import TypeAlias
+
+import grpc
+
+from benchmarks.children import answer, argument, orders
+from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
+
+#: The tenant that attacks.
+ATTACKER = "attacker"
+
+_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
+# After a refusal: an attacker who only asks again and again spends its time on refusals.
+_PAUSE_S = 0.05
+_SLICE_S = 0.02
+_STARTED_AFTER_S = 3.0
+
+
+class Attack(StrEnum):
+    """What the tenant does."""
+
+    NOTHING = "nothing"  # only burns CPU: what the machine's cores cost the other tenant
+    MESSAGES = "messages"  # chats of 500,000 empty messages
+    LISTS = "lists"  # tens of MB of token ids, stop ids, stop strings and biases
+    TEXTS = "texts"  # six prompts of 12 MB each, given up after three seconds
+    CHOICES = "choices"  # sessions with 4,096 starts of 64 choices
+    PRIORITY = "priority"  # 64 clients with the highest priority there is
+    PLACES = "places"  # placements that nobody takes up, 30 at a time
+    PROMPTS = "prompts"  # 64 clients with prompts of 8,000 tokens
+
+
+_Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
+
+
+def main() -> None:
+    """Attack until the standard input ends."""
+    asyncio.run(_run(**argument()))
+
+
+async def _run(attack: str, router: str, share: float) -> None:
+    if attack == Attack.NOTHING:
+        work: Awaitable[None] = _burn(share)
+    else:
+        work = _attack(_ATTACKS[Attack(attack)], router)
+    working = asyncio.ensure_future(work)
+    answer("begun")
+    async for _ in orders():
+        pass
+    working.cancel()
+    await asyncio.wait([working])
+
+
+async def _burn(share: float) -> None:
+    """Use ``share`` of a core."""
+    while True:
+        ends_at = time.thread_time() + share * _SLICE_S
+        while time.thread_time() < ends_at:
+            pass
+        await asyncio.sleep((1.0 - min(share, 0.99)) * _SLICE_S)
+
+
+async def _attack(attack: Callable[[_Stub], Awaitable[None]], router: str) -> None:
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    async with grpc.aio.insecure_channel(router, options=options) as channel:
+        await attack(router_pb2_grpc.RouterServiceStub(channel))
+
+
+async def _repeat(count: int, ask: Callable[[], Awaitable[None]]) -> None:
+    """``count`` clients, each of which asks again and again."""
+
+    async def one() -> None:
+        while True:
+            try:
+                await ask()
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(_PAUSE_S)
+
+    await asyncio.gather(*(one() for _ in range(count)))
+
+
+async def _generate(stub: _Stub, start: router_pb2.GenerateStart, timeout_s: float = 60.0) -> None:
+    start.tenant = ATTACKER
+    call = stub.Generate(timeout=timeout_s)
+    await call.write(router_pb2.GenerateRequest(start=start))
+    await call.done_writing()
+    async for _ in call:
+        pass
+
+
+async def _messages(stub: _Stub) -> None:
+    message = router_pb2.ChatMessage(role="user")
+    start = router_pb2.GenerateStart(chat=router_pb2.ChatPrompt(messages=[message] * 500_000))
+    await _repeat(2, lambda: _generate(stub, start))
+
+
+async def _lists(stub: _Stub) -> None:
+    ids = [_FIRST_TOKEN_ID] * 5_000_000
+    some = router_pb2.TokenIds(ids=[_FIRST_TOKEN_ID])
+    starts = [
+        router_pb2.GenerateStart(token_ids=router_pb2.TokenIds(ids=ids)),
+        router_pb2.GenerateStart(token_ids=some, sampling=types_pb2.Sampling(stop_token_ids=ids)),
+        router_pb2.GenerateStart(token_ids=some, text_options=router_pb2.TextOptions(stop_strings=["ab"] * 3_000_000)),
+        router_pb2.GenerateStart(
+            token_ids=some, sampling=types_pb2.Sampling(logit_bias=dict.fromkeys(range(1_000_000), 1.0))
+        ),
+    ]
+    turn = iter(range(1 << 60))
+    await _repeat(2, lambda: _generate(stub, starts[next(turn) % len(starts)]))
+
+
+async def _texts(stub: _Stub) -> None:
+    start = router_pb2.GenerateStart(text="once upon a time " * (12_000_000 // 17))
+    await _repeat(6, lambda: _generate(stub, start, timeout_s=_STARTED_AFTER_S))
+
+
+async def _choices(stub: _Stub) -> None:
+    async def ask() -> None:
+        call = stub.Session(timeout=20.0)
+        for slot in range(4096):
+            start = _short(64, num_tokens=64)
+            start.num_choices, start.tenant = 64, ATTACKER
+            await call.write(router_pb2.SessionRequest(start=router_pb2.SessionStart(slot=slot, start=start)))
+        async for _ in call:
+            pass
+
+    await _repeat(1, ask)
+
+
+async def _priority(stub: _Stub) -> None:
+    async def ask() -> None:
+        start = _short(128, num_tokens=256)
+        start.priority = 2**31 - 1
+        await _generate(stub, start)
+
+    await _repeat(64, ask)
+
+
+async def _places(stub: _Stub) -> None:
+    async def ask() -> None:
+        start = _short(128, num_tokens=512)
+        start.tenant = ATTACKER
+        await stub.Place(router_pb2.PlaceRequest(start=start), timeout=30.0)
+
+    await _repeat(30, ask)
+
+
+async def _prompts(stub: _Stub) -> None:
+    await _repeat(64, lambda: _generate(stub, _short(8_000, num_tokens=64)))
+
+
+def _short(num_prompt_tokens: int, *, num_tokens: int) -> router_pb2.GenerateStart:
+    ids = random.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_prompt_tokens)
+    return router_pb2.GenerateStart(
+        token_ids=router_pb2.TokenIds(ids=ids),
+        sampling=types_pb2.Sampling(max_tokens=num_tokens, ignore_eos=True),
+        text_options=router_pb2.TextOptions(omit_text=True),
+    )
+
+
+_ATTACKS: Mapping[Attack, Callable[[_Stub], Awaitable[None]]] = {
+    Attack.MESSAGES: _messages,
+    Attack.LISTS: _lists,
+    Attack.TEXTS: _texts,
+    Attack.CHOICES: _choices,
+    Attack.PRIORITY: _priority,
+    Attack.PLACES: _places,
+    Attack.PROMPTS: _prompts,
+}
+
+
+if __name__ == "__main__":
+    main()

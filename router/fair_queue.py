@@ -1,0 +1,342 @@
+"""The queue in which requests wait for their turn: tenants by fair share, and each tenant's own requests by priority.
+
+The router has two: ``router.admission`` holds requests that wait for room on ranks, and ``router.media.queue`` those
+that wait for room for their media.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from quartet.errors import ServingError
+from router.tenants import Tenants
+from router.workers import PoolKey
+
+# Above this many tenants, forget those whose next request would begin at the present anyway.
+_MAX_TENANTS = 4096
+
+# The start of what was served before: it precedes all others.
+_AT_ONCE = -1.0
+
+
+class FairShare:
+    """Which tenant comes next: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in tokens.
+
+    It is a clock that counts work, not time. Each tenant has an end on it, up to which it was served. Its next request
+    starts there, or at the present if that is later; the present moves to the start of each request that is served.
+    Serving the tenant whose next start is lowest gives each busy tenant a share of the work: its weight over the
+    weights of all busy tenants. A tenant alone gets everything, and an idle tenant saves nothing up.
+
+    What a request takes is known only once it has ended. It is served with a guess, and ``charge`` corrects that.
+    """
+
+    def __init__(self, tenants: Tenants | None = None) -> None:
+        """``tenants`` have the weights."""
+        self._tenants = tenants or Tenants()
+        self._now = 0.0
+        self._ends: dict[str, float] = {}
+        self._max_ends = _MAX_TENANTS
+
+    def start(self, tenant: str) -> float:
+        """Where the tenant's next request starts."""
+        return max(self._now, self._ends.get(tenant, 0.0))
+
+    def length(self, tenant: str, num_tokens: int) -> float:
+        """How long ``num_tokens`` tokens of the tenant's work are on the clock."""
+        return num_tokens / self._tenants.config(tenant).weight
+
+    def serve(self, tenant: str, num_tokens: int) -> None:
+        """A request of the tenant is served now, and will probably take ``num_tokens`` tokens of work."""
+        self._now = start = self.start(tenant)
+        self._ends[tenant] = start + self.length(tenant, num_tokens)
+        if len(self._ends) > self._max_ends:
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            self._max_ends = max(_MAX_TENANTS, 2 * len(self._ends))
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """Requests served before take ``num_tokens`` tokens more, or less if negative, than was charged so far."""
+        if tenant in self._ends:
+            self._ends[tenant] += self.length(tenant, num_tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """A request's standing in a queue; all its choices and their retries share it.
+
+    Not frozen: each request makes one, and freezing triples its price.
+
+    Attributes:
+        tenant: the tenant that the request is accounted to.
+        priority: among its tenant's requests, higher first.
+        number: arrival at this queue; among its tenant's requests of one priority, lower first.
+        num_tokens: tokens of work in each of its choices, as far as can be known before.
+        deadline: when the request ends at the latest, in monotonic seconds.
+        num_coming: choices that count as queued, but have not come yet.
+    """
+
+    pool: PoolKey
+    tenant: str = ""
+    priority: int = 0
+    number: int = 0
+    num_tokens: int = 1
+    deadline: float = float("inf")
+    num_coming: int = 0
+
+
+#: Orders one tenant's entries; lower comes first. Priority, number of the request, and number of the entry.
+Position: TypeAlias = tuple[int, int, int]
+
+
+class Entry(Protocol):
+    """What waits in a queue. The queue sets ``lane`` and ``position``.
+
+    Attributes:
+        standing: of its request.
+        adapter: entries of one lane need the same adapter; empty: none.
+        is_retry: it was served before: it goes before other tenants' entries, is never refused and takes no share.
+        placed: done once it no longer waits, even if it is still in the queue.
+        lane: the lane in which it waits; ``None``: it is not queued.
+        position: its position in the lane.
+    """
+
+    standing: Standing
+    adapter: str
+    is_retry: bool
+    placed: asyncio.Future[Any]
+    lane: Lane[Any] | None
+    position: Position
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+class Lane(Generic[EntryT]):
+    """Entries of one pool and tenant that need the same adapter, in the order in which they are served.
+
+    Attributes:
+        num_tokens: work of all that were not served before.
+    """
+
+    __slots__ = ("_siblings", "adapter", "entries", "num_tokens", "pool", "tenant")
+
+    def __init__(self, siblings: dict[tuple[str, str], Lane[EntryT]], pool: PoolKey, tenant: str, adapter: str) -> None:
+        """Start without entries, as one of ``siblings``, the lanes of the pool."""
+        self._siblings = siblings
+        self.pool = pool
+        self.tenant = tenant
+        self.adapter = adapter
+        siblings[tenant, adapter] = self
+        self.entries: list[EntryT] = []
+        self.num_tokens = 0
+
+    def first(self, begin: int = 0) -> int | None:
+        """The index of the first entry from ``begin`` on that still waits."""
+        entries = self.entries
+        for index in range(begin, len(entries)):
+            if not entries[index].placed.done():
+                return index
+        return None
+
+    def close(self) -> None:
+        """It has no entries any more."""
+        del self._siblings[self.tenant, self.adapter]
+
+    def last(self) -> EntryT | None:
+        """The last entry that still waits and was not served before."""
+        return next((one for one in reversed(self.entries) if not (one.is_retry or one.placed.done())), None)
+
+
+# Start, number of the request, number of the entry, its index in its lane.
+_Turn: TypeAlias = tuple[float, int, int, int, Lane[EntryT]]
+
+
+class FairQueue(Generic[EntryT]):
+    """Entries that wait. Finding the next ones takes time for each tenant that waits, not for each entry.
+
+    An entry whose wait has ended, because its task was cancelled, stays until its task takes it out; it is not shown.
+
+    Attributes:
+        num_new: entries that were not served before.
+    """
+
+    def __init__(self, share: FairShare) -> None:
+        """``share`` orders the tenants."""
+        self._share = share
+        # By pool, then by tenant and adapter. Pools are few: they stay.
+        self._pools: dict[PoolKey, dict[tuple[str, str], Lane[EntryT]]] = {}
+        self._num_added = 0
+        self._length = self.num_new = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[EntryT]:
+        """All entries, those of a pool in no particular order."""
+        for lane in self._lanes():
+            yield from lane.entries
+
+    def pools(self) -> list[PoolKey]:
+        """The pools for which entries wait."""
+        return [pool for pool, lanes in self._pools.items() if lanes]
+
+    def num_waiting(self, pool: PoolKey) -> int:
+        """Entries that wait for ``pool``."""
+        return sum(len(lane.entries) for lane in self._pools.get(pool, {}).values())
+
+    def add(self, entry: EntryT) -> None:
+        """Insert ``entry`` at its position."""
+        standing = entry.standing
+        lanes = self._pools.get(standing.pool)
+        if lanes is None:
+            lanes = self._pools[standing.pool] = {}
+        lane = lanes.get((standing.tenant, entry.adapter))
+        if lane is None:
+            lane = Lane(lanes, standing.pool, standing.tenant, entry.adapter)
+        self._num_added += 1
+        entry.lane, entry.position = lane, (-standing.priority, standing.number, self._num_added)
+        insort(lane.entries, entry, key=_by_position)
+        if not entry.is_retry:
+            lane.num_tokens += standing.num_tokens
+            self.num_new += 1
+        self._length += 1
+
+    def remove(self, entry: EntryT) -> bool:
+        """Take ``entry`` out; return whether it was in there."""
+        lane = entry.lane
+        if lane is None:
+            return False
+        entry.lane = None
+        del lane.entries[bisect_left(lane.entries, entry.position, key=_by_position)]
+        if not entry.is_retry:
+            lane.num_tokens -= entry.standing.num_tokens
+            self.num_new -= 1
+        self._length -= 1
+        if not lane.entries:
+            lane.close()
+        return True
+
+    def in_order(self, is_kept: Callable[[Lane[EntryT]], bool], pool: PoolKey | None = None) -> Iterator[EntryT]:
+        """Those that still wait, in the order in which they are to be served if each is served at once.
+
+        If there is a ``pool``, only those that wait for it.
+
+        Nothing may be added or removed meanwhile. Before each entry, ``is_kept`` says of its lane whether it is kept
+        waiting; its other entries are left out then, too.
+        """
+        lanes = self._lanes() if pool is None else list(self._pools.get(pool, {}).values())
+        if len(lanes) == 1:
+            yield from _of_one(lanes[0], is_kept)
+            return
+        turns: list[_Turn[EntryT]] = []
+        starts: dict[str, float] = {}
+        for lane in lanes:
+            if is_kept(lane) or (index := lane.first()) is None:
+                continue
+            if lane.tenant not in starts:
+                starts[lane.tenant] = self._share.start(lane.tenant)
+            turns.append(_turn(lane, index, starts))
+        heapify(turns)
+        while turns:
+            start, _, _, index, lane = turns[0]
+            if is_kept(lane):
+                heappop(turns)
+                continue
+            entry = lane.entries[index]
+            # Entries of the tenant's other lanes may have been served since.
+            if start < starts[lane.tenant] and not entry.is_retry:
+                heapreplace(turns, _turn(lane, index, starts))
+                continue
+            yield entry
+            if not entry.is_retry:
+                starts[lane.tenant] = start + self._share.length(lane.tenant, entry.standing.num_tokens)
+            if (following := lane.first(index + 1)) is None:
+                heappop(turns)
+            else:
+                heapreplace(turns, _turn(lane, following, starts))
+
+    def shorten(
+        self,
+        max_new: int,
+        refusal: Callable[[], ServingError],
+        newcomer: Standing | None = None,
+        num_choices: int = 0,
+    ) -> bool:
+        """Refuse the last entries, with an error of ``refusal``, until at most ``max_new`` are left that are new.
+
+        If there is a ``newcomer``, its ``num_choices`` choices, which are not queued yet, count too.
+
+        Returns:
+            Whether so few are left; if not, it is the newcomer that comes last.
+        """
+        max_new -= num_choices
+        if self.num_new <= max_new:
+            return True
+        for lane in self._lanes():
+            while lane.entries and lane.entries[-1].placed.done():
+                self.remove(lane.entries[-1])
+        while self.num_new > max_new:
+            last = self.last(newcomer, num_choices)
+            if last is None:
+                return False
+            self.remove(last)
+            last.placed.set_exception(refusal())
+        return True
+
+    def last(self, newcomer: Standing | None = None, num_choices: int = 0) -> EntryT | None:
+        """The entry to refuse if there are too many: the last one of the tenant that would be served up to the latest.
+
+        ``None`` if there is none, or if a request that is not queued yet would come after it: ``newcomer``, with
+        ``num_choices`` choices.
+        """
+        lasts: dict[str, EntryT] = {}
+        num_tokens: dict[str, int] = {}
+        if newcomer is not None:
+            num_tokens[newcomer.tenant] = num_choices * newcomer.num_tokens
+        for lane in self._lanes():
+            if (last := lane.last()) is None:
+                continue
+            num_tokens[lane.tenant] = num_tokens.get(lane.tenant, 0) + lane.num_tokens
+            if lane.tenant not in lasts or last.position > lasts[lane.tenant].position:
+                lasts[lane.tenant] = last
+        if not lasts:
+            return None
+        tenant = max(num_tokens, key=lambda name: self._end(name, num_tokens[name]))
+        if newcomer is not None and tenant == newcomer.tenant:
+            own = lasts.get(tenant)
+            is_last = own is None or own.position < (-newcomer.priority, newcomer.number, 0)
+            return None if is_last else own
+        return lasts[tenant]
+
+    def _lanes(self) -> list[Lane[EntryT]]:
+        return [lane for lanes in self._pools.values() for lane in lanes.values()]
+
+    def _end(self, tenant: str, num_tokens: int) -> float:
+        return self._share.start(tenant) + self._share.length(tenant, num_tokens)
+
+
+_by_position: Callable[[Entry], Position] = attrgetter("position")
+
+
+def _of_one(lane: Lane[EntryT], is_kept: Callable[[Lane[EntryT]], bool]) -> Iterator[EntryT]:
+    """As ``FairQueue.in_order`` if there is only one lane, as there mostly is."""
+    for entry in lane.entries:
+        if is_kept(lane):
+            return
+        if not entry.placed.done():
+            yield entry
+
+
+def _turn(lane: Lane[EntryT], index: int, starts: dict[str, float]) -> _Turn[EntryT]:
+    """When the entry of ``lane`` at ``index`` is served. Among tenants that start together the first to come is first.
+
+    Not the one of the highest priority: that is only for its tenant to say.
+    """
+    entry = lane.entries[index]
+    _, number, entry_number = entry.position
+    return _AT_ONCE if entry.is_retry else starts[lane.tenant], number, entry_number, index, lane

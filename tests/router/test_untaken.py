@@ -1,0 +1,240 @@
+"""Placements that nobody takes up: what a tenant may hold of them, and what becomes of the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet import errors
+from quartet.engine.sampling import Sampling
+from quartet.errors import ConfigError, PlacementBudgetError
+from quartet.events.load import PlacementProgress
+from router.book import numbering
+from router.config import AdmissionConfig
+from router.untaken import Capacity, Untaken, UntakenBudgets
+from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
+from tests.router.records import make_load
+from tests.router.test_generate import make_start
+from tests.router.test_place_failures import num_booked, place
+
+POOL = "pool"
+
+
+class Scene:
+    """Budgets of half of 16 requests and 1000 tokens: 8 placements, 500 tokens, 10,000 token-seconds a minute."""
+
+    def __init__(self, *, num_requests: int = 16, max_waiting: int = 100, poll_interval_s: float = TIMEOUT_S) -> None:
+        self.now = 0.0
+        self.budgets = UntakenBudgets[str](
+            lambda _pool: Capacity(1000, num_requests),
+            share=0.5,
+            max_waiting=max_waiting,
+            timeout_s=TIMEOUT_S,
+            poll_interval_s=poll_interval_s,
+            clock=lambda: self.now,
+        )
+
+    async def signed(self, num_choices: int, num_tokens: int = 10, tenant: str = "a") -> list[Untaken]:
+        """Placements that their clients have."""
+        async with asyncio.timeout(TIMEOUT_S):
+            held = await self.budgets.hold(tenant, POOL, num_choices, num_tokens)
+        for untaken in held:
+            untaken.keep()
+            untaken.drop()  # the call of Place has ended
+        return list(held)
+
+    def refused(self, tenant: str = "a") -> PlacementBudgetError:
+        with pytest.raises(PlacementBudgetError) as raised:
+            self.budgets.check(tenant, POOL)
+        return raised.value
+
+
+async def settle() -> None:
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def test_a_hoard_of_placements_leaves_room_for_other_tenants() -> None:
+    fleet = Fleet("prefill-0", "decode-0", num_blocks=100)
+    decode = next(status.record for status in fleet.table.statuses(0.0) if status.record.worker_id == "decode-0")
+    fleet.table.report(make_load(decode, max_running=16), 0.0)
+    sampling = Sampling(max_tokens=300)  # with its prompt, 32 of 100 blocks
+    hoard = [asyncio.create_task(place(fleet, tenant="hoarder", sampling=sampling)) for _ in range(30)]
+    await settle()
+    assert [task.done() for task in hoard].count(True) == num_booked(fleet) == 10, "half of 16 and a quarter"
+    answer = await collect(fleet.generate(make_start(tenant="other", sampling=sampling)))
+    assert len(answer.token_ids[0]) == 300
+    assert len([call for call in fleet.hops.calls if call.kind == "prefill"]) == 11, "nothing was prefilled in vain"
+    fleet.now = 2.0
+    with pytest.raises(PlacementBudgetError, match="untaken placements is used up: 10 of this tenant, with 200 tokens"):
+        await place(fleet, tenant="hoarder")
+    # One is brought to its worker, so the next one is placed.
+    name = numbering("router-a", decode.epoch)
+    started = {name: PlacementProgress(started=(1,))}
+    fleet.table.report(make_load(decode, max_running=16, num_running=1, placements=started), 0.0)
+    await settle()
+    assert [task.done() for task in hoard].count(True) == 11
+    # The others expire.
+    fleet.table.tick(25.0)
+    await settle()
+    assert [task.done() for task in hoard].count(True) == 21
+    for task in hoard:
+        task.cancel()
+    await asyncio.gather(*hoard, return_exceptions=True)
+    fleet.table.tick(50.0)
+
+
+@pytest.mark.parametrize("error", [None, errors.InvalidRequestError("no")])
+async def test_a_call_that_signs_nothing_leaves_no_placement_counted(error: errors.ServingError | None) -> None:
+    fleet = Fleet("prefill-0", "decode-0", num_blocks=10)
+    for _ in range(5):
+        # One of two choices ends with its first token, or the call fails.
+        fleet.hops.plan("prefill", Plan(error=error))
+        if error is None:
+            await place(fleet, sampling=Sampling(max_tokens=1))
+        else:
+            with pytest.raises(errors.InvalidRequestError):
+                await place(fleet)
+    fleet.assert_nothing_left()
+    async with asyncio.timeout(TIMEOUT_S):
+        held = await fleet.pipeline._context.untaken.hold("", fleet.table.pools(0.0)[0].key, 2, 25)
+    assert len(held) == 2
+
+
+async def test_placements_of_tenants_and_pools_are_counted_apart() -> None:
+    scene = Scene()
+    await scene.signed(8)
+    await scene.signed(8, tenant="b")
+    scene.now = 5.0
+    assert scene.refused().reason == "PLACEMENT_BUDGET"
+    scene.budgets.check("a", "other pool")
+    scene.budgets.check("c", POOL)
+
+
+async def test_one_call_alone_is_let_through_whatever_its_size() -> None:
+    scene = Scene()
+    first = await scene.signed(12, num_tokens=900)
+    waiting = asyncio.create_task(scene.signed(1))
+    for untaken in first:
+        await settle()
+        assert not waiting.done()
+        untaken.drop()
+    await waiting
+
+
+async def test_tokens_are_bounded_too_and_alone_where_workers_do_not_say_how_many_they_run() -> None:
+    scene = Scene(num_requests=0)
+    held = await scene.signed(50, num_tokens=9)
+    waiting = asyncio.create_task(scene.signed(1, num_tokens=51))
+    await settle()
+    assert not waiting.done()
+    held.pop().drop()
+    await waiting
+
+
+async def test_calls_wait_in_order_and_one_that_is_cancelled_leaves_nothing() -> None:
+    scene = Scene(max_waiting=3)
+    [last, *_] = await scene.signed(8)
+    first, second, third = (asyncio.create_task(scene.signed(1)) for _ in range(3))
+    await settle()
+    with pytest.raises(PlacementBudgetError):
+        await scene.signed(1)
+    second.cancel()
+    last.drop()
+    await settle()
+    assert (first.done(), second.cancelled(), third.done()) == (True, True, False)
+    # At the moment of its turn a call is cancelled: its turn is the next one's.
+    fourth = asyncio.create_task(scene.signed(1))
+    await settle()
+    first.result()[0].drop()
+    third.cancel()
+    await fourth
+    assert scene.budgets._accounts["a", POOL].num_placements == 8
+
+
+async def test_calls_that_wait_are_refused_once_nothing_is_taken_up_any_more() -> None:
+    scene = Scene(poll_interval_s=0.001)
+    held = await scene.signed(8)
+    waiting = asyncio.create_task(scene.signed(1))
+    await settle()
+    assert not waiting.done()
+    scene.now = 1.1
+    with pytest.raises(PlacementBudgetError, match="8 of this tenant, with 80 tokens") as raised:
+        await waiting
+    assert raised.value.retry_delay_s == 1.0
+    held[0].drop()
+    await scene.signed(1)
+
+
+async def test_a_client_that_takes_up_what_it_gets_is_never_refused() -> None:
+    scene = Scene()
+    for _ in range(300):
+        held = await scene.signed(8, num_tokens=60)
+        scene.budgets.check("a", POOL)
+        scene.now += 0.5
+        scene.budgets.check("a", POOL)
+        for untaken in held:
+            untaken.drop()
+
+
+async def test_time_that_placements_lay_untaken_is_paid_back_slowly() -> None:
+    scene = Scene()
+    held = await scene.signed(8, num_tokens=60)
+    scene.now = 25.0
+    for untaken in held:
+        untaken.drop()
+    # 8 times 62.5 tokens, a place's part of the pool, for 24 s, of which 10,000 token-seconds are allowed a minute.
+    error = scene.refused()
+    assert "block-seconds is used up: this tenant's held more than 10000 token-seconds" in error.message
+    assert error.retry_delay_s == pytest.approx((8 * 62.5 * 24 - 10_000) * 60 / 10_000)
+    scene.now += error.retry_delay_s - 0.1
+    scene.refused()
+    scene.now += 0.2
+    scene.budgets.check("a", POOL)
+
+
+async def test_accounts_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.untaken._MAX_ACCOUNTS", 3)
+    scene = Scene()
+    kept = await scene.signed(1, tenant="kept")
+    for number in range(10):
+        for untaken in await scene.signed(1, tenant=f"gone {number}"):
+            untaken.drop()
+    assert len(scene.budgets._accounts) <= 3
+    assert ("kept", POOL) in scene.budgets._accounts
+    kept[0].drop()
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 300)), max_size=12), st.randoms())
+def test_a_tenant_never_holds_more_than_its_share_beside_its_first_call(
+    calls: list[tuple[int, int]], random: object
+) -> None:
+    async def run() -> None:
+        scene, running = Scene(), list[asyncio.Task[list[Untaken]]]()
+        account = None
+        for num_choices, num_tokens in calls:
+            running.append(asyncio.create_task(scene.signed(num_choices, num_tokens)))
+        while running:
+            await settle()
+            account = scene.budgets._accounts["a", POOL]
+            done = [task for task in running if task.done()]
+            assert done, "some call always goes on"
+            if len(done) > 1:
+                assert account.num_placements <= 8
+                assert account.num_tokens <= 500
+            chosen = random.choice(done)  # type: ignore[attr-defined]
+            running.remove(chosen)
+            for untaken in chosen.result():
+                untaken.drop()
+        assert account is None or (account.num_placements, account.num_tokens) == (0, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("share", [0.0, 1.01, -1.0, float("nan")])
+def test_an_impossible_share_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match="untaken_share: must be above 0 and at most 1"):
+        AdmissionConfig(untaken_share=share)
