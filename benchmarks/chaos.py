@@ -208,7 +208,7 @@ async def _run(seed: int, numbers: Sequence[int], engine: EngineKind) -> Results
                             faults.update(strike.fault for strike in episode.strikes)
                             live.say(_line(result))
                             if not result.is_well:
-                                live.say(f"    its log: {fleet.keep_log(Path('.run'), episode.number)}")
+                                live.say(f"    its log: {fleet.keep_log(Path(f'.run/chaos-{episode.number}.log'))}")
                             if result.recovery_s is None:
                                 break
                     finally:

@@ -58,11 +58,13 @@ class Ask:
         return Sampling(temperature=0.7, max_tokens=self.num_tokens, ignore_eos=True)
 
 
-def draw_asks(rng: random.Random, count: int, *, num_tokens: range) -> list[Ask]:
-    """Requests with random prompts of 20 to 400 tokens."""
+def draw_asks(
+    rng: random.Random, count: int, *, num_tokens: range, num_prompt_tokens: range = range(20, 400)
+) -> list[Ask]:
+    """Requests with random prompts, for so many tokens."""
     return [
         Ask(
-            token_ids=tuple(rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=rng.randrange(20, 400))),
+            token_ids=tuple(rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=rng.choice(num_prompt_tokens))),
             num_tokens=rng.choice(num_tokens),
             seed=rng.getrandbits(63),
         )

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -43,19 +43,28 @@ _CALL_TIMEOUT_S = 2.0
 # A drain of 5 s, and the time of a freeze meanwhile.
 _END_TIMEOUT_S = 20.0
 _POLL_S = 0.05
-_READY = "WORKER_STATE_READY"
+#: A worker's state in which routers place requests there.
+READY = "WORKER_STATE_READY"
 _MODEL_PATH = "models/tiny/checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """What runs: ``prefill-0`` and so on, and ``router-0``."""
+    """What runs: ``prefill-0`` and so on, and ``router-0``.
+
+    Attributes:
+        worker_settings: of all workers, over those of this module; the same for ``router_settings``.
+        modules: the module that serves a role, instead of the product's own; it gets the role as first argument.
+    """
 
     engine: EngineKind = EngineKind.MOCK
     num_encode: int = 0
     num_prefill: int = 2
     num_decode: int = 2
     num_routers: int = 2
+    worker_settings: Mapping[str, Any] = field(default_factory=dict)
+    router_settings: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def workers(self) -> Sequence[str]:
@@ -75,6 +84,7 @@ class _Process:
 
     name: str
     port: int
+    http_port: int
     command: Sequence[str]
     proxy: TcpProxy
     child: Child | None = None
@@ -96,6 +106,24 @@ class Fleet:
     def router_addresses(self) -> Sequence[str]:
         """``host:port`` of each router's proxy."""
         return [f"{_PROXY_HOST}:{self._processes[name].port}" for name in self.config.routers]
+
+    def grpc_address(self, name: str) -> str:
+        """``host:port`` of the process itself, without its proxy."""
+        return f"{_HOST}:{self._processes[name].port}"
+
+    def http_address(self, name: str) -> str:
+        """``host:port`` of its probes."""
+        return f"{_HOST}:{self._processes[name].http_port}"
+
+    async def worker_states(self, router: str) -> Mapping[str, str]:
+        """The state that ``router`` shows of each worker; empty: it does not answer."""
+        try:
+            async with create_channel(self.grpc_address(router), None) as channel:
+                stub = router_pb2_grpc.RouterServiceStub(channel)
+                response = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return {}
+        return {one.record.worker_id: router_pb2.WorkerState.Name(one.state) for one in response.workers}
 
     async def __aenter__(self) -> Self:
         """Start everything, and wait until all routers have all workers.
@@ -174,7 +202,7 @@ class Fleet:
         names = set(self.config.workers)
         for router in self.config.routers:
             deadline = time.monotonic() + timeout_s
-            while (states := await self._states(router)) != dict.fromkeys(names, _READY):
+            while (states := await self.worker_states(router)) != dict.fromkeys(names, READY):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{router} has only {states or 'no workers'}")
                 await asyncio.sleep(_POLL_S)
@@ -189,29 +217,19 @@ class Fleet:
                 return num_held
             await asyncio.sleep(_POLL_S)
 
-    def keep_log(self, directory: Path, number: int) -> Path:
-        """Copy the log so far to ``directory``; returns the copy, which names the episode ``number``."""
-        directory.mkdir(exist_ok=True)
-        return Path(shutil.copy(self._directory / "fleet.log", directory / f"chaos-{number}.log"))
+    def keep_log(self, copy: Path) -> Path:
+        """Copy the log so far to the file ``copy``, and return it."""
+        copy.parent.mkdir(exist_ok=True)
+        return Path(shutil.copy(self._directory / "fleet.log", copy))
 
     async def _num_held(self, worker: str) -> int:
         try:
-            async with create_channel(self._real_address(worker), None) as channel:
+            async with create_channel(self.grpc_address(worker), None) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 response = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return 1  # it does not say
         return sum(map(_held, response.load.ranks))
-
-    async def _states(self, router: str) -> Mapping[str, str]:
-        """By worker; empty: the router does not answer."""
-        try:
-            async with create_channel(self._real_address(router), None) as channel:
-                stub = router_pb2_grpc.RouterServiceStub(channel)
-                response = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return {}
-        return {one.record.worker_id: router_pb2.WorkerState.Name(one.state) for one in response.workers}
 
     async def _add_etcd(self) -> None:
         binary = find_etcd()
@@ -219,27 +237,32 @@ class Fleet:
             raise RuntimeError("this machine has no etcd: run `make tools`")
         port = free_port()
         command = etcd_command(binary, EtcdConfig(endpoints=(f"{_HOST}:{port}",)), self._directory / ETCD)
-        await self._add_process(ETCD, port, command)
+        await self._add_process(ETCD, port, 0, command)
 
     async def _add(self, name: str, key_file: Path) -> None:
-        port = free_port()
+        port, http_port = free_port(), free_port()
         is_router = name in self.config.routers
         settings = self._router_settings() if is_router else self._worker_settings(name)
+        own_settings = self.config.router_settings if is_router else self.config.worker_settings
         etcd = {"endpoints": [f"{_PROXY_HOST}:{self._processes[ETCD].port}"], "namespace": "chaos"}
         settings |= {
             "server": {"address": f"{_HOST}:{port}", "namespace": "chaos"},
+            "http_address": f"{_HOST}:{http_port}",
             "signing_keys_file": str(key_file),
             "drain_timeout_s": 5.0,
             "discovery": {"kind": "etcd", "etcd": {**etcd, "lease_ttl_s": LEASE_TTL_S, "request_timeout_s": 1.0}},
         }
         path = self._directory / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        module = "router" if is_router else f"services.{name.partition('-')[0]}"
-        await self._add_process(name, port, [sys.executable, "-m", module, "--config", str(path)])
+        path.write_text(yaml.safe_dump(_merged(settings, own_settings)), encoding="utf-8")
+        role = name.partition("-")[0]
+        module = ["router" if is_router else f"services.{role}"]
+        if role in self.config.modules:
+            module = [self.config.modules[role], role]
+        await self._add_process(name, port, http_port, [sys.executable, "-m", *module, "--config", str(path)])
 
-    async def _add_process(self, name: str, port: int, command: Sequence[str]) -> None:
+    async def _add_process(self, name: str, port: int, http_port: int, command: Sequence[str]) -> None:
         proxy = await self._exits.enter_async_context(TcpProxy(_PROXY_HOST, _HOST, port))
-        self._processes[name] = _Process(name, port, command, proxy)
+        self._processes[name] = _Process(name, port, http_port, command, proxy)
 
     def _worker_settings(self, name: str) -> dict[str, Any]:
         engine: dict[str, Any] = {"kind": self.config.engine.value, "num_blocks": 1024}
@@ -267,9 +290,6 @@ class Fleet:
             "heartbeat_timeout_s": 2.5,
         }
 
-    def _real_address(self, name: str) -> str:
-        return f"{_HOST}:{self._processes[name].port}"
-
     def _child(self, name: str) -> Child:
         child = self._processes[name].child
         assert child is not None, "it was started"
@@ -294,6 +314,14 @@ class Fleet:
         assert self._log is not None, "it was entered"
         self._log.write(f"{name}: {line}\n")
         self._log.flush()
+
+
+def _merged(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(settings)
+    for name, value in others.items():
+        is_part = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if is_part else value
+    return merged
 
 
 def _held(load: kv_events_pb2.RankLoad) -> int:

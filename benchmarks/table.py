@@ -641,6 +641,82 @@ _TOTAL_COLUMNS: Columns = {
 }
 
 
+def storm_tables(report: Report) -> str:
+    """What is wanted, and a row for each phase in which cancels struck."""
+    phases = [{"name": name, **phase} for name, phase in report["phases"].items()]
+    slowest = {"slowest": max(report["probe_s"]), "num_missed": len(report["missed"]), **report}
+    return f"{_bars('figure', _STORM_BARS, slowest)}\n{_table(_STORM_COLUMNS, phases)}"
+
+
+_STORM_BARS = (
+    ("requests cancelled", "{requests}", "stated"),
+    ("requests that an engine went on with", "{num_missed}", "0"),
+    ("blocks held two leases after a round, in all rounds", "{held}", "0"),
+    ("slowest probe in the idle fleet, s", "{idle_probe_s:.2f}", "stated"),
+    ("slowest probe after a round, s", "{slowest:.2f}", "at most 1 more"),
+)
+_STORM_COLUMNS: Columns = {
+    "phase": "{name}",
+    "cancels": "{cancels}",
+    "steps after the engine got the cancel, at most": "{most_steps}",
+    "tokens in them, at most": "{most_tokens}",
+    "from the client's cancel to the last step's end: median, longest (ms)": lambda phase: (
+        f"{1000 * phase['median_last_s']:.0f}, {1000 * phase['longest_last_s']:.0f}"
+    ),
+}
+
+
+def drain_tables(report: Report) -> str:
+    """What is wanted, and a row for each drain."""
+    return f"{_bars('figure', _DRAIN_BARS, report)}\n{_table(_DRAIN_COLUMNS, report['drains'])}"
+
+
+_DRAIN_BARS = (
+    ("endless answers", "{streams}", "stated"),
+    ("failed", "{failed}", "0"),
+    ("with other tokens than undisturbed", "{wrong}", "0"),
+    ("slowest drain, s", "{slowest_drain_s:.2f}", "<= 5"),
+    ("longest time without a token, s: median of the answers", "{median_pause_s:.2f}", "stated"),
+    ("longest time without a token, s: of all answers", "{longest_pause_s:.2f}", "stated"),
+)
+_DRAIN_COLUMNS: Columns = {"worker": "{worker}", "SIGTERM to its end, s": "{duration_s:.2f}"}
+
+
+def wedge_tables(report: Report) -> str:
+    """A row for each strike."""
+    return _table(_WEDGE_COLUMNS, report["strikes"])
+
+
+def _noticed(strike: Row, by: str) -> str:
+    return f"{strike[by]}, {strike[f'{by}_s']:.1f}" if strike[f"{by}_s"] else ""
+
+
+_WEDGE_COLUMNS: Columns = {
+    "what hangs": "{strike}",
+    "/readyz says, after s": lambda strike: _noticed(strike, "probe"),
+    "gRPC health says, after s": lambda strike: _noticed(strike, "health"),
+    "not placed at after s": lambda strike: f"{strike['unplaced_s']:.1f}" if strike["unplaced_s"] else "",
+    "requests that ended meanwhile": "{ended}",
+    "failed": "{failed}",
+    "all ready again after s": "{recovery_s:.1f}",
+}
+
+
+def saturation_tables(report: Report) -> str:
+    """What is wanted of a fleet that is merely busy."""
+    return _bars("figure", _SATURATION_BARS, report["saturation"])
+
+
+_SATURATION_BARS = (
+    ("seconds at saturation", "{duration_s:.0f}", "stated"),
+    ("requests that ended well", "{requests:,}", "stated"),
+    ("requests that failed", "{failed}", "0"),
+    ("probes", "{probes:,}", "stated"),
+    ("of these, alarms", "{alarms}", "0"),
+    ("of these, not answered in 2 s", "{silent}", "stated"),
+)
+
+
 _TABLES: Mapping[str, Callable[[Report], str]] = {
     "overload": overload_tables,
     "relay": relay_tables,
@@ -658,6 +734,11 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "harness": harness_tables,
     "ratios": ratios_tables,
     "rebuild": rebuild_tables,
+    "cancel_storm": storm_tables,
+    "cancel_storm_torch": storm_tables,
+    "drain": drain_tables,
+    "wedge": wedge_tables,
+    "saturation": saturation_tables,
 }
 
 

@@ -40,6 +40,9 @@ ChoiceT = TypeVar("ChoiceT")
 #: What follows a placement: it gets the reservation, and the hand-off if the prompt was prefilled elsewhere.
 _Attempt: TypeAlias = Callable[[Reservation, HandOff | None], Awaitable[ResultT]]
 
+# Between two attempts at a draining worker, which the router takes to be ready: its reports do not arrive.
+_LEAVING_PAUSE_S = 0.25
+
 _NO_MEDIA = frozenset[str]()
 _NOTHING_TO_ENCODE = nullcontext()
 
@@ -147,9 +150,9 @@ class ChoiceRun:
                     return await attempt(reservation, handed_off)
                 except HopFailedError as failure:
                     cause = failure.error.reason.lower()
-                    if self._num_begun >= self._context.config.max_attempts:
-                        raise failure.error from failure
                     pause_s = self._hints.note(failure, reservation.placement)
+                    if self._hints.num_failures >= self._context.config.max_attempts:
+                        raise failure.error from failure
                 finally:
                     reservation.release()
                     self._context.admission.wake()
@@ -518,13 +521,21 @@ class RetryHints:
     Attributes:
         avoid: ids of workers that just failed it.
         prefer_prefill: after one failed transfer, the rank that has the blocks cached.
+        num_failures: failed attempts; those at workers that were draining do not count, since nothing failed.
     """
 
     avoid: set[str] = field(default_factory=set)
     prefer_prefill: Rank | None = None
-    _num_failures: int = 0
+    num_failures: int = 0
+    _leaving: str | None = None
     _num_failed_transfers: int = 0
     _num_failed_media_transfers: int = 0
+
+    @property
+    def avoided(self) -> frozenset[str]:
+        """Ids of workers that the next attempt avoids, if others can take it."""
+        # A worker that left comes back under the same id, and is as good as any then.
+        return frozenset(self.avoid if self._leaving is None else {*self.avoid, self._leaving})
 
     def note(self, failure: HopFailedError, placement: Placement) -> float:
         """Learn from ``failure`` and return the seconds to pause before the next attempt.
@@ -535,8 +546,11 @@ class RetryHints:
         error = failure.error
         if self._is_final(failure, placement):
             raise error
-        self._num_failures += 1
         self.prefer_prefill = None
+        if isinstance(error, errors.DrainingError):
+            return self._note_leaving(_rank_of(failure, placement).worker_id)
+        self.num_failures += 1
+        self._leaving = None
         if isinstance(error, errors.MediaLostError):
             pass  # no worker failed: embeddings are kept for less time than a sequence runs
         elif failure.pulls_media and isinstance(error, _TRANSFER):
@@ -547,14 +561,17 @@ class RetryHints:
             self._note_transfer(placement.prefill)
         else:
             self.avoid.add(placement.decode.worker_id)
-        return pause_s(error, self._num_failures)
+        return pause_s(error, self.num_failures)
 
     def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
         if not isinstance(failure.error, errors.PromptTooLongError):
             return isinstance(failure.error, FINAL)
         # Workers differ in size, so another may take it. If the worker was already to be avoided, no other was left.
-        rank = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
-        return rank is not None and rank.worker_id in self.avoid
+        return _rank_of(failure, placement).worker_id in self.avoid
+
+    def _note_leaving(self, worker_id: str) -> float:
+        is_known, self._leaving = self._leaving == worker_id, worker_id
+        return _LEAVING_PAUSE_S if is_known else 0.0
 
     def _note_media_transfer(self, rank: Rank) -> None:
         """Blame the encode worker the first time, then the worker that pulls."""
@@ -568,6 +585,11 @@ class RetryHints:
             self.prefer_prefill = prefill
         else:
             self.avoid.add(prefill.worker_id)
+
+
+def _rank_of(failure: HopFailedError, placement: Placement) -> Rank:
+    """Where it failed."""
+    return placement.prefills_at if failure.hop is Hop.PREFILL else placement.decode
 
 
 async def run_choices(
@@ -646,7 +668,7 @@ def make_queued(
         needs_media=_NO_MEDIA if request.media is None else request.media.needs,
         # A signature does not protect media: workers do not hold them as long as a client may take.
         is_remote=gang is not None and request.media is not None,
-        avoid=frozenset(hints.avoid),
+        avoid=hints.avoided,
         prefer_prefill=hints.prefer_prefill,
         arrived_at=request.arrived_at,
         session_key=request.start.session_key,

@@ -436,6 +436,9 @@ _PASSING = (
 #: Longer than between workers: a router takes seconds to restart, and often there is no other.
 _FIRST_ROUTER_PAUSE_S, _MAX_ROUTER_PAUSE_S = 0.5, 5.0
 
+#: After a worker that drains.
+_MOVE_PAUSE_S = 0.02
+
 
 class Retries:
     """Counts the failed attempts of one choice."""
@@ -450,6 +453,8 @@ class Retries:
         Raises:
             ServingError: ``error``, if another placement would fail too, or too many attempts have failed.
         """
+        if isinstance(error, errors.DrainingError):
+            return _MOVE_PAUSE_S  # nothing failed: the worker restarts
         self._count(error, is_final=isinstance(error, _FINAL))
         return client.pause_s(error, self._num_failures)
 

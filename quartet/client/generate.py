@@ -45,13 +45,12 @@ class GenerateRequest:
         self._num_choices = start.num_choices
         self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
         self._call: _Call | None = None
-        self._is_cancelled = False
+        self._is_cancelled = self._is_started = self._has_sent_cancel = False
 
     async def cancel(self) -> None:
         """Ask for an early end."""
         self._is_cancelled = True
-        if self._call is not None:
-            await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
+        await self._send_cancel()
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Send the request and yield its answer. Raises ``ServingError``."""
@@ -80,8 +79,9 @@ class GenerateRequest:
         num_finished = 0
         try:
             call = await self._open(router)
+            self._is_started = True
             if self._is_cancelled:
-                await self.cancel()
+                await self._send_cancel()
             async for message in call:
                 self._routers.prefer(router)
                 self.router = router.address
@@ -103,12 +103,20 @@ class GenerateRequest:
         if num_finished != self._num_choices:
             raise ProtocolError(f"the router ended the answer after {num_finished} of {self._num_choices} choices")
 
+    async def _send_cancel(self) -> None:
+        # Never two writes at once: one would overtake the other, or gRPC would call the call ended, while the router
+        # goes on with it. After the start, whoever sent that sends this.
+        if self._call is not None and self._is_started and not self._has_sent_cancel:
+            self._has_sent_cancel = True
+            await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
+
     async def _open(self, router: Router) -> _Call:
         """Open the call and send the start.
 
         A router that refuses at once ends the call while the start is being sent. If the write loses that race, gRPC
         replaces the router's status with its own. Nothing was sent then, and asking again gives the router's status.
         """
+        self._is_started = self._has_sent_cancel = False
         for _ in range(MAX_OPENINGS):
             call = self._call = router.stub.Generate(timeout=self._deadline_s)
             await _write(call, self._start)

@@ -383,7 +383,7 @@ class DrainRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Time after which running requests are cancelled; the worker's own limit caps it. Absent: that limit."""
+        """Time after which running requests are ended; the worker's own limit caps it. Absent: that limit."""
 
     def __init__(
         self,
@@ -409,7 +409,7 @@ class DrainResponse(_message.Message):
     num_completed: _builtins.int
     """Requests that ended by themselves. 0: none."""
     num_cancelled: _builtins.int
-    """Requests that were cancelled at the end of the time. 0: none."""
+    """Requests that did not end by themselves in time. 0: none."""
     def __init__(
         self,
         *,

@@ -133,7 +133,6 @@ class _Running(BookedRequest):
     Attributes:
         waiting: its items that are not handed off yet.
         task: runs it.
-        is_cut: the drain took too long and cancelled ``task``.
         sized: one entry an item, once all are sized.
         times: of the items that were encoded for it, by index.
     """
@@ -142,7 +141,6 @@ class _Running(BookedRequest):
     outbox: EncodeOutbox
     waiting: WaitingMedia
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
-    is_cut: bool = False
     sized: Sequence[SizedItem] = ()
     times: dict[int, EncodeTimes] = field(default_factory=dict)
 
@@ -207,9 +205,9 @@ class EncodeDispatcher(RequestBook[_Running]):
         """Bring what ``start`` asks for to ``outbox``; see ``quartet.streams.encode_server.EncodeWork``.
 
         Raises:
-            DrainingError: this worker refuses new requests.
+            DrainingError: this worker refuses new requests, or its drain ends running ones.
             QueueFullError: too many items are queued already.
-            RequestTimeoutError, RequestCancelledError: its time ran out, or that of the drain.
+            RequestTimeoutError: its time ran out.
             EngineError: the vision tower is dead.
             ServingError: an item is wrong (``items[1].file``), or there is no room for it.
         """
@@ -245,7 +243,6 @@ class EncodeDispatcher(RequestBook[_Running]):
 
     def _stop(self, id: int) -> None:
         running = self._running[id]
-        running.is_cut = True
         if running.task is not None:
             running.task.cancel()
 
@@ -329,8 +326,8 @@ class EncodeDispatcher(RequestBook[_Running]):
             raise RequestTimeoutError("the request's timeout ran out") from None
         except asyncio.CancelledError:
             outcome = RequestCancelledError.reason.lower()
-            if running.is_cut:
-                raise RequestCancelledError("the worker's drain took too long") from None
+            if running.ends_with is not None:
+                raise running.ends_with from None
             raise
         except ServingError as error:
             outcome = error.reason.lower()

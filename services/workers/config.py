@@ -42,7 +42,8 @@ class WorkerConfig:
             needs loopback or ``server.insecure``, and is refused with ``server.tls``.
         signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
             ``None``: signed starts are refused.
-        drain_timeout_s: running requests get this long to end after SIGTERM.
+        drain_timeout_s: running requests get this long to end after SIGTERM; two seconds at most where another worker
+            of the same role and model can go on with them.
         stall_timeout_s: after so long without a step while work is in flight, health is NOT_SERVING. A step that lasts
             for much longer than its forecast makes it so after 6 s already.
     """

@@ -64,7 +64,6 @@ class Running(BookedRequest, Generic[OutboxT]):
     media_s: float = 0.0
     media_ids: tuple[bytes, ...] = ()
     timer: asyncio.TimerHandle | None = None
-    is_timed_out: bool = False
 
 
 class Dispatcher(RequestBook[Running[OutboxT]]):
@@ -147,8 +146,8 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
     def _route_failed(self, failed: Failed) -> None:
         running = self._running.get(failed.id)
         error = failed.error
-        if running is not None and running.is_timed_out and isinstance(error, RequestCancelledError):
-            error = RequestTimeoutError("the request's timeout ran out")
+        if running is not None and running.ends_with is not None and isinstance(error, RequestCancelledError):
+            error = running.ends_with
         self._end(failed.id, error.reason.lower(), has_ended_well=False)
         if running is not None and running.outbox is not None:
             running.outbox.failed(running.slot, error)
@@ -213,7 +212,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
     def _time_out(self, id: int) -> None:
         running = self._running.get(id)
         if running is not None:
-            running.is_timed_out = True
+            running.ends_with = RequestTimeoutError("the request's timeout ran out")
             self._stop(id)
 
     def _end(self, id: int, outcome: str, *, has_ended_well: bool = True) -> Running[OutboxT] | None:

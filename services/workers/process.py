@@ -221,7 +221,7 @@ class WorkerProcess:
 
     async def _announce(self, worker: Worker, registry: Registry) -> None:
         registration = await registry.register(worker.record)
-        await worker.announce(registration)
+        await worker.announce(registration, registry)
         logger.info("%s %s serves on %s", self._role, worker.record.worker_id, worker.record.grpc_address)
         await registration.ended()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from quartet.engine.base import EngineStats, StepOutput, Turn
-from quartet.errors import DrainingError
+from quartet.errors import DrainingError, ServingError
 from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import HandOff, Payload
 from quartet.streams.messages import RequestContext
@@ -91,11 +91,13 @@ class BookedRequest:
     Attributes:
         num_prompt_tokens: for the log; ``None``: the request has no prompt.
         arrived_at: in monotonic seconds.
+        ends_with: why the worker itself ends it early; ``None``: it does not.
     """
 
     context: RequestContext
     num_prompt_tokens: int | None
     arrived_at: float = field(default_factory=time.monotonic)
+    ends_with: ServingError | None = None
 
 
 RequestT = TypeVar("RequestT", bound=BookedRequest)
@@ -153,11 +155,13 @@ class RequestBook(ABC, Generic[RequestT]):
             return False
         return True
 
-    def cancel_all(self) -> int:
-        """End all requests early. Returns how many there are."""
-        for id in self._running:
+    def end_all(self, error: ServingError) -> int:
+        """End all requests early, with ``error``. Returns how many there are."""
+        num_running = len(self._running)
+        for id, request in list(self._running.items()):
+            request.ends_with = error
             self._stop(id)
-        return len(self._running)
+        return num_running
 
     @abstractmethod
     def _stop(self, id: int) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quartet.discovery.base import Registration, WorkerRecord
+from quartet.discovery.base import Registration, Registry, WorkerRecord
 from quartet.engine.base import Turn
+from quartet.errors import DiscoveryError, DrainingError
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.events.publisher import PromptQueue
@@ -26,8 +27,15 @@ logger = logging.getLogger(__name__)
 
 _HAND_OFF_POLL_INTERVAL_S = 0.02
 
+# A draining worker lets its requests end by themselves for so long before it looks for others that can go on with them.
+# What is left then has long to go: to compute its tokens again elsewhere costs little beside that.
+_MOVE_AFTER_S = 2.0
+
 # After the last requests are cancelled, wait this long for their terminal outputs to reach their readers.
 _LAST_OUTPUTS_S = 1.0
+
+# And so long for others to fetch what was handed off just before, unless it can't be computed elsewhere.
+_LAST_PULLS_S = 1.0
 
 # A step that lasts for so many times its forecast, and for so many seconds, hangs. Where a machine is overloaded, or
 # meets a size for the first time, steps take a few times longer than they should, and no more than seconds.
@@ -72,6 +80,7 @@ class Worker:
         self._poll_interval_s = poll_interval_s
         self._started_at = time.monotonic()
         self._registration: Registration | None = None
+        self._registry: Registry | None = None
         self._pacer: Pacer | None = None
         self._is_healthy = True
         self._draining: asyncio.Task[DrainOutcome] | None = None
@@ -86,9 +95,12 @@ class Worker:
         """Whether the engine lives; if not, only a restart helps."""
         return self._engine.is_alive
 
-    async def announce(self, registration: Registration) -> None:
-        """The worker is registered: set its health to SERVING, unless it is stuck."""
-        self._registration = registration
+    async def announce(self, registration: Registration, registry: Registry | None = None) -> None:
+        """The worker is registered: set its health to SERVING, unless it is stuck.
+
+        ``registry`` lists the workers that could go on with its requests; ``None``: there are none.
+        """
+        self._registration, self._registry = registration, registry
         await self._server.set_serving(None, self._is_healthy)
 
     async def consume(self, pacer: Pacer) -> None:
@@ -163,7 +175,11 @@ class Worker:
         return time.monotonic() - self._started_at
 
     async def drain(self, timeout_s: float | None = None) -> DrainOutcome:
-        """Leave discovery, refuse new requests, let others end in ``timeout_s``, cancel the rest. Later calls join."""
+        """Leave discovery, refuse new requests, let others end in ``timeout_s``, and cut the rest. Later calls join.
+
+        Where another worker can go on with its requests, they are cut much sooner. Who asked for a request that is cut
+        gets ``DrainingError`` after all its tokens, and asks elsewhere for the next ones.
+        """
         if self._draining is None:
             limit_s = self._drain_timeout_s if timeout_s is None else min(timeout_s, self._drain_timeout_s)
             self._draining = asyncio.create_task(self._drain(limit_s), name="drain")
@@ -178,20 +194,46 @@ class Worker:
         await self._server.set_not_serving_for_good()
         if self._registration is not None:
             await self._registration.close()
-        num_cancelled = 0
-        if not await self._requests.wait_idle(deadline - time.monotonic()):
-            num_cancelled = self._requests.cancel_all()
-            await self._requests.wait_idle(_LAST_OUTPUTS_S)
+        num_cancelled = await self._end_requests(deadline)
         # Decode workers still fetch what was prefilled here; there is no other copy.
         await self._wait_hand_offs(deadline)
         return DrainOutcome(num_completed=max(num_running - num_cancelled, 0), num_cancelled=num_cancelled)
 
+    async def _end_requests(self, deadline: float) -> int:
+        """Wait until none runs, or cut those that still do, and return how many these were."""
+        while not await self._requests.wait_idle(min(_MOVE_AFTER_S, deadline - time.monotonic())):
+            if time.monotonic() < deadline and not await self._has_stand_in():
+                continue
+            num_cut = self._requests.end_all(DrainingError("this worker is draining and ends what it runs"))
+            logger.info("draining: %d requests must go on elsewhere", num_cut)
+            await self._requests.wait_idle(_LAST_OUTPUTS_S)
+            return num_cut
+        return 0
+
     async def _wait_hand_offs(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            counts = self._source.counts
-            if not counts.held + counts.pulling:
-                return
+        ask_at = time.monotonic() + _LAST_PULLS_S
+        while self._num_handed_off and (now := time.monotonic()) < deadline:
+            if now >= ask_at:
+                if await self._has_stand_in():
+                    return
+                ask_at = now + _LAST_PULLS_S
             await asyncio.sleep(_HAND_OFF_POLL_INTERVAL_S)
+
+    @property
+    def _num_handed_off(self) -> int:
+        counts = self._source.counts
+        return counts.held + counts.pulling
+
+    async def _has_stand_in(self) -> bool:
+        """Whether another worker is registered that can go on with this one's requests."""
+        if self._registry is None:
+            return False
+        try:
+            others = await self._registry.workers()
+        except DiscoveryError as error:
+            logger.info("draining: it is not known whether there are other workers: %s", error)
+            return False
+        return any(_can_replace(other, self.record) for other in others)
 
     async def _set_healthy(self, is_healthy: bool) -> None:
         if is_healthy == self._is_healthy:
@@ -201,6 +243,14 @@ class Worker:
         logger.warning("health: %s", "moving again" if is_healthy else "work is in flight and nothing moves")
         if self._draining is None and self._registration is not None:
             await self._server.set_serving(None, is_healthy)
+
+
+def _can_replace(other: WorkerRecord, record: WorkerRecord) -> bool:
+    return other.epoch != record.epoch and (other.role, other.model_name, other.model_fingerprint) == (
+        record.role,
+        record.model_name,
+        record.model_fingerprint,
+    )
 
 
 @dataclass

@@ -23,6 +23,7 @@ from quartet.client import (
     Sampling,
     WorkerState,
 )
+from quartet.client import generate as client_generate
 from quartet.discovery.base import Rank, Role
 from quartet.errors import (
     ConfigError,
@@ -201,6 +202,35 @@ async def test_cancel_before_the_first_event_counts_too(
         await stream.cancel()
         events = [event async for event in stream]
         await stream.cancel()
+    assert isinstance(events[-1], ChoiceFinished)
+    assert events[-1].reason is FinishReason.CANCELLED
+
+
+async def test_a_cancel_is_sent_once_and_never_beside_the_start(
+    router: FakeRouter, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router.hold(0)
+    is_sending, may_send = asyncio.Event(), asyncio.Event()
+    write, written = client_generate._write, []
+
+    async def write_late(call: object, message: router_pb2.GenerateRequest) -> None:
+        if message.HasField("start"):
+            is_sending.set()
+            await may_send.wait()
+        written.append(message.WhichOneof("message"))
+        await write(call, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(client_generate, "_write", write_late)
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(30):
+        stream = client.generate("Hi")
+        first = asyncio.ensure_future(anext(stream))
+        await is_sending.wait()
+        await stream.cancel()
+        may_send.set()
+        await asyncio.gather(stream.cancel(), stream.cancel())
+        events = [await first, *[event async for event in stream]]
+        await stream.cancel()
+    assert written == ["start", "cancel"]
     assert isinstance(events[-1], ChoiceFinished)
     assert events[-1].reason is FinishReason.CANCELLED
 

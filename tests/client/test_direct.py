@@ -134,6 +134,14 @@ async def test_attempts_are_bounded_and_the_last_error_is_raised(router: FakeRou
     assert router.worker.num_starts == len(router.starts) == MAX_ATTEMPTS
 
 
+async def test_any_number_of_workers_may_drain_during_one_answer(router: FakeRouter, start_router: StartRouter) -> None:
+    router.words = [*router.words, *(f" {number}" for number in range(MAX_ATTEMPTS + 2))]
+    router.worker.failing = [Failing(DrainingError("leaving"), 0) for _ in range(MAX_ATTEMPTS + 1)]
+    completion = await complete(await start_router(router))
+    assert completion.choices[0].token_ids == tuple(range(IDS[0], IDS[0] + len(router.words)))
+    assert completion.choices[0].finished.usage.num_attempts == MAX_ATTEMPTS + 2
+
+
 async def test_an_answer_waits_where_the_router_cannot_place_it_again_just_now(
     router: FakeRouter, start_router: StartRouter
 ) -> None:

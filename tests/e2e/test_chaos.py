@@ -187,14 +187,15 @@ async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_
     assert crowd.token_ids == await undisturbed(client, asks)
 
 
-async def test_a_drained_decode_lets_its_requests_end_and_leaves(whole: Stack, client: QuartetClient) -> None:
+async def test_a_drained_decode_hands_on_what_it_does_not_end_and_leaves(whole: Stack, client: QuartetClient) -> None:
     asks = mixed_asks("drain", 8, num_prompt_tokens=range(20, 60), num_tokens=range(200, 201))
     async with Crowd(client, asks) as crowd:
         await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))
         assert crowd.at("decode-0") and crowd.at("decode-1")
         whole.terminate("decode-0")
         await crowd.finish()
-    assert set(crowd.num_attempts) == {1}
+    # Those that had not ended after two seconds went on at the other one.
+    assert set(crowd.num_attempts) <= {1, 2}
     assert await asyncio.to_thread(whole.processes["decode-0"].wait, WAIT_S) == 0
     await asyncio.to_thread(whole.wait_ready, WAIT_S)
     assert "decode-0" not in whole.worker_states()

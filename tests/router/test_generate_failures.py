@@ -209,6 +209,37 @@ async def test_attempts_are_bounded_and_the_last_error_is_raised() -> None:
     fleet.assert_nothing_left()
 
 
+async def test_an_answer_may_leave_any_number_of_draining_workers_and_come_back_to_them() -> None:
+    fleet = Fleet("decode-0", "decode-1", attempts=AttemptConfig(max_attempts=2))
+    left = [Plan(error=errors.DrainingError("leaving"), fail_after=1) for _ in range(6)]
+    fleet.hops.plan("decode", *left, Plan(error=errors.EngineError("broke"), fail_after=1))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    workers = workers_of(fleet, "decode")
+    # Each goes to the worker that did not just leave; the eighth to the one that did not break.
+    assert workers == [workers[number % 2] for number in range(8)] and workers[0] != workers[1]
+    assert set(fleet.pauses) <= {0.0}
+    fleet.assert_nothing_left()
+
+
+async def test_a_prefill_that_a_draining_worker_ends_goes_on_elsewhere_at_once() -> None:
+    fleet = Fleet("prefill-0", "prefill-1", "decode-0", attempts=AttemptConfig(max_attempts=1))
+    fleet.hops.plan("prefill", Plan(error=errors.DrainingError("leaving")))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert sorted(workers_of(fleet, "prefill")) == ["prefill-0", "prefill-1"]
+    fleet.assert_nothing_left()
+
+
+async def test_a_draining_worker_that_still_looks_ready_is_not_asked_in_a_hurry() -> None:
+    fleet = Fleet("decode-0")
+    fleet.hops.plan("decode", *(Plan(error=errors.DrainingError("leaving")) for _ in range(3)))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    first, *others = fleet.pauses
+    assert first == 0.0 and min(others) > 0.0
+
+
 async def test_tokens_that_came_are_shown_before_the_failure() -> None:
     fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plan("decode", Plan(error=errors.EngineError("broke"), fail_after=4))

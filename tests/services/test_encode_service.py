@@ -330,8 +330,8 @@ async def test_a_draining_worker_refuses_new_requests_and_ends_running_ones() ->
         with pytest.raises(DrainingError):
             await worker.encode(make_encode_start([DOG]))
         assert not await worker.dispatcher.wait_idle(0.01)
-        assert worker.dispatcher.cancel_all() == 1
-        with pytest.raises(RequestCancelledError, match="drain"):
+        assert worker.dispatcher.end_all(DrainingError("leaving")) == 1
+        with pytest.raises(DrainingError, match="leaving"):
             await running
         assert await worker.dispatcher.wait_idle(WAIT_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from http.client import HTTPConnection
 from typing import Any
 
@@ -12,16 +13,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.base import Registration, Role
+from quartet.discovery.base import Registration, Role, WorkerRecord
 from quartet.engine.base import RequestKind, Turn
 from quartet.engine.scheduler import SchedulerConfig
-from quartet.errors import DrainingError, RequestCancelledError
+from quartet.errors import DiscoveryError, DrainingError
 from quartet.events.publisher import PromptQueue
 from quartet.telemetry.http import Probes, TelemetryServer
 from services.workers import worker as worker_module
 from services.workers.kv_events import KvEvents
 from services.workers.worker import ProgressWatch, TurnWatch, Worker
 from tests.engine.fakes import FakeRunner
+from tests.fakes.memory_registry import MemoryRegistry
 from tests.router.records import make_record
 from tests.services.fake_kv import FakeKvPublisher
 from tests.services.stream_workers import WAIT_S, StreamWorker, collect, expected, make_start, stream_worker, until
@@ -38,7 +40,24 @@ class FakeRegistration(Registration):
         self.is_closed = True
 
 
-def make_worker(served: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0) -> Worker:
+class FakeRegistry(MemoryRegistry):
+    """Lists ``records``; ``None``: it can't be reached."""
+
+    def __init__(self, records: Sequence[WorkerRecord] | None) -> None:
+        super().__init__()
+        self.records = records
+        self.is_asked = False
+
+    async def workers(self) -> list[WorkerRecord]:
+        self.is_asked = True
+        if self.records is None:
+            raise DiscoveryError("out of reach")
+        return list(self.records)
+
+
+def make_worker(
+    served: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0, drain_timeout_s: float = 5.0
+) -> Worker:
     return Worker(
         make_record(role=role),
         served.engine,
@@ -46,7 +65,7 @@ def make_worker(served: StreamWorker, role: Role, *, stall_timeout_s: float = 5.
         served.source,
         served.server,
         KvEvents(served.engine, FakeKvPublisher()),
-        drain_timeout_s=5.0,
+        drain_timeout_s=drain_timeout_s,
         stall_timeout_s=stall_timeout_s,
         poll_interval_s=0.01,
     )
@@ -208,8 +227,90 @@ async def test_a_drain_cancels_requests_that_do_not_end_in_time() -> None:
         outcome = await worker.drain(0.05)
         assert (outcome.num_completed, outcome.num_cancelled) == (0, 1)
         gate.release(1000)
-        with pytest.raises(RequestCancelledError):
+        with pytest.raises(DrainingError):
             await collect(call)
+
+
+SUCCESSORS = {
+    "another": make_record(worker_id="decode-1", epoch=2),
+    "its-next-life": make_record(epoch=2),
+}
+
+
+@pytest.mark.parametrize("successor", SUCCESSORS.values(), ids=SUCCESSORS)
+async def test_a_drain_leaves_long_requests_to_another_worker_as_soon_as_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, successor: WorkerRecord
+) -> None:
+    monkeypatch.setattr(worker_module, "_MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(worker_module, "_LAST_OUTPUTS_S", 0.05)
+    gate = threading.Semaphore(3)
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
+        worker = make_worker(served, Role.DECODE, drain_timeout_s=3600.0)
+        registration = FakeRegistration(worker.record, on_close=lambda _: None)
+        registry = FakeRegistry([worker.record])
+        await worker.announce(registration, registry)
+        start = make_start(PROMPT, max_tokens=200)
+        call = served.decodes().start(start)
+        assert (await call.next()).started is not None
+        draining = asyncio.create_task(worker.drain())
+        await until(lambda: registry.is_asked)
+        assert served.dispatcher.num_running == 1 and not draining.done()
+        registry.records = [successor]
+        async with asyncio.timeout(WAIT_S):
+            outcome = await draining
+        assert (outcome.num_completed, outcome.num_cancelled) == (0, 1)
+        gate.release(1000)
+        with pytest.raises(DrainingError):
+            await collect(call)
+
+
+NOT_STAND_INS: dict[str, Sequence[WorkerRecord] | None] = {
+    "itself": [make_record()],
+    "another-role": [make_record(role=Role.PREFILL, epoch=2)],
+    "another-model": [make_record(worker_id="decode-1", epoch=2, model_name="other")],
+    "other-weights": [make_record(worker_id="decode-1", epoch=2, model_fingerprint="other")],
+    "unknown": None,
+}
+
+
+@pytest.mark.parametrize("others", NOT_STAND_INS.values(), ids=NOT_STAND_INS)
+async def test_a_drain_lets_long_requests_end_where_no_other_worker_can_go_on_with_them(
+    monkeypatch: pytest.MonkeyPatch, others: Sequence[WorkerRecord] | None
+) -> None:
+    monkeypatch.setattr(worker_module, "_MOVE_AFTER_S", 0.01)
+    gate = threading.Semaphore(1)
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
+        worker, registry = make_worker(served, Role.DECODE, drain_timeout_s=3600.0), FakeRegistry(others)
+        await worker.announce(FakeRegistration(worker.record, on_close=lambda _: None), registry)
+        start = make_start(PROMPT)
+        call = served.decodes().start(start)
+        await until(lambda: served.dispatcher.num_running == 1)
+        draining = asyncio.create_task(worker.drain())
+        await until(lambda: registry.is_asked)
+        for _ in range(10):  # by then it would have cut the request
+            await asyncio.sleep(0)
+        gate.release(1000)
+        async with asyncio.timeout(WAIT_S):
+            outcome = await draining
+        assert (outcome.num_completed, outcome.num_cancelled) == (1, 0)
+        assert await collect(call) == expected(start)
+
+
+async def test_a_drain_does_not_wait_long_for_hand_offs_where_another_worker_can_prefill_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "_LAST_PULLS_S", 0.05)
+    async with stream_worker(RequestKind.PREFILL) as served:
+        worker = make_worker(served, Role.PREFILL, drain_timeout_s=3600.0)
+        other = make_record(worker_id="prefill-1", epoch=2)
+        await worker.announce(FakeRegistration(worker.record, on_close=lambda _: None), FakeRegistry([other]))
+        outcome = await served.prefills().start(make_start(PROMPT)).outcome()
+        assert outcome.hand_off is not None
+        async with asyncio.timeout(WAIT_S):
+            await worker.drain()
+        assert served.source.counts.held == 1
+        served.source.withdraw(1)
+        await served.wait_clean()
 
 
 async def test_a_drain_waits_for_hand_offs_that_are_not_fetched_yet() -> None:
