@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from zmq.utils.monitor import recv_monitor_message
 
 from quartet.client import QuartetClient, RequestPath, Sampling, WorkerStatus
+from quartet.client.routers import MADE_UP_DETAILS, MAX_OPENINGS
 from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.errors import DiscoveryError
@@ -198,8 +199,15 @@ async def services_of(channel: grpc.aio.Channel) -> set[str]:
 
 
 async def outcome(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """The status of a call with one empty message."""
-    code: grpc.StatusCode = await channel.stream_stream(method)(iter([b""]), timeout=TIMEOUT_S).code()
+    """The status of a call with one empty message.
+
+    If the server refuses the call before that is written, gRPC may make up a status: then it is asked again.
+    """
+    for _ in range(MAX_OPENINGS):
+        call = channel.stream_stream(method)(iter([b""]), timeout=TIMEOUT_S)
+        code: grpc.StatusCode = await call.code()
+        if await call.details() != MADE_UP_DETAILS:
+            break
     return code
 
 
