@@ -27,7 +27,7 @@ from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
 from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex, keep_up
-from router.media.encode import EncodeTools
+from router.media.encode import EncodeTools, EncodeWaits
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
@@ -162,6 +162,11 @@ class RouterProcess:
             index=index,
             hops=fleet,
             rng=random.Random(),
+            waits=EncodeWaits(
+                table,
+                max_length=config.admission.max_queue_length,
+                retry_delay_s=config.admission.retry_delay_s,
+            ),
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
         )
@@ -180,7 +185,9 @@ class RouterProcess:
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
             )
         )
-        self._metrics.watch_requests(lambda: admission.length + media_queue.length, lambda: pipeline.num_running)
+        self._metrics.watch_requests(
+            lambda: admission.length + media_queue.length + encode.waits.length, lambda: pipeline.num_running
+        )
         return pipeline
 
     def _media_queue(self, table: WorkerTable) -> MediaQueue:

@@ -31,7 +31,7 @@ from router.config import AdmissionConfig, AttemptConfig
 from router.context import RouterContext
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
-from router.media.encode import EncodeTools, KnownSizes
+from router.media.encode import EncodeTools, EncodeWaits, KnownSizes
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
@@ -358,6 +358,7 @@ class Fleet:
         config = attempts or AttemptConfig()
         self.media, self.sizes = FakeMedia(), KnownSizes()
         self.media_queue = self._media_queue()
+        self.encode_waits = EncodeWaits(self.table, max_length=8, retry_delay_s=1.0)
         self.pipeline = Pipeline(
             RouterContext(
                 router_id="router-a",
@@ -397,7 +398,7 @@ class Fleet:
         """Nothing is booked, queued, running or held any more."""
         assert self.hops.num_open == 0
         assert self.hops.held == self.hops.kept == set()
-        assert self.admission.length == 0
+        assert self.admission.length == self.media_queue.length == self.encode_waits.length == 0
         assert self.pipeline.num_running == 0
         for status in self.table.statuses(0.0):
             assert status.num_requests == 0
@@ -412,6 +413,7 @@ class Fleet:
             index=self.index,
             hops=self.hops,
             rng=random.Random(0),
+            waits=self.encode_waits,
             timeout_s=config.encode_timeout_s,
             max_attempts=config.max_attempts,
             sleep=self._sleep,
