@@ -76,6 +76,7 @@ class Plan:
         has_hole: leaves out its first token.
         gate: a prefill waits for it first.
         laid_out: what it says of the prompt, whatever came.
+        num_cached_tokens: what a decode says of its cache.
     """
 
     error: ServingError | None = None
@@ -85,6 +86,7 @@ class Plan:
     has_hole: bool = False
     gate: asyncio.Event | None = None
     laid_out: LaidOut | None = None
+    num_cached_tokens: int = 3
 
 
 @dataclass
@@ -271,7 +273,7 @@ class FakeDecode:
         self._hops.pull(self._start)
         prompt, _, is_reported = reported_prompt(self._start)
         return DecodeStarted(
-            num_cached_tokens=3,
+            num_cached_tokens=self._plan.num_cached_tokens,
             queue_s=0.03,
             transfer_s=0.004,
             transfer_bytes=1,

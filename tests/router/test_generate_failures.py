@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quartet import errors
 from quartet.api.request import TextOptions
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import Sampling
+from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import ServingError
 from router.config import AttemptConfig
 from router.policy.create import PolicyConfig, PolicyName, create_policy
@@ -125,6 +125,28 @@ async def test_tokens_sent_twice_are_shown_once() -> None:
     fleet.hops.plan("decode", Plan(overlap=3))
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+
+
+async def test_tokens_sent_twice_after_a_migration_are_shown_once_with_their_logprobs() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.hops.plan(
+        "decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=5), Plan(overlap=3), Plan(overlap=3)
+    )
+    answer = await collect(fleet.generate(make_start(output=OutputOptions(logprobs=0))))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert [entry.token_id for entry in answer.logprobs[0]] == answer.token_ids[0]
+    assert answer.finished[0].usage.num_attempts == 2
+    fleet.assert_nothing_left()
+
+
+async def test_the_first_attempts_cached_tokens_are_reported_if_a_later_one_finds_more() -> None:
+    fleet = Fleet("decode-0", "decode-1")
+    fleet.hops.plan("decode", Plan(num_cached_tokens=7, error=errors.EngineError("broke"), fail_after=4))
+    fleet.hops.plan("decode", Plan(num_cached_tokens=11))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.finished[0].usage.num_attempts == 2
+    assert answer.finished[0].usage.num_cached_tokens == 7
+    fleet.assert_nothing_left()
 
 
 async def test_a_hole_in_the_tokens_is_a_broken_attempt() -> None:
