@@ -1,10 +1,11 @@
 """Every course that the hand-off of one request can take, up to a number of disturbances.
 
-One Prefill worker, two Decode workers and a router run in one process: the product's own router pipeline, fleet, worker
-streams, dispatchers, scheduler, block pools, offers and pullers. Only gRPC, the engine's thread, discovery and the
-model are replaced (see ``tests.model.simulation``). ``explore`` runs one request again and again. Whenever all wait, it
-may disturb what would come next: a process dies or is paused, a connection breaks or stalls, a message overtakes others
-or comes twice, time passes first, the client cancels. It tries every disturbance at every such moment.
+One Prefill worker, two Decode workers, a router and a client run in one process: the product's own router pipeline,
+fleet, worker streams, dispatchers, schedulers, block pools, offers, pullers and signed starts. Only gRPC, the engine's
+thread, discovery and the model are replaced (see ``tests.model.simulation``). ``explore`` runs one request again and
+again, in each ``Scenario``. Whenever all wait, it may disturb what would come next: a process dies and is back, or is
+paused; a connection breaks or stalls; a message overtakes others, or somebody repeats it; an engine is busy; the client
+cancels, dies, or brings its start twice. It tries every disturbance at every such moment.
 
     python -m tests.model.hand_off --depth 2
 
@@ -52,6 +53,9 @@ from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import Message, Snapshot, StepLoop
 from quartet.errors import ServingError
 from quartet.kvcache.hand_off import HandOffTicket, Offers
+from quartet.streams.client import DecodeClient, outcome_in_time
+from quartet.streams.messages import DecodeFinished, SignedPlacement
+from quartet.streams.signed_start import SignedStartVerifier
 from quartet.telemetry.metrics import RouterMetrics, WorkerMetrics
 from quartet.text.model_text import ModelText
 from quartet.transfer.base import Puller, TransferWay
@@ -68,6 +72,7 @@ from router.media.encode import EncodeTools, EncodeWaits
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.greedy import RoundRobinPolicy
+from router.signing import Signer
 from router.workers import WorkerTable
 from services.workers.config import WorkerConfig
 from services.workers.engine_parts import EngineParts
@@ -85,11 +90,12 @@ from tests.model.simulation import (
     run_in,
     spawn_in,
 )
-from tests.router.fakes import FakeTexts
+from tests.router.fakes import FakeTexts, OneKey
 from tests.router.records import make_load, make_record
 from tests.text.builders import byte_level_tokenizer
 
-PREFILL, DECODES, ROUTER, SOMEBODY = "prefill-0", ("decode-0", "decode-1"), "router", "somebody"
+PREFILL, DECODES, ROUTER = "prefill-0", ("decode-0", "decode-1"), "router"
+CLIENT, SOMEBODY = "client", "somebody"
 WORKERS = (PREFILL, *DECODES)
 
 TRANSFER = TransferConfig(hand_off_ttl_s=6.0, max_pull_s=4.0, stall_timeout_s=2.0, ways=(TransferWay.GRPC,))
@@ -98,11 +104,12 @@ ATTEMPTS = AttemptConfig(prefill_timeout_s=10.0, decode_start_timeout_s=40.0, de
 DISTURBED_S = 8.0
 PROBED_S = 0.5
 REQUEST_TIMEOUT_S = 120.0
+SIGNED_S = 4.0
 #: When the last one who knows of a hand-off has fallen silent, its blocks are free after this.
 BOUND_S = max(TRANSFER.hand_off_ttl_s, TRANSFER.max_pull_s) + 1.5
 
 NUM_BLOCKS = 12
-PROMPTS = (tuple(range(1, 7)), tuple(range(21, 27)))  # each of two blocks, the last one partly filled
+PROMPTS = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7, 8))  # each of two blocks, of which they share the first
 SAMPLING = Sampling(max_tokens=2, temperature=0)
 EXPECTED = [expected_output(Generation(prompt_token_ids=prompt, sampling=SAMPLING)) for prompt in PROMPTS]
 
@@ -122,6 +129,7 @@ class InlineThread:
         self._inbox: list[Message] = []
         self.steps: StepLoop | None = None
         self.wants_step_since: int | None = None
+        self.has_stepped = False
         self.life = current_life()
         self.loop = asyncio.get_running_loop()
         self.next_number: Callable[[], int] = lambda: 0
@@ -144,7 +152,7 @@ class InlineThread:
     def step(self) -> None:
         """One step of the engine."""
         assert self.steps is not None, "started"
-        self.wants_step_since = None
+        self.wants_step_since, self.has_stepped = None, True
         messages, self._inbox = self._inbox, []
         report = self.steps.step(messages)
         if report:
@@ -188,6 +196,7 @@ class Scenario(StrEnum):
 
     PLAIN = "plain"
     QUEUED = "queued"  # the Decode worker is busy at first: the hand-off is renewed while the request waits there
+    PLACED = "placed"  # the client brings a signed start to the Decode worker; no router watches over that
 
 
 @dataclass
@@ -195,11 +204,27 @@ class Asked:
     """One request, as its client sees it."""
 
     expected: list[int]
-    run: Any
+    run: Any = None
+    call: Any = None
     token_ids: list[int] = field(default_factory=list)
-    end: ChoiceFinished | BaseException | None = None
+    end: ChoiceFinished | DecodeFinished | BaseException | None = None
     ended_at: float | None = None
     is_cancelled: bool = False
+    placement: Any = None
+
+
+@dataclass
+class Sink:
+    """Takes the tokens of a decode without a router."""
+
+    asked: Asked
+
+    def started(self, _started: object) -> None:
+        return
+
+    def take(self, _offset: int, token_ids: Sequence[int], _logprobs: object, _now: float) -> bool:
+        self.asked.token_ids += token_ids
+        return True
 
 
 @dataclass
@@ -208,7 +233,6 @@ class KnownHandOff:
 
     deadline: float
     is_pulled: bool = False
-    is_known: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,19 +258,20 @@ class World:
         self.loop = SimLoop()
         self.net = SimNet(self.loop)
         self.net.on_server_write = self._note_answer
-        self.net.on_arrival = self._note_arrival
         self.trace: list[str] = []
         self.workers: dict[str, WorkerLife] = {}
         self.lives: Counter[str] = Counter()
         self._all_lives: list[Life] = []
         self.slow_until: dict[str, float] = {}
         self.requests: list[Asked] = []
+        self.opened: list[str] = []
         self.num_faults = 0
         self.last_disturbed_at = self.loop.now
         self.hand_offs: dict[tuple[Life, bytes], KnownHandOff] = {}
         self.problems: list[str] = []
         self.may_expire = False
         self._probing: set[Any] = set()
+        self._has_changed = True
         self._metrics = metrics
         self._mocks = contextlib.ExitStack()
 
@@ -254,6 +279,7 @@ class World:
         enter = self._mocks.enter_context
         enter(self.loop.running())
         enter(mock.patch.object(time, "monotonic", lambda: self.loop.now))
+        enter(mock.patch.object(time, "time", lambda: self.loop.now))
         channel = lambda address, _tls=None, **_more: SimChannel(self.net, current_life(), address)  # noqa: E731
         enter(mock.patch.object(router.fleet, "create_channel", channel))
         enter(mock.patch.object(router.fleet, "watch_connection", _never))
@@ -267,7 +293,7 @@ class World:
         enter(mock.patch.object(services.workers.process, "WorkerMetrics", lambda _registry: self._metrics[0]))
         enter(mock.patch.object(quartet.engine.step_engine, "EngineThread", self._make_thread))
         enter(mock.patch.object(quartet.transfer.source, "Offers", _repeating_offers))
-        self._router_life = self._new_life(ROUTER)
+        self._router_life, self._client_life = self._new_life(ROUTER), self._new_life(CLIENT)
         run_in(self._router_life, self._build_router)
         for name in WORKERS:
             self._start_worker(name)
@@ -320,6 +346,13 @@ class World:
         await parts.start()
         source = process._source(parts)
         source.advertise(life.name)
+        parts._verifier = SignedStartVerifier(
+            OneKey(),
+            worker_id=life.name,
+            epoch=life.number,
+            on_outcome=self.opened.append,
+            clock=asyncio.get_running_loop().time,
+        )
         serving = parts.serve(source)
         server = SimServer(life)
         for service in (serving.service, process._transfer_service(source, None)):
@@ -350,6 +383,7 @@ class World:
         index, rng = PrefixIndex(), random.Random(0)
         admission = self.admission = Admission(table, RoundRobinPolicy(0), AdmissionConfig(), index, metrics)
         table.listen(admission.wake)
+        table.listen(self._note_change)
         encode = EncodeTools(
             table=table,
             index=index,
@@ -372,6 +406,7 @@ class World:
                 metrics=metrics,
                 config=ATTEMPTS,
                 max_timeout_s=REQUEST_TIMEOUT_S,
+                signer=Signer(OneKey(), table, ttl_s=SIGNED_S, clock=self.loop.time),
             )
         )
 
@@ -389,10 +424,46 @@ class World:
             seed=1,
             text_options=TextOptions(omit_text=True),
         )
-        answer = Answer()
-        asked = Asked(EXPECTED[number], self.pipeline.generate(start, answer))
+        asked = Asked(EXPECTED[number])
         self.requests.append(asked)
+        if self.scenario is Scenario.PLACED:
+            asked.run = asyncio.get_running_loop().create_task(self._place(asked, start), name="place")
+            return
+        answer = Answer()
+        asked.run = self.pipeline.generate(start, answer)
         asyncio.get_running_loop().create_task(self._read(asked, answer), name="client")
+
+    async def _place(self, asked: Asked, start: GenerateStart) -> None:
+        """The router places a request; its client goes on alone."""
+        try:
+            placed = await self.pipeline.place(start)
+        except (ServingError, asyncio.CancelledError) as error:
+            asked.end, asked.ended_at = error, self.loop.now
+            return
+        [choice] = placed.choices
+        asked.token_ids += choice.token_ids
+        assert isinstance(choice.next, SignedPlacement), "more than one token is wanted"
+        spawn_in(self.loop, self._client_life, self._bring(asked, choice.next), "client")
+
+    async def _bring(self, asked: Asked, placement: SignedPlacement) -> None:
+        """The client brings a signed start to its worker, and takes the tokens."""
+        channel: Any = SimChannel(self.net, self._client_life, placement.address)
+        client = DecodeClient(placement.address, channel, lambda _error: None)
+        asked.placement, asked.call = placement, client.start_signed(placement, Sink(asked))
+        try:
+            asked.end = await outcome_in_time(asked.call, start_timeout_s=40.0, stall_timeout_s=40.0)
+        except (ServingError, TimeoutError) as error:
+            asked.end = error
+        finally:
+            asked.call.cancel()
+            asked.ended_at = self.loop.now
+
+    async def _bring_again(self, asked: Asked) -> None:
+        """Somebody brings the same signed start once more."""
+        channel: Any = SimChannel(self.net, self._client_life, asked.placement.address)
+        client = DecodeClient(asked.placement.address, channel, lambda _error: None)
+        with contextlib.suppress(ServingError):
+            await client.start_signed(asked.placement, Sink(Asked(asked.expected))).outcome()
 
     async def _read(self, asked: Asked, answer: Answer) -> None:
         try:
@@ -440,6 +511,10 @@ class World:
                 self._step("the router is paused", functools.partial(self._pause, self._router_life)),
                 self._step("the client cancels", self._cancel, is_fault=False, may_expire=False),
             ]
+        if self.requests[0].placement is not None and self.requests[0].ended_at is None:
+            again = functools.partial(self._bring_again, self.requests[0])
+            found.append(self._step("the client brings its start again", lambda: self._spawn_client(again())))
+            found.append(self._step("the client dies", self._kill_client))
         for way in ways[1:]:
             deliver = functools.partial(self.net.deliver, way)
             found.append(self._step(f"first: {_describe(way)}", deliver, is_fault=False, may_expire=False))
@@ -452,7 +527,8 @@ class World:
             if life.is_dead or life.name not in used:
                 continue
             # A router that lives drops the hand-offs that a dead taker leaves.
-            yield self._step(f"{life} dies", functools.partial(self._kill, worker), may_expire=life.name == PREFILL)
+            is_watched = life.name != PREFILL and self.scenario is not Scenario.PLACED
+            yield self._step(f"{life} dies", functools.partial(self._kill, worker), may_expire=not is_watched)
             yield self._step(f"{life} is paused for {DISTURBED_S:g} s", functools.partial(self._pause, life))
             if worker.thread.wants_step_since is not None:
                 slow_down = functools.partial(self._slow_down, life)
@@ -462,7 +538,7 @@ class World:
         for one, other in self._connected():
             # A taker that renews, and whoever aborts a pull, try again; a router does not.
             lose = functools.partial(self.net.lose_connection, one, other)
-            is_drop = {one, other} == {PREFILL, ROUTER}
+            is_drop = {one, other} == {PREFILL, ROUTER} or CLIENT in (one, other)
             yield self._step(f"{one} and {other} lose their connection", lose, may_expire=is_drop)
             freeze = functools.partial(self._freeze, one, other)
             yield self._step(f"{one} and {other} do not hear each other for {DISTURBED_S:g} s", freeze)
@@ -513,7 +589,8 @@ class World:
         self.loop.kill(self._router_life)
         self.net.drop_life(self._router_life)
         for asked in self.requests:
-            asked.ended_at = asked.ended_at or self.loop.now
+            if asked.placement is None:
+                asked.ended_at = asked.ended_at or self.loop.now
 
     def _pause(self, life: Life) -> None:
         life.is_paused = True
@@ -531,8 +608,20 @@ class World:
         self.loop.call_at(until, lambda: None)
 
     def _cancel(self) -> None:
-        self.requests[0].is_cancelled = True
-        run_in(self._router_life, self.requests[0].run.cancel)
+        asked = self.requests[0]
+        asked.is_cancelled = True
+        if asked.call is None:
+            run_in(self._router_life, asked.run.cancel)
+        else:
+            run_in(self._client_life, asked.call.cancel)
+
+    def _spawn_client(self, work: Any) -> None:
+        spawn_in(self.loop, self._client_life, work, "client")
+
+    def _kill_client(self) -> None:
+        self.loop.kill(self._client_life)
+        self.net.drop_life(self._client_life)
+        self.requests[0].ended_at = self.loop.now
 
     def _connected(self) -> list[tuple[str, str]]:
         pairs = {
@@ -563,11 +652,16 @@ class World:
         """Raise ``BrokenPromiseError`` unless all promises hold at this moment, at which everybody waits."""
         if self.loop.errors:
             raise BrokenPromiseError(f"an error that nobody handles: {self.loop.errors[0]}")
+        if self.opened.count("opened") > len(self.requests):
+            raise BrokenPromiseError("a signed start was opened twice")
         if self.problems:
             raise BrokenPromiseError(self.problems[0])
         for worker in self.workers.values():
             if not worker.life.is_dead:
-                _check_pool(worker)
+                if worker.thread.has_stepped:
+                    worker.thread.has_stepped = False
+                    _check_pool(worker)
+                _check_held(worker)
                 self._check_hand_offs(worker)
         for asked in self.requests:
             if asked.token_ids != asked.expected[: len(asked.token_ids)]:
@@ -587,6 +681,7 @@ class World:
             return
         if self.pipeline.num_running or self.admission.length:
             raise BrokenPromiseError("the request has not ended")
+        self.table.tick(self.loop.now + REQUEST_TIMEOUT_S + SIGNED_S + 10.0)  # what was placed has lapsed
         for status in self.table.statuses(self.loop.now):
             if status.num_requests:
                 raise BrokenPromiseError(f"the router still has room booked at {status.record.worker_id}")
@@ -601,6 +696,10 @@ class World:
             raise BrokenPromiseError(f"{BOUND_S:g} s after the last sign of a taker {', '.join(held)} holds blocks")
 
     def _check_answer(self, asked: Asked) -> None:
+        if self.scenario is Scenario.PLACED:
+            if not (self.num_faults or asked.is_cancelled) and asked.token_ids != asked.expected:
+                raise BrokenPromiseError(f"the client got {asked.token_ids}, and {asked.end!r}")
+            return  # else the client asks a router again
         if isinstance(asked.end, BaseException):
             raise BrokenPromiseError(f"the request failed: {asked.end!r}")
         if asked.end is None:
@@ -616,13 +715,15 @@ class World:
         offers, life = worker.offers, worker.life
         for offer in (*offers._held.values(), *offers._pulling.values()):
             key = (life, offer.ticket.hand_off_id)
-            self.hand_offs.setdefault(key, KnownHandOff(offer.deadline))
-        pulled = Counter(
-            ticket.hand_off_id
-            for stream in self.net.streams
-            if stream.server is life and (ticket := _begun(stream.server_task)) is not None
-        )
-        if not life.is_paused:
+            known = self.hand_offs.setdefault(key, KnownHandOff(offer.deadline))
+            if offer.deadline > known.deadline:
+                raise BrokenPromiseError(f"{life} keeps a hand-off for longer than it may")
+        if offers._pulling and not life.is_paused:
+            pulled = Counter(
+                ticket.hand_off_id
+                for stream in self.net.streams
+                if stream.server is life and (ticket := _begun(stream.server_task)) is not None
+            )
             for hand_off_id in offers._pulling:
                 if pulled[hand_off_id] != 1:
                     raise BrokenPromiseError(f"{pulled[hand_off_id]} streams pull one hand-off of {life}")
@@ -634,12 +735,6 @@ class World:
             running = worker.thread.steps._scheduler.live.get(id)  # type: ignore[union-attr]
             if running is None or running.state is not RequestState.PULLING:
                 raise BrokenPromiseError(f"{life} gave blocks back that a fetch still writes")
-
-    def _note_arrival(self, target: Life, content: Any) -> None:
-        if isinstance(content, bytes):
-            for (_, hand_off_id), known in self.hand_offs.items():
-                known.is_known |= hand_off_id in content
-        del target
 
     def _note_answer(self, stream: Any, data: bytes) -> None:
         """A source answers a puller: only what the ticket allows, and only as long as it holds the blocks."""
@@ -667,14 +762,18 @@ class World:
 
     def _probe(self) -> None:
         """The router's probes reach a worker whose stream broke, a little later."""
-        if self._router_life.is_dead:
+        if self._router_life.is_dead or not self._has_changed:
             return
+        self._has_changed = False
         for status in self.table.statuses(self.loop.now):
             worker, key = self.workers[status.record.worker_id], status.record.key
             is_there = not worker.life.is_dead and worker.record == status.record
             if status.state is WorkerState.SUSPECT and is_there and key not in self._probing:
                 self._probing.add(key)
                 run_in(self._router_life, self.loop.call_later, PROBED_S, self._connect, worker.record)
+
+    def _note_change(self) -> None:
+        self._has_changed = True
 
     def _connect(self, record: WorkerRecord) -> None:
         self._probing.discard(record.key)
@@ -731,7 +830,7 @@ def _ticket(request: bytes) -> HandOffTicket | None:
 
 
 def _check_pool(worker: WorkerLife) -> None:
-    """Each block is in one state, and held blocks are those of living hand-offs."""
+    """Each block is in one state."""
     blocks, life = worker.blocks, worker.life
     counts = blocks.counts
     if counts.free + counts.cached + counts.held + counts.in_use != counts.total:
@@ -742,7 +841,12 @@ def _check_pool(worker: WorkerLife) -> None:
         raise BrokenPromiseError(f"{life} has a block that is free twice, or free and taken: {free}, {taken}")
     if min((*blocks._num_users, *blocks._num_holders)) < 0:
         raise BrokenPromiseError(f"{life} freed a block twice")
-    if worker.thread.wants_step_since is None and not life.is_paused:
+
+
+def _check_held(worker: WorkerLife) -> None:
+    """Held blocks are those of living hand-offs."""
+    if worker.thread.wants_step_since is None and not worker.life.is_paused:
+        blocks, life = worker.blocks, worker.life
         holders, offered = set(blocks._held), set(worker.offers._by_holder)
         if offered - holders:
             raise BrokenPromiseError(f"{life} offers blocks that it does not hold")
@@ -789,8 +893,13 @@ class Found:
 Choice = tuple[int, int]
 
 
-def explore(depth: int, scenarios: Sequence[Scenario] = tuple(Scenario), *, max_broken: int = 1) -> Found:
-    """Run each scenario with every combination of at most ``depth`` disturbances, until ``max_broken`` runs broke."""
+def explore(
+    depth: int, scenarios: Sequence[Scenario] = tuple(Scenario), *, one_in: int = 1, max_broken: int = 1
+) -> Found:
+    """Run each scenario with every combination of at most ``depth`` disturbances, until ``max_broken`` runs broke.
+
+    ``one_in``: of the disturbances that each moment has, try one in so many, other ones at the next moment.
+    """
     logging.disable(logging.CRITICAL)
     metrics = (WorkerMetrics(CollectorRegistry()), RouterMetrics(CollectorRegistry()))
     found, began = Found(), time.perf_counter()
@@ -807,7 +916,8 @@ def explore(depth: int, scenarios: Sequence[Scenario] = tuple(Scenario), *, max_
             if len(choices) < depth:
                 first = choices[-1][0] + 1 if choices else 0
                 for moment in range(first, len(widths)):
-                    more = [(*choices, (moment, number)) for number in range(widths[moment])]
+                    numbers = range(-moment % one_in, widths[moment], one_in)
+                    more = [(*choices, (moment, number)) for number in numbers]
                     pending.extend((scenario, one) for one in more)
     finally:
         logging.disable(logging.NOTSET)

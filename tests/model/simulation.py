@@ -436,9 +436,9 @@ class SimNet:
         self.loop = loop
         self.servers: dict[str, SimServer] = {}
         self.streams: list[SimStream] = []
+        self._busy: dict[Way, None] = {}  # with something on it
         self.numbers = itertools.count()
         self.on_server_write: Callable[[SimStream, bytes], None] = lambda _stream, _data: None
-        self.on_arrival: Callable[[Life, Any], None] = lambda _target, _content: None
         self.frozen: dict[frozenset[str], float] = {}
 
     def serve(self, server: SimServer) -> None:
@@ -457,6 +457,7 @@ class SimNet:
         sender = way.stream.client if way.is_to_server else way.stream.server
         if not sender.is_dead:
             way.sent.append(Sent(content, next(self.numbers), arrived))
+            self._busy[way] = None
 
     def is_frozen(self, way: Way) -> bool:
         pair = frozenset((way.stream.client.name, way.stream.server.name))
@@ -464,9 +465,9 @@ class SimNet:
 
     def ways(self) -> list[Way]:
         """Directions with something on its way that can arrive now, the longest waiting first."""
-        found = [
-            way for stream in self.streams for way in (stream.up, stream.down) if way.sent and not self.is_frozen(way)
-        ]
+        for way in [way for way in self._busy if not way.sent]:
+            del self._busy[way]
+        found = [way for way in self._busy if not self.is_frozen(way)]
         return sorted(found, key=lambda way: way.sent[0].number)
 
     def deliver(self, way: Way) -> Any:
@@ -479,7 +480,6 @@ class SimNet:
             if way.is_to_server and not way.stream.client.is_dead:
                 way.stream.lose()
         else:
-            self.on_arrival(target, content)
             run_in(target, way.stream.arrive, way, content)
         return content
 

@@ -1,4 +1,4 @@
-"""Whatever disturbs a hand-off once, it keeps its promises; ``python -m tests.model.hand_off --depth 2`` tries two."""
+"""Whatever disturbs a hand-off once, it keeps its promises. ``python -m tests.model.hand_off`` tries all there is."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quartet.transfer.grpc.puller import PullClaim
 from tests.model.hand_off import Scenario, explore
 
 
-def test_every_single_disturbance_while_the_hand_off_is_renewed_and_pulled() -> None:
-    found = explore(1, [Scenario.QUEUED])
+def test_a_disturbance_at_any_moment_breaks_no_promise() -> None:
+    found = explore(1, one_in=4)
     assert found.broken == []
-    assert found.num_runs > 300
+    assert found.num_runs > 250
 
 
 def test_a_hand_off_that_is_never_renewed_is_found() -> None:
@@ -45,7 +45,7 @@ def test_a_source_that_lets_two_takers_pull_is_found() -> None:
         return begin(offers, ticket, pieces, now=now)  # type: ignore[arg-type]
 
     with mock.patch.object(Offers, "begin", begin_again):
-        [(problem, trace)] = explore(1, [Scenario.PLAIN]).broken
+        [(problem, trace)] = explore(1, [Scenario.PLACED]).broken
     assert problem == "2 streams pull one hand-off of prefill-0"
     assert any("** somebody repeats begin" in line for line in trace)
 
