@@ -221,6 +221,10 @@ class LayoutMismatchError(ServingError, reason="LAYOUT_MISMATCH"):
     """Blocks of this dtype, shape, block size or model cannot be taken over here."""
 
 
+class NoHandOffError(ServingError, reason="NO_HAND_OFF"):
+    """This engine hands no blocks off, or takes none over: the router has the decode worker prefill."""
+
+
 class TransferError(ServingError, reason="TRANSFER_FAILED"):
     """Moving blocks failed; the blocks that arrived must be thrown away."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -53,6 +54,11 @@ _TRANSFER = (
     errors.HandOffStateError,
     errors.StaleEpochError,
 )
+
+# The decode worker can't take over what a prefill worker has, however often that prefills.
+_MISMATCH = (errors.NoHandOffError, errors.LayoutMismatchError)
+
+_HAND_OFF_FIELD = re.compile(r"(?:media\[\d+\]\.)?hand_off\b")
 
 
 class ChoiceRun:
@@ -432,6 +438,9 @@ class ChoiceRun:
 
     def _hop_error(self, hop: Hop, error: ServingError, media: Sequence[MediaInput]) -> HopFailedError:
         request = self._request
+        if isinstance(error, errors.InvalidRequestError) and _HAND_OFF_FIELD.match(error.field or ""):
+            # Clients send no hand-offs, so this is not their fault.
+            error = errors.TransferError(error.message) if media else errors.NoHandOffError(error.message)
         if media and request.media is not None:
             error = request.media.client_error(error)
             if isinstance(error, _TRANSFER):
@@ -522,10 +531,12 @@ class RetryHints:
         avoid: ids of workers that just failed it.
         prefer_prefill: after one failed transfer, the rank that has the blocks cached.
         num_failures: failed attempts; those at workers that were draining do not count, since nothing failed.
+        is_local: after a hand-off that was impossible: prefill where it is decoded.
     """
 
     avoid: set[str] = field(default_factory=set)
     prefer_prefill: Rank | None = None
+    is_local: bool = False
     num_failures: int = 0
     _leaving: str | None = None
     _num_failed_transfers: int = 0
@@ -555,6 +566,8 @@ class RetryHints:
             pass  # no worker failed: embeddings are kept for less time than a sequence runs
         elif failure.pulls_media and isinstance(error, _TRANSFER):
             self._note_media_transfer(placement.prefills_at)
+        elif _is_mismatch(failure, placement):
+            self.is_local = True
         elif failure.hop is Hop.PREFILL and placement.prefill is not None:
             self.avoid.add(placement.prefill.worker_id)
         elif isinstance(error, _TRANSFER) and placement.prefill is not None:
@@ -585,6 +598,12 @@ class RetryHints:
             self.prefer_prefill = prefill
         else:
             self.avoid.add(prefill.worker_id)
+
+
+def _is_mismatch(failure: HopFailedError, placement: Placement) -> bool:
+    """Whether no prefill worker can hand off to the decode worker of ``placement``, as far as is known."""
+    kinds = errors.NoHandOffError if failure.hop is Hop.PREFILL else _MISMATCH
+    return isinstance(failure.error, kinds) and placement.prefill is not None
 
 
 def _rank_of(failure: HopFailedError, placement: Placement) -> Rank:
@@ -666,6 +685,7 @@ def make_queued(
         num_most_tokens=num_most_tokens,
         adapter=request.start.adapter,
         needs_media=_NO_MEDIA if request.media is None else request.media.needs,
+        is_local=hints.is_local,
         # A signature does not protect media: workers do not hold them as long as a client may take.
         is_remote=gang is not None and request.media is not None,
         avoid=hints.avoided,

@@ -93,7 +93,16 @@ async def run_prepared(
             finally:
                 request.media.close()
     except TimeoutError as error:
-        raise RequestTimeoutError(f"the request {late} within {timeout_s:g} s") from error
+        message = f"the request {late} within {timeout_s:g} s{_lack(request, context.table)}"
+        raise RequestTimeoutError(message) from error
+
+
+def _lack(request: RouterRequest, table: WorkerTable) -> str:
+    """What a request that is late may have waited for; empty: nothing that is known."""
+    if not request.start.has_media or "pool" not in vars(request):
+        return ""
+    media = table.media(request.pool.key, time.monotonic())
+    return ": no encode worker of this model is ready" if media is not None and media.awaits(frozenset()) else ""
 
 
 class RouterRequest:

@@ -30,7 +30,7 @@ from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
 from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex, keep_up
-from router.media.encode import EncodeTools
+from router.media.encode import EncodeTools, EncodeWaits
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
@@ -196,6 +196,11 @@ class RouterProcess:
             index=index,
             hops=fleet,
             rng=random.Random(),
+            waits=EncodeWaits(
+                table,
+                max_length=config.admission.max_queue_length,
+                retry_delay_s=config.admission.retry_delay_s,
+            ),
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
         )
@@ -217,7 +222,9 @@ class RouterProcess:
                 tenants=self._tenants,
             )
         )
-        self._metrics.watch_requests(lambda: admission.length + media_queue.length, lambda: pipeline.num_running)
+        self._metrics.watch_requests(
+            lambda: admission.length + media_queue.length + encode.waits.length, lambda: pipeline.num_running
+        )
         return pipeline
 
     def _untaken_budgets(self, table: WorkerTable) -> UntakenBudgets[PoolKey]:

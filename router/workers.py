@@ -230,6 +230,11 @@ class WorkerTable:
         known = self._pools_by_key(now).get(pool)
         return 0 if known is None else known.block_size
 
+    def media(self, pool: PoolKey, now: float) -> PoolMedia | None:
+        """The media that ``pool`` takes; ``None``: the pool is gone."""
+        known = self._pools_by_key(now).get(pool)
+        return None if known is None else known.media
+
     def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
         """The ranks of ``pool`` that take requests now."""
         ready = self._ready_of(pool, now)
@@ -560,6 +565,7 @@ class PoolMedia:
         encoded: kinds of ready encode workers; also empty if no ready worker pulls their hand-offs.
         filed: kinds of ready workers that compute prompts.
         known: kinds of both, ready or not.
+        known_encoded: kinds of encode workers, ready or not, whose hand-offs some worker pulls.
         awaits_encode: workers that compute prompts pull encode workers' hand-offs, but no encode worker is known.
         max_tokens: most tokens of one item, whichever worker encodes it; 0: no worker reports this.
     """
@@ -567,6 +573,7 @@ class PoolMedia:
     encoded: frozenset[frozenset[str]] = frozenset()
     filed: frozenset[frozenset[str]] = frozenset()
     known: frozenset[frozenset[str]] = frozenset()
+    known_encoded: frozenset[frozenset[str]] = frozenset()
     awaits_encode: bool = False
     max_tokens: int = 0
 
@@ -575,22 +582,33 @@ class PoolMedia:
         """All kinds that any worker takes, ready or not."""
         return frozenset().union(*self.known)
 
+    def awaits(self, kinds: frozenset[str]) -> bool:
+        """Whether files of ``kinds`` can get into a prompt only once an encode worker is back.
+
+        No kinds: files of which nothing is known yet.
+        """
+
+        def has_taker(workers: Iterable[frozenset[str]]) -> bool:
+            return any(taken and kinds <= taken for taken in workers)
+
+        if has_taker(self.encoded) or has_taker(self.filed):
+            return False
+        return has_taker(self.known_encoded) if has_taker(self.known) else self.awaits_encode
+
     def way(self, items: Sequence[MediaItem], fields: Sequence[str]) -> MediaWay:
-        """How ``items``, which the client knows by ``fields``, can get into a prompt now.
+        """How ``items``, which the client knows by ``fields``, get into a prompt now, or once an encode worker is back.
 
         Raises:
             UnsupportedFieldError: no worker takes an item's kind, alone or with the others; names the item's field.
-            WorkerUnavailableError: the workers that take them are not ready.
+            WorkerUnavailableError: the workers that take them are not ready, and none of them is an encode worker.
         """
         kinds = frozenset[str]()
         for item, item_field in zip(items, fields, strict=True):
             kinds |= {item.file.kind.value}
-            if not any(kinds <= taken for taken in self.known):
-                if self.awaits_encode:
-                    raise WorkerUnavailableError("no encode worker of this model is known")
+            if not self.awaits_encode and not any(kinds <= taken for taken in self.known):
                 message = f"no worker of this model takes media of kind {' and '.join(sorted(kinds))}"
                 raise UnsupportedFieldError(message, field=item_field)
-        if any(kinds <= taken for taken in self.encoded):
+        if any(kinds <= taken for taken in self.encoded) or self.awaits(kinds):
             return MediaWay.ENCODE
         if any(kinds <= taken for taken in self.filed):
             return MediaWay.FILES
@@ -668,6 +686,7 @@ def _describe_media(
         encoded=_kinds(ready_encode if is_pulled_now else ()),
         filed=_kinds(ready_models),
         known=_kinds([*models, *encode] if is_pulled else models),
+        known_encoded=_kinds(encode if is_pulled else ()),
         awaits_encode=is_pulled and not encode,
         max_tokens=max(worker.record.max_media_tokens for worker in takers),
     )

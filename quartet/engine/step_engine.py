@@ -42,8 +42,8 @@ from quartet.engine.step_loop import (
 from quartet.engine.validation import blocks_payload
 from quartet.errors import (
     EngineError,
+    NoHandOffError,
     ServingError,
-    UnsupportedFieldError,
 )
 from quartet.transfer.base import EmbeddingMemory, FetchResult, PoolMemory, Puller
 
@@ -161,9 +161,11 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         return () if turn is None else (turn,)
 
     def _accept(self, request: EngineRequest) -> None:
+        if request.kind is RequestKind.PREFILL and self._memory is None:
+            raise NoHandOffError("this engine hands nothing off: its block pool is not in host memory")
         if request.hand_off is not None:
             if self._pulls is None or self._memory is None:
-                raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
+                raise NoHandOffError("this engine takes no hand-offs", field="hand_off")
             blocks_payload(request.hand_off)
             self._pulls.claim(request.id, request.hand_off)
         self._num_submits += 1

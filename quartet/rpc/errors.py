@@ -80,6 +80,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.HandOffStateError: StatusCode.FAILED_PRECONDITION,
     errors.StaleEpochError: StatusCode.FAILED_PRECONDITION,
     errors.LayoutMismatchError: StatusCode.FAILED_PRECONDITION,
+    errors.NoHandOffError: StatusCode.FAILED_PRECONDITION,  # the router prefills where it decodes
     errors.TransferError: StatusCode.UNAVAILABLE,  # the router prefills again
     errors.TransferTimeoutError: StatusCode.UNAVAILABLE,
     errors.MediaLostError: StatusCode.UNAVAILABLE,  # the router prefills again

@@ -97,7 +97,7 @@ def _split(groups: list[Group], mask_of: MaskOf, sequence_hashes: Sequence[int],
     """Add the groups that end between two blocks: the ranks that have the one above and not the one below."""
     low, low_mask, alive = above
     high, high_mask, left = below
-    ahead: list[_Probe] = []  # further down, for later
+    ahead: list[tuple[int, int, int, int, int, int]] = []  # for later, further down: two probes, in one flat tuple
     while True:
         while high - low > 1:
             middle = (low + high) >> 1
@@ -112,13 +112,13 @@ def _split(groups: list[Group], mask_of: MaskOf, sequence_hashes: Sequence[int],
             elif there == left:
                 high, high_mask = middle, mask
             else:
-                ahead.append((high, high_mask, left))
+                ahead.append((middle, mask, there, high, high_mask, left))
                 high, high_mask, left = middle, mask, there
         groups.append((high, alive ^ left))
         if not ahead:
             return
-        low, low_mask, alive = high, high_mask, left
-        high, high_mask, left = ahead.pop()
+        # Not from the last `high`: it may have come up to a gap of ranks that end further down.
+        low, low_mask, alive, high, high_mask, left = ahead.pop()
 
 
 class MaskMap:

@@ -13,9 +13,10 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from quartet.discovery.base import Rank
-from quartet.errors import ServingError, WorkerUnavailableError
+from quartet.errors import QueueFullError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaItem, MediaSize
 from quartet.media.media_id import media_hash
@@ -86,11 +87,103 @@ class KnownSizes:
             self.learn([MediaSize(media_id=unknown[0], num_tokens=rest // counts[unknown[0]])])
 
 
+class EncodeWaits:
+    """Where requests wait while the encode workers that take their media are away. Runs on the event loop.
+
+    Nothing is held for a request that waits before its media are fetched. If too many wait, the last one of the tenant
+    with the most of them is refused.
+    """
+
+    def __init__(self, table: WorkerTable, *, max_length: int, retry_delay_s: float) -> None:
+        """Nobody waits; at most ``max_length`` may. Those refused should try again after ``retry_delay_s``."""
+        self._table = table
+        self._max_length = max_length
+        self._retry_delay_s = retry_delay_s
+        self._waits: dict[_Away, list[_Wait]] = {}
+        table.listen(self._look)
+
+    @property
+    def length(self) -> int:
+        """Requests that wait."""
+        return sum(map(len, self._waits.values()))
+
+    async def way(self, pool: PoolKey, kinds: frozenset[str], tenant: str) -> None:
+        """Wait until files of ``kinds`` can get into a prompt, as long as only an encode worker lacks for that.
+
+        The caller bounds the wait. Raises ``QueueFullError``: too many requests wait.
+        """
+        await self._wait(_Away(pool, kinds, is_chosen=False), tenant)
+
+    async def worker(self, pool: PoolKey, kinds: frozenset[str], tenant: str) -> None:
+        """Wait until an encode worker takes files of ``kinds``. The rest is as for ``way``."""
+        await self._wait(_Away(pool, kinds, is_chosen=True), tenant)
+
+    async def _wait(self, away: _Away, tenant: str) -> None:
+        while away.is_so(self._table):
+            wait = _Wait(tenant)
+            self._waits.setdefault(away, []).append(wait)
+            self._bound()
+            try:
+                await wait.ended
+            finally:
+                self._leave(away, wait)
+
+    def _look(self) -> None:
+        """The table has changed: wake those whose workers are back. All that lack the same share one look."""
+        for away, waits in self._waits.items():
+            if not away.is_so(self._table):
+                for wait in waits:
+                    if not wait.ended.done():
+                        wait.ended.set_result(None)
+
+    def _bound(self) -> None:
+        if self.length <= self._max_length:
+            return
+        waiting = [wait for waits in self._waits.values() for wait in waits if not wait.ended.done()]
+        tenant, _ = Counter(wait.tenant for wait in waiting).most_common(1)[0]
+        last = max((wait for wait in waiting if wait.tenant == tenant), key=attrgetter("since"))
+        message = "too many requests wait for an encode worker"
+        last.ended.set_exception(QueueFullError(message, retry_delay_s=self._retry_delay_s))
+
+    def _leave(self, away: _Away, wait: _Wait) -> None:
+        self._waits[away].remove(wait)
+        if not self._waits[away]:
+            del self._waits[away]
+
+
+@dataclass(frozen=True)
+class _Away:
+    """What some requests lack: an encode worker of ``pool`` for files of ``kinds``.
+
+    ``is_chosen``: an encode worker it must be; else a worker that computes prompts may take the files too.
+    """
+
+    pool: PoolKey
+    kinds: frozenset[str]
+    is_chosen: bool
+
+    def is_so(self, table: WorkerTable) -> bool:
+        """Whether it is lacking now."""
+        now = time.monotonic()
+        if self.is_chosen:
+            return not table.encode_candidates(self.pool, self.kinds, now)
+        media = table.media(self.pool, now)
+        return media is not None and media.awaits(self.kinds)
+
+
+@dataclass(eq=False)
+class _Wait:
+    tenant: str
+    since: float = field(default_factory=time.monotonic)
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncodeTools:
     """What media are encoded with; the same for all requests of a router.
 
     Attributes:
+        waits: where requests wait while all encode workers are away.
         timeout_s: longest encode, the worker's queue included.
         max_attempts: attempts for one request, in all.
         sleep: pauses between attempts, in seconds.
@@ -100,6 +193,7 @@ class EncodeTools:
     index: PrefixIndex
     hops: Hops
     rng: random.Random
+    waits: EncodeWaits
     timeout_s: float
     max_attempts: int
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -114,6 +208,7 @@ class EncodeOrder:
         fields: the client's name for each item.
         context: makes the request's context, given attempt, time and numbers.
         numbers: attempt numbers, one for each encode.
+        tenant: of the request.
         deadline: of the request, monotonic seconds.
         avoid: ids of workers that failed it; each failure adds one.
     """
@@ -123,8 +218,14 @@ class EncodeOrder:
     fields: Sequence[str]
     context: Callable[..., RequestContext]
     numbers: Iterator[int]
+    tenant: str
     deadline: float
     avoid: set[str] = field(default_factory=set)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of its files."""
+        return frozenset(item.file.kind.value for item in self.items)
 
 
 class Encoding:
@@ -200,8 +301,9 @@ class Encoding:
             await self._tools.sleep(pause)
 
     async def _attempt(self) -> None:
-        rank = self._choose()
         tools, order = self._tools, self._order
+        await tools.waits.worker(order.pool, order.kinds, order.tenant)
+        rank = self._choose()
         booking = tools.table.reserve_encode(rank, len(order.items))
         renewed: list[RenewedHandOff] = []
         call, self.rank = None, rank
@@ -230,8 +332,7 @@ class Encoding:
 
     def _choose(self) -> Rank:
         order, tools = self._order, self._tools
-        kinds = frozenset(item.file.kind.value for item in order.items)
-        candidates = tools.table.encode_candidates(order.pool, kinds, time.monotonic())
+        candidates = tools.table.encode_candidates(order.pool, order.kinds, time.monotonic())
         num_cached = Counter(rank for item_hash in self._hashes for rank in tools.index.match((item_hash,)))
         rank = choose_encode(candidates, num_cached, frozenset(order.avoid), tools.rng)
         if rank is None:

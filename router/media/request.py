@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -112,7 +112,7 @@ async def prepare_media(
         InvalidRequestError: an item is impossible or can't be fetched; its field is named.
         QueueFullError: too many requests with media wait, or it waited for too long.
         UnsupportedFieldError: the model takes no media, or none of a kind.
-        WorkerUnavailableError: no worker that takes such media is ready.
+        WorkerUnavailableError: no worker that takes such media is ready, and none of them is an encode worker.
     """
     parts, fields = named_parts(request.start)
     if not parts:
@@ -120,6 +120,8 @@ async def prepare_media(
     if text.media is None:
         raise UnsupportedFieldError("this model takes no media", field=item_field(fields[0]))
     check_items(request.start, token_ids, text.media, fields)
+    if encodes:
+        pool = await _with_way(request, pool, parts, tools.encode)
     order = _media_order(request.start, pool, parts, tools.max_item_bytes)
     room = await tools.queue.enter(order) if encodes else tools.queue.preview(order)
     media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
@@ -292,6 +294,19 @@ def check_items(start: GenerateStart, token_ids: Sequence[int], media: MediaText
         raise InvalidRequestError(error.message, field=field) from error
 
 
+async def _with_way(request: MediaRequest, pool: Pool, parts: Sequence[MediaPart], tools: EncodeTools) -> Pool:
+    """Wait until ``pool`` takes ``parts``, if only encode workers are away; nothing is held meanwhile.
+
+    Returns ``pool`` with the media that it takes then. What a URL leads to is not known yet.
+    """
+    kinds = frozenset(part.kind.value for part in parts if isinstance(part, MediaFile))
+    if not pool.media.awaits(kinds):
+        return pool
+    await tools.waits.way(pool.key, kinds, request.start.tenant)
+    media = tools.table.media(pool.key, time.monotonic())
+    return pool if media is None else replace(pool, media=media)
+
+
 async def _fetch(
     request: MediaRequest,
     pool: Pool,
@@ -364,7 +379,13 @@ def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fie
         trust_domain=request.trust_domain,
     )
     return EncodeOrder(
-        pool=pool, items=items, fields=fields, context=context, numbers=numbers, deadline=request.deadline
+        pool=pool,
+        items=items,
+        fields=fields,
+        context=context,
+        numbers=numbers,
+        tenant=start.tenant,
+        deadline=request.deadline,
     )
 
 

@@ -31,7 +31,8 @@ class Pending:
             empty; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.
         needs_media: what the rank that computes its prompt has to take of media; empty: nothing.
-        is_local: it needs media, and no rank that only prefills takes these: it is prefilled where it is decoded.
+        is_local: it is prefilled where it is decoded: no rank that only prefills takes the media that it needs, or a
+            hand-off of its blocks was found to be impossible.
         is_remote: it is not prefilled where it is decoded.
         avoid: ids of workers that just failed it; they are chosen only if no other worker will do.
         prefer_prefill: where its blocks are probably cached.

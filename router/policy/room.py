@@ -111,8 +111,8 @@ def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
 
 
 def can_prefill(candidate: Candidate, pending: Pending) -> bool:
-    """Whether ``pending`` could be prefilled there if the rank were empty."""
-    if pending.needs_media and not pending.needs_media <= candidate.media:
+    """Whether ``pending`` could be prefilled there, at a rank that only prefills, if the rank were empty."""
+    if pending.is_local or (pending.needs_media and not pending.needs_media <= candidate.media):
         return False
     return candidate.serves(pending.adapter) and candidate.num_blocks(pending.num_tokens) <= candidate.num_total_blocks
 
@@ -140,9 +140,11 @@ def decode_choices(candidates: Sequence[Candidate], pending: Pending, tally: Tal
 
 
 def with_way(pending: Pending, snapshot: Snapshot) -> Pending:
-    """``pending``, whose ``is_local`` says whether some rank that only prefills takes the media that it needs."""
+    """``pending``, whose ``is_local`` also says whether no rank that only prefills takes the media that it needs."""
     if not pending.needs_media:
         return pending
+    if pending.is_local and not any(can_prefill_here(candidate, pending) for candidate in snapshot.decode):
+        pending = replace(pending, is_local=False)  # it would wait for ever
     is_local = not any(can_prefill(candidate, pending) for candidate in snapshot.prefill)
     return pending if is_local is pending.is_local else replace(pending, is_local=is_local)
 

@@ -23,7 +23,7 @@ from quartet.engine.base import (
 from quartet.errors import (
     DuplicateRequestError,
     EngineError,
-    MessageTooLargeError,
+    NoHandOffError,
     RequestCancelledError,
     RequestTimeoutError,
     ServingError,
@@ -339,7 +339,7 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
         payload: Payload
         if prefilled.opaque is not None:
             if len(prefilled.opaque) > MAX_UNCHUNKED_BYTES:
-                raise MessageTooLargeError(f"the engine's state exceeds {MAX_UNCHUNKED_BYTES} bytes")
+                raise NoHandOffError(f"the engine's state exceeds {MAX_UNCHUNKED_BYTES} bytes")
             payload = OpaquePayload(self._engine_name, prefilled.opaque)
         else:
             layout = self._engine.capabilities.layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Coroutine
 
@@ -33,6 +34,8 @@ from services.workers.parts import (
     create_media_sizer,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class EngineParts:
     """The ``Parts`` of one Prefill or Decode worker; nothing is opened before ``start``."""
@@ -60,6 +63,8 @@ class EngineParts:
         """Load the model, and its vision tower if the worker needs one."""
         began = time.monotonic()
         await self._engine.start()
+        if self._surroundings.role is Role.PREFILL and self._engine.memory is None and self._engine.capabilities.layout:
+            logger.warning("the block pool is not in host memory: no blocks can be handed off, Decode workers prefill")
         metrics = self._surroundings.metrics
         metrics.load_time.set(time.monotonic() - began)
         metrics.watch_engine(self._engine.stats)

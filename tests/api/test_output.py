@@ -1,31 +1,85 @@
-"""What one choice gives: nothing more after its end."""
+"""What one choice gives: every token once, and nothing more after its end."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
 
 from quartet.api.answer import Answer
 from quartet.api.output import ChoiceOutput, OutputSettings
 from quartet.api.request import Accepted, ChoiceFinished, Delta
 from quartet.engine.base import FinishReason
+from quartet.engine.sampling import TokenLogprobs
+from quartet.streams.messages import DecodeStarted
 from quartet.text.text_stream import TextStream
+from tests.text.builders import byte_level_tokenizer
+
+SETTINGS = OutputSettings(num_prompt_tokens=1, arrived_at=0.0, tokenize_s=0.0, omits_token_ids=False)
 
 
-class Unobserved:
-    def observe(self, amount: float) -> None:
-        """Nobody looks."""
+@dataclass
+class Shown:
+    """Takes deltas, each of which begins where the one before ended."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: str = ""
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        assert token_offset == len(self.token_ids)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.text += text
+
+
+def entries(*token_ids: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token_id, -token_id / 10) for token_id in token_ids]
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["plain", "stop strings"])
+async def test_tokens_that_come_twice_after_a_migration_are_dropped_with_their_logprobs(stop: tuple[str, ...]) -> None:
+    sink, tokenizer = Shown(), byte_level_tokenizer()
+    ids = tokenizer.encode("abcdefgh", add_special_tokens=False)
+    output = ChoiceOutput(SETTINGS, 0, TextStream(tokenizer, stop), sink)
+    output.begin_attempt()
+    assert output.take(0, ids[:1], entries(*ids[:1]), 1.0)
+    assert output.take(1, ids[1:4], entries(*ids[1:4]), 2.0)
+    output.begin_attempt()
+    # The next worker repeats two tokens, then everything, then continues.
+    assert output.take(2, ids[2:6], entries(*ids[2:6]), 3.0)
+    assert output.take(0, ids[:6], entries(*ids[:6]), 4.0)
+    assert output.take(6, ids[6:], entries(*ids[6:]), 5.0)
+    output.finish(FinishReason.LENGTH)
+    assert sink.token_ids == ids
+    assert sink.logprobs == entries(*ids)
+    assert sink.text == "abcdefgh"
+
+
+def test_the_cached_tokens_of_the_first_attempt_count_whatever_later_ones_report() -> None:
+    for first, second in ((4, 9), (9, 4), (0, 9)):
+        output = ChoiceOutput(replace(SETTINGS, num_prompt_tokens=20), 0, TextStream(None), Shown())
+        output.begin_attempt()
+        output.note_prefilled(first, queue_s=0.0)
+        output.note_started(started(15), is_handed_off=True)  # it has what it pulled, which was not cached
+        output.begin_attempt()
+        output.note_started(started(second), is_handed_off=False)
+        output.begin_attempt()
+        output.note_prefilled(second, queue_s=0.0)
+        assert output.finish(FinishReason.LENGTH).usage.num_cached_tokens == first
+
+
+def started(num_cached_tokens: int) -> DecodeStarted:
+    return DecodeStarted(num_cached_tokens=num_cached_tokens, queue_s=0.0, transfer_s=0.0, transfer_bytes=0)
 
 
 async def test_tokens_that_come_after_the_end_are_neither_shown_nor_counted() -> None:
     answer = Answer()
     answer.accept(Accepted(request_id="0" * 32, choices=(), num_prompt_tokens=1, seed=0))
-    settings = OutputSettings(
-        num_prompt_tokens=1,
-        arrived_at=0.0,
-        tokenize_s=0.0,
-        omits_token_ids=False,
-        ttft=Unobserved(),
-        itl=Unobserved(),
-    )
-    output = ChoiceOutput(settings, 0, TextStream(None), answer)
+    output = ChoiceOutput(SETTINGS, 0, TextStream(None), answer)
     assert output.take(0, [7, 8], (), 1.0)
     finished = output.finish(FinishReason.CANCELLED)
     answer.finish(finished)

@@ -18,10 +18,10 @@ from quartet.engine.step_loop import StepLoop
 from quartet.errors import (
     EngineError,
     InvalidRequestError,
+    NoHandOffError,
     PromptTooLongError,
     RequestCancelledError,
     ServingError,
-    UnsupportedFieldError,
     WorkerUnavailableError,
 )
 from tests.engine.consumer import Consumer, StartEngine
@@ -127,7 +127,7 @@ async def test_two_hundred_requests_at_once_give_the_tokens_of_their_solo_runs(s
     [
         (make_request([64]), InvalidRequestError),
         (make_request(range(10), max_tokens=300), PromptTooLongError),
-        (make_request([1, 2], hand_off=FakePuller(layout=fake_layout()).offer_prefix([1, 2])), UnsupportedFieldError),
+        (make_request([1, 2], hand_off=FakePuller(layout=fake_layout()).offer_prefix([1, 2])), NoHandOffError),
     ],
 )
 async def test_a_refusal_comes_as_an_output(

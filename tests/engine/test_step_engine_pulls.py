@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from quartet.engine.base import EngineRequest, Failed, Finished
+from quartet.engine.base import EngineRequest, Failed, Finished, RequestKind
 from quartet.engine.step_engine import StepEngine
 from quartet.errors import (
     EngineError,
     LayoutMismatchError,
     MediaLostError,
+    NoHandOffError,
     RequestCancelledError,
     ServingError,
     TransferError,
@@ -98,6 +100,23 @@ async def test_a_request_whose_hand_off_lacks_media_fails_and_the_source_is_noti
     await engine.close()
     assert [(claim.copies, claim.num_releases) for claim in puller.claims] == [(None, 1)]
     _check_free(engine)
+
+
+@pytest.mark.parametrize("kind", RequestKind)
+async def test_an_engine_whose_blocks_no_transfer_reaches_refuses_hand_offs_before_it_computes(
+    start_engine: StartEngine, kind: RequestKind
+) -> None:
+    puller, runner = FakePuller(layout=fake_layout()), FakeRunner()
+    runner.memory = None  # as on a GPU
+    engine = await start_engine(runner, puller=puller)
+    consumer = Consumer(engine)
+    request = replace(_decode(puller, range(10)), kind=kind)
+    if kind is RequestKind.PREFILL:
+        request = make_request(range(10), kind=kind)
+    engine.submit(request)
+    assert type(_error(await consumer.wait_terminal(request))) is NoHandOffError
+    assert runner.num_steps == 0
+    assert puller.claims == []
 
 
 async def test_the_source_is_notified_even_if_no_block_has_to_be_copied(start_engine: StartEngine) -> None:

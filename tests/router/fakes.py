@@ -32,7 +32,7 @@ from router.context import RouterContext
 from router.fair_queue import FairShare
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
-from router.media.encode import EncodeTools, KnownSizes
+from router.media.encode import EncodeTools, EncodeWaits, KnownSizes
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
@@ -82,6 +82,7 @@ class Plan:
         num_extra: tokens that it counts too many at its end; negative: too few.
         gate: a prefill waits for it first.
         laid_out: what it says of the prompt, whatever came.
+        num_cached_tokens: what a decode says of its cache.
     """
 
     error: ServingError | None = None
@@ -93,6 +94,7 @@ class Plan:
     num_extra: int = 0
     gate: asyncio.Event | None = None
     laid_out: LaidOut | None = None
+    num_cached_tokens: int = 3
 
 
 @dataclass
@@ -279,7 +281,7 @@ class FakeDecode:
         self._hops.pull(self._start)
         prompt, _, is_reported = reported_prompt(self._start)
         return DecodeStarted(
-            num_cached_tokens=3,
+            num_cached_tokens=self._plan.num_cached_tokens,
             queue_s=0.03,
             transfer_s=0.004,
             transfer_bytes=1,
@@ -371,6 +373,7 @@ class Fleet:
         config = attempts or AttemptConfig()
         self.media, self.sizes = FakeMedia(), KnownSizes()
         self.media_queue = self._media_queue()
+        self.encode_waits = EncodeWaits(self.table, max_length=8, retry_delay_s=1.0)
         self.pipeline = Pipeline(
             RouterContext(
                 router_id="router-a",
@@ -420,7 +423,7 @@ class Fleet:
         """Nothing is booked, queued, running or held any more."""
         assert self.hops.num_open == 0
         assert self.hops.held == self.hops.kept == set()
-        assert self.admission.length == 0
+        assert self.admission.length == self.media_queue.length == self.encode_waits.length == 0
         assert self.pipeline.num_running == 0
         for status in self.table.statuses(0.0):
             assert status.num_requests == 0
@@ -435,6 +438,7 @@ class Fleet:
             index=self.index,
             hops=self.hops,
             rng=random.Random(0),
+            waits=self.encode_waits,
             timeout_s=config.encode_timeout_s,
             max_attempts=config.max_attempts,
             sleep=self._sleep,

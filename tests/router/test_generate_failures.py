@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,9 +12,10 @@ from hypothesis import strategies as st
 from quartet import errors
 from quartet.api.request import TextOptions
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import Sampling
+from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import ServingError
 from router.config import AttemptConfig
+from router.policy.create import PolicyConfig, PolicyName, create_policy
 from tests.router.fakes import Collected, Fleet, Plan, collect, expected_tokens, text_of
 from tests.router.test_generate import make_start
 
@@ -33,6 +37,11 @@ PASSING_ERRORS = [
     errors.DuplicateRequestError("twice"),
     errors.LayoutMismatchError("other"),
     ServingError("internal error"),
+]
+NO_HAND_OFF_ERRORS = [
+    errors.NoHandOffError("not in host memory"),
+    errors.UnsupportedFieldError("an older worker takes no hand-offs", field="hand_off"),
+    errors.InvalidRequestError("of other tokens", field="hand_off.blocks"),
 ]
 by_reason = {"ids": lambda error: error.reason if isinstance(error, ServingError) else str(error)}
 
@@ -64,6 +73,38 @@ async def test_after_a_failed_transfer_the_same_worker_prefills_again_then_anoth
     fleet.assert_nothing_left()
 
 
+@pytest.mark.parametrize("hop", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        *({"name": name} for name in PolicyName),
+        {"prefill_name": PolicyName.ROUND_ROBIN},
+        {"session_affinity": True},
+    ],
+    ids=str,
+)
+async def test_if_workers_cannot_hand_off_the_decode_worker_prefills(hop: str, settings_: dict[str, Any]) -> None:
+    policy = create_policy(PolicyConfig(local_prefill_max_tokens=4, **settings_), random.Random(0))
+    fleet = Fleet("prefill-0", "prefill-1", "decode-0", policy=policy)
+    fleet.hops.plan(hop, Plan(error=errors.NoHandOffError("not in host memory")))
+    answer = await collect(fleet.generate(make_start(session_key="one")))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    apart = ["prefill", "decode"] if hop == "decode" else ["prefill"]
+    assert [call.kind for call in fleet.hops.calls] == [*apart, "decode"]
+    assert fleet.hops.calls[-1].start.hand_off is None
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("error", [*NO_HAND_OFF_ERRORS, errors.LayoutMismatchError("other blocks")], **by_reason)
+async def test_a_refused_hand_off_is_no_fault_of_the_client(error: ServingError) -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    fleet.hops.plan("decode", Plan(error=error))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert [call.kind for call in fleet.hops.calls] == ["prefill", "decode", "decode"]
+    fleet.assert_nothing_left()
+
+
 @pytest.mark.parametrize("fail_after", [0, 1, 5])
 async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on(fail_after: int) -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1")
@@ -84,6 +125,28 @@ async def test_tokens_sent_twice_are_shown_once() -> None:
     fleet.hops.plan("decode", Plan(overlap=3))
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+
+
+async def test_tokens_sent_twice_after_a_migration_are_shown_once_with_their_logprobs() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.hops.plan(
+        "decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=5), Plan(overlap=3), Plan(overlap=3)
+    )
+    answer = await collect(fleet.generate(make_start(output=OutputOptions(logprobs=0))))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert [entry.token_id for entry in answer.logprobs[0]] == answer.token_ids[0]
+    assert answer.finished[0].usage.num_attempts == 2
+    fleet.assert_nothing_left()
+
+
+async def test_the_first_attempts_cached_tokens_are_reported_if_a_later_one_finds_more() -> None:
+    fleet = Fleet("decode-0", "decode-1")
+    fleet.hops.plan("decode", Plan(num_cached_tokens=7, error=errors.EngineError("broke"), fail_after=4))
+    fleet.hops.plan("decode", Plan(num_cached_tokens=11))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.finished[0].usage.num_attempts == 2
+    assert answer.finished[0].usage.num_cached_tokens == 7
+    fleet.assert_nothing_left()
 
 
 async def test_a_hole_in_the_tokens_is_a_broken_attempt() -> None:
@@ -294,7 +357,7 @@ async def test_attempts_are_counted_by_cause() -> None:
 
 _plans = st.builds(
     Plan,
-    error=st.sampled_from([None, *PASSING_ERRORS]),
+    error=st.sampled_from([None, *PASSING_ERRORS, NO_HAND_OFF_ERRORS[0]]),
     fail_after=st.integers(0, 13),
     overlap=st.integers(0, 3),
     has_hole=st.booleans(),

@@ -90,11 +90,19 @@ def test_one_worker_has_to_take_all_kinds_of_a_request() -> None:
     assert raised.value.field == "media[1]"
 
 
-def test_a_media_kind_that_no_worker_takes_is_refused_and_one_whose_workers_are_away_is_unavailable() -> None:
+def test_a_media_kind_that_no_worker_takes_is_refused_and_one_whose_encode_workers_are_away_waits_for_them() -> None:
     pool = only_pool(make_table("decode-0", not_ready=("encode-0",), encode=("image",), decode=("hand_off",)))
     with pytest.raises(UnsupportedFieldError) as raised:
         pool.media.way([IMAGE, EMBEDDINGS], ["media[0].url", "media[1].embeddings"])
     assert raised.value.field == "media[1].embeddings"
+    assert pool.media.way([IMAGE], ["media[0].url"]) is MediaWay.ENCODE
+    assert pool.media.awaits(frozenset({"image"}))
+    assert pool.media.awaits(frozenset()), "what a URL leads to is unknown"
+
+
+def test_a_media_kind_whose_towers_are_away_is_unavailable() -> None:
+    pool = only_pool(make_table("decode-0", not_ready=("prefill-0",), prefill=("image", "hand_off")))
+    assert not pool.media.awaits(frozenset({"image"}))
     with pytest.raises(WorkerUnavailableError):
         pool.media.way([IMAGE], ["media[0].url"])
 
@@ -105,9 +113,9 @@ def test_media_whose_embeddings_no_worker_pulls_are_refused() -> None:
         pool.media.way([IMAGE], ["media[0]"])
 
 
-def test_a_request_for_a_pool_whose_encode_workers_are_all_gone_is_unavailable_not_refused() -> None:
+def test_a_request_for_a_pool_whose_encode_workers_are_all_gone_waits_and_is_not_refused() -> None:
     pool = only_pool(make_table("prefill-0", "decode-0", prefill=("hand_off",)))
-    with pytest.raises(WorkerUnavailableError, match="no encode worker"):
-        pool.media.way([IMAGE], ["media[0]"])
+    assert pool.media.way([IMAGE], ["media[0]"]) is MediaWay.ENCODE
+    assert pool.media.awaits(frozenset({"image"}))
     with pytest.raises(UnsupportedFieldError):
         only_pool(make_table("prefill-0", "decode-0")).media.way([IMAGE], ["media[0]"])

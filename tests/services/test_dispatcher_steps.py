@@ -57,7 +57,7 @@ def test_a_state_too_long_for_a_message_fails_its_prefill_and_is_released() -> N
         dispatcher.route(prefilled(id, num_bytes))
     message = outbox.take()
     assert message is not None
-    assert [output.failure.reason for output in message.outputs] == ["MESSAGE_TOO_LARGE", ""]
+    assert [output.failure.reason for output in message.outputs] == ["NO_HAND_OFF", ""]
     assert engine.released == [1]
     assert holds.offered == [2]
 

@@ -162,6 +162,8 @@ def test_a_signed_start_is_valid_until_it_expires(worker: Worker) -> None:
     first, second = worker.sign(), worker.sign(replace(START, hand_off=None, context=RequestContext(attempt=1)))
     worker.now += TTL_S
     worker.open(first)
+    # It has not expired yet, so it is remembered.
+    worker.refuses(first, SignedStartUsedError)
     worker.now += 0.002
     worker.refuses(second, SignedStartExpiredError)
     worker.refuses(first, SignedStartExpiredError)

@@ -13,7 +13,7 @@ from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.sampling import check_sampling_fields, sampling_params, stop_ids_of
 from quartet.engine.trtllm.token_cursor import TokenCursor
 from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
-from quartet.errors import InvalidRequestError, UnsupportedFieldError, WorkerUnavailableError
+from quartet.errors import InvalidRequestError, NoHandOffError, UnsupportedFieldError, WorkerUnavailableError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class CallBuilder:
         if request.hand_off is not None and request.kind is not RequestKind.DECODE:
             raise InvalidRequestError("only a decode takes a hand-off", field="hand_off")
         if request.kind is RequestKind.PREFILL and not self._loaded.arguments.has_transceiver:
-            raise UnsupportedFieldError("this engine can hand nothing over: it has no cache transceiver")
+            raise NoHandOffError("this engine hands nothing off: it has no cache transceiver")
         has_media = generation.media and request.hand_off is None
         if has_media and self._loaded.inputs.placeholder_id is None:
             raise UnsupportedFieldError("this model takes text only", field="media")

@@ -31,6 +31,7 @@ from quartet.errors import (
     HandOffStateError,
     InvalidRequestError,
     LayoutMismatchError,
+    NoHandOffError,
     ServingError,
     UnsupportedFieldError,
 )
@@ -314,14 +315,14 @@ class Claims:
         """Accept the hand-off of ``request`` for an engine with ``cache``; renew it from now on.
 
         Raises:
-            UnsupportedFieldError: this engine takes no hand-offs.
+            NoHandOffError: this engine takes no hand-offs.
             LayoutMismatchError: it is of another engine, or of one with another model, dtype or block size.
             HandOffStateError: it was used before.
             InvalidRequestError: it is not of this request's tokens.
         """
         assert request.hand_off is not None
         if not self._can_pull:
-            raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
+            raise NoHandOffError("this engine takes no hand-offs", field="hand_off")
         hand_off = request.hand_off
         state = PromptState.from_bytes(_opaque_state(hand_off))
         if state.cache != cache:

@@ -16,7 +16,7 @@ from quartet.engine.base import EngineRequest, Finished, FinishReason, Prefilled
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling
 from quartet.engine.settings import Backend
 from quartet.engine.trtllm.model_facts import ModelFacts
-from quartet.errors import ConfigError, UnsupportedFieldError
+from quartet.errors import ConfigError, NoHandOffError
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.engines import Running, asked, decode_of, greedily, running, stand_in
 from tests.engine.trtllm.specs import arguments
@@ -258,7 +258,7 @@ async def test_autodeploy_answers_by_itself_and_takes_nothing_over(autodeploy_fr
             assert decode.tokens_of(request) == greedy(STORY, 12)
             first = asked(STORY, 12, PREFILL)
             refused = await decode.end_of(decode_of(first, await prefilled_by(prefill, first)))
-            assert (type(refused.error), refused.error.field) == (UnsupportedFieldError, "hand_off")
+            assert (type(refused.error), refused.error.field) == (NoHandOffError, "hand_off")
 
 
 def make_adapter(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +21,17 @@ def test_each_rank_is_in_one_group_that_ends_where_it_lacks_a_block(
     masks = [mask for mask, length in runs for _ in range(length)]
     start = data.draw(st.integers(0, len(masks) - 1))
     check(walk(lambda block, _: masks[block], range(len(masks)), start, ranks), masks, start, ranks)
+
+
+def test_a_rank_that_ends_below_a_gap_is_not_said_to_have_the_block_in_the_gap() -> None:
+    # Of the ranks with block 4, the first also has block 6. Nobody has block 8.
+    masks = [0b00, 0b00, 0b00, 0b00, 0b11, 0b00, 0b01, 0b00, 0b00, 0b00]
+    assert walk(lambda block, _: masks[block], range(len(masks)), 4, 0b111) == [(5, 0b10), (7, 0b01)]
+
+
+def test_every_pattern_of_gaps_of_two_ranks_in_six_blocks() -> None:
+    for masks in product(range(4), repeat=6):
+        check(walk(lambda block, _, masks=masks: masks[block], range(6), 0, 0b11), list(masks), 0, 0b11)
 
 
 @given(walks=st.lists(st.tuples(RUNS, st.integers(0, 2**NUM_RANKS - 1)), min_size=2, max_size=5))

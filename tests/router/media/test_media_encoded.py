@@ -291,7 +291,14 @@ async def test_an_encode_workers_refusal_ends_the_request_with_the_clients_field
     fleet.assert_nothing_left()
 
 
-@pytest.mark.parametrize("error", [errors.TransferError("torn"), errors.HandOffNotFoundError("expired")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.TransferError("torn"),
+        errors.HandOffNotFoundError("expired"),
+        errors.InvalidRequestError("7 tokens were handed off", field="media[0].hand_off"),
+    ],
+)
 async def test_embeddings_that_can_not_be_pulled_are_encoded_elsewhere(error: errors.ServingError) -> None:
     fleet = media_fleet("encode-0", "encode-1", "prefill-0", "prefill-1", "decode-0")
     fleet.hops.plan("prefill", Plan(error=error))
@@ -299,6 +306,24 @@ async def test_embeddings_that_can_not_be_pulled_are_encoded_elsewhere(error: er
     assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
     first, second = calls_of(fleet, "encode")
     assert first.rank != second.rank
+    fleet.assert_nothing_left()
+
+
+async def test_if_workers_cannot_hand_off_a_decode_worker_that_takes_pictures_prefills() -> None:
+    takes = {**TAKES, "decode": ("hand_off",)}
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=takes)
+    fleet.hops.plan("decode", Plan(error=errors.NoHandOffError("not in host memory")))
+    answer = await collect(fleet.generate(media_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
+    assert [call.kind for call in fleet.hops.calls] == ["encode", "prefill", "decode", "encode", "decode"]
+    fleet.assert_nothing_left()
+
+
+async def test_if_workers_cannot_hand_off_and_no_decode_worker_takes_pictures_the_request_fails_soon() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    fleet.hops.plan("decode", *(Plan(error=errors.NoHandOffError("not in host memory")) for _ in range(5)))
+    with pytest.raises(errors.NoHandOffError):
+        await collect(fleet.generate(media_start()))
     fleet.assert_nothing_left()
 
 

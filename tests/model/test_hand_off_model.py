@@ -1,0 +1,55 @@
+"""Whatever disturbs a hand-off once, it keeps its promises. ``python -m tests.model.hand_off`` tries all there is."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from quartet.kvcache.block_pool import BlockManager
+from quartet.kvcache.hand_off import HandOffState, Offer, Offers
+from quartet.transfer.grpc.puller import PullClaim
+from tests.model.hand_off import Scenario, explore
+
+
+def test_a_disturbance_at_any_moment_breaks_no_promise() -> None:
+    found = explore(1, one_in=4)
+    assert found.broken == []
+    assert found.num_runs > 250
+
+
+def test_a_hand_off_that_is_never_renewed_is_found() -> None:
+    async def never(_claim: PullClaim) -> None:
+        return
+
+    with mock.patch.object(PullClaim, "_renew", never):
+        [(problem, trace)] = explore(0).broken
+    assert "expired" in problem
+    assert any("Prefill outputs" in line for line in trace)
+
+
+def test_a_source_that_forgets_to_free_blocks_is_found() -> None:
+    with mock.patch.object(BlockManager, "release", lambda _blocks, _holder: None):
+        [(problem, _trace)] = explore(0).broken
+    assert problem == "prefill-0 holds blocks that it does not offer"
+
+
+def test_a_source_that_lets_two_takers_pull_is_found() -> None:
+    begin = Offers.begin
+
+    def begin_again(offers: Offers, ticket: object, pieces: object, *, now: float) -> Offer:
+        offer = offers._pulling.pop(ticket.hand_off_id, None)  # type: ignore[attr-defined]
+        if offer is not None:
+            offer.state = HandOffState.HELD
+            offers._held[offer.ticket.hand_off_id] = offer
+        return begin(offers, ticket, pieces, now=now)  # type: ignore[arg-type]
+
+    with mock.patch.object(Offers, "begin", begin_again):
+        [(problem, trace)] = explore(1, [Scenario.PLACED]).broken
+    assert problem == "2 streams pull one hand-off of prefill-0"
+    assert any("** somebody repeats begin" in line for line in trace)
+
+
+@pytest.mark.parametrize("scenario", Scenario)
+def test_undisturbed_each_scenario_takes_one_attempt(scenario: Scenario) -> None:
+    assert explore(0, [scenario]).num_runs == 1
