@@ -628,6 +628,47 @@ _REBUILD_COLUMNS: Columns = {
 }
 
 
+def isolation_tables(report: Report) -> str:
+    """A row for each attack."""
+    rows = [{"name": name, **outcome} for name, outcome in report["outcomes"].items()]
+    return _table(_ISOLATION_COLUMNS, rows)
+
+
+def _failed(outcome: Row) -> str:
+    failed = outcome["attacked"]["failed"]
+    return ", ".join(f"{count} {status}" for status, count in failed.items()) or "none"
+
+
+_ISOLATION_COLUMNS: Columns = {
+    "attack": "`{name}`",
+    "p50, p99 attacked (ms)": "{attacked[ttft_ms_p50]:.0f}, {attacked[ttft_ms_p99]:.0f}",
+    "p50, p99 burnt (ms)": "{burnt[ttft_ms_p50]:.0f}, {burnt[ttft_ms_p99]:.0f}",
+    "times (<= 3)": "{ratio:.1f}",
+    "requests": "{attacked[requests]}",
+    "failed": _failed,
+    "attacker's client (cores)": "{attacked[other_share]:.2f}",
+}
+
+
+def chaos_tables(report: Report) -> str:
+    """What went wrong, and how often each fault struck."""
+    faults = ", ".join(f"{count} {name}" for name, count in report["faults"].items())
+    return f"{_table(_CHAOS_COLUMNS, [report])}\nFaults: {faults}.\n"
+
+
+_CHAOS_COLUMNS: Columns = {
+    "engine": "{engine}",
+    "episodes": "{episodes}",
+    "requests": "{requests}",
+    "times that clients went on elsewhere": "{breaks}",
+    "lost": "{lost}",
+    "wrong": "{wrong}",
+    "overdue": "{overdue}",
+    "held": "{held}",
+    "recovery: median, p99, longest (s)": "{recovery_s[median]:.1f}, {recovery_s[p99]:.1f}, {recovery_s[longest]:.1f}",
+}
+
+
 def total_tables(report: Report) -> str:
     """A row for each benchmark, and their sum, including the time between them."""
     everything = {"name": "all", "duration_s": report["duration_s"], "is_done": True}
@@ -739,6 +780,10 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "drain": drain_tables,
     "wedge": wedge_tables,
     "saturation": saturation_tables,
+    "isolation_before": isolation_tables,
+    "isolation": isolation_tables,
+    "chaos": chaos_tables,
+    "chaos_torch": chaos_tables,
 }
 
 
