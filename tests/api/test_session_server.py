@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -375,6 +376,22 @@ async def test_a_cancel_is_answered_once_and_unknown_slots_are_ignored(make_serv
     await client.call.done_writing()
     assert await client.status() == grpc.StatusCode.OK
     assert served.sessions.runs[3].num_cancelled == 1
+
+
+async def test_a_request_that_ends_slowly_is_cancelled_once(make_served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0)
+    run = await served.sessions.wait_for(0)
+    num_cancels = itertools.count(1)
+    monkeypatch.setattr(run, "cancel", lambda: next(num_cancels))
+    await client.cancel(0)
+    await client.cancel(0)  # this one must not disturb what the first one has it do
+    await client.start(1)
+    (await served.sessions.wait_for(1)).finish()
+    assert next(num_cancels) == 2
+    run.finish()
+    assert await client.read_end(0) == ""
 
 
 async def test_a_request_that_cannot_begin_fails_alone_and_its_slot_is_free(make_served: Any) -> None:

@@ -6,30 +6,38 @@ import asyncio
 import struct
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS = 0, 1, 4
-_END_STREAM, _END_HEADERS = 1, 4
+_DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
+_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _INITIAL_WINDOW_SIZE = 4  # a setting
 _EMPTY_MESSAGE = b"\0" * 5  # not compressed, no bytes
 
 
 class Asked:
-    """One call, whose answer is not read any further than asked for here."""
+    """One call, whose answer is not read any further than asked for here. It answers pings, so it counts as alive."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._has_headers = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
 
     async def answer_begins(self) -> None:
         """Wait for the headers of the answer: a first message follows them as soon as there is a window for it."""
-        kind = None
-        while kind != _HEADERS:
-            head = await self._reader.readexactly(9)
-            kind = head[3]
-            await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+        await self._has_headers.wait()
 
     def close(self) -> None:
         """Hang up."""
+        self._reading.cancel()
         self._writer.close()
+
+    async def _read(self) -> None:
+        while True:
+            head = await self._reader.readexactly(9)
+            payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] == _HEADERS:
+                self._has_headers.set()
+            elif head[3] == _PING and not head[4] & _ACK:
+                self._writer.write(_frame(_PING, _ACK, 0, payload))
 
 
 async def ask(address: str, method: str, *, window_bytes: int) -> Asked:

@@ -203,8 +203,9 @@ async def test_a_second_drain_with_a_shorter_grace_counts(start_server: StartSer
 async def test_a_health_watcher_that_takes_nothing_keeps_nobody_waiting(start_server: StartServer) -> None:
     server, address = await start_server([Echo().service()])
     watcher = await raw_http2.ask(address, "/grpc.health.v1.Health/Watch", window_bytes=0)
-    await watcher.answer_begins()
-    await server.set_serving(None, True)
+    async with asyncio.timeout(30):
+        await watcher.answer_begins()
+        await server.set_serving(None, True)
     async with create_channel(address, None) as channel:
         assert await health_of(channel, "") == SERVING
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

@@ -66,6 +66,21 @@ class Received:
         self.ended.update(ends)
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_ends_have_the_room_that_tokens_leave(is_merged: bool) -> None:
+    outbox = DecodeOutbox()
+    num_slots = 200
+    per_slot = MAX_STREAM_MESSAGE_BYTES // num_slots // 6
+    slots = range(num_slots)
+    for _ in range(1 + is_merged):
+        num_tokens = per_slot // (1 + is_merged)
+        outbox.step(slots, [num_tokens] * num_slots, [0] * num_slots, [BIG] * num_tokens * num_slots)
+    for slot in slots:
+        outbox.failed(slot, LONG_ERROR)
+    messages = take_all(outbox)
+    assert len(messages[0].failures) < num_slots == sum(len(message.failures) for message in messages)
+
+
 PUTS = st.lists(
     st.tuples(
         st.integers(BIG - 5, BIG),  # slot
