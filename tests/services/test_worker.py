@@ -155,6 +155,23 @@ async def test_a_standstill_and_its_end_show_in_health_probes_and_load() -> None
         await telemetry.close()
 
 
+async def test_a_worker_that_is_stuck_when_it_is_registered_does_not_serve() -> None:
+    gate = threading.Semaphore(1)
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served, asyncio.TaskGroup() as tasks:
+        worker = make_worker(served, Role.DECODE, stall_timeout_s=0.1)
+        watching = tasks.create_task(worker.watch_health())
+        call = served.decodes().start(start := make_start(PROMPT))
+        await until(lambda: not worker.sample_load().is_healthy)
+        await worker.announce(FakeRegistration(make_record(), on_close=lambda _: None))
+        health = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
+        assert await next_status(health) == HealthCheckResponse.NOT_SERVING
+        gate.release(1000)
+        assert await next_status(health) == HealthCheckResponse.SERVING
+        assert await collect(call) == expected(start)
+        health.cancel()
+        watching.cancel()
+
+
 async def test_the_load_describes_the_running_step() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
