@@ -13,6 +13,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import EngineError
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.streams import outbox as outbox_module
 from quartet.streams.messages import MAX_UNCHUNKED_BYTES
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.v1 import decode_pb2, prefill_pb2
@@ -79,6 +80,21 @@ def test_ends_have_the_room_that_tokens_leave(is_merged: bool) -> None:
         outbox.failed(slot, LONG_ERROR)
     messages = take_all(outbox)
     assert len(messages[0].failures) < num_slots == sum(len(message.failures) for message in messages)
+
+
+def test_no_end_overtakes_a_start_that_found_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "ROOM_BYTES", 1000)
+    outbox, received = DecodeOutbox(), Received()
+    num_slots = 40
+    for slot in range(num_slots):
+        outbox.started(slot, Started(1, BIG, 1e9, 1e9, 2**64 - 1))
+    for slot in range(num_slots - 10, num_slots):
+        outbox.finished(slot, Finished(1, FinishReason.LENGTH, 0))
+    messages = take_all(outbox)
+    assert len(messages) > 1
+    for message in messages:
+        received.take(message)  # which fails where a start comes after its end
+    assert len(received.started) == num_slots
 
 
 PUTS = st.lists(

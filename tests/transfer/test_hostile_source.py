@@ -124,8 +124,9 @@ LIES: dict[str, tuple[pb.PullResponse, ...]] = {
 @pytest.mark.parametrize("lie", LIES)
 async def test_lies_are_transfer_errors_and_the_source_is_left(lie: str) -> None:
     async with scripted(RECEIVE, *LIES[lie]) as (source, hand_off), puller_worker() as here:
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError) as caught:
             await here.puller.claim(hand_off).fetch(COPIES)
+        assert not isinstance(caught.value, TransferTimeoutError), "the lie was believed, and more was waited for"
         async with asyncio.timeout(30):
             await source.was_left.wait()
 
