@@ -38,9 +38,7 @@ class FakeRegistration(Registration):
         self.is_closed = True
 
 
-def make_worker(
-    served: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0, drain_timeout_s: float = 5.0
-) -> Worker:
+def make_worker(served: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0) -> Worker:
     return Worker(
         make_record(role=role),
         served.engine,
@@ -48,7 +46,7 @@ def make_worker(
         served.source,
         served.server,
         KvEvents(served.engine, FakeKvPublisher()),
-        drain_timeout_s=drain_timeout_s,
+        drain_timeout_s=5.0,
         stall_timeout_s=stall_timeout_s,
         poll_interval_s=0.01,
     )
@@ -157,23 +155,6 @@ async def test_a_standstill_and_its_end_show_in_health_probes_and_load() -> None
         await telemetry.close()
 
 
-async def test_a_worker_that_is_stuck_when_it_is_registered_does_not_serve() -> None:
-    gate = threading.Semaphore(1)
-    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served, asyncio.TaskGroup() as tasks:
-        worker = make_worker(served, Role.DECODE, stall_timeout_s=0.1)
-        watching = tasks.create_task(worker.watch_health())
-        call = served.decodes().start(start := make_start(PROMPT))
-        await until(lambda: not worker.sample_load().is_healthy)
-        await worker.announce(FakeRegistration(make_record(), on_close=lambda _: None))
-        health = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
-        assert await next_status(health) == HealthCheckResponse.NOT_SERVING
-        gate.release(1000)
-        assert await next_status(health) == HealthCheckResponse.SERVING
-        assert await collect(call) == expected(start)
-        health.cancel()
-        watching.cancel()
-
-
 async def test_the_load_describes_the_running_step() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
@@ -218,15 +199,13 @@ async def test_a_drain_refuses_new_requests_and_waits_for_running_ones() -> None
         assert worker.sample_load().is_draining
 
 
-@pytest.mark.parametrize(("limit_s", "asked_s"), [(3600.0, 0.05), (0.05, 3600.0)])
-async def test_a_drain_cancels_requests_that_do_not_end_in_time(limit_s: float, asked_s: float) -> None:
+async def test_a_drain_cancels_requests_that_do_not_end_in_time() -> None:
     gate = threading.Semaphore(2)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
-        worker = make_worker(served, Role.DECODE, drain_timeout_s=limit_s)
+        worker = make_worker(served, Role.DECODE)
         call = served.decodes().start(make_start(PROMPT, max_tokens=200))
         assert (await call.next()).started is not None
-        async with asyncio.timeout(WAIT_S):
-            outcome = await worker.drain(asked_s)
+        outcome = await worker.drain(0.05)
         assert (outcome.num_completed, outcome.num_cancelled) == (0, 1)
         gate.release(1000)
         with pytest.raises(RequestCancelledError):
