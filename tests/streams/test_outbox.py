@@ -82,6 +82,16 @@ def test_ends_have_the_room_that_tokens_leave(is_merged: bool) -> None:
     assert len(messages[0].failures) < num_slots == sum(len(message.failures) for message in messages)
 
 
+def test_many_slots_merged_to_few_tokens_each_make_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "ROOM_BYTES", 1000)
+    outbox = DecodeOutbox()
+    for slot in range(BIG - 100, BIG):
+        outbox.tokens(slot, BIG, [BIG], ())
+    messages = list(iter(outbox.take, None))
+    assert max(message.ByteSize() for message in messages) <= 1000
+    assert sum(len(message.slots) for message in messages) == 100
+
+
 def test_no_end_overtakes_a_start_that_found_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "ROOM_BYTES", 1000)
     outbox, received = DecodeOutbox(), Received()
