@@ -102,8 +102,9 @@ class TokenizeQueue:
         while self._num_waiting_characters > self._config.max_queued_characters:
             last = max(self._waiting.values(), key=_num_counted)[-1]
             self._leave(last)
-            error = QueueFullError("too much text waits to be tokenized", retry_delay_s=self._config.retry_delay_s)
-            last.done.set_exception(error)
+            if not last.done.done():  # else its caller was just cancelled
+                error = QueueFullError("too much text waits to be tokenized", retry_delay_s=self._config.retry_delay_s)
+                last.done.set_exception(error)
 
     def _leave(self, job: _Job) -> None:
         """It waits no more."""

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quartet.errors import (
@@ -41,6 +41,7 @@ from quartet.rpc.channels import (
     server_credentials,
 )
 from quartet.rpc.errors import abort
+from quartet.rpc.health import HealthServicer
 from quartet.rpc.message_limits import MAX_STANDARD_BYTES, MessageLimits, limited_parser
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,6 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behavior: TypeAlias = Callable[[Any, _Context], Any]
 _Deserializer: TypeAlias = Callable[[bytes], Any]
-
-# Telling health watchers waits for their connections; a drain doesn't wait longer for them than this.
-_HEALTH_CHANGE_TIMEOUT_S = 1.0
 
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
@@ -165,7 +163,7 @@ class RpcServer:
         self._limits = limits or MessageLimits()
         self._service_names = tuple(service.name for service in services)
         self._services = tuple(services)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._calls = CallCounter()
         self._server: grpc.aio.Server | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -200,11 +198,7 @@ class RpcServer:
 
     async def set_not_serving_for_good(self) -> None:
         """Set all health to NOT_SERVING for the rest of this server's life; calls are still taken."""
-        try:
-            async with asyncio.timeout(_HEALTH_CHANGE_TIMEOUT_S):
-                await self._health.enter_graceful_shutdown()
-        except TimeoutError:
-            logger.warning("a health watcher takes no messages; it was not notified of the drain")
+        await self._health.enter_graceful_shutdown()
 
     async def drain(self, grace_s: float) -> None:
         """Say NOT_SERVING, refuse new calls (``DrainingError``), let running ones end for ``grace_s``, cut the rest.

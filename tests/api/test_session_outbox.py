@@ -174,6 +174,18 @@ def test_many_side_messages_go_out_in_bounded_messages_in_order() -> None:
     assert owed.outbox.num_ended == 0
 
 
+def test_no_delta_overtakes_a_placement_that_found_no_room() -> None:
+    owed = Owed()
+    choices = tuple(ChoicePlacement(choice=number, prefill=None, decode=Rank("d" * 128, 0)) for number in range(64))
+    num_slots = 2 * MAX_STREAM_MESSAGE_BYTES // (64 * 128)
+    for slot in range(num_slots):
+        owed.outbox.accept(slot, Accepted(request_id="0" * 32, choices=choices, num_prompt_tokens=3, seed=1))
+    owed.add(num_slots - 1, 0, 0, [7], "", ())
+    messages = owed.take_all()
+    assert len(messages) > 1
+    assert [bool(message.slots) for message in messages] == [False] * (len(messages) - 1) + [True]
+
+
 def test_a_slot_is_owed_its_end_until_that_is_taken() -> None:
     owed = Owed()
     owed.outbox.finish(1, make_finished(0), is_last=False)

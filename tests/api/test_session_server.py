@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from quartet.api.answer import AnswerSink
 from quartet.api.request import ChoiceFinished, SessionLimits, SessionStart, TimeBreakdown, Usage
 from quartet.api.session_server import SessionStream
 from quartet.engine.base import FinishReason
-from quartet.errors import InvalidRequestError, ServingError, StalledStreamError
+from quartet.errors import InvalidRequestError, ProtocolError, ServingError, StalledStreamError
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.message_limits import UNCHECKED_BYTES, MessageLimits
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
@@ -179,6 +180,31 @@ class OpenCall:
         if not self._starts:
             await asyncio.Event().wait()
         return pb.SessionRequest(start=self._starts.pop(0))
+
+    async def write(self, _message: pb.SessionResponse) -> None:
+        await asyncio.Event().wait()
+
+
+class StuckCall:
+    """A call's context: its client starts requests when the test says so, and takes no answer."""
+
+    def __init__(self) -> None:
+        self._starts: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._listens = asyncio.Event()
+
+    async def start(self, slot: int) -> None:
+        """Returns when the start was handled."""
+        await self._listens.wait()
+        self._listens.clear()
+        self._starts.put_nowait(pb.SessionRequest(start=pb.SessionStart(slot=slot, start=pb.GenerateStart(text="Hi"))))
+        await self._listens.wait()
+
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        pass
+
+    async def read(self) -> pb.SessionRequest:
+        self._listens.set()
+        return await self._starts.get()
 
     async def write(self, _message: pb.SessionResponse) -> None:
         await asyncio.Event().wait()
@@ -352,6 +378,22 @@ async def test_a_cancel_is_answered_once_and_unknown_slots_are_ignored(make_serv
     assert served.sessions.runs[3].num_cancelled == 1
 
 
+async def test_a_request_that_ends_slowly_is_cancelled_once(make_served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0)
+    run = await served.sessions.wait_for(0)
+    num_cancels = itertools.count(1)
+    monkeypatch.setattr(run, "cancel", lambda: next(num_cancels))
+    await client.cancel(0)
+    await client.cancel(0)  # this one must not disturb what the first one has it do
+    await client.start(1)
+    (await served.sessions.wait_for(1)).finish()
+    assert next(num_cancels) == 2
+    run.finish()
+    assert await client.read_end(0) == ""
+
+
 async def test_a_request_that_cannot_begin_fails_alone_and_its_slot_is_free(make_served: Any) -> None:
     served = await make_served(max_requests=2)
     client = served.open()
@@ -386,6 +428,20 @@ async def test_a_request_counts_as_often_as_it_has_choices(make_served: Any) -> 
         for choice in range(8 if slot == 4 else 1):
             run.finish(choice=choice)
         assert await client.read_end(slot) == ""
+
+
+async def test_a_request_whose_end_was_not_taken_counts_and_keeps_its_slot() -> None:
+    sessions, call = Sessions(max_requests=2), StuckCall()
+    serving = asyncio.create_task(sessions.serve(None, call))  # type: ignore[arg-type]
+    await call.start(0)
+    await call.start(1)
+    sessions.runs[0].finish()
+    await call.start(2)
+    assert set(sessions.runs) == {0, 1}, "it begins more requests than the session may have"
+    again = asyncio.create_task(call.start(0))
+    [error] = (await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), _TIMEOUT_S))[0].exceptions
+    assert isinstance(error, ProtocolError)
+    again.cancel()
 
 
 async def test_output_after_the_last_end_is_dropped(make_served: Any) -> None:

@@ -174,6 +174,20 @@ async def test_a_worker_whose_lease_was_lost_registers_again(etcd: EtcdServer, c
     await eventually(is_back)
 
 
+async def test_a_record_under_a_lease_of_somebody_else_returns_to_its_own(etcd: EtcdServer, cluster: Cluster) -> None:
+    record = (await cluster.registry(etcd.endpoint).register(make_record())).record
+    client = cluster.client(etcd.endpoint)
+    before = await client.get(_key(record))
+    assert before is not None
+    await client.put(_key(record), before.value, lease_id=0)  # it would outlive its worker
+
+    async def is_back() -> bool:
+        now = await client.get(_key(record))
+        return now is not None and now.lease_id == before.lease_id
+
+    await eventually(is_back)
+
+
 async def test_a_life_that_lost_its_lease_does_not_take_its_id_back_from_the_next(
     etcd: EtcdServer, cluster: Cluster
 ) -> None:

@@ -77,6 +77,15 @@ def test_an_id_of_two_roles_is_given_to_the_reader_once(caplog: pytest.LogCaptur
     assert _drain(workers) == [WorkerRemoved("both", Role.PREFILL)]
 
 
+def test_the_reader_gets_the_other_role_of_an_id_once_the_first_is_gone() -> None:
+    decode, prefill = make_record("both"), make_record("both", role=Role.PREFILL, epoch=2)
+    workers = WorkerSet()
+    workers.replace([decode, prefill])
+    _drain(workers)
+    workers.remove(decode.key)
+    assert _drain(workers) == [WorkerRemoved("both", Role.DECODE), WorkerAdded(prefill)]
+
+
 _steps = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.sampled_from("abcAB"), st.integers(0, 2)),

@@ -184,10 +184,13 @@ def test_ignore_eos_ignores_the_models_ids_but_not_the_callers() -> None:
     assert stepper.outputs[stopping.id] == output[:2]
 
 
-def test_no_stop_id_ends_the_output_before_min_tokens_even_if_it_is_sampled() -> None:
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, FinishReason.STOP_ID), (1, None), (3, None)])
+def test_no_stop_id_ends_the_output_before_min_tokens_even_if_it_is_sampled(
+    min_tokens: int, expected: FinishReason | None
+) -> None:
     stepper = Stepper()
     output = expected_output(make_request([5, 6], max_tokens=9).generation)
-    sampling = Sampling(max_tokens=9, min_tokens=3, stop_token_ids=(output[0],))
+    sampling = Sampling(max_tokens=9, min_tokens=min_tokens, stop_token_ids=(output[0],))
     stepper.add(request := make_request([5, 6], sampling=sampling))
     running = stepper.scheduler.live[request.id]
     running.stop_ids, stop_ids = frozenset(), running.stop_ids  # a sampler that masks nothing
@@ -196,7 +199,7 @@ def test_no_stop_id_ends_the_output_before_min_tokens_even_if_it_is_sampled() ->
     running.stop_ids = stop_ids
     [out] = stepper.scheduler.update(schedule.chunks, sampled)
     assert out.sampled.token_id in stop_ids
-    assert out.finished is None
+    assert out.finished is expected
 
 
 def test_without_max_tokens_the_model_length_ends_the_output() -> None:

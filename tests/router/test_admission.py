@@ -176,6 +176,14 @@ async def test_more_requests_than_are_assigned_at_once_are_all_admitted_while_bl
         await scene.result(task)
 
 
+async def test_a_request_waits_for_room_however_long_workers_may_be_away() -> None:
+    scene = AdmissionScene(queue_timeout_s=0.3, unavailable_timeout_s=0.02)
+    await scene.result(scene.ask("running", 10))
+    with pytest.raises(QueueFullError, match="no worker had room in time"):
+        await scene.result(scene.ask("waiting", 10))
+    assert scene.outcomes() == {"placed": 1, "expired": 1}, "it was sent away before its time"
+
+
 async def test_a_retry_is_queued_past_the_queues_bound() -> None:
     scene = AdmissionScene(max_queue_length=1)
     full = scene.ask("full", 10)

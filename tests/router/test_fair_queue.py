@@ -135,6 +135,17 @@ def test_the_last_request_of_the_tenant_that_fills_the_queue_is_refused_whatever
     assert refused(stranger, 3) == "a3"
 
 
+def test_the_last_of_a_tenants_requests_is_found_whatever_adapter_it_needs() -> None:
+    scene = QueueScene()
+    for name, adapter, priority in [("a0", "x", 0), ("a1", "y", 0), ("a2", "x", 0), ("a3", "y", 5)]:
+        scene.add(name, adapter=adapter, priority=priority)
+    refused = []
+    while (last := scene.queue.last()) is not None:
+        refused.append(scene.names[last])
+        scene.queue.remove(last)
+    assert refused == ["a2", "a1", "a0", "a3"]
+
+
 def test_the_head_is_found_without_looking_at_a_long_tail() -> None:
     scene = QueueScene()
     for number in range(5_000):

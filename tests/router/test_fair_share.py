@@ -90,6 +90,13 @@ def test_what_was_charged_too_much_is_given_back() -> None:
     assert share.start("unknown") == 50.0
 
 
+def test_what_was_charged_too_little_is_charged_by_weight() -> None:
+    share = make_share(a=2.0)
+    share.serve("a", 100)
+    share.charge("a", 100)
+    assert share.start("a") == 100.0
+
+
 def test_tenants_without_debt_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "_MAX_TENANTS", 3)
     share = FairShare()

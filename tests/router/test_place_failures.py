@@ -106,6 +106,29 @@ async def test_a_place_call_that_ends_early_leaves_nothing(end: str) -> None:
     fleet.assert_nothing_left()
 
 
+async def test_a_place_call_cancelled_at_any_turn_leaves_nothing() -> None:
+    num_turns = 0
+    while True:
+        fleet = Fleet("prefill-0", "decode-0")
+        placing = asyncio.create_task(place(fleet, num_choices=2))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        placing.cancel()
+        await asyncio.wait([placing], timeout=TIMEOUT_S)
+        if not placing.cancelled():
+            break
+        fleet.assert_nothing_left()
+        num_turns += 1
+    assert len(placing.result().choices) == 2
+    assert len(fleet.hops.calls) == 2 < num_turns, "it was cancelled before and after its choices were prefilled"
+
+
+async def test_what_a_client_continues_stays_charged_as_far_as_it_may_go() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    await place(fleet, tenant="a", sampling=Sampling(max_tokens=60))
+    assert fleet.admission.share.start("a") == 20 + 60
+
+
 async def test_a_cancelled_place_call_leaves_the_queue() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=10)
     await place(fleet, sampling=Sampling(max_tokens=60))

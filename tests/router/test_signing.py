@@ -96,6 +96,17 @@ def test_blocks_are_booked_a_little_longer_than_the_signature_is_valid() -> None
     assert scene.num_promised_blocks() == 0
 
 
+def test_a_start_that_was_brought_late_is_booked_for_all_the_time_that_it_then_has() -> None:
+    scene = Scene()
+    run = scene.sign(ttl_s=None, left_s=600)
+    run.booking.start()
+    brought_at = NOW + TTL_S
+    scene.table.tick(brought_at + 600 - 0.1)
+    assert run.booking.is_booked
+    scene.table.tick(brought_at + 600 + TTL_S)
+    assert not run.booking.is_booked
+
+
 def test_no_start_is_signed_for_a_worker_that_is_not_ready() -> None:
     scene = Scene()
     scene.table.broken(scene.record.key, scene.record.epoch)

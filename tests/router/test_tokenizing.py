@@ -137,6 +137,20 @@ async def test_too_much_text_is_refused_to_the_tenant_that_has_most_of_it() -> N
         assert works.queue.length == 0
 
 
+async def test_a_refusal_that_meets_a_caller_who_has_just_left_is_nobody_elses_error() -> None:
+    async with running(max_queued_characters=100_000) as works:
+        holders = [works.run("x", "x"), works.run("y", "y")]
+        await works.wait_begun(2)
+        left = works.run("hog", "left", 90_000)
+        await asyncio.sleep(0)
+        kept = works.run("modest", "kept", 50)
+        left.cancel()  # it has still to leave the line when the next one comes, and the line is too long
+        works.finish(*works.gates)
+        assert await kept == "kept True"
+        await asyncio.gather(*holders)
+        assert "left" not in works.began
+
+
 async def test_an_error_of_the_work_is_its_callers() -> None:
     async with running() as works:
 

@@ -104,6 +104,18 @@ async def test_a_call_that_signs_nothing_leaves_no_placement_counted(error: erro
     assert len(held) == 2
 
 
+async def test_a_tenant_is_not_idle_while_its_calls_are_still_being_placed() -> None:
+    scene = Scene()
+    await scene.signed(1, num_tokens=250)
+    [placing] = await scene.budgets.hold("a", POOL, 1, 250)
+    scene.now = 2.0
+    scene.budgets.check("a", POOL)
+    placing.keep()
+    placing.drop()
+    scene.now = 4.0
+    assert "2 of this tenant, with 500 tokens" in str(scene.refused())
+
+
 async def test_placements_of_tenants_and_pools_are_counted_apart() -> None:
     scene = Scene()
     await scene.signed(8)

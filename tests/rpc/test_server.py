@@ -17,6 +17,7 @@ from quartet.rpc import server as rpc_server
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
+from tests.rpc import raw_http2
 from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service
 from tests.stopwatch import Stopwatch
@@ -197,6 +198,21 @@ async def test_a_second_drain_with_a_shorter_grace_counts(start_server: StartSer
         async with asyncio.timeout(30):
             await asyncio.gather(server.drain(30), server.drain(0), server.drain(0))
         assert await call.code() is not grpc.StatusCode.OK
+
+
+async def test_a_health_watcher_that_takes_nothing_keeps_nobody_waiting(start_server: StartServer) -> None:
+    server, address = await start_server([Echo().service()])
+    watcher = await raw_http2.ask(address, "/grpc.health.v1.Health/Watch", window_bytes=0)
+    async with asyncio.timeout(30):
+        await watcher.answer_begins()
+        await server.set_serving(None, True)
+    async with create_channel(address, None) as channel:
+        assert await health_of(channel, "") == SERVING
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == SERVING
+        await server.set_not_serving_for_good()
+        assert (await watch.read()).status == NOT_SERVING
+    watcher.close()
 
 
 async def is_refused(channel: grpc.aio.Channel) -> bool:

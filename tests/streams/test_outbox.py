@@ -13,6 +13,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import EngineError
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.streams import outbox as outbox_module
 from quartet.streams.messages import MAX_UNCHUNKED_BYTES
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.v1 import decode_pb2, prefill_pb2
@@ -64,6 +65,46 @@ class Received:
         assert len(set(ends)) == len(ends)
         assert self.ended.isdisjoint(ends)
         self.ended.update(ends)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_ends_have_the_room_that_tokens_leave(is_merged: bool) -> None:
+    outbox = DecodeOutbox()
+    num_slots = 200
+    per_slot = MAX_STREAM_MESSAGE_BYTES // num_slots // 6
+    slots = range(num_slots)
+    for _ in range(1 + is_merged):
+        num_tokens = per_slot // (1 + is_merged)
+        outbox.step(slots, [num_tokens] * num_slots, [0] * num_slots, [BIG] * num_tokens * num_slots)
+    for slot in slots:
+        outbox.failed(slot, LONG_ERROR)
+    messages = take_all(outbox)
+    assert len(messages[0].failures) < num_slots == sum(len(message.failures) for message in messages)
+
+
+def test_many_slots_merged_to_few_tokens_each_make_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "ROOM_BYTES", 1000)
+    outbox = DecodeOutbox()
+    for slot in range(BIG - 100, BIG):
+        outbox.tokens(slot, BIG, [BIG], ())
+    messages = list(iter(outbox.take, None))
+    assert max(message.ByteSize() for message in messages) <= 1000
+    assert sum(len(message.slots) for message in messages) == 100
+
+
+def test_no_end_overtakes_a_start_that_found_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "ROOM_BYTES", 1000)
+    outbox, received = DecodeOutbox(), Received()
+    num_slots = 40
+    for slot in range(num_slots):
+        outbox.started(slot, Started(1, BIG, 1e9, 1e9, 2**64 - 1))
+    for slot in range(num_slots - 10, num_slots):
+        outbox.finished(slot, Finished(1, FinishReason.LENGTH, 0))
+    messages = take_all(outbox)
+    assert len(messages) > 1
+    for message in messages:
+        received.take(message)  # which fails where a start comes after its end
+    assert len(received.started) == num_slots
 
 
 PUTS = st.lists(

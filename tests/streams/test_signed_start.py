@@ -169,6 +169,13 @@ def test_a_signed_start_is_valid_until_it_expires(worker: Worker) -> None:
     worker.refuses(first, SignedStartExpiredError)
 
 
+def test_a_start_that_is_opened_as_it_expires_is_opened_once(worker: Worker) -> None:
+    placement = worker.sign()
+    worker.now += TTL_S
+    worker.open(placement)
+    worker.refuses(placement, SignedStartUsedError)
+
+
 def test_a_clock_that_is_set_back_makes_no_used_start_valid_again(worker: Worker) -> None:
     used, other = (worker.sign(replace(START, context=RequestContext(attempt=number))) for number in (0, 1))
     worker.open(used)

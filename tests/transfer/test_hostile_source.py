@@ -11,7 +11,7 @@ from datetime import timedelta
 import grpc
 import pytest
 
-from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError
+from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError, WorkerUnavailableError
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.rpc.errors import from_pull_error
@@ -124,8 +124,9 @@ LIES: dict[str, tuple[pb.PullResponse, ...]] = {
 @pytest.mark.parametrize("lie", LIES)
 async def test_lies_are_transfer_errors_and_the_source_is_left(lie: str) -> None:
     async with scripted(RECEIVE, *LIES[lie]) as (source, hand_off), puller_worker() as here:
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError) as caught:
             await here.puller.claim(hand_off).fetch(COPIES)
+        assert not isinstance(caught.value, TransferTimeoutError), "the lie was believed, and more was waited for"
         async with asyncio.timeout(30):
             await source.was_left.wait()
 
@@ -207,6 +208,24 @@ async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> Non
             source.was_left.clear()
         async with asyncio.timeout(3):
             await claim.release()
+
+
+async def test_a_renewal_that_was_refused_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_asked, was_renewed = 0, asyncio.Event()
+
+    async def ask(*_: object) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 3:
+            raise WorkerUnavailableError("busy")
+        was_renewed.set()
+
+    async with scripted() as (_source, hand_off), puller_worker() as here:
+        monkeypatch.setattr(here.puller, "ask", ask)
+        claim = here.puller.claim(dataclasses.replace(hand_off, time_to_live=timedelta(seconds=0.1)))
+        async with asyncio.timeout(30):
+            await was_renewed.wait()
+        claim.stop()
 
 
 def test_an_unknown_status_is_a_transfer_error() -> None:

@@ -296,3 +296,14 @@ def test_a_rank_that_the_worker_does_not_have_is_left_out() -> None:
         KvBatch(worker_id=WORKER, epoch=1, number=2, data_parallel_rank=0, events=[Removed([5], Tier.HOST)])
     )
     assert (feed.number, index.held) == (2, {})
+
+
+def test_a_snapshot_of_a_rank_that_the_worker_does_not_have_is_left_out() -> None:
+    index = SetIndex()
+    feed = KvFeed(WORKER, 1, 2, index)
+    feed.take_number(3)
+    for rank in (0, 2):
+        stored = [Stored(None, [5 + rank])]
+        assert feed.take_part(KvSnapshotPart(number=3, epoch=1, data_parallel_rank=rank, stored=stored))
+    assert feed.finish()
+    assert set(index.held) == {Rank(WORKER, 0)}

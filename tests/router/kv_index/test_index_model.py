@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index.index import Match, PrefixIndex
+from router.kv_index.walk import walk
 
 NUM_BLOCKS = 100  # of a chain: more than one jump of a walk
 PLACES = [Rank("a"), Rank("a", 1), Rank("b"), Rank("c")]
@@ -107,7 +108,10 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(rank=ranks, chain=chains, length=lengths, lasts=st.integers(0, 4))
     def predict(self, rank: Rank, chain: list[int], length: int, lasts: int) -> None:
         prompt = chain[:length]
-        first = self.index.match(prompt).get(rank, Match()).num_device_blocks
+        held = self.held[rank][Tier.DEVICE]
+        # Where the chain has a hole, `match` may find another one of its ends: it looks for all ranks at once.
+        groups = walk(lambda block, _default: int(block in held), prompt, 0, 1) if prompt else []
+        first = groups[0][0] if groups else 0
         self.index.predict(rank, prompt, self.now + lasts)
         for block in prompt[first:]:
             self.predicted[rank][block] = max(self.predicted[rank].get(block, 0), self.now + lasts)
