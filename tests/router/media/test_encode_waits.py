@@ -34,7 +34,7 @@ async def test_a_request_waits_for_an_encode_worker_and_nothing_is_fetched_meanw
 ) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     fetch = fleet.media.fetch
-    monkeypatch.setattr(fleet.media, "fetch", lambda _parts, fields, fingerprint: fetch((A, B), fields, fingerprint))
+    monkeypatch.setattr(fleet.media, "fetch", lambda _parts, *rest: fetch((A, B), *rest))
     leave(fleet)
     answering = asyncio.create_task(collect(fleet.generate(media_start(media=parts))))
     await until(lambda: fleet.encode_waits.length == 1)
