@@ -151,7 +151,9 @@ async def test_choices_are_answers_of_their_own(router: Grpcurl) -> None:
     assert {entry.get("choice", 0) for entry in finished(both)} == {0, 1}
     assert token_ids(both, 0) != token_ids(both, 1)
     assert token_ids(both, 0) == token_ids(alone)
-    assert len(both.messages[0]["accepted"]["choices"]) == 2
+    # Those placed with the first, then those placed later.
+    placed = [*both.messages[0]["accepted"]["choices"], *(one["placed"] for one in both.messages if "placed" in one)]
+    assert sorted(entry.get("choice", 0) for entry in placed) == [0, 1]
 
 
 async def test_the_seed_decides_the_tokens(router: Grpcurl) -> None:

@@ -362,10 +362,10 @@ async def test_a_watch_shows_a_changed_role_as_a_change_of_the_worker(
             assert [status.record.role for status in seen.updated] == [worker_pb2.WORKER_ROLE_PREFILL]
             write_record(registry, make_record("both", role=Role.DECODE, epoch=2))
             (registry / "prefill.both.json").unlink()
-            while seen.updated[0].record.role != worker_pb2.WORKER_ROLE_DECODE:
+            while not any(status.record.role == worker_pb2.WORKER_ROLE_DECODE for status in seen.updated):
+                # A look at the directory between these two files' changes may find neither.
                 seen = await watch.read()
-                assert [status.record.worker_id for status in seen.updated] == ["both"]
-                assert not seen.removed_worker_ids
+                assert not (seen.updated and seen.removed_worker_ids)
         watch.cancel()
 
 
