@@ -16,7 +16,9 @@ NUM_EPISODES = 8
 @pytest.mark.usefixtures("etcd_binary")
 def test_no_fault_loses_a_request_changes_a_token_or_leaves_a_block_held(tmp_path: Path) -> None:
     report = tmp_path / "chaos.json"
-    command = [sys.executable, "-m", "benchmarks.chaos", "--json", str(report), "--episodes", str(NUM_EPISODES)]
+    # Among the first episodes of this seed are kills, drains and freezes of all kinds of processes.
+    options = ["--json", str(report), "--episodes", str(NUM_EPISODES), "--seed", "1"]
+    command = [sys.executable, "-m", "benchmarks.chaos", *options]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
 
@@ -24,4 +26,4 @@ def test_no_fault_loses_a_request_changes_a_token_or_leaves_a_block_held(tmp_pat
     found = json.loads(report.read_text())
     assert found["failed"] == [], done.stderr
     assert (found["episodes"], found["requests"]) == (NUM_EPISODES, 8 * NUM_EPISODES)
-    assert found["breaks"] > 0, "no fault was noticed by any client"
+    assert sum(found["faults"].values()) >= NUM_EPISODES
