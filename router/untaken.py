@@ -114,9 +114,11 @@ class UntakenBudgets(Generic[PoolT]):
                 account.check(self._clock())
             raise account.full_error()
         except BaseException:
+            if call in account.waiting:
+                account.waiting.remove(call)
+                self._released(account, pool)  # the next one may be smaller
             for untaken in result_if_done(call.placed) or ():
                 untaken.drop()
-            call.placed.cancel()
             raise
 
     def _open(self) -> _Account:
@@ -139,11 +141,12 @@ class UntakenBudgets(Generic[PoolT]):
         ]
 
     def _released(self, account: _Account, pool: PoolT) -> None:
+        """Let the calls go on for which there is room now, in order."""
         if account.waiting:
             account.limits = self._limits(pool)
         while account.waiting:
             call = account.waiting[0]
-            if not call.placed.done():
+            if not call.placed.done():  # else it was cancelled, and is about to leave
                 if not account.admits(call):
                     return
                 call.placed.set_result(self._take(account, call, pool))

@@ -167,6 +167,26 @@ async def test_calls_wait_in_order_and_one_that_is_cancelled_leaves_nothing() ->
     assert scene.budgets._accounts["a", POOL].num_placements == 8
 
 
+async def test_a_call_that_left_the_line_no_longer_counts_in_it_and_keeps_nobody_behind() -> None:
+    scene = Scene(max_waiting=2)
+    await scene.signed(7)
+    large, small = (asyncio.create_task(scene.signed(num_choices)) for num_choices in (2, 1))
+    await settle()
+    assert not small.done()
+    large.cancel()
+    await small
+    # Nothing is released from here on.
+    gone = [asyncio.create_task(scene.signed(1)) for _ in range(2)]
+    await settle()
+    for call in gone:
+        call.cancel()
+    await settle()
+    waiting = asyncio.create_task(scene.signed(1))
+    await settle()
+    assert not waiting.done(), "it waits in their place"
+    waiting.cancel()
+
+
 async def test_calls_that_wait_are_refused_once_nothing_is_taken_up_any_more() -> None:
     scene = Scene(poll_interval_s=0.001)
     held = await scene.signed(8)

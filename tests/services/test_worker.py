@@ -218,13 +218,15 @@ async def test_a_drain_refuses_new_requests_and_waits_for_running_ones() -> None
         assert worker.sample_load().is_draining
 
 
-async def test_a_drain_cancels_requests_that_do_not_end_in_time() -> None:
+@pytest.mark.parametrize(("limit_s", "asked_s"), [(3600.0, 0.05), (0.05, 3600.0)])
+async def test_a_drain_cancels_requests_that_do_not_end_in_time(limit_s: float, asked_s: float) -> None:
     gate = threading.Semaphore(2)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
-        worker = make_worker(served, Role.DECODE)
+        worker = make_worker(served, Role.DECODE, drain_timeout_s=limit_s)
         call = served.decodes().start(make_start(PROMPT, max_tokens=200))
         assert (await call.next()).started is not None
-        outcome = await worker.drain(0.05)
+        async with asyncio.timeout(WAIT_S):
+            outcome = await worker.drain(asked_s)
         assert (outcome.num_completed, outcome.num_cancelled) == (0, 1)
         gate.release(1000)
         with pytest.raises(DrainingError):
