@@ -1,4 +1,4 @@
-"""A storm of cancels: does anything go on for nobody, and is the fleet as well as before?
+"""A storm of cancels: does work go on for clients that are gone, and is the fleet as well as before?
 
 Two Prefill and two Decode on the mock engine, or with Encode and pictures on torch, get hundreds of requests for
 endless answers at once, by all three paths. Each is cancelled at a random moment: by a cancel message, by dropping the

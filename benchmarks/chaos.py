@@ -322,7 +322,7 @@ def _describe(strike: Strike) -> str:
 
 
 def summed(seed: int, engine: EngineKind, results: Sequence[EpisodeResult], faults: Mapping[str, int]) -> Results:
-    """The sums of ``results``, of which there is at least one; ``faults``: how often each struck."""
+    """The sums of ``results`` (one or more); ``faults``: how often each struck."""
     recoveries = sorted(_RECOVERY_TIMEOUT_S if result.recovery_s is None else result.recovery_s for result in results)
     return Results(
         seed=seed,

@@ -11,7 +11,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class TcpProxy:
-    """Passes bytes both ways between whoever connects to one address and another address.
+    """Passes bytes both ways between clients of one address and a server at another.
 
     Attributes:
         delay_s: how long each chunk of bytes waits before it is passed on.

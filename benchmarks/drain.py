@@ -1,8 +1,8 @@
 """Drains under load: is an answer lost or changed, and how long does a drain take, when every worker is rolled?
 
 Endless answers stream from two Prefill and two Decode workers by all three paths. One worker after the other gets
-SIGTERM and is started again, as a rolling update does. Then every answer is compared with that of a fleet that nobody
-disturbs. Answers are far longer than a drain may take, so each of them must leave both Decode workers.
+SIGTERM and is started again, as a rolling update does. Then every answer is compared with that of an undisturbed
+fleet. Answers are far longer than a drain may take, so each of them must leave both Decode workers.
 
     python -m benchmarks.drain --json FILE [--short]
 """

@@ -147,7 +147,7 @@ class LyingSource:
         )
 
     async def _pass_files(self) -> None:
-        """Pass anything to whoever connects, with the token or without."""
+        """Pass anything to every client that connects, with the token or without."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
             listener.bind(abstract_address(self._socket_path))

@@ -36,7 +36,7 @@ class Attack(StrEnum):
     TEXTS = "texts"  # six prompts of 12 MB each, given up after three seconds
     CHOICES = "choices"  # sessions with 4,096 starts of 64 choices
     PRIORITY = "priority"  # 64 clients with the highest priority there is
-    PLACES = "places"  # placements that nobody takes up, 30 at a time
+    PLACES = "places"  # placements that no client takes up, 30 at a time
     PROMPTS = "prompts"  # 64 clients with prompts of 8,000 tokens
 
 

@@ -70,7 +70,9 @@ class RouterProcess:
         self._chat_template = None if template_file is None else read_chat_template(template_file)
         self._tenants = Tenants(config.tenants)
         if self._tenants.has_domains and not config.knows_callers:
-            logger.warning("trust domains protect nobody from clients of this host: each may name any tenant")
+            logger.warning(
+                "trust domains do not protect tenants from clients of this host: each client may name any tenant"
+            )
         self._loop_watch = LoopWatch()
         self._readiness: Readiness | None = None
         self._is_leaving = False
@@ -99,36 +101,15 @@ class RouterProcess:
             self._metrics.watch_index(
                 lambda: kv.num_live, lambda: index.num_blocks(Tier.DEVICE), lambda: index.num_predicted_blocks
             )
-            fleet = Fleet(
-                table,
-                self._metrics,
-                config.server.tls,
-                events_key=self._events_key,
-                kv=kv,
-                chat_template=self._chat_template,
-                on_worker=UnannouncedSalts().note if self._tenants.has_domains else None,
-            )
+            fleet = self._fleet(table, kv)
             stack.push_async_callback(fleet.close)
             fetcher = MediaFetcher(config.media)
             stack.push_async_callback(fetcher.close)
             tokenizing = TokenizeQueue(config.tokenizing, FairShare(self._tenants))
             stack.callback(tokenizing.close)
             pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing)
-            servicer = RouterServicer(
-                pipeline,
-                table,
-                fleet.texts,
-                stalled=self._stalled,
-                is_loopback=config.server.is_loopback,
-                has_tls=config.server.tls is not None,
-                names=TenantNames(config.trusted_gateways, config.identity_tenants),
-                session_limits=config.session,
-            )
-            limits = MessageLimits(
-                max_text_bytes=lambda: max_text_bytes(table.pools(time.monotonic()), fleet.texts.known),
-                file_fields=FILE_FIELDS,
-            )
-            server = RpcServer(config.server, [router_service(servicer)], limits=limits)
+            servicer = self._servicer(pipeline, table, fleet)
+            server = self._server(servicer, table, fleet)
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
@@ -177,6 +158,37 @@ class RouterProcess:
         await asyncio.wait([draining], timeout=self._config.drain_timeout_s)
         pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
         await draining
+
+    def _fleet(self, table: WorkerTable, kv: KvJoins) -> Fleet:
+        return Fleet(
+            table,
+            self._metrics,
+            self._config.server.tls,
+            events_key=self._events_key,
+            kv=kv,
+            chat_template=self._chat_template,
+            on_worker=UnannouncedSalts().note if self._tenants.has_domains else None,
+        )
+
+    def _servicer(self, pipeline: Pipeline, table: WorkerTable, fleet: Fleet) -> RouterServicer:
+        config = self._config
+        return RouterServicer(
+            pipeline,
+            table,
+            fleet.texts,
+            stalled=self._stalled,
+            is_loopback=config.server.is_loopback,
+            has_tls=config.server.tls is not None,
+            names=TenantNames(config.trusted_gateways, config.identity_tenants),
+            session_limits=config.session,
+        )
+
+    def _server(self, servicer: RouterServicer, table: WorkerTable, fleet: Fleet) -> RpcServer:
+        limits = MessageLimits(
+            max_text_bytes=lambda: max_text_bytes(table.pools(time.monotonic()), fleet.texts.known),
+            file_fields=FILE_FIELDS,
+        )
+        return RpcServer(self._config.server, [router_service(servicer)], limits=limits)
 
     def _pipeline(
         self,

@@ -41,9 +41,9 @@ class TenantConfig:
     """What applies to one tenant, or to all tenants whose names match a pattern.
 
     Attributes:
-        trust_domain: tenants of one domain share cached blocks and embeddings with each other and with nobody else;
+        trust_domain: tenants of one domain share cached blocks and embeddings with each other only;
             ``None``: the domain of all tenants for which no other is configured. Its name is part of what is hashed, so
-            a name that nobody can guess keeps others from making up prompts whose hashes are those of the domain's.
+            a name that is hard to guess keeps others from making up prompts whose hashes are those of the domain's.
         isolated: each of these tenants has a domain of its own, named by ``trust_domain`` and the tenant.
         weight: its share of the work while other tenants wait too, over the weights of these.
         max_priority: workers are told at most this priority: theirs goes before other tenants' requests, and if their

@@ -105,7 +105,7 @@ class GenerateRequest:
 
     async def _send_cancel(self) -> None:
         # Never two writes at once: one would overtake the other, or gRPC would call the call ended, while the router
-        # goes on with it. After the start, whoever sent that sends this.
+        # goes on with it. A cancel that comes before the start is sent by the task that sends the start, after it.
         if self._call is not None and self._is_started and not self._has_sent_cancel:
             self._has_sent_cancel = True
             await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))

@@ -1,7 +1,7 @@
 """What the values of a worker record, and other names of discovery, must be; each check raises ``ValueError``.
 
-Whoever may write to a registry chooses a record's values, and a reader dials its addresses, logs and shows its texts
-and makes objects by its counts. So every value has bounds, which ``WorkerRecord`` checks however it is made.
+A client that may write to a registry chooses a record's values. Readers dial its addresses, log and show its texts and
+make objects by its counts. So every value has bounds, which ``WorkerRecord`` checks however it is made.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class FileRegistration(Registration):
     """A worker's file, touched by a task until closed.
 
     The first write replaces the file of an earlier start. Later ones only make a file where there is none, or one that
-    nobody touches any more, in steps that fail if another process comes in between.
+    no process touches any more, in steps that fail if another process comes in between.
     """
 
     def __init__(self, config: FileConfig, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
@@ -128,7 +128,7 @@ class FileRegistration(Registration):
             raise WorkerReplacedError(self._refusal(taken))
 
     def _is_anothers(self, path: Path) -> bool:
-        """Whether the file is kept alive by another process; one that names no epoch is nobody's."""
+        """Whether the file is kept alive by another process; one that names no epoch belongs to no process."""
         status, value = _status(path), _read(path)
         if status is None or value is None or value == self._value:
             return False

@@ -95,7 +95,7 @@ class EncodeWaits:
     """
 
     def __init__(self, table: WorkerTable, *, max_length: int, retry_delay_s: float) -> None:
-        """Nobody waits; at most ``max_length`` may. Those refused should try again after ``retry_delay_s``."""
+        """No request waits yet; at most ``max_length`` may. Those refused should try again after ``retry_delay_s``."""
         self._table = table
         self._max_length = max_length
         self._retry_delay_s = retry_delay_s

@@ -1,6 +1,6 @@
 """A private certificate authority for the processes of one host, as ``quartet up --tls`` uses it.
 
-Its own key exists in memory only: once the files of a run are written, nobody can issue another certificate for it.
+Its own key exists in memory only: once the files of a run are written, no one can issue another certificate for it.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ class TurnWatch:
     """An engine's thread that is in one turn for much longer than the turn should take hangs.
 
     ``ProgressWatch`` can't notice that as soon: requests that wait for others, such as for blocks that another worker
-    is to fetch, may wait for long and take no step. A turn waits for nobody.
+    is to fetch, may wait for long and take no step. A turn waits for no other process.
 
     Pure: the caller gives the time.
     """

@@ -70,14 +70,20 @@ async def test_embeddings_that_a_dead_worker_held_are_encoded_again_once_there_i
     fleet.assert_nothing_left()
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-async def test_a_waiting_request_ends_at_its_timeout_and_says_what_it_lacked(is_begun: bool) -> None:
+def fleet_without_encode(*, is_begun: bool) -> Fleet:
+    """Its encode worker is away, or goes once a request ``is_begun``."""
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     if is_begun:
         fleet.hops.plan("encode", Plan(error=errors.WorkerUnavailableError("gone")))
         fleet.on_pause = lambda: suspect(fleet)
     else:
         suspect(fleet)
+    return fleet
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_a_waiting_request_ends_at_its_timeout_and_says_what_it_lacked(is_begun: bool) -> None:
+    fleet = fleet_without_encode(is_begun=is_begun)
     with pytest.raises(errors.RequestTimeoutError, match="no encode worker of this model is ready"):
         await collect(fleet.generate(media_start(timeout_s=0.1)))
     fleet.assert_nothing_left()
@@ -85,12 +91,7 @@ async def test_a_waiting_request_ends_at_its_timeout_and_says_what_it_lacked(is_
 
 @pytest.mark.parametrize("is_begun", [False, True])
 async def test_cancelling_a_waiting_request_leaves_nothing(is_begun: bool) -> None:
-    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
-    if is_begun:
-        fleet.hops.plan("encode", Plan(error=errors.WorkerUnavailableError("gone")))
-        fleet.on_pause = lambda: suspect(fleet)
-    else:
-        suspect(fleet)
+    fleet = fleet_without_encode(is_begun=is_begun)
     run = fleet.generate(media_start())
     answering = asyncio.create_task(collect(run))
     await until(lambda: fleet.encode_waits.length == 1)
