@@ -312,8 +312,9 @@ class Fleet:
 
     def _log_line(self, name: str, line: str) -> None:
         assert self._log is not None, "it was entered"
-        self._log.write(f"{name}: {line}\n")
-        self._log.flush()
+        if not self._log.closed:  # a process that was killed may still have output in its pipe
+            self._log.write(f"{name}: {line}\n")
+            self._log.flush()
 
 
 def _merged(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

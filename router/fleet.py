@@ -440,7 +440,7 @@ class DecodeHop(RunningDecode, Protocol):
     """One decode under way."""
 
     def cancel(self) -> None:
-        """End it early; harmless after its end."""
+        """End it early: its sink gets nothing more. Harmless after its end."""
         ...
 
 

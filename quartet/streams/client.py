@@ -106,7 +106,7 @@ class DecodeCall(WorkerCall):
 
     Attributes:
         received_at: when the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet.
-        take: brings tokens to the sink, as its ``take``; drops them once the decode is over.
+        take: brings tokens to the sink, as its ``take``; drops them once the decode is over or cancelled.
     """
 
     __slots__ = ("_outcome", "_sink", "received_at", "take")
@@ -131,9 +131,14 @@ class DecodeCall(WorkerCall):
             raise self._error
         return self._outcome
 
+    def cancel(self) -> None:
+        """As ``WorkerCall.cancel``. The sink gets nothing more: it may have another attempt's output by then."""
+        super().cancel()
+        self.take = _drop_tokens
+
     def start(self, started: DecodeStarted, now: float) -> None:
         """It joined the running batch."""
-        if not self.is_over:
+        if not (self.is_over or self._is_cancelled):
             self.received_at = now
             self._sink.started(started)
 
@@ -411,7 +416,7 @@ def pause_s(error: ServingError, num_failures: int) -> float:
 
 
 def _drop_tokens(_offset: int, _token_ids: Sequence[int], _logprobs: Sequence[TokenLogprobs], _now: float) -> bool:
-    """Drop them: the decode is over."""
+    """Drop them: the decode is over or cancelled."""
     return True
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from hypothesis import strategies as st
 
 from quartet import errors
 from quartet.api.request import TextOptions
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import ServingError
+from quartet.streams.client import DecodeCall, DecodeSink
+from quartet.streams.messages import DecodeStarted, WorkerStart
 from router.config import AttemptConfig
 from router.policy.create import PolicyConfig, PolicyName, create_policy
 from tests.router.fakes import Collected, Fleet, Plan, collect, expected_tokens, text_of
@@ -344,6 +349,37 @@ async def test_a_silent_decode_worker_is_given_up(hang_after: int) -> None:
     fleet.hops.plan("decode", Plan(hang_after=hang_after))
     answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    fleet.assert_nothing_left()
+
+
+async def test_tokens_of_an_attempt_that_was_given_up_do_not_count_for_the_next() -> None:
+    """As after a router was frozen: it takes the worker to be silent, and then finds what the worker sent meanwhile."""
+    config = AttemptConfig(decode_start_timeout_s=0.05, decode_stall_timeout_s=0.05)
+    fleet = Fleet("prefill-0", "decode-0", "decode-1", attempts=config)
+    tokens = expected_tokens(5, 0, 20, 12)
+    second_prefill = asyncio.Event()
+    fleet.hops.plan("prefill", Plan(), Plan(gate=second_prefill))
+    begin_decode = fleet.hops.decode
+    frozen: list[DecodeCall] = []
+
+    def decode(rank: Rank, start: WorkerStart, sink: DecodeSink) -> Any:
+        if frozen:
+            return begin_decode(rank, start, sink)
+        fleet.hops.pull(start)
+        call = DecodeCall(lambda: None, sink)
+        call.start(DecodeStarted(num_cached_tokens=0, queue_s=0.0, transfer_s=0.0, transfer_bytes=0), time.monotonic())
+        call.take(1, tokens[1:4], (), time.monotonic())
+        frozen.append(call)
+        return call
+
+    fleet.hops.decode = decode  # type: ignore[method-assign]
+    answering = asyncio.create_task(collect(fleet.generate(make_start())))
+    await fleet.hops.hung.wait()
+    frozen[0].take(4, tokens[4:], (), time.monotonic())
+    second_prefill.set()
+    answer = await answering
+    assert answer.token_ids[0] == tokens
+    assert answer.finished[0].usage.num_attempts == 2
     fleet.assert_nothing_left()
 
 

@@ -19,7 +19,14 @@ from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import to_failure
 from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, take_tokens
 from quartet.streams.convert.messages import unpack_token_ids
-from quartet.streams.messages import DecodeFinished, MediaInput, PrefillOutcome, RequestContext, WorkerStart
+from quartet.streams.messages import (
+    DecodeFinished,
+    DecodeStarted,
+    MediaInput,
+    PrefillOutcome,
+    RequestContext,
+    WorkerStart,
+)
 from quartet.v1 import decode_pb2, types_pb2
 from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service
@@ -341,6 +348,23 @@ async def test_a_sink_that_wants_no_more_ends_its_decode() -> None:
     call.fail(RequestCancelledError("as asked"))
     assert await call.outcome() is None
     assert (taken, len(cancels)) == ([[1]], 1)
+
+
+async def test_a_cancelled_decode_brings_nothing_to_its_sink_which_another_attempt_may_use_by_then() -> None:
+    class Unmoved(PulledDecode):
+        def started(self, started: DecodeStarted) -> None:
+            pytest.fail("it was cancelled")
+
+        def take(self, offset: int, token_ids: Sequence[int], logprobs: object, now: float) -> bool:
+            pytest.fail("it was cancelled")
+
+    cancels: list[None] = []
+    call = DecodeCall(lambda: cancels.append(None), Unmoved())
+    call.cancel()
+    call.start(DecodeStarted(num_cached_tokens=0, queue_s=0.0, transfer_s=0.0, transfer_bytes=0), 1.0)
+    take_tokens({0: call}, _one_token(offset=0, token_id=1), 1.0)
+    call.finish(FINISHED)
+    assert (await call.outcome(), len(cancels)) == (FINISHED, 1)
 
 
 async def test_the_first_end_counts() -> None:
