@@ -10,6 +10,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission
 from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
+from router.intake import Intake
 from router.media.request import MediaTools
 from router.signing import Signer
 from router.tenants import Tenants
@@ -35,6 +36,7 @@ class RouterContext:
     router_id: str
     table: WorkerTable
     texts: ModelTexts
+    intake: Intake
     admission: Admission
     hops: Hops
     media: MediaTools

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from quartet.api.fleet import Explanation, RankOption, WorkerState
@@ -22,7 +22,7 @@ from quartet.errors import QueueFullError
 from quartet.telemetry.logging import FinishedRequest, log_request
 from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
-from router.fair_queue import FairQueue, FairShare, Lane, Position, Standing
+from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
 from router.policy.base import Option
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import outcome_of
@@ -89,10 +89,10 @@ class ExplainTurns:
             cpu_clock: the seconds that this thread has computed.
         """
         self._share = share
-        self._waiting: FairQueue[_Turn] = FairQueue(share)
+        self._waiting: FairQueue[Turn] = FairQueue(share)
         self._max_waiting = max_waiting
         self._cpu_clock = cpu_clock
-        self._running: _Turn | None = None
+        self._running: Turn | None = None
         self._next: asyncio.TimerHandle | None = None
         self._rests_until = 0.0  # by the loop's clock
 
@@ -102,7 +102,7 @@ class ExplainTurns:
         Raises:
             QueueFullError: too many wait, and it is the last of them.
         """
-        turn = _Turn(standing=standing, placed=asyncio.get_running_loop().create_future())
+        turn = Turn(standing=standing, placed=asyncio.get_running_loop().create_future())
         self._waiting.add(turn)
         self._waiting.shorten(self._max_waiting, _full_error)
         self._plan_next()
@@ -135,19 +135,7 @@ class ExplainTurns:
         turn.placed.set_result(None)
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Turn:
-    """One call's place in the line: ``placed`` is done when its turn has come, or when it is refused."""
-
-    standing: Standing
-    placed: asyncio.Future[None]
-    adapter: str = ""
-    is_retry: bool = False
-    lane: Lane[_Turn] | None = None
-    position: Position = (0, 0, 0)
-
-
-def _is_kept(_lane: Lane[_Turn]) -> bool:
+def _is_kept(_lane: Lane[Turn]) -> bool:
     """No call waits for anything but its turn."""
     return False
 

@@ -113,6 +113,18 @@ class Entry(Protocol):
     position: Position
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class Turn:
+    """An ``Entry`` that waits for nothing but its turn: ``placed`` is done when that has come, or it is refused."""
+
+    standing: Standing
+    placed: asyncio.Future[None]
+    adapter: str = ""
+    is_retry: bool = False
+    lane: Lane[Turn] | None = None
+    position: Position = (0, 0, 0)
+
+
 EntryT = TypeVar("EntryT", bound=Entry)
 
 
@@ -153,7 +165,7 @@ class Lane(Generic[EntryT]):
 
 
 # Start, number of the request, number of the entry, its index in its lane.
-_Turn: TypeAlias = tuple[float, int, int, int, Lane[EntryT]]
+_NextOf: TypeAlias = tuple[float, int, int, int, Lane[EntryT]]
 
 
 class FairQueue(Generic[EntryT]):
@@ -233,7 +245,7 @@ class FairQueue(Generic[EntryT]):
         if len(lanes) == 1:
             yield from _of_one(lanes[0], is_kept)
             return
-        turns: list[_Turn[EntryT]] = []
+        turns: list[_NextOf[EntryT]] = []
         starts: dict[str, float] = {}
         for lane in lanes:
             if is_kept(lane) or (index := lane.first()) is None:
@@ -332,7 +344,7 @@ def _of_one(lane: Lane[EntryT], is_kept: Callable[[Lane[EntryT]], bool]) -> Iter
             yield entry
 
 
-def _turn(lane: Lane[EntryT], index: int, starts: dict[str, float]) -> _Turn[EntryT]:
+def _turn(lane: Lane[EntryT], index: int, starts: dict[str, float]) -> _NextOf[EntryT]:
     """When the entry of ``lane`` at ``index`` is served. Among tenants that start together the first to come is first.
 
     Not the one of the highest priority: that is only for its tenant to say.

@@ -33,7 +33,7 @@ from quartet.errors import (
     WorkerUnavailableError,
 )
 from quartet.kvcache.block_hash import ExtraKey, MediaSpan, sequence_hashes
-from quartet.rpc.message_limits import MAX_TEXT_BYTES
+from quartet.rpc.message_limits import MAX_NUMBER_BYTES, MAX_TEXT_BYTES, MaxBytes
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import EncodeLimit
@@ -53,6 +53,10 @@ _MESSAGE_COST = 40
 # Bytes of the longest token of a model whose tokenizer is not here yet, and of all text of a request but its prompt.
 _UNKNOWN_TOKEN_BYTES = 256
 _OTHER_TEXT_BYTES = 256 << 10
+
+# Bytes of the largest token id, and of all numbers of a request but its prompt. A prompt that is up to so many times as
+# long as the model allows is refused with the number of its tokens, which says more.
+_TOKEN_ID_BYTES, _OTHER_NUMBER_BYTES, _TOLERANCE = 5, 64 << 10, 4
 
 # This many of the prompt's last tokens let the answer's first word keep its space, and an accent find its letter.
 _TAIL_TOKENS = 4
@@ -85,6 +89,7 @@ async def run_prepared(
     request.deadline = request.arrived_at + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
+            await context.intake.enter(request.start.tenant, _num_given_tokens(request.start))
             await _prepare(request, context, encodes=encodes)
             if request.media is None:
                 return await run(request)
@@ -95,6 +100,11 @@ async def run_prepared(
     except TimeoutError as error:
         message = f"the request {late} within {timeout_s:g} s{_lack(request, context.table)}"
         raise RequestTimeoutError(message) from error
+
+
+def _num_given_tokens(start: GenerateStart) -> int:
+    """Tokens of its prompt, as far as it came as such; other prompts are tokenized in turns of their own."""
+    return len(start.prompt.token_ids) if isinstance(start.prompt, TokenPrompt) else 0
 
 
 def _lack(request: RouterRequest, table: WorkerTable) -> str:
@@ -331,17 +341,26 @@ def valid_traceparent(header: str) -> str:
     return header
 
 
-def max_text_bytes(pools: Iterable[Pool], known_text: Callable[[PoolKey], ModelText | None]) -> int:
-    """Bytes of text of the longest message that a request for any of ``pools`` can need; the most if there are none.
+def max_message_bytes(pools: Iterable[Pool], known_text: Callable[[PoolKey], ModelText | None]) -> MaxBytes:
+    """What the longest message that a request for any of ``pools`` can need holds; the most if there are none.
 
     ``known_text`` gives a pool's text side, if it is here.
     """
-    longest = 0
+    num_text_bytes = num_tokens = 0
+    has_files = False
     for pool in pools:
         text = known_text(pool.key)
         token_bytes = _UNKNOWN_TOKEN_BYTES if text is None else text.tokenizer.longest_token_bytes
-        longest = max(longest, max_sequence_tokens(pool) * token_bytes)
-    return min(longest + _OTHER_TEXT_BYTES, MAX_TEXT_BYTES) if longest else MAX_TEXT_BYTES
+        num_tokens = max(num_tokens, max_sequence_tokens(pool))
+        num_text_bytes = max(num_text_bytes, max_sequence_tokens(pool) * token_bytes)
+        has_files |= bool(pool.media.kinds) or pool.media.awaits_encode
+    if not num_tokens:
+        return MaxBytes()
+    return MaxBytes(
+        text=min(num_text_bytes + _OTHER_TEXT_BYTES, MAX_TEXT_BYTES),
+        numbers=min(_TOLERANCE * _TOKEN_ID_BYTES * num_tokens + _OTHER_NUMBER_BYTES, MAX_NUMBER_BYTES),
+        has_files=has_files,
+    )
 
 
 def max_sequence_tokens(pool: Pool) -> int:

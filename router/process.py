@@ -28,6 +28,7 @@ from router.context import RouterContext
 from router.fair_queue import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
+from router.intake import Intake
 from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex, keep_up
 from router.media.encode import EncodeTools, EncodeWaits
@@ -35,7 +36,7 @@ from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.create import create_policy
-from router.prepare import max_text_bytes
+from router.prepare import max_message_bytes
 from router.readiness import Readiness
 from router.servicer import FILE_FIELDS, RouterServicer, router_service
 from router.signing import Signer
@@ -185,7 +186,7 @@ class RouterProcess:
 
     def _server(self, servicer: RouterServicer, table: WorkerTable, fleet: Fleet) -> RpcServer:
         limits = MessageLimits(
-            max_text_bytes=lambda: max_text_bytes(table.pools(time.monotonic()), fleet.texts.known),
+            max_bytes=lambda: max_message_bytes(table.pools(time.monotonic()), fleet.texts.known),
             file_fields=FILE_FIELDS,
         )
         return RpcServer(self._config.server, [router_service(servicer)], limits=limits)
@@ -222,6 +223,7 @@ class RouterProcess:
                 router_id=table.router_id,
                 table=table,
                 texts=fleet.texts,
+                intake=Intake(FairShare(self._tenants)),
                 admission=admission,
                 hops=fleet,
                 media=MediaTools(fetcher, encode, media_queue, config.media.max_size_bytes),

@@ -7,7 +7,7 @@ A message of 12 MB can hold six million empty fields, and each becomes objects i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -24,8 +24,12 @@ UNCHECKED_BYTES = 64 << 10
 #: Bytes of the longest message to the standard services (health, reflection, channelz): they take a name or a number.
 MAX_STANDARD_BYTES = 64 << 10
 
-# Of packed numbers: 1,048,576 token ids, whatever their values. To parse it takes 15 ms.
-_MAX_NUMBERS_BYTES = 5 << 20
+#: Bytes of packed numbers that a message may hold, whatever the model: 1,048,576 token ids, whatever their values. To
+#: parse it takes 15 ms.
+MAX_NUMBER_BYTES = 5 << 20
+
+# Of a field: its tag and its length, or its number. Most have two or three.
+_FRAME_BYTES = 16
 
 # A refused message keeps so many bytes, which say which slot of a stream it is for.
 _HEAD_BYTES = 32
@@ -36,18 +40,33 @@ _NUM_BYTES = {_FIXED64: 8, _FIXED32: 4, _GROUP: 0, _END_GROUP: 0}
 _MAX_VARINT_BYTES = 10
 
 
+@dataclass(frozen=True, kw_only=True)
+class MaxBytes:
+    """Bytes that a message may hold of each kind.
+
+    Attributes:
+        text: of all text, apart from files.
+        numbers: of packed numbers.
+        has_files: it may hold files, which are bounded by what gRPC takes only.
+    """
+
+    text: int = MAX_TEXT_BYTES
+    numbers: int = MAX_NUMBER_BYTES
+    has_files: bool = True
+
+
 @dataclass(frozen=True)
 class MessageLimits:
     """Bounds of each message that a server is sent.
 
     Attributes:
         max_fields: fields in it, those of the messages within included.
-        max_text_bytes: gives the bytes of all its text. It is asked for long messages only.
+        max_bytes: gives the bytes of each kind. It is asked for long messages only.
         file_fields: full names of fields with text that may be as long as a file; ``bytes`` fields always may.
     """
 
     max_fields: int = 32_768
-    max_text_bytes: Callable[[], int] = field(default=lambda: MAX_TEXT_BYTES)
+    max_bytes: Callable[[], MaxBytes] = MaxBytes
     file_fields: frozenset[str] = frozenset()
 
     def check(self, message_type: Descriptor, message: bytes) -> None:
@@ -57,16 +76,22 @@ class MessageLimits:
             MessageTooLargeError: it holds too much; its ``head`` has the message's first bytes.
             ProtocolError: it is malformed.
         """
+        most = self.max_bytes()
+        max_bytes = most.text + most.numbers + self.max_fields * _FRAME_BYTES
+        if not most.has_files and len(message) > max_bytes:  # what can't be a file takes no time
+            what = f"{len(message)} bytes, more than the {max_bytes} allowed where no model takes files"
+            raise MessageTooLargeError(f"the message has {what}", head=message[:_HEAD_BYTES])
         try:
             num_text_bytes, num_number_bytes = self._measure(_shape(message_type, self.file_fields), message)
         except LookupError:
             raise ProtocolError("the message is malformed") from None
-        if num_number_bytes > _MAX_NUMBERS_BYTES:
-            text = f"the message has {num_number_bytes} bytes of numbers, more than the {_MAX_NUMBERS_BYTES} allowed"
-            raise MessageTooLargeError(text, head=message[:_HEAD_BYTES])
-        if num_text_bytes > (limit := self.max_text_bytes()):
-            text = f"the message has {num_text_bytes} bytes of text, more than the {limit} allowed"
-            raise MessageTooLargeError(text, head=message[:_HEAD_BYTES])
+        for what, num_bytes, limit in (
+            ("numbers, such as token ids", num_number_bytes, most.numbers),
+            ("text", num_text_bytes, most.text),
+        ):
+            if num_bytes > limit:
+                text = f"the message has {num_bytes} bytes of {what}, more than the {limit} allowed"
+                raise MessageTooLargeError(text, head=message[:_HEAD_BYTES])
 
     def _measure(self, shape: _Shape, message: bytes) -> tuple[int, int]:
         """The bytes of text, and of numbers. Raises ``LookupError`` where the message is malformed."""

@@ -16,7 +16,7 @@ from quartet.api.session_server import SessionStream
 from quartet.engine.base import FinishReason
 from quartet.errors import InvalidRequestError, ProtocolError, ServingError, StalledStreamError
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
-from quartet.rpc.message_limits import UNCHECKED_BYTES, MessageLimits
+from quartet.rpc.message_limits import UNCHECKED_BYTES, MaxBytes, MessageLimits
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
@@ -235,7 +235,7 @@ async def make_served() -> AsyncIterator[Any]:
         parse = sessions.parse if max_text_bytes is None else pb.SessionRequest.FromString
         handler = grpc.stream_stream_rpc_method_handler(sessions.serve, parse, pb.SessionResponse.SerializeToString)
         services = [generic_service("test.Router", {"Session": handler})]
-        bounds = MessageLimits(max_text_bytes=lambda: max_text_bytes or 0)
+        bounds = MessageLimits(max_bytes=lambda: MaxBytes(text=max_text_bytes or 0))
         server = RpcServer(ServerConfig(), services, limits=bounds)
         servers.append(server)
         port = await server.start()

@@ -70,6 +70,7 @@ from router.context import RouterContext
 from router.fair_queue import FairShare
 from router.fleet import Fleet
 from router.generate import Pipeline
+from router.intake import Intake
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, EncodeWaits
 from router.media.queue import MediaQueue, MediaQueueConfig
@@ -429,6 +430,7 @@ class World:
                 router_id="router",
                 table=table,
                 texts=FakeTexts(text=ModelText(_TOKENIZER, None, (), 64)),
+                intake=Intake(FairShare()),
                 admission=admission,
                 hops=self.fleet,
                 media=media,

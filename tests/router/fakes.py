@@ -31,6 +31,7 @@ from router.config import AdmissionConfig, AttemptConfig, TokenizeConfig
 from router.context import RouterContext
 from router.fair_queue import FairShare
 from router.generate import Pipeline
+from router.intake import Intake
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, EncodeWaits, KnownSizes
 from router.media.queue import MediaQueue, MediaQueueConfig
@@ -379,6 +380,7 @@ class Fleet:
                 router_id="router-a",
                 table=self.table,
                 texts=self.texts,
+                intake=Intake(FairShare()),
                 admission=self.admission,
                 hops=self.hops,
                 media=MediaTools(self.media, self._encode_tools(config), self.media_queue, 20 << 20),

@@ -13,14 +13,15 @@ from quartet import errors
 from quartet.api.request import ChatPrompt, Resume, TextPrompt, TokenPrompt
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
-from quartet.rpc.message_limits import MAX_TEXT_BYTES
+from quartet.rpc.message_limits import MAX_NUMBER_BYTES, MAX_TEXT_BYTES, MaxBytes
 from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import SpecialTokens
-from router.prepare import RouterRequest, max_text_bytes
+from router.prepare import RouterRequest, max_message_bytes
 from router.tokenizing import TokenizeQueue
 from tests.router.fakes import EOS_ID, MODEL_TEXT, Fleet, Plan, collect
+from tests.router.media.test_media_encoded import media_fleet
 from tests.router.records import ALL_SAMPLING_FIELDS
 from tests.router.test_generate import make_start
 
@@ -143,9 +144,29 @@ def test_the_text_of_a_message_is_bounded_by_the_longest_prompt_of_all_models() 
         fleet = Fleet()
         for number, max_model_len in enumerate(max_model_lens):
             fleet.join(f"decode-{number}", model_name=f"model-{number}", max_model_len=max_model_len, num_blocks=10**6)
-        return max_text_bytes(fleet.table.pools(0.0), lambda _pool: text)
+        return max_message_bytes(fleet.table.pools(0.0), lambda _pool: text).text
 
     token_bytes = MODEL_TEXT.tokenizer.longest_token_bytes
     assert room(1_000, 9_000) - room(1_000) == 8_000 * token_bytes
     assert room(1_000, text=None) - room(1_000) == 1_000 * (256 - token_bytes)
     assert room(10**9) == room() == MAX_TEXT_BYTES
+
+
+def test_the_numbers_of_a_message_are_bounded_by_the_longest_prompt_of_all_models() -> None:
+    def most(*max_model_lens: int) -> MaxBytes:
+        fleet = Fleet()
+        for number, max_model_len in enumerate(max_model_lens):
+            fleet.join(f"decode-{number}", model_name=f"model-{number}", max_model_len=max_model_len, num_blocks=10**6)
+        return max_message_bytes(fleet.table.pools(0.0), lambda _pool: None)
+
+    assert most(1_000, 9_000).numbers - most(1_000).numbers == 8_000 * 5 * 4
+    assert most(10**9).numbers == most().numbers == MAX_NUMBER_BYTES
+
+
+def test_only_where_a_model_takes_files_a_message_may_hold_them() -> None:
+    fleet = Fleet("decode-0")
+    assert max_message_bytes([], lambda _pool: None).has_files
+    assert not max_message_bytes(fleet.table.pools(0.0), lambda _pool: None).has_files
+    for workers in (("encode-0", "prefill-0", "decode-0"), ("prefill-0", "decode-0")):
+        pools = media_fleet(*workers).table.pools(0.0)
+        assert max_message_bytes(pools, lambda _pool: None).has_files, "an encode worker is here, or may come"

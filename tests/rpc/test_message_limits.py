@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from quartet.errors import MessageTooLargeError, ProtocolError
 from quartet.rpc.channels import create_channel
-from quartet.rpc.message_limits import MAX_STANDARD_BYTES, UNCHECKED_BYTES, MessageLimits, limited_parser
+from quartet.rpc.message_limits import (
+    MAX_STANDARD_BYTES,
+    UNCHECKED_BYTES,
+    MaxBytes,
+    MessageLimits,
+    limited_parser,
+)
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
 from tests.rpc.conftest import StartServer
@@ -29,7 +35,7 @@ def request(**fields: Any) -> bytes:
 
 
 def limits(max_fields: int = 10_000, max_text_bytes: int = 10_000) -> MessageLimits:
-    return MessageLimits(max_fields=max_fields, max_text_bytes=lambda: max_text_bytes, file_fields=FILES)
+    return MessageLimits(max_fields, lambda: MaxBytes(text=max_text_bytes), file_fields=FILES)
 
 
 def num_fields(message: Message) -> int:
@@ -109,6 +115,20 @@ def test_numbers_are_bounded_by_the_ids_of_the_longest_prompt() -> None:
     limits().check(START, prompt)
     with pytest.raises(MessageTooLargeError, match="bytes of numbers"):
         limits().check(START, prompt + prompt)
+    shorter = MessageLimits(max_bytes=lambda: MaxBytes(numbers=100))
+    shorter.check(START, request(token_ids=pb.TokenIds(ids=[1] * 100)))
+    with pytest.raises(
+        MessageTooLargeError, match="101 bytes of numbers, such as token ids, more than the 100 allowed"
+    ):
+        shorter.check(START, request(token_ids=pb.TokenIds(ids=[1] * 101)))
+
+
+def test_where_no_model_takes_files_a_message_is_refused_by_its_length_alone() -> None:
+    bounds = MessageLimits(10, lambda: MaxBytes(text=100, numbers=100, has_files=False), file_fields=FILES)
+    bounds.check(START, request(media=[pb.MediaPart(data=bytes(300))]))
+    with pytest.raises(MessageTooLargeError, match="more than the 360 allowed where no model takes files") as caught:
+        bounds.check(START, b"\xff" * 361)
+    assert caught.value.head == b"\xff" * 32
 
 
 @pytest.mark.parametrize(

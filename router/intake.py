@@ -1,0 +1,84 @@
+"""How requests begin: so much work in one turn of the event loop, tenants by fair share.
+
+To check, hash and place a request computes for half a millisecond, more for a long prompt. A hundred that come at once
+would hold the loop for 50 ms, and each of the ten turns that another tenant's request takes would be as long. So few of
+them begin in a turn, and the next ones are those whose tenant had least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
+from router.workers import PoolKey
+
+# Work is counted in tokens of a prompt: looking at 8,192 takes as long as everything else that a request needs.
+_REQUEST_TOKENS = 8_192
+
+# Of one turn: four short requests, 2 ms.
+_TURN_TOKENS = 4 * _REQUEST_TOKENS
+
+# There is one line for all models.
+_POOL = PoolKey("", "")
+
+
+class Intake:
+    """Lets requests begin, in turns of the event loop. Lives on it."""
+
+    def __init__(self, share: FairShare) -> None:
+        """``share`` orders the tenants, by the work that beginning takes; it belongs to this intake alone."""
+        self._share = share
+        self._waiting: FairQueue[Turn] = FairQueue(share)
+        self._num_entered = 0
+        self._num_left_tokens = _TURN_TOKENS
+        self._next_turn: asyncio.Handle | None = None
+
+    @property
+    def length(self) -> int:
+        """Requests that wait to begin."""
+        return len(self._waiting)
+
+    async def enter(self, tenant: str, num_prompt_tokens: int) -> None:
+        """Wait until the tenant's request may begin, which mostly is at once."""
+        num_tokens = _REQUEST_TOKENS + num_prompt_tokens
+        if self._num_left_tokens > 0 and not self._waiting:
+            self._begin(tenant, num_tokens)
+            return
+        self._num_entered += 1
+        standing = Standing(pool=_POOL, tenant=tenant, number=self._num_entered, num_tokens=num_tokens)
+        turn = Turn(standing=standing, placed=asyncio.get_running_loop().create_future())
+        self._waiting.add(turn)
+        self._plan_turn()
+        try:
+            await turn.placed
+        finally:
+            self._waiting.remove(turn)
+
+    def _begin(self, tenant: str, num_tokens: int) -> None:
+        self._share.serve(tenant, num_tokens)
+        self._num_left_tokens -= num_tokens
+        self._plan_turn()
+
+    def _plan_turn(self) -> None:
+        if self._next_turn is None:
+            self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """The next turn of the event loop has come."""
+        self._next_turn, self._num_left_tokens = None, _TURN_TOKENS
+        begun: list[Turn] = []
+        num_tokens = 0
+        for turn in self._waiting.in_order(_is_kept):
+            if num_tokens >= _TURN_TOKENS:
+                break
+            begun.append(turn)
+            num_tokens += turn.standing.num_tokens
+        for turn in begun:
+            self._waiting.remove(turn)
+            self._begin(turn.standing.tenant, turn.standing.num_tokens)
+            turn.placed.set_result(None)
+
+
+def _is_kept(_lane: Lane[Turn]) -> bool:
+    """No request waits for anything but its turn."""
+    return False
