@@ -101,6 +101,7 @@ class Fleet:
         self._log: TextIO | None = None
         self._exits = AsyncExitStack()
         self._processes: dict[str, _Process] = {}
+        self._replaced: list[Child] = []
 
     @property
     def router_addresses(self) -> Sequence[str]:
@@ -117,13 +118,15 @@ class Fleet:
 
     async def worker_states(self, router: str) -> Mapping[str, str]:
         """The state that ``router`` shows of each worker; empty: it does not answer."""
-        try:
-            async with create_channel(self.grpc_address(router), None) as channel:
-                stub = router_pb2_grpc.RouterServiceStub(channel)
-                response = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return {}
-        return {one.record.worker_id: router_pb2.WorkerState.Name(one.state) for one in response.workers}
+        workers = await self._list_workers(router)
+        return {one.record.worker_id: router_pb2.WorkerState.Name(one.state) for one in workers}
+
+    async def worker_ports(self, router: str) -> Mapping[str, int]:
+        """Where ``router`` finds each worker; empty: it does not answer."""
+        return {
+            one.record.worker_id: int(one.record.grpc_address.rpartition(":")[2])
+            for one in await self._list_workers(router)
+        }
 
     async def __aenter__(self) -> Self:
         """Start everything, and wait until all routers have all workers.
@@ -134,10 +137,10 @@ class Fleet:
         """
         try:
             self._log = self._exits.enter_context((self._directory / "fleet.log").open("w", encoding="utf-8"))
-            key_file = draw_signing_key(self._directory)
+            self._signing_keys_file = draw_signing_key(self._directory)
             await self._add_etcd()
             for name in (*self.config.workers, *self.config.routers):
-                await self._add(name, key_file)
+                await self._add(name)
             await asyncio.gather(*(self.start(name) for name in self._processes))
             await self.wait_ready(90.0)
         except BaseException:
@@ -156,6 +159,14 @@ class Fleet:
         process = self._processes[name]
         if process.child is None or not process.child.is_running:
             process.child = await start_child(name, process.command, self._variables, partial(self._log_line, name))
+
+    async def replace(self, name: str) -> Child:
+        """Start another process with the id of a worker, at another address; returns the old one, which goes on."""
+        replaced = self._child(name)
+        self._replaced.append(replaced)
+        await self._add(name)
+        await self.start(name)
+        return replaced
 
     async def kill(self, name: str) -> None:
         """``kill -9``, and wait for its end."""
@@ -222,6 +233,15 @@ class Fleet:
         copy.parent.mkdir(exist_ok=True)
         return Path(shutil.copy(self._directory / "fleet.log", copy))
 
+    async def _list_workers(self, router: str) -> Sequence[router_pb2.WorkerStatus]:
+        try:
+            async with create_channel(self.grpc_address(router), None) as channel:
+                stub = router_pb2_grpc.RouterServiceStub(channel)
+                response = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return ()
+        return response.workers
+
     async def _num_held(self, worker: str) -> int:
         try:
             async with create_channel(self.grpc_address(worker), None) as channel:
@@ -239,7 +259,7 @@ class Fleet:
         command = etcd_command(binary, EtcdConfig(endpoints=(f"{_HOST}:{port}",)), self._directory / ETCD)
         await self._add_process(ETCD, port, 0, command)
 
-    async def _add(self, name: str, key_file: Path) -> None:
+    async def _add(self, name: str) -> None:
         port, http_port = free_port(), free_port()
         is_router = name in self.config.routers
         settings = self._router_settings() if is_router else self._worker_settings(name)
@@ -248,7 +268,7 @@ class Fleet:
         settings |= {
             "server": {"address": f"{_HOST}:{port}", "namespace": "chaos"},
             "http_address": f"{_HOST}:{http_port}",
-            "signing_keys_file": str(key_file),
+            "signing_keys_file": str(self._signing_keys_file),
             "drain_timeout_s": 5.0,
             "discovery": {"kind": "etcd", "etcd": {**etcd, "lease_ttl_s": LEASE_TTL_S, "request_timeout_s": 1.0}},
         }
@@ -304,6 +324,7 @@ class Fleet:
 
     async def _end(self) -> None:
         children = [process.child for process in self._processes.values() if process.child is not None]
+        children += [child for child in self._replaced if child.is_running]
         for child in children:
             child.send(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
