@@ -270,10 +270,12 @@ async def test_a_reader_that_stops_loses_its_busy_request_only_and_memory_stays_
     elsewhere.finish()
     assert await other.read_end(2) == ""
     assert other.num_tokens(2) == elsewhere.num_given
+    busy.give(5)  # what comes before it has ended is dropped
     assert await slow.read_end(0) == "READER_TOO_SLOW"
     if 1 not in {item.slot for response in slow.seen for item in response.finished}:
         assert await slow.read_end(1) == ""
     assert slow.num_tokens(1) == 15
+    assert [item.slot for response in slow.seen for item in response.failures] == [0]
     served.sessions.runs.clear()
     await slow.start(0)  # the slot is free again
     (await served.sessions.wait_for(0)).finish()
