@@ -143,6 +143,16 @@ def test_start_numbers_lost_with_a_broken_stream_do_not_stop_the_count() -> None
     assert counted.watermarks() == {"r": 6}
 
 
+def test_a_start_that_overtook_another_stays_arrived() -> None:
+    counted = CountedStarts()  # each encode has a stream of its own
+    counted.arrive("r", 2)
+    counted.arrive("r", 1)
+    assert counted.arrivals() == {"r": 2}
+    counted.count_in("r", 1)
+    counted.count_in("r", 2)
+    assert counted.watermarks() == {"r": 2}
+
+
 def test_routers_that_are_gone_are_forgotten_in_the_end() -> None:
     counted = CountedStarts()
     for index in range(5000):
