@@ -481,6 +481,24 @@ async def test_a_client_that_vanishes_drops_all_its_requests(make_served: Any) -
     assert all(run.has_ended for run in runs)
 
 
+async def test_a_session_ends_only_once_its_last_request_has(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0)
+    (await served.sessions.wait_for(0)).finish()
+    assert await client.read_end(0) == ""  # none ran at that moment
+    await client.start(1)
+    run, aborted = await served.sessions.wait_for(1), asyncio.Event()
+    run.abort = lambda _error: aborted.set()  # it takes its time
+    client.call.cancel()
+    await asyncio.wait_for(aborted.wait(), _TIMEOUT_S)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert served.sessions.ended.empty()
+    run.sink.end()
+    await asyncio.wait_for(served.sessions.ended.get(), _TIMEOUT_S)
+
+
 @pytest.mark.parametrize("num_turns", range(8))
 async def test_a_call_that_is_cancelled_twice_leaves_no_request_running(num_turns: int) -> None:
     sessions, call = Sessions(), OpenCall(3)
