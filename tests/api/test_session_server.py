@@ -270,10 +270,12 @@ async def test_a_reader_that_stops_loses_its_busy_request_only_and_memory_stays_
     elsewhere.finish()
     assert await other.read_end(2) == ""
     assert other.num_tokens(2) == elsewhere.num_given
+    busy.give(5)  # what comes before it has ended is dropped
     assert await slow.read_end(0) == "READER_TOO_SLOW"
     if 1 not in {item.slot for response in slow.seen for item in response.finished}:
         assert await slow.read_end(1) == ""
     assert slow.num_tokens(1) == 15
+    assert [item.slot for response in slow.seen for item in response.failures] == [0]
     served.sessions.runs.clear()
     await slow.start(0)  # the slot is free again
     (await served.sessions.wait_for(0)).finish()
@@ -477,6 +479,24 @@ async def test_a_client_that_vanishes_drops_all_its_requests(make_served: Any) -
     client.call.cancel()
     await asyncio.wait_for(served.sessions.ended.get(), _TIMEOUT_S)
     assert all(run.has_ended for run in runs)
+
+
+async def test_a_session_ends_only_once_its_last_request_has(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0)
+    (await served.sessions.wait_for(0)).finish()
+    assert await client.read_end(0) == ""  # none ran at that moment
+    await client.start(1)
+    run, aborted = await served.sessions.wait_for(1), asyncio.Event()
+    run.abort = lambda _error: aborted.set()  # it takes its time
+    client.call.cancel()
+    await asyncio.wait_for(aborted.wait(), _TIMEOUT_S)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert served.sessions.ended.empty()
+    run.sink.end()
+    await asyncio.wait_for(served.sessions.ended.get(), _TIMEOUT_S)
 
 
 @pytest.mark.parametrize("num_turns", range(8))

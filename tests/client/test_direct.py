@@ -323,6 +323,17 @@ async def test_a_reader_that_leaves_too_much_unread_loses_the_request(
                 pass
 
 
+async def test_a_connection_in_use_stays_while_another_that_is_not_is_closed() -> None:
+    workers = DecodeWorkers(None, idle_s=0.01)
+    with workers.use("127.0.0.1:1") as used:
+        with workers.use("127.0.0.1:2"):
+            pass
+        await until(lambda: len(workers) < 2)
+        with workers.use("127.0.0.1:1") as again:
+            assert again is used
+    await workers.close()
+
+
 async def test_unused_connections_are_closed_after_a_while(router: FakeRouter, start_router: StartRouter) -> None:
     await start_router(router)
     workers = DecodeWorkers(None, idle_s=0.02)

@@ -201,8 +201,9 @@ def test_a_password_that_cannot_be_used_at_the_start_is_named(content: str | Non
         EtcdClient(EtcdConfig(user=USER, password_file=path))
 
 
-def test_a_password_that_everybody_may_read_is_refused(password_file: Path) -> None:
-    password_file.chmod(0o644)
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601])
+def test_a_password_whose_file_everybody_may_open_is_refused(password_file: Path, mode: int) -> None:
+    password_file.chmod(mode)
     with pytest.raises(ConfigError, match=r"^discovery\.etcd\.password_file: .*open to everybody"):
         EtcdClient(EtcdConfig(user=USER, password_file=password_file))
 

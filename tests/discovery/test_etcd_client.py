@@ -16,6 +16,7 @@ from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.errors import DiscoveryError
 from quartet.rpc.channels import TlsConfig
+from services.topology.launch import free_port
 from tests.certificates import CertificateAuthority
 from tests.discovery.records import TIMEOUT_S, make_record
 from tests.discovery.tcp_proxy import TcpProxy
@@ -82,6 +83,26 @@ async def test_a_quiet_watch_is_distinguished_from_a_dead_one(etcd: EtcdServer) 
     following.cancel()
     await asyncio.wait({following})
     await client.close()
+
+
+async def test_calls_that_fail_at_one_endpoint_together_go_to_the_next_together(etcd: EtcdServer) -> None:
+    client = EtcdClient(EtcdConfig(endpoints=(f"127.0.0.1:{free_port()}", etcd.endpoint), request_timeout_s=TIMEOUT_S))
+    assert await asyncio.gather(*(client.get("/a") for _ in range(2))) == [None, None]
+    await client.close()
+
+
+async def test_a_renewal_waits_no_longer_than_a_third_of_the_lease_whatever_other_calls_may_take() -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((BadEtcd(is_silent=True),))
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    client = EtcdClient(EtcdConfig(endpoints=(endpoint,), lease_ttl_s=1, request_timeout_s=10 * TIMEOUT_S))
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(DiscoveryError):
+            async with client.keep_alive() as stream:
+                await stream.renew(1)
+    await client.close()
+    await server.stop(None)
 
 
 async def test_a_conditional_put_changes_nothing_unless_all_conditions_hold(etcd: EtcdServer) -> None:

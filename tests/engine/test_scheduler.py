@@ -99,6 +99,20 @@ def test_priority_decides_who_is_preempted() -> None:
     assert stepper.scheduler.live[first.id].state is RequestState.WAITING
 
 
+def test_nothing_is_admitted_to_blocks_that_were_just_taken_from_another() -> None:
+    stepper = Stepper(num_blocks=6)
+    stepper.add(make_request([1] * 8, max_tokens=12), make_request([2] * 8, max_tokens=12))
+    while not stepper.scheduler.running or len(stepper.scheduler.running[0].seq) <= 12:  # three blocks each
+        stepper.step()
+    urgent = make_request([3], max_tokens=1, priority=1)
+    stepper.add(urgent)
+    stepper.step()
+    assert stepper.scheduler.num_preemptions == 1
+    assert stepper.scheduler.live[urgent.id].state is RequestState.WAITING
+    stepper.run()
+    assert len(stepper.outputs) == 3
+
+
 def test_a_request_preempts_itself_if_the_rest_of_the_pool_is_held() -> None:
     stepper = Stepper(num_blocks=4)
     prefill = make_request([1] * 8, kind=RequestKind.PREFILL)

@@ -86,7 +86,10 @@ class FakeMedia:
 
 
 class FakeEncode:
-    """Gives sizes and hand-offs as its plan says: ``hang_after`` and ``fail_after`` 0 are before the sizes."""
+    """Gives sizes and hand-offs as its plan says.
+
+    ``hang_after`` and ``fail_after`` 0 are before the sizes, 2 after the first hand-off.
+    """
 
     def __init__(
         self, hops: FakeHops, rank: Rank, start: EncodeStart, plan: Plan, on_encoded: Callable[[HandOff], None]
@@ -111,6 +114,7 @@ class FakeEncode:
             self._hops.held.add(hand_off.hand_off_id)
             self._hand_offs.append(hand_off)
             self._on_encoded(hand_off)
+            await self._disturb(2)
         taken, self._hand_offs = self._hand_offs, []
         return taken
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -23,6 +25,8 @@ from quartet.events.publisher import EventPublisher
 from quartet.events.wire import LOAD_TOPIC
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import ServerConfig
+from quartet.streams.client import DecodeClient
+from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2, worker_pb2
@@ -492,6 +496,65 @@ async def test_a_watch_sends_all_workers_and_then_the_changes(tmp_path: Path, mo
                 removed = list((await watch.read()).removed_worker_ids)
         assert removed == ["prefill-0"]
         watch.cancel()
+
+
+async def test_a_probe_that_fails_cuts_no_request_of_a_worker_that_was_heard_of_lately(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_asked, num_reset = 0, 0
+
+    async def refuse(_client: WorkerClient, _timeout_s: float) -> object:
+        nonlocal num_asked
+        num_asked += 1
+        raise WorkerUnavailableError("no time")
+
+    async def note_reset(_client: DecodeClient) -> None:
+        nonlocal num_reset
+        num_reset += 1
+
+    monkeypatch.setattr(WorkerClient, "info", refuse)
+    monkeypatch.setattr(DecodeClient, "reset", note_reset)
+    discovery = MemoryRegistry()
+    fleet = Fleet(WorkerTable("router-a", heartbeat_timeout_s=3600), RouterMetrics(CollectorRegistry()), None)
+    running = [asyncio.create_task(work) for work in (fleet.watch(discovery.watch()), fleet.tend())]
+    try:
+        await discovery.register(make_record())
+        await until(lambda: num_asked > 0)
+        await asyncio.sleep(0)
+        assert num_reset == 0
+    finally:
+        running[1].cancel()
+        await discovery.close()
+        await asyncio.wait(running)
+        await fleet.close()
+
+
+@pytest.mark.parametrize(("pause_s", "away_s"), [(1.0, set()), (3.0, {3.0})])
+async def test_only_the_time_since_the_last_tick_is_taken_for_absence(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, away_s: set[float]
+) -> None:
+    clock, noted = itertools.count(0.0, pause_s), list[float]()
+    monkeypatch.setattr("router.fleet.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("router.fleet._TICK_S", 0.001)
+    table = WorkerTable("router-a", heartbeat_timeout_s=30)
+    monkeypatch.setattr(table, "was_away", noted.append)
+    num_ticks, tick = 0, table.tick
+
+    def count_tick(now: float) -> None:
+        nonlocal num_ticks
+        num_ticks += 1
+        tick(now)
+
+    monkeypatch.setattr(table, "tick", count_tick)
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None)
+    tending = asyncio.create_task(fleet.tend())
+    try:
+        await until(lambda: num_ticks >= 5)
+    finally:
+        tending.cancel()
+        await asyncio.wait([tending])
+        await fleet.close()
+    assert set(noted) == away_s
 
 
 async def test_events_that_make_no_sense_are_counted() -> None:

@@ -10,7 +10,13 @@ from typing import NoReturn
 import pytest
 
 from quartet.engine.base import FinishReason
-from quartet.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, WorkerUnavailableError
+from quartet.errors import (
+    DrainingError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestTimeoutError,
+    WorkerUnavailableError,
+)
 from router.config import AdmissionConfig
 from router.workers import PoolKey
 from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens
@@ -125,6 +131,16 @@ async def test_cancelling_an_impossible_request_says_that_it_was_impossible() ->
     run.cancel()
     with pytest.raises(InvalidRequestError):
         await collect(run)
+
+
+async def test_a_request_that_is_aborted_as_it_is_cancelled_ends_with_the_error() -> None:
+    fleet = Fleet("decode-0")
+    run = fleet.generate(make_start())
+    run.cancel()
+    run.abort(DrainingError("going away"))
+    with pytest.raises(DrainingError):
+        await collect(run)
+    fleet.assert_nothing_left()
 
 
 async def test_cancelling_twice_or_after_the_end_is_harmless() -> None:

@@ -239,8 +239,10 @@ async def test_the_death_of_a_worker_that_only_clients_use_is_noticed_at_once(
     system, stub = served
     [choice] = (await place(stub)).choices
     await take_up(choice)  # the router itself has no stream to it
-    system.workers["decode-0"].task.cancel()  # it says nothing of it
+    died = system.workers["decode-0"].task
+    died.cancel()  # it says nothing of it
     await system.wait_workers(lambda known: known["decode-0"].state == pb.WORKER_STATE_SUSPECT)
+    await asyncio.wait([died])
 
 
 async def test_keys_rotate_while_starts_are_placed_and_taken_up(

@@ -19,13 +19,14 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from quartet.discovery.base import Role, WorkerSet
 from quartet.discovery.create import DiscoveryConfig
 from quartet.discovery.etcd_client import EtcdConfig
-from quartet.errors import ModelUnavailableError
+from quartet.errors import DrainingError, ModelUnavailableError, ServingError
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import ServerConfig
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router import process as router_process
 from router.config import RouterConfig
+from router.generate import GenerateRun
 from router.process import RouterProcess
 from tests.fakes.memory_registry import MemoryRegistry
 from tests.router.system import running_system
@@ -198,6 +199,32 @@ async def test_a_draining_router_is_not_ready(tmp_path: Path, monkeypatch: pytes
             assert [await probe(free_http), await probe(free_http, "/livez")] == [503, 200]
             assert not system.router.task.done(), "it still serves what runs"
         call.cancel()
+        await system.router.end()
+
+
+async def test_requests_that_outlast_a_drain_are_told_why_before_their_calls_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = GenerateRun.abort
+
+    def abort_slowly(run: GenerateRun, error: ServingError) -> None:
+        asyncio.get_running_loop().call_later(0.2, abort, run, error)
+
+    monkeypatch.setattr(GenerateRun, "abort", abort_slowly)
+    monkeypatch.setattr(router_process, "_LAST_WORDS_S", TIMEOUT_S)
+    async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",), drain_timeout_s=0.05) as (
+        system,
+        stub,
+    ):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start()))
+        async with asyncio.timeout(TIMEOUT_S):
+            await call.read()
+            system.router.stop.set()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        assert isinstance(from_rpc_error(caught.value), DrainingError)
         await system.router.end()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from quartet import errors
 from quartet.discovery.base import Rank
-from router.attempts import Hop, HopFailedError, RetryHints
+from quartet.streams.messages import DecodeStarted
+from router.attempts import BookedSink, Hop, HopFailedError, RetryHints
 from router.policy.base import Placement
 
 APART = Placement(Rank("prefill-0"), Rank("decode-0"))
@@ -31,6 +34,43 @@ def test_a_failed_pull_of_blocks_is_distinguished_from_one_of_embeddings() -> No
     hints = RetryHints()
     hints.note(HopFailedError(Hop.DECODE, errors.TransferError("torn")), APART)
     assert (hints.avoid, hints.prefer_prefill) == (set(), Rank("prefill-0"))
+
+
+def test_blocks_are_booked_for_the_prompt_as_the_worker_laid_it_out() -> None:
+    output, booked = Output(), list[int]()
+
+    def book(num_tokens: int) -> int:
+        booked.append(num_tokens)
+        return num_tokens
+
+    sink = BookedSink(output, book, 100, False, lambda _num_tokens: None)  # type: ignore[arg-type]
+    for num_prompt_tokens in (0, 40):  # 0: as the router has it
+        sink.started(
+            DecodeStarted(
+                num_cached_tokens=0,
+                queue_s=0.0,
+                transfer_s=0.0,
+                transfer_bytes=0,
+                num_prompt_tokens=num_prompt_tokens,
+            )
+        )
+        assert output.book(3) == 3
+    assert booked == [103, 43]
+
+
+class Output:
+    """What ``BookedSink`` asks of a choice's output."""
+
+    book: Callable[[int], int]
+
+    def take(self, *_: object) -> bool:
+        return True
+
+    def book_by(self, book: Callable[[int], int]) -> None:
+        self.book = book
+
+    def note_started(self, _started: DecodeStarted, *, is_handed_off: bool) -> None:
+        assert not is_handed_off
 
 
 def test_lost_media_are_no_workers_fault() -> None:

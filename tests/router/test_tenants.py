@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quartet.config import build
@@ -60,6 +60,7 @@ def test_domains_of_isolated_tenants_depend_on_the_configured_name() -> None:
 _IDS = ["", *(in_domain(name).domain_id("") for name in "abc")]
 
 
+@example("", _IDS[1], f"{_IDS[1]}x", "x")  # a salt that begins with a domain's id
 @given(
     st.sampled_from(_IDS),
     st.sampled_from(_IDS),

@@ -56,6 +56,17 @@ async def test_a_client_may_not_drain(start_server: StartServer, authority: Cert
     assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
 
 
+async def test_a_client_that_may_not_drain_is_refused_before_its_request_is_read(
+    start_server: StartServer, authority: CertificateAuthority
+) -> None:
+    address = await start(start_server, authority)
+    async with create_channel(address, authority.issue("client", "quartet://default/client/carl")) as channel:
+        call = channel.stream_unary(DRAIN)(timeout=30)  # it never sends one
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+    assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
+
+
 async def test_an_operator_of_another_namespace_is_refused(
     start_server: StartServer, authority: CertificateAuthority
 ) -> None:
@@ -163,6 +174,8 @@ async def test_a_process_dials_on_while_its_files_are_missing_and_with_new_ones_
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2 and all("tls.cert_file" in warning for warning in warnings)
     own.renew("oscar")
+    assert await drain_by(dialer, address) == b"oscar"
+    own.tls.key_file.unlink()
     assert await drain_by(dialer, address) == b"oscar"
 
 

@@ -15,7 +15,7 @@ from quartet.streams.messages import MAX_UNCHUNKED_BYTES, WorkerStart
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from services.workers.requests import CountedStarts
-from tests.services.stream_workers import make_start
+from tests.services.stream_workers import make_start, until
 from tests.services.stub_engine import StubEngine
 from tests.streams.test_outbox import make_hand_off
 
@@ -102,6 +102,25 @@ def test_a_submit_that_the_engine_refuses_leaves_nothing_behind() -> None:
     assert dispatcher.starts.watermarks() == {"r": 4}
 
 
+def test_only_what_the_worker_ended_itself_ends_with_its_reason() -> None:
+    decodes = DecodeDispatcher(StubEngine(), metrics())
+    outbox = decodes.new_outbox()
+    ids = [decodes.submit(make_start([1]), outbox, slot, lambda: None) for slot in range(2)]
+    decodes.end_all(DrainingError("going"))
+    failed = [Failed(ids[0], EngineError("broke")), Failed(ids[1], RequestCancelledError("cancelled"))]
+    decodes.route(StepOutput(failed=failed))
+    message = outbox.take()
+    assert message is not None
+    assert [item.failure.reason for item in message.failures] == [EngineError.reason, DrainingError.reason]
+
+
+async def test_a_start_whose_time_is_up_when_it_comes_ends_at_once() -> None:
+    engine = StubEngine()
+    decodes = DecodeDispatcher(engine, metrics())
+    id = decodes.submit(make_start([1], timeout_s=0.0), decodes.new_outbox(), 1, lambda: None)
+    await until(lambda: engine.cancelled == [id])
+
+
 def test_a_prefill_is_counted_in_from_its_arrival_a_decode_from_its_start() -> None:
     numbered = make_start([1], router_id="r", router_request_number=1)
     prefills = PrefillDispatcher(StubEngine(), NoHolds(), "stub", metrics())
@@ -141,6 +160,16 @@ def test_start_numbers_lost_with_a_broken_stream_do_not_stop_the_count() -> None
     counted.count_in("r", 5)
     counted.count_in("stranger", 1)
     assert counted.watermarks() == {"r": 6}
+
+
+def test_a_start_that_overtook_another_stays_arrived() -> None:
+    counted = CountedStarts()  # each encode has a stream of its own
+    counted.arrive("r", 2)
+    counted.arrive("r", 1)
+    assert counted.arrivals() == {"r": 2}
+    counted.count_in("r", 1)
+    counted.count_in("r", 2)
+    assert counted.watermarks() == {"r": 2}
 
 
 def test_routers_that_are_gone_are_forgotten_in_the_end() -> None:

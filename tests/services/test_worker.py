@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
+from functools import partial
 from http.client import HTTPConnection
 from typing import Any
 
@@ -18,6 +20,7 @@ from quartet.engine.base import RequestKind, Turn
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import DiscoveryError, DrainingError
 from quartet.events.publisher import PromptQueue
+from quartet.supervision import AwakeClock
 from quartet.telemetry.http import Probes, TelemetryServer
 from services.workers import worker as worker_module
 from services.workers.kv_events import KvEvents
@@ -172,6 +175,39 @@ async def test_a_standstill_and_its_end_show_in_health_probes_and_load() -> None
         health.cancel()
         watching.cancel()
         await telemetry.close()
+
+
+class JumpingClock:
+    """Real seconds and ``away_s`` more; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.away_s = 0.0
+        self.num_asked = 0
+
+    def monotonic(self) -> float:
+        self.num_asked += 1
+        return time.monotonic() + self.away_s
+
+
+async def test_a_worker_that_was_stopped_with_work_in_flight_is_not_stuck_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = JumpingClock()
+    monkeypatch.setattr(worker_module, "time", clock)
+    monkeypatch.setattr(worker_module, "AwakeClock", partial(AwakeClock, clock=clock.monotonic))
+    gate = threading.Semaphore(0)
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served, asyncio.TaskGroup() as tasks:
+        worker = make_worker(served, Role.DECODE, stall_timeout_s=3600.0)
+        call = served.decodes().start(start := make_start(PROMPT))
+        await until(lambda: bool(served.engine.turns()))
+        watching = tasks.create_task(worker.watch_health())
+        for away_s in (0.0, 7200.0):
+            clock.away_s, num_asked = away_s, clock.num_asked
+            await until(lambda: clock.num_asked >= num_asked + 3)  # noqa: B023 - it is called within the loop only
+        assert worker.sample_load().is_healthy
+        gate.release(1000)
+        assert await collect(call) == expected(start)
+        watching.cancel()
 
 
 async def test_the_load_describes_the_running_step() -> None:

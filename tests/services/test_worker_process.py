@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from quartet.discovery.base import Role
 from quartet.discovery.file import FileRegistration
+from quartet.kvcache.hand_off import HandOffTicket
+from quartet.kvcache.layout import OpaquePayload
 from quartet.supervision import TaskEndedError
+from services.workers.config import WorkerConfig
+from services.workers.process import WorkerProcess
 from services.workers.worker import Worker
 from tests.router.system import TIMEOUT_S, running_system
 
@@ -32,6 +37,35 @@ async def test_a_registration_that_breaks_is_no_secret_and_its_worker_drains(
     assert "draining" in caplog.text
     [record] = [record for record in caplog.records if "the task registration has ended" in record.message]
     assert record.exc_info is not None
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_the_end_of_a_hand_off_is_reported_although_the_engine_says_nothing(
+    is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, poked = WorkerProcess(WorkerConfig(model_path="model"), Role.PREFILL), asyncio.Event()
+    ended: list[tuple[int, bool]] = []
+
+    class Parts:
+        memory = None
+
+        def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
+            ended.append((holder, was_taken))
+
+    monkeypatch.setattr(process, "_poke", poked.set)
+    source = process._source(Parts())  # type: ignore[arg-type]
+    source.advertise("127.0.0.1:1")
+    made = source.offer(7, (), OpaquePayload("engine", b""))
+    ticket = HandOffTicket(made.hand_off_id, made.secret, made.epoch)
+    if is_taken:
+        source.begin(ticket, ())
+        source.finish(ticket)
+    else:
+        source.abort(ticket)
+    async with asyncio.timeout(TIMEOUT_S):
+        await poked.wait()
+    assert ended == [(7, is_taken)]
+    source.close()
 
 
 @pytest.mark.parametrize("method", ["consume", "watch_health"])

@@ -66,6 +66,24 @@ async def test_a_start_split_into_chunks_is_reassembled(whole: object) -> None:
     assert not receiver.failed
 
 
+async def test_a_start_that_came_in_time_does_not_end_the_next_one_in_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_later = loop.call_later
+
+    def note(*args: object) -> asyncio.TimerHandle:
+        timers.append(call_later(*args))  # type: ignore[arg-type]
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", note)
+    receiver = Receiver()
+    for _ in range(2):
+        receiver.begin(prefill_pb2.PrefillStart(slot=4))
+        receiver.complete(4)
+    receiver.begin(prefill_pb2.PrefillStart(slot=4))
+    assert [timer.cancelled() for timer in timers] == [True, True, False]
+    receiver.forget_all()
+
+
 def test_a_start_that_fits_stays_whole() -> None:
     start = encode_pb2.EncodeStart(items=[encode_pb2.EncodeItem(file=file(1000))])
     assert take_chunks(start) == []

@@ -131,6 +131,19 @@ async def test_lies_are_transfer_errors_and_the_source_is_left(lie: str) -> None
             await source.was_left.wait()
 
 
+async def test_shared_memory_with_places_for_fewer_pieces_than_asked_for_is_a_transfer_error() -> None:
+    async with source_worker() as owner, puller_worker() as here:
+        shm = pb.ShmDescriptor(
+            socket_path=owner.shm.socket_path,
+            token=owner.shm.token,
+            pool_size_bytes=owner.memory.size_bytes,
+            offsets=[0],
+        )
+        async with scripted(RECEIVE, granted(way=pb.TRANSFER_WAY_SHM, shm=shm)) as (_source, hand_off):
+            with pytest.raises(TransferError):
+                await here.puller.claim(hand_off).fetch(COPIES)
+
+
 async def test_pieces_of_another_size_are_a_layout_mismatch() -> None:
     async with scripted(granted(piece_size_bytes=SIZE + 1)) as (_source, hand_off), puller_worker() as here:
         with pytest.raises(LayoutMismatchError):

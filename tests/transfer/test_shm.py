@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import mmap
 import os
 import socket
@@ -74,6 +75,24 @@ async def test_the_mapping_goes_when_the_worker_does(memory: PoolMemory) -> None
         await asyncio.sleep(0)  # a hang-up is in the kernel at once; the event loop has to look
     assert pools.mapped(OWNER) is None
     assert view[2 * 4096] == 7, "a copy under way still has its pages"
+
+
+async def test_two_that_map_a_pool_at_once_leave_nothing_behind_when_the_worker_goes(memory: PoolMemory) -> None:
+    pools, num_open = ShmPools(), _num_open_files()
+    async with serving(memory) as server:
+        views = await asyncio.gather(*(pools.open(OWNER, shared(server), timeout_s=30) for _ in range(2)))
+        assert views == [memory.view] * 2
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert pools.mapped(OWNER) is None
+    del views
+    # A connection that stayed would have the event loop look at its end again and again.
+    assert _num_open_files() <= num_open
+
+
+def _num_open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize(

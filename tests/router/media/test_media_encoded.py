@@ -247,7 +247,7 @@ async def test_only_ranks_that_take_embeddings_compute_the_prompt() -> None:
     assert {call.rank.worker_id for call in calls_of(fleet, "prefill")} == {"prefill-0"}
 
 
-@pytest.mark.parametrize("fail_after", [0, 1])
+@pytest.mark.parametrize("fail_after", [0, 1, 2])
 @pytest.mark.parametrize(
     "error", [errors.WorkerUnavailableError("gone"), errors.OutOfBlocksError("full"), errors.DrainingError("going")]
 )

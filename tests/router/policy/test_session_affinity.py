@@ -71,6 +71,11 @@ def test_requests_without_a_session_are_assigned_by_the_wrapped_policy() -> None
     assert inner.explain(pending(), snapshot) == alone.explain(pending(), snapshot)
 
 
+def test_a_request_takes_one_place_in_the_batch_that_prefills_and_decodes_it() -> None:
+    snapshot = fleet(0, 1, max_requests=2)
+    assert len(routes(policy(), [pending(session_key="a"), pending()], snapshot)) == 2
+
+
 @given(st.integers(2, 6), st.text(min_size=1), st.data())
 def test_a_rank_that_goes_moves_only_its_own_sessions(num_ranks: int, key: str, data: st.DataObject) -> None:
     snapshot = fleet(0, num_ranks)

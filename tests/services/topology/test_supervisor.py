@@ -101,6 +101,7 @@ class Scene:
         self.observer = Observer()
         self.time = FakeTime()
         self.serving: dict[str, asyncio.Event] = {name: asyncio.Event() for name in programs}
+        self._running: list[asyncio.Task[None]] = []
 
     async def wait_serving(self, name: str) -> None:
         await self.serving[name].wait()
@@ -108,7 +109,15 @@ class Scene:
     def run(self, restarts: RestartConfig | None) -> asyncio.Task[None]:
         clock = Time(now_s=lambda: self.time.now_s, sleep=self.time.sleep)
         supervisor = Supervisor(self.processes, self.observer, self.wait_serving, restarts=restarts, clock=clock)
-        return asyncio.create_task(supervisor.run())
+        self._running.append(asyncio.create_task(supervisor.run()))
+        return self._running[-1]
+
+    async def end(self) -> None:
+        """End the supervisor first: where a test failed, it would start again what is ended here."""
+        for running in self._running:
+            running.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self.processes.end()
 
 
 @pytest.fixture
@@ -117,7 +126,7 @@ async def scenes() -> AsyncIterator[list[Scene]]:
     made: list[Scene] = []
     yield made
     for scene in made:
-        await scene.processes.end()
+        await scene.end()
 
 
 async def started(scenes: list[Scene], **programs: str) -> Scene:
