@@ -534,6 +534,9 @@ class World:
         [choice] = placed.choices
         asked.token_ids += choice.token_ids
         assert isinstance(choice.next, SignedPlacement), "more than one token is wanted"
+        if self._client_life.is_dead:  # it died while another request of it was placed
+            asked.placement, asked.ended_at = choice.next, self.loop.now
+            return
         spawn_in(self.loop, self._client_life, self._bring(asked, choice.next), "client")
 
     async def _bring(self, asked: Asked, placement: SignedPlacement) -> None:
@@ -644,7 +647,10 @@ class World:
             yield self._step(f"{life} is paused for {DISTURBED_S:g} s", functools.partial(self._pause, life))
             if worker.thread.wants_step_since is not None:
                 slow_down = functools.partial(self._slow_down, life)
-                yield self._step(f"{life} is busy for {DISTURBED_S:g} s", slow_down, is_fault=False, may_expire=False)
+                # Busy twice, it is so for longer than the router waits for a prompt.
+                is_late = life.name == PREFILL and life.name in self.slow_until
+                name = f"{life} is busy for {DISTURBED_S:g} s"
+                yield self._step(name, slow_down, is_fault=is_late, may_expire=False)
 
     def _connection_disturbances(self) -> Iterator[Step]:
         for one, other in self._connected():
@@ -697,6 +703,8 @@ class World:
         self.net.drop_life(worker.life)
         self._start_worker(worker.life.name)
         if len(self.requests) < len(PROMPTS) and not self._router_life.is_dead:
+            if self._client_life.is_dead:
+                self._client_life = self._new_life(CLIENT)
             run_in(self._router_life, self._ask)
         placement = self.requests[0].placement
         if placement is not None and placement.address.partition(":")[0] == worker.life.name:
@@ -738,7 +746,9 @@ class World:
     def _kill_client(self) -> None:
         self.loop.kill(self._client_life)
         self.net.drop_life(self._client_life)
-        self.requests[0].ended_at = self.loop.now
+        for asked in self.requests:
+            if asked.placement is not None:
+                asked.ended_at = asked.ended_at or self.loop.now
 
     def _connected(self) -> list[tuple[str, str]]:
         pairs = {
@@ -1123,6 +1133,7 @@ def run_once(
 
 def _play(world: World, disturbed: dict[int, int], widths: list[int], *, is_leaf: bool) -> None:
     last = max(disturbed, default=-1)
+    forever_at = world.loop.now + 10 * REQUEST_TIMEOUT_S
     while True:
         world.loop.run_ready()
         world.check()
@@ -1134,6 +1145,8 @@ def _play(world: World, disturbed: dict[int, int], widths: list[int], *, is_leaf
         if is_over and deadline is not None and len(steps) <= (when is not None) and (when is None or when > deadline):
             world.check_bound()
             break
+        if world.loop.now > forever_at:
+            raise BrokenPromiseError("it goes on for ever")
         if steps and steps[0].is_housekeeping:
             steps[0].act()
             continue
