@@ -450,6 +450,11 @@ class PlacedBookings:
                 if number in self._bookings:
                     self._poll_later(booking)
 
+    def release_all(self) -> None:
+        """The worker is gone: none of its starts will run."""
+        for booking in tuple(self._bookings.values()):
+            booking.release()
+
     def _poll_later(self, booking: PlacedBooking) -> None:
         heapq.heappush(self._due, (booking.changes_at, booking.number))
 

@@ -89,14 +89,17 @@ class WorkerTable:
         """
         known = self._workers.get(record.key)
         is_new = known is None or known.record.epoch != record.epoch
+        replaced: list[KnownWorker] = []
         if known is None or is_new:
-            for key in self.other_roles(record.key):
-                del self._workers[key]
+            replaced = [] if known is None else [known]
+            replaced += [self._workers.pop(key) for key in self.other_roles(record.key)]
             self._workers[record.key] = KnownWorker(record, now, is_compatible=self.can_use(record))
         else:
             known.move(record)
             known.is_listed = True
         self._changed()
+        for worker in replaced:
+            worker.book.placed.release_all()
         return is_new
 
     def record(self, key: WorkerKey) -> WorkerRecord:
@@ -128,6 +131,8 @@ class WorkerTable:
         if gone:
             self._gone_at = {name: at for name, at in self._gone_at.items() if now - at <= _MODEL_RETURNS_S}
             self._changed()
+            for worker in gone:
+                worker.book.placed.release_all()
         return [worker.record for worker in gone]
 
     def connected(self, key: WorkerKey, load: WorkerLoad, now: float) -> None:

@@ -470,6 +470,11 @@ class SimNet:
         found = [way for way in self._busy if not self.is_frozen(way)]
         return sorted(found, key=lambda way: way.sent[0].number)
 
+    def has_requests(self, worker: Life) -> bool:
+        """Whether a message to ``worker`` that is about requests is on its way."""
+        streams = (way.stream for way in self._busy if way.sent and way.is_to_server)
+        return any(stream.server is worker and not stream.method.endswith("/Pull") for stream in streams)
+
     def deliver(self, way: Way) -> Any:
         """Let the first thing on ``way`` arrive; returns it."""
         sent = way.sent.popleft()

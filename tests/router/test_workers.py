@@ -8,7 +8,7 @@ import pytest
 
 from quartet.api.fleet import WorkerState
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
-from quartet.errors import ModelNotFoundError, ModelUnavailableError, WorkerUnavailableError
+from quartet.errors import ModelNotFoundError, ModelUnavailableError, PlacementBudgetError, WorkerUnavailableError
 from quartet.events.load import PlacementProgress
 from quartet.events.publisher import HEARTBEAT_INTERVAL_S
 from router import fleet
@@ -16,6 +16,7 @@ from router.book import numbering
 from router.config import RouterConfig
 from router.policy.base import Pending, Placement
 from router.readiness import model_error
+from router.untaken import Capacity, UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
@@ -246,6 +247,33 @@ def test_a_start_placed_at_an_old_epoch_is_not_counted_by_the_new_one(scene: Sce
     assert scene.candidate(new).num_queued_tokens == 100
     scene.table.report(make_load(new, router_progress={numbering("router-a", 11): 1}), scene.now)
     assert scene.candidate(new).num_queued_tokens == 0
+
+
+@pytest.mark.parametrize("end", ["restarted", "has another role", "is forgotten"])
+async def test_what_was_placed_at_a_worker_that_is_gone_no_longer_counts_as_untaken(scene: Scene, end: str) -> None:
+    record = make_record()
+    scene.join(record)
+    budgets = UntakenBudgets[str](
+        lambda _pool: Capacity(1000, 2), share=0.5, max_waiting=0, timeout_s=_TIMEOUT_S, clock=lambda: scene.now
+    )
+    [untaken] = await budgets.hold("tenant", "pool", 1, 10)
+    reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
+    reservation.decode.commit(
+        "ab" * 16, 0, num_first_tokens=101, lapses_at=scene.now + 25, ends_at=scene.now + 600, untaken=untaken
+    )
+    reservation.release()
+    untaken.drop()  # the call of Place has ended
+    with pytest.raises(PlacementBudgetError):
+        await budgets.hold("tenant", "pool", 1, 10)
+    if end == "restarted":
+        scene.join(replace(record, epoch=record.epoch + 1))
+    elif end == "has another role":
+        scene.join(replace(record, role=Role.PREFILL))
+    else:
+        scene.table.broken(record.key, record.epoch)
+        scene.table.unlist(record.key)
+        assert scene.table.forget_gone(scene.now) == [record]
+    await budgets.hold("tenant", "pool", 1, 10)
 
 
 def test_pools_of_one_name_are_never_mixed(scene: Scene) -> None:
