@@ -669,6 +669,47 @@ _CHAOS_COLUMNS: Columns = {
 }
 
 
+def fuzz_tables(report: Report) -> str:
+    """What is wanted, a row for each surface, and one for each process."""
+    surfaces = [{"name": name, **surface} for name, surface in report["surfaces"].items()]
+    processes = [
+        {
+            "name": name,
+            "before_mb": report["before"][name]["private_mb"],
+            "after_mb": after["private_mb"],
+            "stall_ms": 1000 * report["stalls"].get(name, {"longest_s": 0.0})["longest_s"],
+        }
+        for name, after in report["after"].items()
+    ]
+    most = {
+        "stall_ms": max(process["stall_ms"] for process in processes),
+        "findings_count": sum(report["num_findings"].values()),
+        "growth_mb": max(process["after_mb"] - process["before_mb"] for process in processes),
+        **report,
+    }
+    bars = _bars("figure", _FUZZ_BARS, most)
+    return f"{bars}\n{_table(_FUZZ_COLUMNS, surfaces)}\n{_table(_FUZZ_PROCESS_COLUMNS, processes)}"
+
+
+_FUZZ_BARS = (
+    ("inputs", "{inputs:,}", "1,000,000"),
+    ("crashes, hangs and errors logged", "{findings_count}", "0"),
+    ("longest stall of an event loop, in its thread's CPU time (ms)", "{stall_ms:.0f}", "<= 200"),
+    ("most memory that a process has more than before (MB)", "{growth_mb:.0f}", "<= 50"),
+)
+_FUZZ_COLUMNS: Columns = {
+    "surface": "`{name}`",
+    "inputs": "{inputs:,}",
+    "inputs a second": "{inputs_per_s:.0f}",
+    "answers": lambda surface: ", ".join(f"{count} {code}" for code, count in surface["codes"].items()),
+}
+_FUZZ_PROCESS_COLUMNS: Columns = {
+    "process": "{name}",
+    "longest stall (ms)": "{stall_ms:.0f}",
+    "private memory before, after (MB)": "{before_mb:.0f}, {after_mb:.0f}",
+}
+
+
 def total_tables(report: Report) -> str:
     """A row for each benchmark, and their sum, including the time between them."""
     everything = {"name": "all", "duration_s": report["duration_s"], "is_done": True}
@@ -784,6 +825,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "isolation": isolation_tables,
     "chaos": chaos_tables,
     "chaos_torch": chaos_tables,
+    "fuzz": fuzz_tables,
 }
 
 
