@@ -43,6 +43,7 @@ _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 # An attack has begun to work by then.
 _SETTLE_S = 2.0
 _TIMEOUT_S = 60.0
+_LONGEST_STALL = "quartet_process_event_loop_longest_stall_seconds"
 #: p99 under attack may be this many times what it is beside a harmless process.
 BAR = 3.0
 
@@ -55,6 +56,7 @@ class Window:
         requests: that it made.
         failed: those that ended badly, by status.
         other_share: cores that the process beside it used.
+        router_stall_ms: the longest time for which the router's event loop ran no timer, in its thread's CPU time.
     """
 
     requests: int
@@ -62,6 +64,7 @@ class Window:
     ttft_ms_p50: float
     ttft_ms_p99: float
     other_share: float
+    router_stall_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,22 +111,23 @@ async def _run(attacks: Sequence[str], duration_s: float) -> Results:
             # A fleet each: an attack may leave something behind.
             with live.showing(partial(_progress, attack)):
                 async with Stack(_topology(), _LOG, _silent) as stack:
-                    attacked = await _window(stack.router_address, Attack(attack), duration_s)
+                    attacked = await _window(stack, Attack(attack), duration_s)
                 async with Stack(_topology(), _LOG, _silent) as stack:
-                    burnt = await _window(stack.router_address, Attack.NOTHING, duration_s, attacked.other_share)
+                    burnt = await _window(stack, Attack.NOTHING, duration_s, attacked.other_share)
             ratio = attacked.ttft_ms_p99 / burnt.ttft_ms_p99
             outcomes[attack] = Outcome(attacked=attacked, burnt=burnt, ratio=round(ratio, 2))
             live.say(
                 f"{attack}: p99 {attacked.ttft_ms_p99:.0f} ms, burnt {burnt.ttft_ms_p99:.0f} ms, {ratio:.1f} times; "
                 f"{attacked.requests} requests, failed {dict(attacked.failed) or 'none'}; "
+                f"router's loop stalled for {attacked.router_stall_ms:.0f} ms at most, "
                 f"attacker's client {attacked.other_share:.2f} cores"
             )
     return Results(rate_per_s=_RATE_PER_S, prompt_tokens=_NUM_PROMPT_TOKENS, outcomes=outcomes)
 
 
-async def _window(router: str, attack: Attack, duration_s: float, share: float = 0.0) -> Window:
-    job = {"attack": attack.value, "router": router, "share": share}
-    async with create_channel(router, None) as channel:
+async def _window(stack: Stack, attack: Attack, duration_s: float, share: float = 0.0) -> Window:
+    job = {"attack": attack.value, "router": stack.router_address, "share": share}
+    async with create_channel(stack.router_address, None) as channel:
         victim = _Victim(router_pb2_grpc.RouterServiceStub(channel))
         await victim.run(1.0)  # what a first request sets up is not counted
         victim.clear()
@@ -133,7 +137,8 @@ async def _window(router: str, attack: Attack, duration_s: float, share: float =
             cpu_s, began = process_cpu_s(child.pid), time.monotonic()
             await victim.run(duration_s)
             share = (process_cpu_s(child.pid) - cpu_s) / (time.monotonic() - began)
-    return victim.window(share)
+    metrics = await stack.metrics()
+    return victim.window(share, metrics["router"].total(_LONGEST_STALL))
 
 
 class _Victim:
@@ -158,7 +163,7 @@ class _Victim:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 group.create_task(self._ask())
 
-    def window(self, other_share: float) -> Window:
+    def window(self, other_share: float, router_stall_s: float) -> Window:
         """What was measured."""
         times_ms = sorted(1e3 * seconds for seconds in self._ttft_s)
         return Window(
@@ -167,6 +172,7 @@ class _Victim:
             ttft_ms_p50=round(times_ms[len(times_ms) // 2], 2),
             ttft_ms_p99=round(times_ms[int(0.99 * len(times_ms))], 2),
             other_share=round(other_share, 3),
+            router_stall_ms=round(1e3 * router_stall_s, 1),
         )
 
     async def _ask(self) -> None:

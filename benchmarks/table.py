@@ -646,6 +646,9 @@ _ISOLATION_COLUMNS: Columns = {
     "times (<= 3)": "{ratio:.1f}",
     "requests": "{attacked[requests]}",
     "failed": _failed,
+    "router's longest stall (ms)": lambda row: (
+        f"{row['attacked']['router_stall_ms']:.0f}" if "router_stall_ms" in row["attacked"] else ""
+    ),
     "attacker's client (cores)": "{attacked[other_share]:.2f}",
 }
 

@@ -14,10 +14,12 @@ ATTACKS = ("messages", "choices")
 @pytest.mark.timeout(200)
 @pytest.mark.usefixtures("etcd_binary")
 def test_an_attacked_router_answers_every_request_of_another_tenant(tmp_path: Path) -> None:
-    """How much later answers come is measured, not asserted."""
+    """How much later answers come is measured, not asserted: that depends on the machine."""
     found = run_benchmark("isolation", "--seconds", "5", "--only", *ATTACKS, report=tmp_path / "report.json")
 
     assert list(found["outcomes"]) == list(ATTACKS)
     for outcome in found["outcomes"].values():
         assert outcome["attacked"]["requests"] > 0
         assert outcome["attacked"]["failed"] == {}
+        # In CPU time of its thread, so a busy machine does not count; both attacks once took five seconds or more.
+        assert outcome["attacked"]["router_stall_ms"] < 1000
