@@ -53,6 +53,14 @@ class EngineKind(StrEnum):
         """Whether it runs on a GPU with this ``EngineSettings.device``."""
         return self is EngineKind.TRTLLM or (self is EngineKind.TORCH and device != "cpu")
 
+    def moves_blocks(self, device: str) -> bool:
+        """Whether its blocks can go to other workers, and theirs to it, with this ``EngineSettings.device``.
+
+        What is known before it is loaded; ``Engine.memory`` says it afterwards.
+        """
+        # No transfer reaches the pool of ``torch`` in a GPU's memory; TensorRT-LLM moves its own.
+        return self is not EngineKind.TORCH or not self.uses_gpu(device)
+
 
 class Modality(StrEnum):
     """What a prefill or decode worker takes besides tokens."""
@@ -169,6 +177,11 @@ class EngineSettings:
         return self.kind is not EngineKind.MOCK
 
     @property
+    def moves_blocks(self) -> bool:
+        """Whether its blocks can go to other workers, and theirs to it."""
+        return self.kind.moves_blocks(self.device)
+
+    @property
     def step_bounds(self) -> SchedulerConfig:
         """Bounds of ``torch`` and ``mock``: ``scheduler``, with ``max_batch_size`` and ``max_num_tokens`` over it."""
         bounds = self.scheduler
@@ -212,6 +225,14 @@ class EncoderSettings:
         for name in ("max_batch_size", "max_pixels", "max_waiting_items", "max_waiting_pixels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+
+def no_hand_offs(settings: EngineSettings) -> str:
+    """Why an engine that does not move its blocks can't serve beside Prefill workers, and what to do."""
+    return (
+        f"the blocks of the engine {settings.kind} on {settings.device} can't go to another worker, nor another's come "
+        "to it; run it in Decode workers without Prefill workers (configs/agg.yaml), or take the device cpu"
+    )
 
 
 def refused_fields(kind: EngineKind) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling
+from quartet.engine.settings import EngineKind
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.engine.torch.sampler import gumbel_noise, noise_key
 from tests.engine.fakes import make_request
@@ -40,7 +41,9 @@ def run_on(device: str, model_path: Path, requests: Sequence[EngineRequest], dty
 
 def test_the_pool_lies_on_the_device(checkpoint: Checkpoints) -> None:
     runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=4, device="cuda:0"))
+    # What is known of the setting before an engine is loaded is so.
     assert runner.memory is None
+    assert not EngineKind.TORCH.moves_blocks("cuda:0")
     assert runner._pool.tensor.device == torch.device("cuda:0")
     runner.close()
 
