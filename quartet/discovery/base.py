@@ -112,7 +112,7 @@ class WorkerRecord(Abilities):
         events_address: ``tcp://host:port`` of the ZMQ PUB socket; empty when the worker has none.
         model_name: what requests ask for.
         host: where the process runs, for the ways that need shared memory.
-        transfer_ways: the ways to move blocks that the worker speaks, best first.
+        transfer_ways: the ways by which its blocks can be pulled, best first; empty: no worker can pull them.
         contract_version: the version of the protos that the worker was built with.
         http_address: ``host:port`` of metrics and health; empty when the worker has none.
     """

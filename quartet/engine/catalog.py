@@ -53,6 +53,7 @@ def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -
         num_blocks=settings.num_embedding_blocks,
         block_size=settings.block_size,
         num_threads=settings.num_threads,
+        random_seed=settings.random_seed,
         kinds=tuple(MediaKind) if spec.encoder.kinds is None or embeddings is not None else spec.encoder.kinds,
         max_batch_size=spec.encoder.max_batch_size,
         max_pixels=spec.encoder.max_pixels,
@@ -98,6 +99,7 @@ def _torch_loader(spec: EngineSpec) -> Callable[[], ModelRunner]:
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         num_threads=settings.num_threads,
+        random_seed=settings.random_seed,
         num_embedding_blocks=settings.num_embedding_blocks,
         takes_media=settings.modality is not Modality.TEXT,
     )

@@ -33,11 +33,14 @@ _PREPROCESSING_FILES = tuple(name for name in PREPROCESSING_FILES if name not in
 _WEIGHTS_SUFFIX = ".safetensors"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+# How random weights come from their seed (``quartet.engine.torch.random_weights``): another way makes other weights.
+_DRAWING = 1
+
 _READ_SIZE_BYTES = 1 << 24
 _PROGRESS_INTERVAL_S = 5.0
 
 
-def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
+def model_fingerprint(model_path: str | Path, kv_dtype: str, random_seed: int | None = None) -> str:
     """Digest the model in a directory.
 
     SHA-256 over (part, file name, SHA-256 of the content) of its config, tokenizer, template, preprocessing and weight
@@ -46,9 +49,12 @@ def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
     of a weight file while its size and time of change stay the same. In the Hugging Face cache, a weight file's name is
     its digest.
 
+    With ``random_seed``, weights are made from it: it is digested in place of weight files.
+
     Args:
         model_path: directory as Hugging Face lays it out.
         kv_dtype: name of the KV cache's dtype, such as ``bfloat16``.
+        random_seed: of random weights; ``None``: the weights are those of the files.
 
     Returns:
         64 hexadecimal digits.
@@ -58,8 +64,10 @@ def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
     """
     directory = Path(model_path)
     digest = hashlib.sha256()
-    for part, path in _identity_files(directory):
+    for part, path in _identity_files(directory, has_weights=random_seed is None):
         digest.update(f"{part}\0{path.name}\0{_file_digest(path)}\n".encode())
+    if random_seed is not None:
+        digest.update(f"random_weights\0{_DRAWING}\0{random_seed}\n".encode())
     digest.update(f"kv_dtype\0{kv_dtype}\n".encode())
     return digest.hexdigest()
 
@@ -77,10 +85,11 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob(f"*{_WEIGHTS_SUFFIX}") if path.is_file())
 
 
-def _identity_files(directory: Path) -> list[tuple[str, Path]]:
-    weights = weight_files(directory)
-    if not (directory / "config.json").is_file() or not weights:
-        raise InvalidRequestError(f"{directory} holds no config.json with {_WEIGHTS_SUFFIX} files", field="model")
+def _identity_files(directory: Path, *, has_weights: bool) -> list[tuple[str, Path]]:
+    weights = weight_files(directory) if has_weights else []
+    if not (directory / "config.json").is_file() or (has_weights and not weights):
+        wanted = f"config.json with {_WEIGHTS_SUFFIX} files" if has_weights else "config.json"
+        raise InvalidRequestError(f"{directory} holds no {wanted}", field="model")
     parts = [
         ("config", _CONFIG_FILES),
         ("tokenizer", _TOKENIZER_FILES),

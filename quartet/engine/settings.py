@@ -53,12 +53,27 @@ class EngineKind(StrEnum):
         """Whether it runs on a GPU with this ``EngineSettings.device``."""
         return self is EngineKind.TRTLLM or (self is EngineKind.TORCH and device != "cpu")
 
+    def moves_blocks(self, device: str) -> bool:
+        """Whether its blocks can go to other workers, and theirs to it, with this ``EngineSettings.device``.
+
+        What is known before it is loaded; ``Engine.memory`` says it afterwards.
+        """
+        # No transfer reaches the pool of ``torch`` in a GPU's memory; TensorRT-LLM moves its own.
+        return self is not EngineKind.TORCH or not self.uses_gpu(device)
+
 
 class Modality(StrEnum):
     """What a prefill or decode worker takes besides tokens."""
 
     TEXT = "text"  # nothing, even if the model takes media
     MULTIMODAL = "multimodal"  # media files, which it encodes itself
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"  # the model's files
+    RANDOM = "random"  # a seed: to run the shape of a model whose weights are not here
 
 
 class Backend(StrEnum):
@@ -78,6 +93,9 @@ class EngineSettings:
         kind: which engine.
         dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own. Not for ``mock``.
         device: ``cpu``, or ``cuda:N``. For ``torch`` only.
+        load_format: ``auto``: read the weights; ``random``: make them from ``load_seed``, for which config.json and the
+            tokenizer's files are enough. For ``torch`` only, as ``load_seed``.
+        load_seed: of random weights, unsigned 63 bit: the same on all workers of a model.
         num_blocks: KV blocks of each rank's pool; ``None``: 512, or for ``trtllm`` as many as its memory holds.
         data_parallel_size: attention-data-parallel ranks, each a rank to route to. For ``mock`` only: the engine
             ``torch`` has one, and ``trtllm`` one for each GPU with ``enable_attention_dp``.
@@ -109,6 +127,8 @@ class EngineSettings:
     kind: EngineKind = EngineKind.TORCH
     dtype: str = "auto"
     device: str = "cpu"
+    load_format: LoadFormat = LoadFormat.AUTO
+    load_seed: int = 0
     num_blocks: int | None = None
     data_parallel_size: int = 1
     block_size: int = 32
@@ -150,7 +170,14 @@ class EngineSettings:
             raise ConfigError("free_gpu_memory_fraction: the device cpu has no GPU's memory")
         if self.kind is EngineKind.TORCH and fraction is not None and self.num_blocks is not None:
             raise ConfigError("num_blocks: free_gpu_memory_fraction says it; name one of the two")
+        self._check_load_seed()
         self._check_step_bounds()
+
+    def _check_load_seed(self) -> None:
+        if not 0 <= self.load_seed < 2**63:
+            raise ConfigError(f"load_seed: must be in [0, 2**63), not {self.load_seed}")
+        if self.load_seed and self.random_seed is None:
+            raise ConfigError("load_seed: only random weights have one (load_format: random)")
 
     def _check_step_bounds(self) -> None:
         try:
@@ -166,7 +193,17 @@ class EngineSettings:
     @property
     def needs_weights(self) -> bool:
         """Whether it needs the model's weights."""
-        return self.kind is not EngineKind.MOCK
+        return self.kind is not EngineKind.MOCK and self.load_format is not LoadFormat.RANDOM
+
+    @property
+    def random_seed(self) -> int | None:
+        """The seed of its weights; ``None``: they are read."""
+        return self.load_seed if self.load_format is LoadFormat.RANDOM else None
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether its blocks can go to other workers, and theirs to it."""
+        return self.kind.moves_blocks(self.device)
 
     @property
     def step_bounds(self) -> SchedulerConfig:
@@ -214,6 +251,14 @@ class EncoderSettings:
                 raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
 
+def no_hand_offs(settings: EngineSettings) -> str:
+    """Why an engine that does not move its blocks can't serve beside Prefill workers, and what to do."""
+    return (
+        f"the blocks of the engine {settings.kind} on {settings.device} can't go to another worker, nor another's come "
+        "to it; run it in Decode workers without Prefill workers (configs/agg.yaml), or take the device cpu"
+    )
+
+
 def refused_fields(kind: EngineKind) -> tuple[str, ...]:
     """Fields of ``EngineSettings`` that the engine never has."""
     return _REFUSED[kind]
@@ -237,6 +282,8 @@ _COUNTS = (
     "gpus_per_node",
 )
 
+_TORCH_ONLY = ("load_format", "load_seed")
+
 _TRTLLM_ONLY = (
     "publish_events_and_metrics",
     "tensor_parallel_size",
@@ -252,8 +299,8 @@ _TRTLLM_ONLY = (
 
 _REFUSED = {
     EngineKind.TORCH: ("data_parallel_size", *_TRTLLM_ONLY),
-    EngineKind.MOCK: ("free_gpu_memory_fraction", *_TRTLLM_ONLY),
-    EngineKind.TRTLLM: ("data_parallel_size", "device"),
+    EngineKind.MOCK: ("free_gpu_memory_fraction", *_TORCH_ONLY, *_TRTLLM_ONLY),
+    EngineKind.TRTLLM: ("data_parallel_size", "device", *_TORCH_ONLY),
 }
 
 _DEFAULTS = {

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from quartet.kvcache.layout import EmbeddingLayout, HandOff, PieceLayout
 
@@ -95,7 +95,12 @@ class PoolMemory:
     The memory is touched once here: fresh pages cost three times a warm copy. The memfd is sealed: other processes can
     neither write through it nor shrink the pool while they or others read it. Only the mapping made here, and processes
     forked from this one, can write.
+
+    Attributes:
+        ways: by which its blocks can be moved, best first.
     """
+
+    ways: ClassVar[tuple[TransferWay, ...]] = (TransferWay.SHM, TransferWay.GRPC)
 
     def __init__(self, num_blocks: int, piece_size_bytes: int) -> None:
         """Reserve ``num_blocks * piece_size_bytes`` bytes, zeroed."""

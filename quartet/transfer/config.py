@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quartet.errors import ConfigError
-from quartet.transfer.base import TransferWay
+from quartet.transfer.base import PoolMemory, TransferWay
 
 #: The ways that exist here.
 _SPOKEN = frozenset({TransferWay.SHM, TransferWay.GRPC})
@@ -39,3 +39,7 @@ class TransferConfig:
             raise ConfigError(f"ways: must be among {sorted(_SPOKEN)}")
         if TransferWay.GRPC not in self.ways or len(set(self.ways)) < len(self.ways):
             raise ConfigError("ways: must name grpc, which always works, and each way once")
+
+    def ways_of(self, memory: PoolMemory | None) -> tuple[TransferWay, ...]:
+        """The ways by which blocks in ``memory`` can be pulled here, best first; ``None``: no transfer reaches them."""
+        return () if memory is None else tuple(way for way in self.ways if way in memory.ways)

@@ -110,7 +110,9 @@ class WorkerRecord(_message.Message):
 
     @_builtins.property
     def transfer_ways(self) -> _containers.RepeatedScalarFieldContainer[_transfer_pb2.TransferWay.ValueType]:
-        """Ways in which its blocks can be pulled, best first. Empty: grpc only."""
+        """Ways in which its blocks can be pulled, best first. Empty: they can't be. Its engine moves them itself, or nothing
+        does, and then it takes no hand-offs either.
+        """
 
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Coroutine
 
 from quartet.discovery.base import Abilities, Role
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.encoder import MediaEncoder, MediaSizer
-from quartet.engine.settings import Modality
+from quartet.engine.settings import Modality, no_hand_offs
 from quartet.errors import ConfigError
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.media.items import TAKES_HAND_OFF
@@ -34,8 +33,6 @@ from services.workers.parts import (
     create_media_sizer,
 )
 
-logger = logging.getLogger(__name__)
-
 
 class EngineParts:
     """The ``Parts`` of one Prefill or Decode worker; nothing is opened before ``start``."""
@@ -53,6 +50,8 @@ class EngineParts:
             epoch=surroundings.epoch,
             on_outcome=lambda outcome: surroundings.metrics.signed_starts.labels(outcome).inc(),
         )
+        if surroundings.role is Role.PREFILL and not config.engine.moves_blocks:
+            raise ConfigError(f"engine.device: {no_hand_offs(config.engine)}")  # before a model is loaded
         kind = RequestKind.PREFILL if surroundings.role is Role.PREFILL else RequestKind.DECODE
         self._puller = surroundings.puller()
         self._engine = engine_factory(config, kind, self._puller)
@@ -60,11 +59,16 @@ class EngineParts:
         self._media: MediaParts | None = None
 
     async def start(self) -> None:
-        """Load the model, and its vision tower if the worker needs one."""
+        """Load the model, and its vision tower if the worker needs one.
+
+        Raises:
+            ConfigError: a Prefill worker whose engine leaves its blocks to transfers, and none reaches them.
+            ServingError: naming what is wrong.
+        """
         began = time.monotonic()
         await self._engine.start()
         if self._surroundings.role is Role.PREFILL and self._engine.memory is None and self._engine.capabilities.layout:
-            logger.warning("the block pool is not in host memory: no blocks can be handed off, Decode workers prefill")
+            raise ConfigError(f"engine.device: {no_hand_offs(self._config.engine)}")
         metrics = self._surroundings.metrics
         metrics.load_time.set(time.monotonic() - began)
         metrics.watch_engine(self._engine.stats)

@@ -182,7 +182,7 @@ class WorkerProcess:
         )
         source.advertise(addresses.grpc)
         worker = self._worker = Worker(
-            self._record(serving.abilities, addresses),
+            self._record(serving.abilities, addresses, parts.memory),
             serving.computing,
             serving.requests,
             source,
@@ -283,7 +283,7 @@ class WorkerProcess:
             events.host, events.port, worker_id=surroundings.worker_id, epoch=surroundings.epoch, key=key
         )
 
-    def _record(self, abilities: Abilities, addresses: Advertised) -> WorkerRecord:
+    def _record(self, abilities: Abilities, addresses: Advertised, memory: PoolMemory | None) -> WorkerRecord:
         config, surroundings = self._config, self._surroundings
         own_fingerprint = self._served_model.fingerprint(abilities.model_fingerprint)
         try:
@@ -297,7 +297,7 @@ class WorkerProcess:
                 http_address=addresses.http,
                 model_name=self._served_model.name,
                 host=surroundings.host,
-                transfer_ways=config.transfer.ways,
+                transfer_ways=config.transfer.ways_of(memory),
                 contract_version=CONTRACT_VERSION,
             )
         except ValueError as error:

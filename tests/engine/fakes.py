@@ -114,7 +114,7 @@ class FakeRunner:
     ) -> None:
         self.layout = layout or fake_layout(block_size)
         self.memory: PoolMemory | None = PoolMemory(num_blocks, self.layout.piece_size_bytes)
-        self._memory = self.memory
+        self._memory = self.memory  # it computes there also if a test hides it from transfers
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -173,9 +173,8 @@ class FakeRunner:
                 assert _EMBEDDING.unpack_from(piece, place * _EMBEDDING.size) == (expected,)
 
     def _slot(self, block_table: list[int], position: int) -> memoryview:
-        assert self.memory is not None
         block, offset = divmod(position, self.layout.block_size)
-        return self.memory.piece(block_table[block])[offset * _SLOT.size :]
+        return self._memory.piece(block_table[block])[offset * _SLOT.size :]
 
     def _sample(self, chunk: ScheduledChunk) -> SampledToken:
         running = chunk.running

@@ -100,6 +100,21 @@ def test_a_directory_without_a_model_is_refused(missing: str, make_model: Callab
     assert caught.value.field == "model"
 
 
+def test_random_weights_are_told_by_their_seed_and_need_no_files(make_model: Callable[[str], Path]) -> None:
+    directory = make_model("model")
+    as_files = model_fingerprint(directory, "float32")
+    with_seeds = {model_fingerprint(directory, "float32", seed) for seed in (0, 1)}
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    assert with_seeds == {model_fingerprint(directory, "float32", seed) for seed in (0, 1)}
+    assert len({as_files, *with_seeds}) == 3
+    (directory / "config.json").write_text("{}\n")
+    assert model_fingerprint(directory, "float32", 0) not in with_seeds
+    (directory / "config.json").unlink()
+    with pytest.raises(InvalidRequestError, match=r"holds no config\.json$"):
+        model_fingerprint(directory, "float32", 0)
+
+
 def test_neither_torch_nor_transformers_is_needed() -> None:
     code = (
         "import sys, quartet.engine.fingerprint, quartet.engine.torch; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,7 @@ class System:
         gates: by worker id: where given, each step of its engine takes one permit.
         worker_settings: of every worker that is started from now on.
         settings_by_id: settings of single workers.
+        unreachable: ids of workers whose blocks no transfer reaches, as in a GPU's memory.
         runners: by worker id.
         registry_ttl_s: after which a worker's record is gone that it no longer touches.
     """
@@ -80,6 +81,7 @@ class System:
     gates: dict[str, threading.Semaphore] = field(default_factory=dict)
     worker_settings: Mapping[str, Any] = field(default_factory=dict)
     settings_by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unreachable: Collection[str] = ()
     runners: dict[str, FakeRunner] = field(default_factory=dict)
     workers: dict[str, Running] = field(default_factory=dict)
     engines: dict[str, StepEngine] = field(default_factory=dict)
@@ -115,6 +117,8 @@ class System:
                 max_model_len=MAX_MODEL_LEN,
                 step_gate=self.gates.get(config.worker_id),
             )
+            if config.worker_id in self.unreachable:
+                runner.memory = None
             return runner
 
         # One whose gate is closed cannot end before it is killed.
@@ -205,6 +209,7 @@ async def running_system(
     gated: tuple[str, ...] = (),
     worker: Mapping[str, Any] | None = None,
     settings_by_id: Mapping[str, Mapping[str, Any]] | None = None,
+    unreachable: Collection[str] = (),
     registry_ttl_s: float = 60,
     **router: object,
 ) -> AsyncIterator[tuple[System, Stub]]:
@@ -216,6 +221,7 @@ async def running_system(
         gates=gates,
         worker_settings=worker or {},
         settings_by_id=settings_by_id or {},
+        unreachable=unreachable,
     )
     monkeypatch.setattr(worker_process, "create_engine", system.create_engine)
     # What tests wait for is seen by watching.

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from quartet import errors
+from quartet.discovery.create import create_registry
 from quartet.rpc.errors import from_rpc_error
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
@@ -70,6 +71,21 @@ async def test_a_prompt_goes_in_and_tokens_come_out(served: tuple[System, Stub])
     assert (finished.reason, finished.usage.num_output_tokens) == (types_pb2.FINISH_REASON_LENGTH, 12)
     assert finished.time.transfer.ToNanoseconds() > 0
     await system.wait_idle()
+
+
+async def test_a_decode_worker_that_no_transfer_reaches_announces_no_way_and_prefills_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("prefill-0", "decode-0")
+    async with running_system(tmp_path, monkeypatch, *names, unreachable=["decode-0"]) as (system, stub):
+        registry = create_registry(system.discovery)
+        ways = {record.worker_id: record.transfer_ways for record in await registry.workers()}
+        await registry.close()
+        assert ways == {"prefill-0": ("shm", "grpc"), "decode-0": ()}
+        responses = await generate(stub, make_start(seed=3))
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        assert responses[-1].finished.usage.num_attempts == 2
+        await system.wait_idle()
 
 
 async def test_a_malformed_trace_context_fails_no_request(served: tuple[System, Stub]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.engine.base import RequestKind
+from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.sampling import Sampling
-from quartet.engine.settings import EngineKind, EngineSettings
+from quartet.engine.settings import EngineKind, EngineSettings, LoadFormat
 from quartet.errors import ConfigError
 from services.workers.config import WorkerConfig
 from services.workers.parts import create_engine
@@ -87,3 +89,29 @@ def test_a_pool_has_a_number_of_blocks_or_a_share() -> None:
 
 def test_only_the_mock_needs_no_weights() -> None:
     assert [kind for kind in EngineKind if not EngineSettings(kind=kind).needs_weights] == [EngineKind.MOCK]
+
+
+async def test_a_worker_with_random_weights_announces_their_seed_and_needs_no_file_of_weights(tmp_path: Path) -> None:
+    model = tmp_path / "shape"
+    shutil.copytree(tiny.CHECKPOINT, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    engine = settings("torch", load_format="random", load_seed=5)
+    async with worker_process(tmp_path, Role.DECODE, engine=engine, model_path=str(model)) as worker:
+        assert worker.record.model_fingerprint == model_fingerprint(model, "float32", 5)
+
+
+@pytest.mark.parametrize("kind", [EngineKind.MOCK, EngineKind.TRTLLM])
+def test_only_torch_makes_random_weights(kind: EngineKind) -> None:
+    with pytest.raises(ConfigError, match=rf"^load_format: the engine {kind} does not have it"):
+        EngineSettings(kind=kind, load_format=LoadFormat.RANDOM)
+
+
+def test_random_weights_have_a_seed_and_others_none() -> None:
+    assert EngineSettings().random_seed is None
+    assert EngineSettings(load_format=LoadFormat.RANDOM).random_seed == 0
+    drawn = EngineSettings(load_format=LoadFormat.RANDOM, load_seed=2**63 - 1)
+    assert (drawn.random_seed, drawn.needs_weights) == (2**63 - 1, False)
+    with pytest.raises(ConfigError, match=r"^load_seed: only random weights have one"):
+        EngineSettings(load_seed=1)
+    for seed in (-1, 2**63):
+        with pytest.raises(ConfigError, match=r"^load_seed: must be in"):
+            EngineSettings(load_format=LoadFormat.RANDOM, load_seed=seed)

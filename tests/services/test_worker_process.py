@@ -1,4 +1,4 @@
-"""A worker process that must not go on: its background tasks end it."""
+"""Worker processes: when one must not go on, and when none may begin."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import pytest
 
 from quartet.discovery.base import Role
 from quartet.discovery.file import FileRegistration
+from quartet.errors import ConfigError
 from quartet.kvcache.hand_off import HandOffTicket
 from quartet.kvcache.layout import OpaquePayload
 from quartet.supervision import TaskEndedError
+from services.workers import process as worker_processes
 from services.workers.config import WorkerConfig
 from services.workers.process import WorkerProcess
 from services.workers.worker import Worker
-from tests.router.system import TIMEOUT_S, running_system
+from tests.router.system import TIMEOUT_S, System, running_system
+from tests.services.worker_processes import worker_process
 
 
 async def test_a_registration_that_breaks_is_no_secret_and_its_worker_drains(
@@ -82,3 +85,24 @@ async def test_any_background_task_that_just_returns_ends_the_worker(
         must_end.set()
         with pytest.raises(TaskEndedError):
             await asyncio.wait_for(system.workers.pop("decode-0").task, TIMEOUT_S)
+
+
+async def test_a_prefill_worker_whose_blocks_no_transfer_reaches_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = System(tmp_path, unreachable=["prefill-0"])
+    monkeypatch.setattr(worker_processes, "create_engine", system.create_engine)
+    system.start_worker("prefill-0")
+    with pytest.raises(ConfigError, match=r"^engine\.device: .*can't go to another worker"):
+        await asyncio.wait_for(system.workers["prefill-0"].task, TIMEOUT_S)
+
+
+async def test_a_prefill_worker_on_a_device_without_a_way_is_refused_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[WorkerConfig] = []
+    monkeypatch.setattr(worker_processes, "create_engine", lambda config, *_rest: loaded.append(config))
+    with pytest.raises(ConfigError, match=r"^engine\.device: the blocks of the engine torch on cuda:0 can't go"):
+        async with worker_process(tmp_path, Role.PREFILL, engine={"device": "cuda:0"}):
+            raise AssertionError("it serves")
+    assert loaded == []

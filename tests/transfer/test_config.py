@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet.errors import ConfigError
-from quartet.transfer.base import TransferWay
+from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
 
 
@@ -25,3 +25,11 @@ from quartet.transfer.config import TransferConfig
 def test_an_impossible_setting_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         TransferConfig(**{setting: value})
+
+
+def test_blocks_go_by_the_ways_that_reach_them_in_the_configured_order() -> None:
+    memory = PoolMemory(1, 8)
+    assert TransferConfig().ways_of(memory) == (TransferWay.SHM, TransferWay.GRPC)
+    assert TransferConfig(ways=(TransferWay.GRPC,)).ways_of(memory) == (TransferWay.GRPC,)
+    assert TransferConfig().ways_of(None) == ()
+    memory.close()

@@ -21,6 +21,7 @@ class TorchModelConfig:
         device: ``cpu``, or ``cuda:N``.
         block_size: tokens of a block.
         num_threads: CPU threads of one operation; ``None`` leaves PyTorch's choice.
+        random_seed: take weights from this seed, and read none; ``None``: the checkpoint's.
 
     Raises:
         ConfigError: a value out of range; begins with the field's name.
@@ -31,6 +32,7 @@ class TorchModelConfig:
     device: str = "cpu"
     block_size: int = 32
     num_threads: int | None = None
+    random_seed: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""

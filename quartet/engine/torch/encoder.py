@@ -342,7 +342,7 @@ def make_rows_parts(config: TorchEncoderConfig) -> RowsParts:
     if dtype is None:
         raise InvalidRequestError("config.json does not say the dtype of embeddings", field="dtype")
     layout = EmbeddingLayout(
-        model_fingerprint=model_fingerprint(config.model_path, dtype),
+        model_fingerprint=model_fingerprint(config.model_path, dtype, config.random_seed),
         dtype=dtype,
         hidden_size=media.hidden_size,
         block_size=config.block_size,

@@ -115,7 +115,7 @@ def load_tower(
     """
     vision = load(config)
     layout = EmbeddingLayout(
-        model_fingerprint=model_fingerprint(config.model_path, vision.dtype),
+        model_fingerprint=model_fingerprint(config.model_path, vision.dtype, config.random_seed),
         dtype=vision.dtype,
         hidden_size=vision.hidden_size,
         block_size=config.block_size,

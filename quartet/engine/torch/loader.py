@@ -14,23 +14,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from quartet.engine.fingerprint import weight_files
 from quartet.engine.torch.attention import PAGED_ATTENTION
 from quartet.engine.torch.config import TorchEngineConfig, TorchModelConfig
 from quartet.engine.torch.language_model import LanguageModel, find_language_model
+from quartet.engine.torch.random_weights import make_random
 from quartet.engine.torch.support import AttentionShape, check_config, probe_attention
 from quartet.errors import EngineError, InvalidRequestError
 
 _LOG = logging.getLogger(__name__)
 _MAX_NAMED_KEYS = 5
+#: Of random weights whose configuration does not say it: transformers' own default.
+_DEFAULT_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
         EngineError: files are missing or damaged, or their tensors are not the model's.
     """
     started_at = time.monotonic()
-    found = find_language_model(read_model_config(Path(config.model_path)))
+    found = find_language_model(read_model_config(config))
     check_config(found.config)
     shape = probe_attention(found.config)
     max_model_len = _max_model_len(config, found.config)
@@ -83,10 +88,13 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
     )
 
 
-def read_model_config(directory: Path) -> PretrainedConfig:
+def read_model_config(model: TorchModelConfig) -> PretrainedConfig:
     """The configuration of a checkpoint. Raises ``InvalidRequestError``, field ``model``: it can't be used."""
-    if not (directory / "config.json").is_file() or not weight_files(directory):
-        raise InvalidRequestError(f"{directory} holds no config.json with .safetensors files", field="model")
+    directory = Path(model.model_path)
+    if not (directory / "config.json").is_file():
+        raise InvalidRequestError(f"{directory} holds no config.json", field="model")
+    if model.random_seed is None and not weight_files(directory):
+        raise InvalidRequestError(f"{directory} holds no .safetensors files beside its config.json", field="model")
     try:
         auto: Any = AutoConfig  # whose methods are not typed
         config: PretrainedConfig = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -135,11 +143,49 @@ def load_weights(
     return model
 
 
+def random_weights(
+    from_config: Callable[..., PreTrainedModel],
+    config: TorchModelConfig,
+    model_config: PretrainedConfig,
+    **options: Any,
+) -> PreTrainedModel:
+    """The model of ``model_config`` with weights from ``config.random_seed``, on its device.
+
+    Raises:
+        InvalidRequestError: field ``dtype``: neither ``config`` nor ``model_config`` says it.
+    """
+    assert config.random_seed is not None, "the configuration asks for it"
+    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    if dtype is None:
+        raise InvalidRequestError("config.json does not say the dtype of the weights", field="dtype")
+    std = getattr(model_config, "initializer_range", None) or _DEFAULT_STD
+    make = partial(from_config, model_config, dtype=dtype, **options)
+    model = make_random(make, config.random_seed, std, torch.device(config.device))
+    file = Path(config.model_path) / GENERATION_CONFIG_NAME
+    if file.is_file():
+        model.generation_config = GenerationConfig.from_pretrained(file.parent, local_files_only=True)
+    return model
+
+
 def _load_language_model(config: TorchEngineConfig, found: LanguageModel) -> PreTrainedModel:
+    model = _read_language_model(config, found) if config.random_seed is None else _draw_language_model(config, found)
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the default, grouped_mm, has no float64
+    return model
+
+
+def _draw_language_model(config: TorchEngineConfig, found: LanguageModel) -> PreTrainedModel:
+    auto: Any = AutoModelForCausalLM  # whose methods are not typed
+    return random_weights(
+        auto.from_config, config, found.config, attn_implementation=PAGED_ATTENTION, trust_remote_code=False
+    )
+
+
+def _read_language_model(config: TorchEngineConfig, found: LanguageModel) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM  # whose methods are not typed
     # Silence its table of left-over weights if some are left out on purpose.
     with _quiet_transformers() if found.key_mapping else nullcontext():
-        model = load_weights(
+        return load_weights(
             auto.from_pretrained,
             config,
             found.config,
@@ -148,9 +194,6 @@ def _load_language_model(config: TorchEngineConfig, found: LanguageModel) -> Pre
             attn_implementation=PAGED_ATTENTION,
             trust_remote_code=False,
         )
-    if model.dtype == torch.float64:
-        model.set_experts_implementation("eager")  # the default, grouped_mm, has no float64
-    return model
 
 
 @contextmanager

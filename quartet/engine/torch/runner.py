@@ -59,7 +59,7 @@ class TorchRunner:
             torch.set_num_threads(config.num_threads)
         loaded = load_model(config)
         self.layout = KvLayout(
-            model_fingerprint=model_fingerprint(config.model_path, loaded.dtype),
+            model_fingerprint=model_fingerprint(config.model_path, loaded.dtype, config.random_seed),
             dtype=loaded.dtype,
             num_layers=loaded.shape.num_layers,
             num_kv_heads=loaded.shape.num_kv_heads,

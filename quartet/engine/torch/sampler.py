@@ -225,10 +225,7 @@ def noise_key(seed: int, choice: int, position: int) -> int:
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, in float64.
-
-    The bits come from SplitMix64 read by position (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-    Generators", OOPSLA 2014; mixer: Stafford's variant 13): integers only, hence equal on every device.
+    """Standard Gumbel noise, in float64, from ``noise_bits``.
 
     Args:
         keys: ``[N]`` int64, of ``noise_key``.
@@ -237,10 +234,25 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[N, C]``; an entry depends on its key and its token id alone.
     """
-    bits = keys[:, None] + (token_ids + 1) * _to_signed(_GAMMA)
-    _mix_tensor_(bits)
-    uniform = _shift_right(bits, 64 - _UNIFORM_BITS).double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
+    bits = noise_bits(keys[:, None], token_ids, _UNIFORM_BITS)
+    uniform = bits.double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
     return uniform.log_().neg_().log_().neg_()
+
+
+def noise_bits(keys: torch.Tensor, positions: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Random integers in ``[0, 2 ** num_bits)``, int64; each depends on its key and its position alone.
+
+    They come from SplitMix64 read by position (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+    OOPSLA 2014; mixer: Stafford's variant 13): integers only, hence equal on every device.
+
+    Args:
+        keys: int64.
+        positions: int64, from 0; of a shape that fits that of ``keys``.
+        num_bits: below 64.
+    """
+    bits = keys + (positions + 1) * _to_signed(_GAMMA)
+    _mix_tensor_(bits)
+    return _shift_right(bits, 64 - num_bits)
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.image_processing_backends import PilBackend
 
 from quartet.engine.torch.config import TorchEncoderConfig
-from quartet.engine.torch.loader import check_device, load_weights, read_model_config
+from quartet.engine.torch.loader import check_device, load_weights, random_weights, read_model_config
 from quartet.errors import InvalidRequestError
 
 _LOG = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def load_vision(config: TorchEncoderConfig) -> LoadedVision:
     started_at = time.monotonic()
     check_device(config.device)
     directory = Path(config.model_path)
-    model_config = _read_config(directory)
+    model_config = _read_config(config)
     image_processor = _read_image_processor(directory)
     hidden_size = int(model_config.text_config.hidden_size)
     model: Any = _load_weights(config, model_config)
@@ -100,8 +100,8 @@ _MODELS = {
 }
 
 
-def _read_config(directory: Path) -> PretrainedConfig:
-    config = read_model_config(directory)
+def _read_config(model: TorchEncoderConfig) -> PretrainedConfig:
+    config = read_model_config(model)
     if config.model_type not in _MODELS:
         raise _refusal(f"a model of type {config.model_type}, only {', '.join(_MODELS)}")
     if config.vision_config.model_type in _TOWERS_OF_ROWS:
@@ -146,7 +146,10 @@ def _load_weights(config: TorchEncoderConfig, model_config: PretrainedConfig) ->
         bos_token_id=None,
         eos_token_id=None,
     )
-    return load_weights(_MODELS[model_config.model_type].from_pretrained, config, model_config)
+    model_class = _MODELS[model_config.model_type]
+    if config.random_seed is None:
+        return load_weights(model_class.from_pretrained, config, model_config)
+    return random_weights(model_class._from_config, config, model_config)
 
 
 def _refusal(what: str) -> InvalidRequestError:

@@ -43,6 +43,7 @@ async def torch_engine(
     num_blocks: int = 512,
     max_num_batched_tokens: int = 512,
     puller: Puller | None = None,
+    random_seed: int | None = None,
 ) -> AsyncIterator[StepEngine]:
     config = TorchEngineConfig(
         model_path=str(model_path),
@@ -51,6 +52,7 @@ async def torch_engine(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         num_threads=1,
+        random_seed=random_seed,
     )
     scheduling = SchedulerConfig(
         max_num_seqs=min(64, max_num_batched_tokens), max_num_batched_tokens=max_num_batched_tokens

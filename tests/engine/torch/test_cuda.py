@@ -12,7 +12,9 @@ import torch
 
 from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling
+from quartet.engine.settings import EngineKind
 from quartet.engine.torch import TorchEngineConfig, create_runner
+from quartet.engine.torch.loader import load_model
 from quartet.engine.torch.sampler import gumbel_noise, noise_key
 from tests.engine.fakes import make_request
 from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES
@@ -40,7 +42,9 @@ def run_on(device: str, model_path: Path, requests: Sequence[EngineRequest], dty
 
 def test_the_pool_lies_on_the_device(checkpoint: Checkpoints) -> None:
     runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=4, device="cuda:0"))
+    # What is known of the setting before an engine is loaded is so.
     assert runner.memory is None
+    assert not EngineKind.TORCH.moves_blocks("cuda:0")
     assert runner._pool.tensor.device == torch.device("cuda:0")
     runner.close()
 
@@ -111,6 +115,15 @@ def test_seeded_tokens_are_those_of_the_cpu(checkpoint: Checkpoints) -> None:
         ]
 
     assert run_on("cuda:0", checkpoint("llama"), requests()) == run_on("cpu", checkpoint("llama"), requests())
+
+
+def test_random_weights_are_those_of_the_cpu(checkpoint: Checkpoints) -> None:
+    config = TorchEngineConfig(model_path=str(checkpoint("gpt_oss")), num_blocks=4, dtype="bfloat16", random_seed=3)
+    on_cpu = load_model(config).model
+    on_device = load_model(dataclasses.replace(config, device="cuda:0")).model.state_dict()
+    assert all(tensor.device.type == "cuda" for tensor in on_device.values())
+    for name, tensor in on_cpu.state_dict().items():
+        assert torch.equal(on_device[name].cpu(), tensor), name
 
 
 def test_noise_is_that_of_the_cpu() -> None:

@@ -142,6 +142,41 @@ def test_the_mock_engine_encodes_nothing() -> None:
         build(Topology, {"workers": [{"role": "decode"}], "engine": {"kind": "mock", "modality": "multimodal"}})
 
 
+_ON_A_GPU = {"engine": {"device": "cuda:0"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "prefill", "decode", "setting"),
+    [
+        ({"device": "cuda:0"}, {}, {}, "engine.device"),
+        ({}, _ON_A_GPU, {}, "workers[1].overrides.engine.device"),
+        ({}, {}, _ON_A_GPU, "workers[0].overrides.engine.device"),
+        ({"device": "cuda:0"}, {"engine": {"device": "cpu"}}, {}, "engine.device"),
+        ({"device": "cuda:0"}, {"engine": {"kind": "mock"}}, {"engine": {"dtype": "float32"}}, "engine.device"),
+    ],
+)
+def test_hand_offs_between_engines_whose_blocks_no_transfer_reaches_are_refused(
+    engine: dict[str, object], prefill: dict[str, object], decode: dict[str, object], setting: str
+) -> None:
+    workers = [{"role": "decode", "overrides": decode}, {"role": "prefill", "overrides": prefill}]
+    topology = build(Topology, {"engine": engine, "workers": workers})
+    with pytest.raises(ConfigError, match=rf"^{re.escape(setting)}: the blocks of the engine torch on cuda:0 can't go"):
+        plan_workers(topology, num_cores=2)
+
+
+def test_workers_that_need_no_hand_offs_may_be_on_any_device() -> None:
+    on_a_gpu: dict[str, Any] = {"role": "decode", "overrides": _ON_A_GPU}
+    other = {"role": "decode", "overrides": {**_ON_A_GPU, "model_path": "another"}}
+    encode = {"role": "encode", "overrides": _ON_A_GPU}
+    for workers in (
+        [on_a_gpu],
+        [on_a_gpu, encode],
+        [on_a_gpu, {"role": "prefill"}, {"role": "decode"}],  # one of them takes hand-offs
+        [other, {"role": "prefill"}, {"role": "decode"}],
+    ):
+        assert len(plan_workers(build(Topology, {"workers": workers}), num_cores=2)) == len(workers)
+
+
 def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
     file = write(
         tmp_path,
