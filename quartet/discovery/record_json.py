@@ -88,6 +88,12 @@ class RecordReader:
         self._refused.pop(name, None)
         return record
 
+    def unreadable(self, role: str, worker_id: str, error: OSError) -> None:
+        """What is stored under the key with these parts can't be read."""
+        key = self.key(role, worker_id)
+        if key is not None:
+            self._refuse(f"{key.role}/{key.worker_id}", str(error).encode(errors="replace"), error)
+
     def _refuse(self, name: str, data: bytes, error: Exception) -> None:
         value_hash = hash(data)
         if self._refused.get(name) == value_hash:
