@@ -199,6 +199,17 @@ async def test_an_entry_that_is_no_record_hides_no_worker_and_is_logged_once(
     assert "decode/bad" in caplog.messages[0]
 
 
+@pytest.mark.parametrize("put", [_directory, _fifo, _unix_socket])
+async def test_what_is_no_file_takes_no_workers_id(put: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "default").mkdir()
+    put(tmp_path / "default" / "prefill.decode-0.json")
+    registry = FileRegistry(FileConfig(directory=tmp_path))
+    async with asyncio.timeout(TIMEOUT_S):
+        await registry.register(make_record())
+    assert await registry.workers() == [make_record()]
+    await registry.close()
+
+
 @pytest.mark.parametrize("put", _KINDS)
 async def test_a_worker_takes_its_file_back_from_what_is_no_record(put: Callable[[Path], None], tmp_path: Path) -> None:
     registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
