@@ -174,6 +174,10 @@ class RouterUnavailableError(ServingError, reason="ROUTER_UNAVAILABLE"):
     """No router can be reached, or the connection to the one that answered broke."""
 
 
+class SessionIdleError(RouterUnavailableError, reason="SESSION_IDLE"):
+    """The router ended a session in which no request ran for a long time; the next one opens another."""
+
+
 class DrainingError(ServingError, reason="DRAINING"):
     """The server is going away and takes nothing new."""
 

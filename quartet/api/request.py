@@ -382,6 +382,7 @@ class SessionLimits:
         max_pending_tokens: most tokens of one request that may wait for a slow client; more end the request.
             They are counted whenever a number of deltas has come, at most 4,096, so that many may come on top.
         max_pending_bytes: the same limit for its tokens, text and log probabilities together.
+        idle_timeout_s: a session ends in which no request ran for this long, or for up to a quarter longer.
 
     Raises:
         ConfigError: names the field.
@@ -391,10 +392,13 @@ class SessionLimits:
     max_requests: int = 4096
     max_pending_tokens: int = 4096
     max_pending_bytes: int = 256 << 10
+    idle_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if self.tick_s < 0:
             raise ConfigError("tick_s: must not be negative")
+        if self.idle_timeout_s <= 0:
+            raise ConfigError("idle_timeout_s: must be above 0")
         for name in ("max_requests", "max_pending_tokens", "max_pending_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from quartet.discovery.base import Registration, Registry, Role, WorkerRecord, W
 from quartet.discovery.checks import check_name
 from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
+from quartet.telemetry.logging import LimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +61,11 @@ class FileConfig:
 
     def is_expired(self, status: os.stat_result) -> bool:
         """Whether a file of this status has not been touched for longer than the time to live."""
-        return time.time() - status.st_mtime > self.ttl_s
+        return self.is_over(status.st_mtime)
+
+    def is_over(self, touched_at: float) -> bool:
+        """Whether the lease of a file that was last touched at ``touched_at``, in seconds since 1970, has ended."""
+        return time.time() - touched_at > self.ttl_s
 
 
 class FileRegistration(Registration):
@@ -74,6 +81,7 @@ class FileRegistration(Registration):
         self._path = _path(config, record.role, record.worker_id)
         self._paths_of_other_roles = [_path(config, role, record.worker_id) for role in Role if role is not record.role]
         self._value = to_json(record)
+        self._log = LimitedLog(logger)
 
     async def start(self) -> None:
         """Write the file and begin to touch it.
@@ -104,14 +112,14 @@ class FileRegistration(Registration):
             try:
                 await asyncio.to_thread(self._touch)
             except OSError as error:
-                logger.warning("cannot touch %s: %s", self._path, error)
+                self._log.warning("cannot touch %s: %s", self._path, error)
 
     def _write(self) -> None:
         with self._unfinished() as unfinished:
             unfinished.replace(self._path)
 
     def _touch(self) -> None:
-        status, is_own = _status(self._path), _read(self._path) == self._value
+        status, is_own = _status(self._path), _read_any(self._path) == self._value
         if status is None or not is_own or self._config.is_expired(status):
             self._check_not_replaced()
         if is_own:
@@ -129,7 +137,7 @@ class FileRegistration(Registration):
 
     def _is_anothers(self, path: Path) -> bool:
         """Whether the file is kept alive by another process; one that names no epoch belongs to no process."""
-        status, value = _status(path), _read(path)
+        status, value = _status(path), _read_any(path)
         if status is None or value is None or value == self._value:
             return False
         return not self._config.is_expired(status) and read_epoch(value) is not None
@@ -162,14 +170,14 @@ class FileRegistration(Registration):
 
     def _unlink(self) -> None:
         # Another value is the file of a later registration of this worker id.
-        if _read(self._path) == self._value:
+        if _read_any(self._path) == self._value:
             self._path.unlink(missing_ok=True)
 
     def _find_other_role(self) -> Path | None:
         """The living file of a worker of another role with this id."""
         for path in self._paths_of_other_roles:
             status = _status(path)
-            if status is not None and not self._config.is_expired(status):
+            if status is not None and stat.S_ISREG(status.st_mode) and not self._config.is_expired(status):
                 return path
         return None
 
@@ -184,6 +192,7 @@ class FileRegistry(Registry):
         super().__init__()
         self._config = config
         self._reader = _Reader(config)
+        self._log = LimitedLog(logger)
 
     async def register(self, record: WorkerRecord) -> FileRegistration:
         """Announce ``record`` and keep it alive.
@@ -209,12 +218,15 @@ class FileRegistry(Registry):
             try:
                 workers.replace(await self._reader.read())
             except DiscoveryError as error:
-                logger.warning("watch of %s: %s", self._config.namespace_directory, error)
+                self._log.warning("watch of %s: %s", self._config.namespace_directory, error)
             await asyncio.sleep(self._config.poll_interval_s)
 
 
 class _Reader:
-    """Reads a directory again and again, and only those files that have changed."""
+    """Reads a directory again and again, and only those files that have changed.
+
+    Anything may lie in the directory. What can't be read is no worker, and hides none: it is logged once.
+    """
 
     def __init__(self, config: FileConfig) -> None:
         self._config = config
@@ -235,6 +247,7 @@ class _Reader:
         directory = self._config.namespace_directory
         try:
             names = os.listdir(directory)
+            os.stat(os.path.join(directory, "."))  # fails, unlike the list, where no file in it could be looked at
         except FileNotFoundError:
             names = []  # No worker has registered yet.
         paths = [directory / name for name in names if name.endswith(_SUFFIX)]
@@ -252,24 +265,69 @@ class _Reader:
                 self._parsed[path] = (version, self._parse(path))
         except FileNotFoundError:
             return None  # Its worker left meanwhile.
+        except _NoRecordFileError as error:
+            self._records.unreadable(*_key_parts(path), error)
+            return None
+        except OSError as error:
+            self._records.unreadable(*_key_parts(path), error)
+            return self._last_known(path)
         return self._parsed[path][1]
 
     def _parse(self, path: Path) -> WorkerRecord | None:
-        role, _, worker_id = path.name.removesuffix(_SUFFIX).partition(".")
-        key, value = self._records.key(role, worker_id), _read(path)
+        key = self._records.key(*_key_parts(path))
+        value = None if key is None else _read(path)
         return None if key is None or value is None else self._records.record(key, value)
+
+    def _last_known(self, path: Path) -> WorkerRecord | None:
+        """What the file held when it could be read last: a fault that passes removes no worker."""
+        (_, mtime_ns), record = self._parsed.get(path, ((0, 0), None))
+        return None if self._config.is_over(mtime_ns / 1e9) else record
+
+
+class _NoRecordFileError(OSError):
+    """What has a record's name is no file that could hold one."""
 
 
 def _path(config: FileConfig, role: Role, worker_id: str) -> Path:
     return config.namespace_directory / f"{role}.{worker_id}{_SUFFIX}"
 
 
+def _key_parts(path: Path) -> tuple[str, str]:
+    """Role and worker id, as the file's name has them."""
+    role, _, worker_id = path.name.removesuffix(_SUFFIX).partition(".")
+    return role, worker_id
+
+
 def _read(path: Path) -> bytes | None:
+    """What the file holds; ``None``: there is none. Raises ``OSError``: it can't be read."""
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_RECORD_BYTES + 1)
+        _check_record_file(path.stat())
+        # Something else may lie there by now, such as a FIFO, which would keep its reader waiting.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    try:
+        _check_record_file(os.fstat(descriptor))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_RECORD_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _check_record_file(status: os.stat_result) -> None:
+    """Refuse what can't hold a record, before it is read. Raises ``_NoRecordFileError``."""
+    if not stat.S_ISREG(status.st_mode):
+        raise _NoRecordFileError(errno.EINVAL, "it is no regular file: remove it")
+    if status.st_size > MAX_RECORD_BYTES:
+        raise _NoRecordFileError(errno.EFBIG, f"it has more than {MAX_RECORD_BYTES} bytes: remove it")
+
+
+def _read_any(path: Path) -> bytes | None:
+    """As ``_read``; empty where no process can have written a record."""
+    try:
+        return _read(path)
+    except _NoRecordFileError:
+        return b""
 
 
 def _status(path: Path) -> os.stat_result | None:

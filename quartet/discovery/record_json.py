@@ -15,6 +15,7 @@ from typing import TypeVar, get_type_hints
 from quartet.discovery.base import HostIdentity, Role, WorkerKey, WorkerRecord
 from quartet.discovery.checks import check_name
 from quartet.errors import DiscoveryError
+from quartet.telemetry.logging import LimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_RECORD_BYTES = 3 << 19
 
 _MAX_REMEMBERED = 1024
+_MAX_LOGGED_PER_MINUTE = 100
 
 FieldsT = TypeVar("FieldsT")
 
@@ -54,11 +56,15 @@ def read_epoch(data: bytes) -> int | None:
 
 
 class RecordReader:
-    """Reads stored records. One that can't be used is no worker; each is logged once, until its value changes."""
+    """Reads stored records. One that can't be used is no worker; each is logged once, until its value changes.
+
+    Of many such records at most 100 are logged in a minute.
+    """
 
     def __init__(self) -> None:
         """Nothing has been refused yet."""
         self._refused: dict[str, int] = {}  # by name, the value's hash; oldest first
+        self._log = LimitedLog(logger, max_per_minute=_MAX_LOGGED_PER_MINUTE)
 
     def key(self, role: str, worker_id: str) -> WorkerKey | None:
         """The key with these parts; ``None`` for a role that only newer versions know, or an impossible id."""
@@ -82,11 +88,17 @@ class RecordReader:
         self._refused.pop(name, None)
         return record
 
+    def unreadable(self, role: str, worker_id: str, error: OSError) -> None:
+        """What is stored under the key with these parts can't be read."""
+        key = self.key(role, worker_id)
+        if key is not None:
+            self._refuse(f"{key.role}/{key.worker_id}", str(error).encode(errors="replace"), error)
+
     def _refuse(self, name: str, data: bytes, error: Exception) -> None:
         value_hash = hash(data)
         if self._refused.get(name) == value_hash:
             return
-        logger.warning("ignored the record under %s: %s", name, error)
+        self._log.warning("ignored the record under %s: %s", name, error)
         self._refused[name] = value_hash
         if len(self._refused) > _MAX_REMEMBERED:
             del self._refused[next(iter(self._refused))]

@@ -12,6 +12,7 @@ from quartet.events.curve import EventsKey
 from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad
 from quartet.events.wire import KV_TOPIC, LOAD_TOPIC, MAX_FRAME_BYTES, MalformedFrameError, decode_kv, decode_load
+from quartet.telemetry.logging import LimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class EventSubscriber:
         # In this order: a worker whose load arrives has known at least as long that its batches are wanted too.
         for topic in (KV_TOPIC, LOAD_TOPIC) if on_kv is not None else (LOAD_TOPIC,):
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+        self._failure_log = LimitedLog(logger, max_per_minute=10)
         self._fd: int = self._socket.fileno()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._drain)
@@ -127,6 +129,6 @@ class EventSubscriber:
         except MalformedFrameError as error:
             logger.debug("ignored what a worker published: %s", error)
             self._on_malformed()
-        except Exception:  # the message ends here; else the socket would be read no more, and all workers look silent
-            logger.exception("could not take what a worker published")
+        except Exception:  # noqa: BLE001 - the message ends here; else nothing is read any more, and all look silent
+            self._failure_log.exception("could not take what a worker published")
             self._on_malformed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from math import inf
 from operator import attrgetter
@@ -51,8 +51,18 @@ class MalformedFrameError(ProtocolError):
 
 
 def encode_load(load: WorkerLoad, number: int) -> list[bytes]:
-    """The frames of a load report; ``number`` is that of the last ``kv`` frame sent before it."""
-    return _frames(LOAD_TOPIC, number, to_worker_load(load))
+    """The frames of a load report; ``number`` is that of the last ``kv`` frame sent before it.
+
+    A report that readers would refuse for its length, or for the routers in it, says nothing of placements, or, if need
+    be, of any router's starts. Routers then keep these booked for longer, but still know the load.
+    """
+    bare = replace(load, placements={})
+    for said in (load, bare, replace(bare, router_progress={}, router_arrivals={})):
+        message = to_worker_load(said)
+        frames = _frames(LOAD_TOPIC, number, message)
+        if sum(map(len, frames)) <= MAX_LOAD_BYTES and len(message.routers) <= MAX_ROUTERS:
+            break
+    return frames
 
 
 def decode_load(frames: Sequence[bytes]) -> NumberedLoad:

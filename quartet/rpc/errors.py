@@ -69,6 +69,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.PlacementBudgetError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
     errors.RouterUnavailableError: StatusCode.UNAVAILABLE,
+    errors.SessionIdleError: StatusCode.UNAVAILABLE,
     errors.DrainingError: StatusCode.UNAVAILABLE,
     errors.StalledStreamError: StatusCode.ABORTED,
     errors.SlowReaderError: StatusCode.RESOURCE_EXHAUSTED,

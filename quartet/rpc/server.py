@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ _Deserializer: TypeAlias = Callable[[bytes], Any]
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
 _MAX_POLL_INTERVAL_S = 1.0
-# A call of a method that takes one request must bring it within this time.
+# A call of a method that takes one request must bring it within this time; one of gRPC's own services each request.
 _REQUEST_TIMEOUT_S = 30.0
 _MIN_POLLS = 4
 # More than gRPC takes to cancel a handler whose client has gone.
@@ -276,7 +276,9 @@ class StalledCalls:
         self._timer: asyncio.TimerHandle | None = None
 
     async def read_first(self, context: grpc.aio.ServicerContext[Any, Any]) -> object:
-        """The first message of the call, which the current task reads; ``grpc.aio.EOF`` if there is none.
+        """The next message of the call, its first or another that must come soon; ``grpc.aio.EOF`` if there is none.
+
+        The current task reads it.
 
         Raises:
             RequestTimeoutError: none came in time.
@@ -438,7 +440,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         is_standard = method.startswith("/grpc.")
         deserialize = limited_parser(handler.request_deserializer, self._limits)
         parse = _parser(deserialize, MAX_STANDARD_BYTES if is_standard else None)
-        respond = _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+        respond = self._responder(behavior, may_be_silent=not (is_standard and handler.request_streaming))
 
         async def answer(request: Any, context: _Context) -> Any:
             try:
@@ -467,6 +469,25 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
 
         # A lone request is parsed in `answer`, where a failure gets a status; those of a stream where they are read.
         return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
+
+    def _responder(self, behavior: _Behavior, *, may_be_silent: bool) -> _Behavior:
+        if not may_be_silent:
+            behavior = self._without_silence(behavior)
+        return _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+
+    def _without_silence(self, generate: _Behavior) -> _Behavior:
+        """A streaming method of gRPC's own services, such as reflection, whose clients may not be silent for long."""
+
+        async def requests(context: _Context) -> AsyncIterator[Any]:
+            while (request := await self._silent.read_first(context)) is not grpc.aio.EOF:
+                yield request
+
+        async def respond(_requests: Any, context: _Context) -> AsyncIterator[Any]:
+            async with aclosing(generate(requests(context), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return respond
 
     async def _lone_request(self, context: _Context) -> Any:
         request = await self._silent.read_first(context)

@@ -17,6 +17,7 @@ from quartet.rpc.errors import from_rpc_error
 from quartet.streams.chunks import StartRest, take_chunks
 from quartet.streams.convert.messages import from_encode_sized, from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart
+from quartet.telemetry.logging import LimitedLog
 from quartet.v1 import encode_pb2, encode_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class EncodeClient:
     def __init__(self, worker_id: str, channel: grpc.aio.Channel, drop: Callable[[HandOff], None]) -> None:
         """Use ``channel``; ``drop`` is given hand-offs of calls that were cancelled or failed."""
         self._worker_id = worker_id
+        self._nonsense_log = LimitedLog(logger)
         self._stub = encode_pb2_grpc.EncodeServiceStub(channel)
         self._drop = drop
         self._running: set[asyncio.Task[None]] = set()
@@ -191,7 +193,7 @@ class EncodeClient:
                     raise ProtocolError("a message is malformed")
                 call.take(response)
         except ServingError as nonsense:
-            logger.warning("worker %s broke the protocol: %s", self._worker_id, nonsense)
+            self._nonsense_log.warning("worker %s broke the protocol: %s", self._worker_id, nonsense)
             raise WorkerUnavailableError(f"worker {self._worker_id} broke the protocol of its stream") from nonsense
 
     def _ended(self, call: EncodeCall) -> None:

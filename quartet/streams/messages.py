@@ -24,6 +24,8 @@ from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 MAX_UNCHUNKED_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _MAX_NAME_LENGTH = 256
+# Load reports name up to 1,024 of them.
+_MAX_ROUTER_ID_BYTES = 64
 
 
 @dataclass(kw_only=True)
@@ -39,7 +41,7 @@ class RequestContext:
         tenant: the account of the request; empty: none.
         priority: higher first among waiting requests.
         session_key: requests of one conversation share it; empty: none.
-        router_id: the router that placed it; empty: it came without one.
+        router_id: the router that placed it, at most 64 bytes; empty: it came without one.
         router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
         trust_domain: id of the tenant's trust domain, part of media ids; empty: that of all tenants without one.
 
@@ -62,7 +64,12 @@ class RequestContext:
     def __post_init__(self) -> None:
         if self.request_id and not is_request_id(self.request_id):
             raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
-        for name in ("traceparent", "tenant", "session_key", "router_id", "trust_domain"):
+        if len(self.router_id.encode()) > _MAX_ROUTER_ID_BYTES:
+            raise InvalidRequestError(
+                f"router_id is longer than {_MAX_ROUTER_ID_BYTES} bytes: give the router a shorter one",
+                field="context.router_id",
+            )
+        for name in ("traceparent", "tenant", "session_key", "trust_domain"):
             if len(getattr(self, name)) > _MAX_NAME_LENGTH:
                 message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
                 raise InvalidRequestError(message, field=f"context.{name}")

@@ -16,6 +16,7 @@ import grpc
 
 from quartet.errors import DrainingError, ProtocolError, ServingError, WorkerUnavailableError
 from quartet.rpc.errors import from_rpc_error
+from quartet.telemetry.logging import LimitedLog
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         ``ends_with_calls`` the stream is ended when no call is left on it; that end does not call ``on_broken``.
         """
         self._peer = peer
+        self._nonsense_log = LimitedLog(logger)
         self._lost_error = lost_error
         self._ends_with_calls = ends_with_calls
         self._response_type: type[ResponseT] = response_type
@@ -166,7 +168,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         except grpc.aio.AioRpcError as rpc_error:
             error = self._stream_error(rpc_error)
         except (LookupError, ValueError, ServingError) as nonsense:
-            logger.warning("%s broke the protocol: %s", self._peer, nonsense)
+            self._nonsense_log.warning("%s broke the protocol: %s", self._peer, nonsense)
             error = self._lost_error(f"{self._peer} broke the protocol of its stream")
         except grpc.aio.UsageError:  # the channel was closed before it could be opened
             logger.debug("the channel to %s is closed", self._peer)

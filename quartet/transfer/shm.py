@@ -32,6 +32,7 @@ import numpy as np
 
 from quartet.errors import TransferError
 from quartet.supervision import report_failure
+from quartet.telemetry.logging import LimitedLog
 from quartet.transfer.base import PoolMemory
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class ShmServer:
         self.memory = memory
         self.socket_path = f"@quartet-shm-{secrets.token_hex(16)}"
         self.token = secrets.token_bytes(TOKEN_SIZE_BYTES)
+        # Any process in this network namespace can connect, and do so thousands of times a second.
+        self._refusals, self._accept_errors = LimitedLog(logger), LimitedLog(logger)
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
@@ -90,7 +93,7 @@ class ShmServer:
                 try:
                     connection, _ = await loop.sock_accept(listener)
                 except OSError as error:  # out of file descriptors: peers go over gRPC meanwhile
-                    logger.warning("cannot accept a peer that wants the block pool: %s", error)
+                    self._accept_errors.warning("cannot accept a peer that wants the block pool: %s", error)
                     await asyncio.sleep(_ACCEPT_RETRY_S)
                     continue
                 task = asyncio.create_task(self._serve(connection), name="shm-serve")
@@ -104,7 +107,7 @@ class ShmServer:
         with connection, contextlib.suppress(OSError, TimeoutError):
             connection.setblocking(False)
             if not _is_same_user(connection) or not await self._receive_token(connection):
-                logger.warning("refused the block pool to a process of another user or without the token")
+                self._refusals.warning("refused the block pool to a process of another user or without the token")
                 return
             socket.send_fds(connection, [b"\0"], [self.memory.fd])  # one small message: it never blocks
             while await loop.sock_recv(connection, 64):

@@ -113,7 +113,8 @@ class RouterServiceServicer:
     def Session(self, request_iterator, context):
         """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
         Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
-        A stream on which nothing has come yet ends with DEADLINE_EXCEEDED after some time; later it may be silent.
+        A stream on which nothing has come yet ends with DEADLINE_EXCEEDED after some time. Later, one without a request
+        for the router's `session.idle_timeout_s` (ten minutes) ends with UNAVAILABLE (SESSION_IDLE): open another one.
         A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
         a slow reader leaves more output of a request unread than the router keeps, the request fails with
         RESOURCE_EXHAUSTED.

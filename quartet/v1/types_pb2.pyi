@@ -138,7 +138,7 @@ class RequestContext(_message.Message):
     session_key: _builtins.str
     """Requests of one conversation share it. Empty: none."""
     router_id: _builtins.str
-    """The router that placed the request. Empty: it came without a router."""
+    """The router that placed the request; at most 64 bytes. Empty: it came without a router."""
     router_request_number: _builtins.int
     """Counts the starts that this router sent to this worker, from 1; `WorkerLoad` names the last one counted in.
     0: it came without a router.

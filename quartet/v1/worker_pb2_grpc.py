@@ -90,7 +90,8 @@ class WorkerServiceServicer:
     def Drain(self, request, context):
         """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
         up. Requests that still run then end with reason DRAINING, to be continued elsewhere; where another worker of the
-        same role and model is registered, after two seconds at most. The process stays; SIGTERM drains and ends it.
+        same role and model that can take each of them is registered, after two seconds at most. The process stays; SIGTERM
+        drains and ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,8 @@ class WorkerServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
     up. Requests that still run then end with reason DRAINING, to be continued elsewhere; where another worker of the
-    same role and model is registered, after two seconds at most. The process stays; SIGTERM drains and ends it.
+    same role and model that can take each of them is registered, after two seconds at most. The process stays; SIGTERM
+    drains and ends it.
     """
 
 @_typing.type_check_only
@@ -73,7 +74,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
     up. Requests that still run then end with reason DRAINING, to be continued elsewhere; where another worker of the
-    same role and model is registered, after two seconds at most. The process stays; SIGTERM drains and ends it.
+    same role and model that can take each of them is registered, after two seconds at most. The process stays; SIGTERM
+    drains and ends it.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -118,7 +120,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
         up. Requests that still run then end with reason DRAINING, to be continued elsewhere; where another worker of the
-        same role and model is registered, after two seconds at most. The process stays; SIGTERM drains and ends it.
+        same role and model that can take each of them is registered, after two seconds at most. The process stays; SIGTERM
+        drains and ends it.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

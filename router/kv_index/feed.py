@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from quartet.errors import ServingError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, KvSnapshotPart, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad
 from quartet.supervision import report_failure
+from quartet.telemetry.logging import LimitedLog
 from quartet.telemetry.metrics import SnapshotOutcome
 
 logger = logging.getLogger(__name__)
@@ -309,7 +310,7 @@ class KvJoins:
                 outcome = SnapshotOutcome.USED if is_whole else SnapshotOutcome.OUTDATED
                 return is_whole
         except ServingError as error:
-            logger.warning("worker %s gives no snapshot of its blocks: %s", worker_id, error)
+            member.log.warning("worker %s gives no snapshot of its blocks: %s", worker_id, error)
             return False
         finally:
             member.feed.abandon()
@@ -323,9 +324,11 @@ class _Member:
     Attributes:
         joining: the task that takes snapshots.
         not_before: when the next one may be taken, by the loop's clock.
+        log: a worker that gives none is asked every few seconds.
     """
 
     feed: KvFeed
     client: SnapshotClient
     joining: asyncio.Task[None] | None = None
     not_before: float = 0.0
+    log: LimitedLog = field(default_factory=lambda: LimitedLog(logger))

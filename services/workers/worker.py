@@ -246,11 +246,28 @@ class Worker:
 
 
 def _can_replace(other: WorkerRecord, record: WorkerRecord) -> bool:
-    return other.epoch != record.epoch and (other.role, other.model_name, other.model_fingerprint) == (
-        record.role,
-        record.model_name,
-        record.model_fingerprint,
+    """Whether ``other`` can go on with whatever the worker of ``record`` runs, for each router that sends it there."""
+    return (
+        other.epoch != record.epoch
+        and _pool(other) == _pool(record)
+        and other.max_media_tokens >= record.max_media_tokens
+        and _longest(other) >= _longest(record)
+        and all(set(kept) >= set(needed) for kept, needed in zip(_abilities(other), _abilities(record), strict=True))
     )
+
+
+def _pool(record: WorkerRecord) -> tuple[str, ...]:
+    # A router uses only versions that it speaks. All that use this worker speak this one's.
+    return record.role, record.model_name, record.model_fingerprint, record.contract_version
+
+
+def _longest(record: WorkerRecord) -> int:
+    """Tokens of the longest request. For what runs beside it there may be less room: it waits in a router's queue."""
+    return min(record.max_model_len, record.num_blocks * record.block_size)
+
+
+def _abilities(record: WorkerRecord) -> tuple[tuple[str, ...], ...]:
+    return record.adapters, record.media, record.sampling_fields
 
 
 @dataclass

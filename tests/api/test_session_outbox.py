@@ -245,7 +245,8 @@ async def test_a_pause_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tick_s": -1}, {"max_requests": 0}, {"max_pending_tokens": 0}, {"max_pending_bytes": 0}]
+    "wrong",
+    [{"tick_s": -1}, {"max_requests": 0}, {"max_pending_tokens": 0}, {"max_pending_bytes": 0}, {"idle_timeout_s": 0}],
 )
 def test_impossible_limits_are_refused_by_name(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -380,6 +380,49 @@ async def test_a_cancel_is_answered_once_and_unknown_slots_are_ignored(make_serv
     assert served.sessions.runs[3].num_cancelled == 1
 
 
+async def test_a_session_on_which_only_cancels_of_nothing_come_ends_and_says_why(make_served: Any) -> None:
+    served = await make_served(idle_timeout_s=0.05)
+    client = served.open()
+    await client.cancel(1)
+    assert await client.status() == grpc.StatusCode.UNAVAILABLE
+    assert "session.idle_timeout_s" in await client.call.details()
+    assert served.sessions.streams[0]._idle_timer.cancelled(), "nothing is left that polls"
+
+
+async def test_an_idle_session_ends_only_after_its_last_request(make_served: Any) -> None:
+    served = await make_served(idle_timeout_s=3600)
+    client = served.open()
+    await client.start(0)
+    run = await served.sessions.wait_for(0)
+    [stream] = served.sessions.streams
+
+    def poll(times: int) -> None:
+        """As its timer does, four times in 3600 s."""
+        for _ in range(times):
+            stream._idle_timer.cancel()
+            stream._poll_idle()
+
+    poll(20)
+    run.give(1)
+    run.finish()
+    assert await client.read_end(0) == ""
+    poll(4)
+    await client.start(1, model="none")  # begins and ends between two polls
+    assert await client.read_end(1) == "INVALID_FIELD"
+    poll(4)
+    await client.start(2)
+    run = await served.sessions.wait_for(2)
+    poll(20)
+    run.finish()
+    assert await client.read_end(2) == ""
+    poll(5)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not served.sessions.ended.qsize()
+    poll(1)
+    assert await client.status() == grpc.StatusCode.UNAVAILABLE
+
+
 async def test_a_request_that_ends_slowly_is_cancelled_once(make_served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = await make_served()
     client = served.open()

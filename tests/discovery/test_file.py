@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,6 +153,103 @@ async def test_a_directory_that_breaks_removes_no_worker_and_heals(
     await registry.register(second)
     assert await next_event(watch) == WorkerAdded(second)
     await registry.close()
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+def _link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def _too_long(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+_KINDS = [_directory, _fifo, _unix_socket, _too_long]
+
+
+@pytest.mark.parametrize("put", [*_KINDS, _link_to_itself])
+async def test_an_entry_that_is_no_record_hides_no_worker_and_is_logged_once(
+    put: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "default").mkdir()
+    put(tmp_path / "default" / "decode.bad.json")
+    registry = FileRegistry(FileConfig(directory=tmp_path, poll_interval_s=0.01))
+    async with asyncio.timeout(TIMEOUT_S):
+        watch = registry.watch()
+        assert await next_event(watch) == Synchronised()
+        for record in (make_record(), make_record("prefill-0", role=Role.PREFILL)):
+            await registry.register(record)
+            assert await next_event(watch) == WorkerAdded(record)
+        assert len(await registry.workers()) == 2
+        await registry.close()
+    assert len(caplog.messages) == 1
+    assert "decode/bad" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("put", [_directory, _fifo, _unix_socket])
+async def test_what_is_no_file_takes_no_workers_id(put: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "default").mkdir()
+    put(tmp_path / "default" / "prefill.decode-0.json")
+    registry = FileRegistry(FileConfig(directory=tmp_path))
+    async with asyncio.timeout(TIMEOUT_S):
+        await registry.register(make_record())
+    assert await registry.workers() == [make_record()]
+    await registry.close()
+
+
+@pytest.mark.parametrize("put", _KINDS)
+async def test_a_worker_takes_its_file_back_from_what_is_no_record(put: Callable[[Path], None], tmp_path: Path) -> None:
+    registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
+    await registry.register(make_record())
+    [path] = (tmp_path / "default").iterdir()
+    path.unlink()
+    put(path)
+
+    async def is_back() -> bool:
+        return await registry.workers() == [make_record()]
+
+    await eventually(is_back)
+    await registry.close()
+
+
+async def test_a_file_that_cannot_be_read_for_a_moment_removes_its_worker_only_after_its_time_to_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FileConfig(directory=tmp_path)
+    reader = FileRegistry(config)
+    path = tmp_path / "default" / "decode.decode-0.json"
+    path.parent.mkdir()
+    path.write_bytes(to_json(make_record()))
+    began_at = time.time()
+    os.utime(path, (began_at, began_at))
+    assert await reader.workers() == [make_record()]
+
+    def fail(*_args: object) -> int:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", fail)
+        os.utime(path, (began_at + 1, began_at + 1))
+        for _ in range(3):
+            assert await reader.workers() == [make_record()]
+        broken.setattr(time, "time", lambda: began_at + config.ttl_s + 0.5)
+        assert await reader.workers() == [], "what was read of it is too old, though it is touched on"
+    assert await reader.workers() == [make_record()]
+    assert len(caplog.messages) == 1
+    assert "the disk is broken" in caplog.messages[0]
 
 
 def _point(link: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 from hypothesis import given
 
+from quartet.discovery import record_json
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
 from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, from_json, read_epoch, to_json
 from quartet.errors import DiscoveryError
@@ -189,7 +190,18 @@ def test_a_skipped_record_is_logged_once_with_its_name_until_it_changes(caplog: 
         assert all(part in message for part in parts)
 
 
-def test_what_was_logged_takes_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_bad_records_than_are_remembered_are_not_logged_at_each_list(caplog: pytest.LogCaptureFixture) -> None:
+    reader = RecordReader()
+    for _ in range(3):
+        for number in range(2000):
+            assert reader.record(WorkerKey(Role.DECODE, f"w{number}"), b"") is None
+    assert len(caplog.messages) == 100
+
+
+def test_what_was_logged_takes_bounded_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_json, "_MAX_LOGGED_PER_MINUTE", 10_000)
     reader = RecordReader()
     with caplog.at_level(logging.WARNING):
         for number in [*range(2000), 1999, 0]:

@@ -163,6 +163,25 @@ def test_a_report_of_as_many_ranks_as_may_be_is_taken() -> None:
     assert len(decode_load([LOAD_TOPIC, bytes(8), load.SerializeToString()]).load.ranks) == MAX_RANKS
 
 
+def test_a_report_names_as_many_routers_as_a_worker_remembers() -> None:
+    routers = {f"{number:064x}": 2**64 - 1 for number in range(1024)}
+    load = replace(make_load(), router_progress=routers, router_arrivals=routers)
+    assert decode_load(encode_load(load, 1)).load == load
+
+
+@pytest.mark.parametrize("num_routers", [10, MAX_ROUTERS + 1])
+def test_a_report_that_would_be_refused_leaves_placements_out(num_routers: int) -> None:
+    numbers = tuple(range(2**63, 2**63 + 100_000 // num_routers))
+    placements = {f"r{number}": PlacementProgress(numbers, ()) for number in range(num_routers)}
+    load = replace(make_load(), placements=placements)
+    assert decode_load(encode_load(load, 1)).load == replace(load, placements={})
+
+
+def test_a_report_that_would_still_be_refused_leaves_all_starts_out() -> None:
+    load = replace(make_load(), router_progress={"x" * 300_000: 1}, router_arrivals={"x" * 300_000: 1})
+    assert decode_load(encode_load(load, 1)) == NumberedLoad(replace(load, router_progress={}, router_arrivals={}), 1)
+
+
 def test_few_events_are_one_batch_and_no_events_are_no_batch() -> None:
     assert list(split_events([Cleared(), Removed([1])])) == [[Cleared(), Removed([1])]]
     assert list(split_events([])) == []

@@ -1,13 +1,15 @@
-"""Each request of a session has a tenant and a trace of its own."""
+"""Each request of a session has a tenant and a trace of its own, and may come long after the one before."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
+from quartet.client import QuartetClient
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from quartet.v1 import router_pb2_grpc
 from router.fleet import FetchedTexts
@@ -55,3 +57,27 @@ async def test_a_start_has_its_own_tenant(
         await session.read_ends(slot)
     records = [record for record in caplog.records if record.name == "router.request_log"]
     assert [record.quartet_fields["tenant"] for record in records] == ["acme", "other"]
+
+
+async def test_a_client_whose_session_was_idle_for_too_long_opens_another_one() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    stalled = StalledCalls(30)
+    servicer = RouterServicer(
+        fleet.pipeline, fleet.table, FetchedTexts(lambda _: []), stalled=stalled, is_loopback=True
+    )
+    server = RpcServer(ServerConfig(), [router_service(servicer)])
+    port = await server.start()
+    async with QuartetClient([f"127.0.0.1:{port}"]) as client, asyncio.timeout(30):
+        answers = []
+        for _ in range(2):
+            completion = await client.complete(token_ids=[1, 2, 3], seed=1, path="session", omit_text=True)
+            answers.append(completion.choices[0].token_ids)
+            [session] = servicer._sessions
+            while session in servicer._sessions:  # as its timer does in ten minutes and more
+                session._idle_timer.cancel()
+                session._poll_idle()
+                await asyncio.sleep(0)
+    assert answers[0] == answers[1]
+    assert answers[0]
+    await server.drain(0)
+    fleet.assert_nothing_left()

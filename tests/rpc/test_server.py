@@ -86,6 +86,20 @@ async def test_health_is_per_service_and_overall(start_server: StartServer) -> N
         assert [await health_of(channel, name) for name in ("", NAME, "test.Other")] == [SERVING, NOT_SERVING, SERVING]
 
 
+@pytest.mark.parametrize(("num_requests", "timeout_s"), [(0, 0.1), (2, 1.0)])
+async def test_a_reflection_stream_on_which_nothing_comes_ends(
+    num_requests: int, timeout_s: float, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_server, "_REQUEST_TIMEOUT_S", timeout_s)
+    _, address = await start_server([])
+    async with create_channel(address, None) as channel, asyncio.timeout(30):
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        for _ in range(num_requests):
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            assert (await call.read()).list_services_response.service
+        assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 async def test_reflection_lists_every_service(start_server: StartServer) -> None:
     _, address = await start_server([Echo().service()])
     async with create_channel(address, None) as channel:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from http.client import HTTPConnection
 from typing import Any
@@ -272,6 +273,7 @@ async def test_a_drain_cancels_requests_that_do_not_end_in_time(limit_s: float, 
 SUCCESSORS = {
     "another": make_record(worker_id="decode-1", epoch=2),
     "its-next-life": make_record(epoch=2),
+    "one-of-more-abilities": replace(make_record(epoch=2), adapters=("law",), media=("image",), max_model_len=10**6),
 }
 
 
@@ -302,11 +304,21 @@ async def test_a_drain_leaves_long_requests_to_another_worker_as_soon_as_there_i
             await collect(call)
 
 
+ABLE = replace(make_record(), max_model_len=500, adapters=("law", "code"), media=("image",), max_media_tokens=100)
+OTHER = replace(ABLE, worker_id="decode-1", epoch=2)
+
 NOT_STAND_INS: dict[str, Sequence[WorkerRecord] | None] = {
-    "itself": [make_record()],
-    "another-role": [make_record(role=Role.PREFILL, epoch=2)],
-    "another-model": [make_record(worker_id="decode-1", epoch=2, model_name="other")],
-    "other-weights": [make_record(worker_id="decode-1", epoch=2, model_fingerprint="other")],
+    "itself": [ABLE],
+    "another-role": [replace(OTHER, role=Role.PREFILL)],
+    "another-model": [replace(OTHER, model_name="other")],
+    "other-weights": [replace(OTHER, model_fingerprint="other")],
+    "another-version": [replace(OTHER, contract_version="quartet.v2")],
+    "shorter-sequences": [replace(OTHER, max_model_len=ABLE.max_model_len - 1)],
+    "no-room-for-the-longest": [replace(OTHER, num_blocks=1)],
+    "without-an-adapter": [replace(OTHER, adapters=("law",))],
+    "without-media": [replace(OTHER, media=())],
+    "smaller-media": [replace(OTHER, max_media_tokens=99)],
+    "fewer-sampling-fields": [replace(OTHER, sampling_fields=())],
     "unknown": None,
 }
 
@@ -319,6 +331,7 @@ async def test_a_drain_lets_long_requests_end_where_no_other_worker_can_go_on_wi
     gate = threading.Semaphore(1)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as served:
         worker, registry = make_worker(served, Role.DECODE, drain_timeout_s=3600.0), FakeRegistry(others)
+        worker.record = ABLE
         await worker.announce(FakeRegistration(worker.record, on_close=lambda _: None), registry)
         start = make_start(PROMPT)
         call = served.decodes().start(start)

@@ -81,7 +81,7 @@ CONTEXTS = st.builds(
     tenant=TEXT,
     priority=st.integers(-(2**31), 2**31 - 1),
     session_key=TEXT,
-    router_id=TEXT,
+    router_id=st.text(st.characters(exclude_categories=["Cs"]), max_size=16),
     router_request_number=U64,
     trust_domain=TEXT,
 )

@@ -234,7 +234,12 @@ def test_a_grammar_that_is_none_is_refused_by_its_field(guided: types_pb2.Guided
         (types_pb2.RequestContext(request_id="F" * 32), "context.request_id"),
         (types_pb2.RequestContext(request_id="f" * 31), "context.request_id"),
         (types_pb2.RequestContext(timeout=Duration(seconds=-1)), "context.timeout"),
+        (types_pb2.RequestContext(traceparent="t" * 300), "context.traceparent"),
         (types_pb2.RequestContext(tenant="t" * 300), "context.tenant"),
+        (types_pb2.RequestContext(session_key="t" * 300), "context.session_key"),
+        (types_pb2.RequestContext(trust_domain="t" * 300), "context.trust_domain"),
+        (types_pb2.RequestContext(router_id="r" * 65), "context.router_id"),
+        (types_pb2.RequestContext(router_id="\u20ac" * 22), "context.router_id"),
     ],
 )
 def test_an_impossible_context_is_refused_by_its_field(message: types_pb2.RequestContext, field: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from quartet.config import build
-from quartet.telemetry.logging import FinishedRequest, LogConfig, LogLevel, configure, log_request
+from quartet.telemetry.logging import FinishedRequest, LimitedLog, LogConfig, LogLevel, configure, log_request
 
 LOGGER = logging.getLogger("quartet.test")
 REQUEST = FinishedRequest(
@@ -97,3 +97,31 @@ def test_each_line_has_its_own_time(log_to: Callable[[LogConfig], io.StringIO]) 
         LOGGER.handle(record)
     times = [line.partition(" ")[0] for line in stream.getvalue().splitlines()]
     assert times == [f"1970-01-01T{time}Z" for time in ("00:00:00.000", "00:00:00.250", "00:00:01.500", "23:59:59.999")]
+
+
+def test_what_a_peer_can_repeat_is_written_so_often_a_minute_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    log = LimitedLog(LOGGER, max_per_minute=2, clock=lambda: now[0])
+    for second in (0, 1, 2, 59, 60, 61, 62, 120):
+        now[0] = float(second)
+        log.warning("peer %d", second)
+    assert caplog.messages == [
+        "peer 0",
+        "peer 1",
+        "peer 60 (2 more like it were not logged)",
+        "peer 61",
+        "peer 120 (1 more like it were not logged)",
+    ]
+
+
+def test_a_limited_error_has_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    log = LimitedLog(LOGGER)
+    for number in range(2):
+        try:
+            raise ValueError(number)
+        except ValueError:
+            log.exception("failed")
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info
+    assert str(record.exc_info[1]) == "0"

@@ -163,6 +163,20 @@ async def test_hostile_peers_get_nothing_and_the_server_serves_on(memory: PoolMe
         pools.close()
 
 
+async def test_peers_without_the_token_are_logged_once_a_minute(
+    memory: PoolMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(memory) as server, asyncio.timeout(30):
+        for _ in range(100):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as peer:
+                await loop.sock_connect(peer, abstract_address(server.socket_path))
+                peer.shutdown(socket.SHUT_WR)
+                assert await loop.sock_recv(peer, 1) == b""
+    assert len(caplog.messages) == 1
+    assert "without the token" in caplog.messages[0]
+
+
 async def test_a_process_of_another_user_is_refused(memory: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = ShmPools()
     async with serving(memory) as server:
