@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from quartet.api.request import GenerateStart, TokenPrompt
 from quartet.discovery.base import Rank
 from quartet.events.load import WorkerLoad
@@ -129,3 +131,14 @@ async def test_pictures_that_the_worker_refuses_after_all_wait_and_fail_no_reque
             assert len(answer.token_ids[0]) == OUTPUT
         assert len(encoder.encoded) == 8
         fleet.assert_nothing_left()
+
+
+async def test_a_picture_that_the_worker_has_is_paid_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with flooded(max_waiting_pixels=LARGE * PIXELS_PER_TOKEN) as (fleet, encoder, _loads):
+        corrections: list[tuple[str, int]] = []
+        monkeypatch.setattr(fleet.encode_queue, "charge", lambda *charged: corrections.append(charged))
+        encoder.permits.release()
+        for tenant in ("first", "second"):
+            await collect(fleet.generate(about(SMALL, tenant)))
+        # The first was charged for the largest item, the second for the known size.
+        assert corrections == [("first", 1 - LARGE), ("second", -1)]

@@ -99,8 +99,11 @@ async def test_a_worker_gets_no_more_than_it_takes_and_the_place_of_each_item_is
     many = await ask_many(scene, 9)
     assert (len(scene.order), scene.queue.length) == (4, 5)
     many[0].result().leave_one()
-    many[1].result().release()
+    await settle()
+    assert scene.order == [f"many-{number}" for number in range(5)]
     many[0].result().release()
+    many[1].result().release()
+    many[1].result().release()
     await settle()
     assert scene.order == [f"many-{number}" for number in range(6)]
     await end(*many)

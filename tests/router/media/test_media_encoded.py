@@ -52,10 +52,10 @@ def join(fleet: Fleet, worker_id: str, takes: dict[str, tuple[str, ...]] | None 
     fleet.join(worker_id, media=media, max_media_tokens=64 if media else 0, **sizes)
 
 
-def fill(fleet: Fleet, worker_id: str) -> None:
-    """Its two places are taken, by another router's items."""
+def fill(fleet: Fleet, worker_id: str, num_items: int = 2) -> None:
+    """Of its two places so many are taken, by another router's items."""
     [record] = [one.record for one in fleet.table.statuses(0.0) if one.record.worker_id == worker_id]
-    fleet.table.report(make_load(record, max_running=2, num_running=2), 0.0)
+    fleet.table.report(make_load(record, max_running=2, num_running=num_items), 0.0)
 
 
 def calls_of(fleet: Fleet, kind: str) -> list[Call]:
@@ -298,6 +298,27 @@ async def test_a_request_waits_for_places_at_an_encode_worker_until_its_timeout(
     with pytest.raises(errors.RequestTimeoutError):
         await collect(fleet.generate(media_start(timeout_s=0.05)))
     assert bool(calls_of(fleet, "encode")) is has_places
+    fleet.assert_nothing_left()
+
+
+async def test_a_request_whose_encode_worker_failed_goes_before_other_tenants() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", num_blocks=1000)
+    fill(fleet, "encode-0", 0)
+    gate, small = asyncio.Event(), (picture(1, "c"), picture(1, "d"))
+    # It was charged for more than both of the other tenant's together.
+    fleet.hops.plan(
+        "encode", Plan(gate=gate, error=errors.WorkerUnavailableError("gone"), fail_after=2), Plan(gate=gate)
+    )
+    starts = [media_start(tenant="large"), *[media_start(tenant="small", media=small)] * 2]
+    answers = []
+    for start in starts:
+        answers.append(asyncio.create_task(collect(fleet.generate(start))))
+        await within(fleet.hops.called)
+        await until(lambda: fleet.encode_queue.length == len(answers) - 1)
+    gate.set()
+    await asyncio.gather(*answers)
+    tenants = [call.start.context.tenant for call in calls_of(fleet, "encode")]
+    assert tenants == ["large", "small", "large", "small"]
     fleet.assert_nothing_left()
 
 
