@@ -47,6 +47,7 @@ from tests.services.fake_encoder import (
     read,
     written,
 )
+from tests.services.fake_states import FakeStates
 from tests.services.stream_workers import WAIT_S, until
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)
@@ -308,16 +309,18 @@ def test_routers_are_told_how_many_items_a_worker_surely_takes(settings: Encoder
 
 
 async def test_the_load_reports_how_many_items_may_come_and_each_start_and_end_is_news() -> None:
-    async with encode_worker(FakeEncoder(is_held=True), max_running=3) as worker:
+    encoder = FakeEncoder()
+    states = encoder.states = FakeStates()  # the pool, whose changes are news too, is not used
+    async with encode_worker(encoder, max_running=3) as worker, asyncio.timeout(WAIT_S):
         outputs = worker.reports.outputs()
         running = asyncio.create_task(worker.encode(make_encode_start([CAT, DOG])))
         await anext(outputs)
         [load] = worker.dispatcher.stats()
         assert (load.max_running, load.num_running + load.num_waiting) == (3, 2)
-        running.cancel()
-        while load.num_waiting:
-            await anext(outputs)
-            [load] = worker.dispatcher.stats()
+        states.may_encode.set()
+        await anext(outputs)
+        assert worker.dispatcher.stats()[0].num_waiting == 0
+        await running
 
 
 async def test_more_pixels_than_may_wait_are_refused_unless_they_are_here_or_nothing_waits() -> None:

@@ -301,6 +301,21 @@ async def test_a_request_waits_for_places_at_an_encode_worker_until_its_timeout(
     fleet.assert_nothing_left()
 
 
+async def test_the_place_of_a_picture_that_is_handed_off_is_free_while_others_of_its_request_run() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", num_blocks=1000)
+    fill(fleet, "encode-0", 0)
+    fleet.hops.plan("encode", Plan(hang_after=2))
+    run = fleet.generate(media_start())
+    reading = asyncio.create_task(collect(run))
+    await within(fleet.hops.hung)
+    one = media_start(prompt=TokenPrompt((1, PLACEHOLDER)), media=(A,))
+    assert (await collect(fleet.generate(one))).finished
+    assert not reading.done()
+    run.cancel()
+    await reading
+    fleet.assert_nothing_left()
+
+
 async def test_a_request_whose_encode_worker_failed_goes_before_other_tenants() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", num_blocks=1000)
     fill(fleet, "encode-0", 0)
