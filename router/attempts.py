@@ -530,7 +530,7 @@ class RetryHints:
     Attributes:
         avoid: ids of workers that just failed it.
         prefer_prefill: after one failed transfer, the rank that has the blocks cached.
-        num_failures: failed attempts; those at workers that were draining do not count, since nothing failed.
+        num_failures: failed attempts; those at workers that were draining or full do not count, since nothing failed.
         is_local: after a hand-off that was impossible: prefill where it is decoded.
     """
 
@@ -560,7 +560,7 @@ class RetryHints:
         self.prefer_prefill = None
         if isinstance(error, errors.DrainingError):
             return self._note_leaving(_rank_of(failure, placement).worker_id)
-        self.num_failures += 1
+        self.num_failures += not isinstance(error, errors.QueueFullError)
         self._leaving = None
         if isinstance(error, errors.MediaLostError):
             pass  # no worker failed: embeddings are kept for less time than a sequence runs
@@ -574,7 +574,7 @@ class RetryHints:
             self._note_transfer(placement.prefill)
         else:
             self.avoid.add(placement.decode.worker_id)
-        return pause_s(error, self.num_failures)
+        return pause_s(error, max(self.num_failures, 1))
 
     def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
         if not isinstance(failure.error, errors.PromptTooLongError):

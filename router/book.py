@@ -37,7 +37,7 @@ class RankAccount:
         num_promised_blocks: blocks that the bookings may take beyond those that the rank reports as used.
         num_unreported_tokens: tokens to prefill of bookings whose arrival the rank has not reported yet.
         num_placed_tokens: tokens to prefill of placed starts, which clients may bring at any time or never.
-        num_requests: requests booked, placed ones included.
+        num_requests: requests booked, placed ones included; at an encode worker, items.
         num_reported_requests: those of them that the last report counts.
         num_other_requests: requests that the last report counts and that are not booked here: other routers', or
             such as have just ended.
@@ -97,6 +97,11 @@ class WorkerBook:
         self._num_booked += 1
         return Booking(self, self.accounts[data_parallel_rank], self._block_size, num_blocks, num_queued_tokens)
 
+    def reserve_items(self, num_items: int) -> ItemsBooking:
+        """Count ``num_items`` items to encode: an encode worker reports items where others report requests."""
+        self._num_booked += 1
+        return ItemsBooking(self, self.accounts[0], num_items)
+
     def on_report(
         self,
         number: int,
@@ -152,6 +157,9 @@ class Booking:
         number: its ``router_request_number``; 0: the start has not gone out.
         epoch: of the worker to which it belongs.
     """
+
+    #: What it counts among the requests at its rank.
+    _num_places = 1
 
     def __init__(
         self, book: WorkerBook, account: RankAccount, block_size: int, num_blocks: int, num_queued_tokens: int
@@ -238,7 +246,7 @@ class Booking:
         """From now on the rank's reports count it among the requests that run or wait."""
         if not self._is_released:
             self._has_appeared = True
-            self._account.num_reported_requests += 1
+            self._account.num_reported_requests += self._num_places
             self.arrive()
 
     def arrive(self) -> None:
@@ -258,8 +266,8 @@ class Booking:
             self._is_released = True
             self._book.on_release()
             account = self._account
-            account.num_requests -= 1
-            account.num_reported_requests -= self._has_appeared
+            account.num_requests -= self._num_places
+            account.num_reported_requests -= self._has_appeared * self._num_places
             account.version += 1
             self._update_promise()
             self.arrive()
@@ -274,6 +282,23 @@ class Booking:
         if num_promised != self._num_promised:
             self._account.add(num_promised_blocks=num_promised - self._num_promised)
             self._num_promised = num_promised
+
+
+class ItemsBooking(Booking):
+    """The share of an encode worker that one request's items have, each until it is encoded."""
+
+    def __init__(self, book: WorkerBook, account: RankAccount, num_items: int) -> None:
+        """Made by ``WorkerBook.reserve_items``."""
+        super().__init__(book, account, 1, 0, 0)
+        self._num_places = num_items
+        account.num_requests += num_items - 1
+
+    def leave_one(self) -> None:
+        """One of its items is encoded. No-op once the request has left."""
+        if not self._is_released:
+            self._num_places -= 1
+            self._account.num_requests -= 1
+            self._account.num_reported_requests -= self._has_appeared
 
 
 @dataclass(slots=True)

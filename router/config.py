@@ -25,7 +25,7 @@ class AttemptConfig:
 
     Attributes:
         max_attempts: after so many failed attempts the choice fails with the last one's error. One that ended because
-            its worker was drained does not count.
+            its worker was drained, or had a full queue, does not count.
         reserve_tokens: a decode worker must have room for the prompt, the generated tokens, and this many tokens
             more (or the remaining tokens, if fewer).
         encode_timeout_s: longest encode of a request's media at one worker, the worker's queue included.

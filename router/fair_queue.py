@@ -1,7 +1,7 @@
 """The queue in which requests wait for their turn: tenants by fair share, and each tenant's own requests by priority.
 
-The router has two: ``router.admission`` holds requests that wait for room on ranks, and ``router.media.queue`` those
-that wait for room for their media.
+``router.admission`` holds requests that wait for room on ranks, ``router.media.queue`` those that wait for room for
+their media, and ``router.media.encode_queue`` those that wait for places at encode workers.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from router.intake import Intake
 from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex, keep_up
 from router.media.encode import EncodeTools, EncodeWaits
+from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
@@ -204,15 +205,19 @@ class RouterProcess:
             table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics, tenants
         )
         table.listen(admission.wake)
+        max_length, retry_delay_s = config.admission.max_queue_length, config.admission.retry_delay_s
         encode = EncodeTools(
             table=table,
             index=index,
             hops=fleet,
-            rng=random.Random(),
-            waits=EncodeWaits(
+            waits=EncodeWaits(table, max_length=max_length, retry_delay_s=retry_delay_s),
+            queue=EncodeQueue(
                 table,
-                max_length=config.admission.max_queue_length,
-                retry_delay_s=config.admission.retry_delay_s,
+                index,
+                FairShare(tenants),
+                random.Random(),
+                max_length=max_length,
+                retry_delay_s=retry_delay_s,
             ),
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
@@ -237,7 +242,8 @@ class RouterProcess:
             )
         )
         self._metrics.watch_requests(
-            lambda: admission.length + media_queue.length + encode.waits.length, lambda: pipeline.num_running
+            lambda: admission.length + media_queue.length + encode.waits.length + encode.queue.length,
+            lambda: pipeline.num_running,
         )
         return pipeline
 

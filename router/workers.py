@@ -19,7 +19,7 @@ from quartet.discovery.base import SPOKEN_VERSIONS, Rank, Role, WorkerKey, Worke
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
 from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
-from router.book import Booking, Reservation, WorkerBook, numbering
+from router.book import Booking, ItemsBooking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
 from router.policy.room import max_requests, with_step_times
 from router.untaken import Capacity
@@ -271,10 +271,10 @@ class WorkerTable:
         ready = self._ready_of(pool, now).encode
         return sum(worker.record.num_blocks * worker.record.block_size for worker in ready)
 
-    def reserve_encode(self, rank: Rank, num_items: int) -> Booking:
+    def reserve_encode(self, rank: Rank, num_items: int) -> ItemsBooking:
         """Count ``num_items`` to encode at ``rank``, one of ``encode_candidates``."""
         key = WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id)
-        return self._workers[key].book.reserve(rank.data_parallel_rank, num_queued_tokens=num_items)
+        return self._workers[key].book.reserve_items(num_items)
 
     def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Reserve the room for ``placement`` of ``pending``, which must come from a snapshot of this moment."""
@@ -504,9 +504,9 @@ class KnownWorker:
 
     def encode_candidate(self) -> EncodeCandidate:
         """The worker as a candidate for encoding."""
-        load = self._rank_loads[0]
-        num_reported = 0 if self._is_quiet else load.num_running + load.num_waiting
-        return EncodeCandidate(self._ranks[0], num_reported + self.book.accounts[0].num_unreported_tokens)
+        account = self.book.accounts[0]
+        num_others = 0 if self._is_quiet else account.num_other_requests
+        return EncodeCandidate(self._ranks[0], account.num_requests + num_others, self._rank_loads[0].max_running)
 
     def _read_load(self) -> None:
         """Read each rank's state from the load and the record; a rank that is in no report is idle."""
@@ -549,10 +549,16 @@ class EncodeCandidate:
 
     Attributes:
         num_items: items that wait or run there, this router's unreported ones included.
+        max_items: most items that it takes at a time; 0: unknown.
     """
 
     rank: Rank
     num_items: int
+    max_items: int = 0
+
+    def has_room(self, num_items: int) -> bool:
+        """Whether it takes so many more now. One without any takes every request, however many items that has."""
+        return not (self.max_items and self.num_items) or self.num_items + num_items <= self.max_items
 
 
 class MediaWay(Enum):

@@ -16,7 +16,8 @@ class RankCounts:
     Attributes:
         num_running: requests in the running batch.
         num_waiting: requests that wait for it.
-        max_running: most requests that the running batch can have; 0: unknown.
+        max_running: most requests that the running batch can have; of an encode worker, most items that it is sent at a
+            time; 0: unknown.
         num_queued_prefill_tokens: prompt tokens not computed yet, of running and waiting requests.
         num_unbegun_prefill_tokens: of these, the tokens that no step has begun to compute; cached ones that wait count.
         num_decoding: requests that take one token each in every step.

@@ -310,7 +310,9 @@ class RankLoad(_message.Message):
     max_step_tokens: _builtins.int
     """Tokens that a step computes at most. 0: the engine does not say."""
     max_running: _builtins.int
-    """Most requests that the running batch can have: routers send no more than that. 0: the engine does not say."""
+    """Most requests that the running batch can have; of an Encode worker, most items that are not encoded yet. Routers
+    send no more than that. 0: the engine does not say.
+    """
     @_builtins.property
     def step_time(self) -> Global___StepTime:
         """How long steps take. Absent: too few were measured."""

@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -25,7 +24,8 @@ from quartet.streams.messages import EncodeStart, MediaInput, RequestContext
 from router.book import Booking, numbering
 from router.fleet import Hops, RenewedHandOff
 from router.kv_index.index import PrefixIndex
-from router.workers import EncodeCandidate, PoolKey, WorkerTable
+from router.media.encode_queue import EncodeNeed, EncodePlaces, EncodeQueue
+from router.workers import PoolKey, WorkerTable
 
 # For how long a worker that was sent an item counts as having it, until its KV events say so.
 _PREDICTION_LIFE_S = 30.0
@@ -88,10 +88,10 @@ class KnownSizes:
 
 
 class EncodeWaits:
-    """Where requests wait while the encode workers that take their media are away. Runs on the event loop.
+    """Where requests wait before their media are fetched while the encode workers that take them are away.
 
-    Nothing is held for a request that waits before its media are fetched. If too many wait, the last one of the tenant
-    with the most of them is refused.
+    Nothing is held for them. If too many wait, the last one of the tenant with the most of them is refused. Runs on the
+    event loop.
     """
 
     def __init__(self, table: WorkerTable, *, max_length: int, retry_delay_s: float) -> None:
@@ -112,11 +112,7 @@ class EncodeWaits:
 
         The caller bounds the wait. Raises ``QueueFullError``: too many requests wait.
         """
-        await self._wait(_Away(pool, kinds, is_chosen=False), tenant)
-
-    async def worker(self, pool: PoolKey, kinds: frozenset[str], tenant: str) -> None:
-        """Wait until an encode worker takes files of ``kinds``. The rest is as for ``way``."""
-        await self._wait(_Away(pool, kinds, is_chosen=True), tenant)
+        await self._wait(_Away(pool, kinds), tenant)
 
     async def _wait(self, away: _Away, tenant: str) -> None:
         while away.is_so(self._table):
@@ -153,21 +149,14 @@ class EncodeWaits:
 
 @dataclass(frozen=True)
 class _Away:
-    """What some requests lack: an encode worker of ``pool`` for files of ``kinds``.
-
-    ``is_chosen``: an encode worker it must be; else a worker that computes prompts may take the files too.
-    """
+    """What some requests lack: an encode worker of ``pool`` for files of ``kinds``."""
 
     pool: PoolKey
     kinds: frozenset[str]
-    is_chosen: bool
 
     def is_so(self, table: WorkerTable) -> bool:
         """Whether it is lacking now."""
-        now = time.monotonic()
-        if self.is_chosen:
-            return not table.encode_candidates(self.pool, self.kinds, now)
-        media = table.media(self.pool, now)
+        media = table.media(self.pool, time.monotonic())
         return media is not None and media.awaits(self.kinds)
 
 
@@ -184,16 +173,17 @@ class EncodeTools:
 
     Attributes:
         waits: where requests wait while all encode workers are away.
+        queue: where requests with fetched media wait for places at a worker.
         timeout_s: longest encode, the worker's queue included.
-        max_attempts: attempts for one request, in all.
+        max_attempts: failed attempts for one request, in all.
         sleep: pauses between attempts, in seconds.
     """
 
     table: WorkerTable
     index: PrefixIndex
     hops: Hops
-    rng: random.Random
     waits: EncodeWaits
+    queue: EncodeQueue
     timeout_s: float
     max_attempts: int
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -208,7 +198,7 @@ class EncodeOrder:
         fields: the client's name for each item.
         context: makes the request's context, given attempt, time and numbers.
         numbers: attempt numbers, one for each encode.
-        tenant: of the request.
+        tenant, priority: of the request.
         deadline: of the request, monotonic seconds.
         avoid: ids of workers that failed it; each failure adds one.
     """
@@ -220,6 +210,7 @@ class EncodeOrder:
     numbers: Iterator[int]
     tenant: str
     deadline: float
+    priority: int = 0
     avoid: set[str] = field(default_factory=set)
 
     @property
@@ -287,57 +278,66 @@ class Encoding:
         self._hand_offs = ()
 
     async def _run(self) -> None:
-        num_failures, began = 0, time.monotonic()
+        num_failures, began, places = 0, time.monotonic(), None
         while True:
+            places = await self._tools.queue.enter(self._need(), after=places)
             try:
-                await self._attempt()
+                await self._attempt(places)
                 self.duration_s = time.monotonic() - began
                 return
+            except QueueFullError as error:
+                # It has no room after all, as when several routers send at the same moment: nothing has failed.
+                pause = pause_s(error, 1)
             except ServingError as error:
+                self._order.avoid.add(places.rank.worker_id)
                 num_failures += 1
                 if isinstance(error, FINAL) or num_failures >= self._tools.max_attempts:
                     raise client_error(error, self._order.fields) from error
                 pause = pause_s(error, num_failures)
+            finally:
+                places.release()
             await self._tools.sleep(pause)
 
-    async def _attempt(self) -> None:
-        tools, order = self._tools, self._order
-        await tools.waits.worker(order.pool, order.kinds, order.tenant)
-        rank = self._choose()
-        booking = tools.table.reserve_encode(rank, len(order.items))
+    async def _attempt(self, places: EncodePlaces) -> None:
+        tools, rank = self._tools, places.rank
         renewed: list[RenewedHandOff] = []
         call, self.rank = None, rank
+
+        def keep(hand_off: HandOff) -> None:
+            renewed.append(tools.hops.renew(hand_off))
+            places.leave_one()
+
         try:
             async with asyncio.timeout(tools.timeout_s):
-                call = tools.hops.encode(
-                    rank, self._start(booking), lambda hand_off: renewed.append(tools.hops.renew(hand_off))
-                )
+                call = tools.hops.encode(rank, self._start(places.booking), keep)
                 for item_hash in self._hashes:
                     tools.index.predict(rank, (item_hash,), time.monotonic() + _PREDICTION_LIFE_S)
-                self._learn(await call.sizes())
+                self._learn(sizes := await call.sizes())
+                places.sized(sum(size.num_tokens for size in sizes if not size.is_cached))
                 self._hand_offs = await call.hand_offs()
                 self._renewed, renewed = renewed, []
         except TimeoutError as error:
-            order.avoid.add(rank.worker_id)
             raise WorkerUnavailableError(f"worker {rank.worker_id} did not encode in time") from error
-        except ServingError:
-            order.avoid.add(rank.worker_id)
-            raise
         finally:
-            booking.release()
             if call is not None:
                 call.cancel()
             for one in renewed:
                 one.stop()
 
-    def _choose(self) -> Rank:
+    def _need(self) -> EncodeNeed:
         order, tools = self._order, self._tools
-        candidates = tools.table.encode_candidates(order.pool, order.kinds, time.monotonic())
-        num_cached = Counter(rank for item_hash in self._hashes for rank in tools.index.match((item_hash,)))
-        rank = choose_encode(candidates, num_cached, frozenset(order.avoid), tools.rng)
-        if rank is None:
-            raise WorkerUnavailableError("no encode worker of this model is ready")
-        return rank
+        sizes = tools.sizes.find(order.items)
+        media = None if sizes is not None else tools.table.media(order.pool, time.monotonic())
+        max_tokens = 1 if media is None else max(media.max_tokens, 1)
+        return EncodeNeed(
+            pool=order.pool,
+            tenant=order.tenant,
+            priority=order.priority,
+            kinds=order.kinds,
+            hashes=self._hashes,
+            num_tokens=len(order.items) * max_tokens if sizes is None else sum(size.num_tokens for size in sizes),
+            avoid=order.avoid,
+        )
 
     def _start(self, booking: Booking) -> EncodeStart:
         order = self._order
@@ -401,31 +401,6 @@ class ReadyInputs:
             return [MediaInput(item.media_id, item.file) for item in self._items]
         ids = (item.media_id for item in self._items)
         return list(map(MediaInput, ids, self._encoding.take()))
-
-
-def choose_encode(
-    candidates: Sequence[EncodeCandidate],
-    num_cached: Mapping[Rank, int],
-    avoid: frozenset[str],
-    rng: random.Random,
-) -> Rank | None:
-    """The encode worker for a request's media: the one that has most of the items cached, then the least busy one.
-
-    Args:
-        candidates: workers that can encode the items.
-        num_cached: how many of the items each has cached.
-        avoid: ids of workers that just failed the request; chosen only if no other is left.
-        rng: breaks ties, so that several routers with the same picture don't all send to the same worker.
-
-    Returns:
-        ``None``: there are no candidates.
-    """
-    able = [candidate for candidate in candidates if candidate.rank.worker_id not in avoid] or candidates
-    if not able:
-        return None
-    keys = [(-num_cached.get(candidate.rank, 0), candidate.num_items) for candidate in able]
-    best = min(keys)
-    return rng.choice([candidate.rank for candidate, key in zip(able, keys, strict=True) if key == best])
 
 
 def client_error(error: ServingError, fields: Sequence[str]) -> ServingError:

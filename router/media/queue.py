@@ -21,7 +21,8 @@ from router.workers import PoolKey
 #: The share of the embeddings that a pool's encode workers have room for that one router's requests may pin.
 _PINNED_SHARE = 0.9
 
-# A tenant gets memory for more files only while it has at most so many times what is free: alone it gets four fifths.
+# A tenant gets memory for more files, and pins more embeddings, only while it has at most so many times what is free:
+# alone it gets four fifths.
 # Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking, 1998.
 _MOST_OF_FREE = 4
 
@@ -112,6 +113,7 @@ class MediaQueue:
         self._num_bytes = 0
         self._num_bytes_of: Counter[str] = Counter()  # by tenant
         self._num_encode_tokens: dict[PoolKey, int] = {}
+        self._num_encode_tokens_of: Counter[tuple[PoolKey, str]] = Counter()  # by pool and tenant
 
     @property
     def length(self) -> int:
@@ -158,12 +160,13 @@ class MediaQueue:
         """Let requests in that there is room for; a request never overtakes another one of its pool and tenant.
 
         A tenant whose files take most of the memory waits until they take less: files stay as long as their requests
-        run, and other tenants' files must not wait for that.
+        run, and other tenants' files must not wait for that. Embeddings stay until their prompt is computed, so the
+        same holds for a tenant that pins most of a pool.
         """
-        full: set[PoolKey | str] = set()
+        full: set[PoolKey | str | tuple[PoolKey, str]] = set()
 
         def is_kept(lane: Lane[_QueuedMedia]) -> bool:
-            return lane.pool in full or lane.tenant in full
+            return lane.pool in full or lane.tenant in full or (lane.pool, lane.tenant) in full
 
         let_in: list[_QueuedMedia] = []
         for queued in self._queue.in_order(is_kept):
@@ -174,6 +177,9 @@ class MediaQueue:
                 continue
             if self._num_bytes and self._num_bytes + order.num_bytes > self._config.max_bytes:
                 break
+            if self._pins_most(order):
+                full.add((order.pool, order.tenant))
+                continue
             if not self._has_encode_room(order):
                 full.add(order.pool)
                 continue
@@ -182,6 +188,7 @@ class MediaQueue:
             if order.num_encode_tokens:
                 taken = self._num_encode_tokens.get(order.pool, 0)
                 self._num_encode_tokens[order.pool] = taken + order.num_encode_tokens
+                self._num_encode_tokens_of[order.pool, order.tenant] += order.num_encode_tokens
             let_in.append(queued)
         for queued in let_in:
             self._queue.remove(queued)
@@ -198,12 +205,22 @@ class MediaQueue:
             self._num_encode_tokens[pool] -= num_encode_tokens
             if not self._num_encode_tokens[pool]:
                 del self._num_encode_tokens[pool]
+            self._num_encode_tokens_of[pool, tenant] -= num_encode_tokens
+            if not self._num_encode_tokens_of[pool, tenant]:
+                del self._num_encode_tokens_of[pool, tenant]
         if self._queue:
             self.poll()
 
     def charge(self, tenant: str, num_encode_tokens: int) -> None:
         """A request of the tenant, once let in, takes so many tokens more than was charged, less if negative."""
         self._share.charge(tenant, num_encode_tokens)
+
+    def _pins_most(self, order: MediaOrder) -> bool:
+        if not order.num_encode_tokens:
+            return False
+        num_free = _PINNED_SHARE * self._encode_room(order.pool) - self._num_encode_tokens.get(order.pool, 0)
+        pinned = self._num_encode_tokens_of[order.pool, order.tenant]
+        return pinned > 0 and pinned > _MOST_OF_FREE * num_free
 
     def _has_encode_room(self, order: MediaOrder) -> bool:
         taken = self._num_encode_tokens.get(order.pool, 0)

@@ -385,6 +385,7 @@ def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fie
         context=context,
         numbers=numbers,
         tenant=start.tenant,
+        priority=start.priority,
         deadline=request.deadline,
     )
 

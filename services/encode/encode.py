@@ -18,7 +18,7 @@ from quartet.discovery.base import Abilities
 from quartet.engine.base import EngineStats, StepOutput, Turn
 from quartet.engine.encoder import EncodeTimes, MediaEncoder
 from quartet.engine.life_cycle import OutputQueue
-from quartet.engine.settings import Modality
+from quartet.engine.settings import EncoderSettings, Modality
 from quartet.errors import (
     ConfigError,
     EngineError,
@@ -49,6 +49,16 @@ MAX_ITEMS = 256
 
 # The router sends the states of all items of a request to prefill in one message.
 _MAX_STATE_BYTES = 4096
+
+
+def max_running(settings: EncoderSettings) -> int:
+    """How many items routers may have at a worker of these settings at a time, at least one.
+
+    Enough to prepare one run of the tower while another one runs, and so few that the worker need not refuse any, even
+    if each is as large as may be.
+    """
+    max_large = settings.max_waiting_pixels // settings.max_pixels
+    return max(min(2 * settings.max_batch_size, settings.max_waiting_items, max_large), 1)
 
 
 class EncodeParts:
@@ -93,6 +103,8 @@ class EncodeParts:
             tower_queue=TowerQueue(
                 max_items=config.encoder.max_waiting_items, max_pixels=config.encoder.max_waiting_pixels
             ),
+            max_running=max_running(config.encoder),
+            on_change=reports.changed,
         )
         metrics.watch_tower(self._encoder.stats)
         metrics.watch_pool(lambda: pool.counts)
@@ -159,11 +171,22 @@ class EncodeDispatcher(RequestBook[_Running]):
         *,
         engine_name: str,
         tower_queue: TowerQueue,
+        max_running: int = 0,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Encode on ``encoder`` by way of ``files``, into ``store``, and offer the results by ``source``.
 
-        Hand-offs of states that the encoder keeps carry ``engine_name``. ``tower_queue`` counts and bounds the items
-        that are not encoded yet.
+        Args:
+            encoder: computes embeddings.
+            files: names and sizes files, and gives them to the encoder.
+            store: of the pool of embeddings.
+            source: offers what is encoded.
+            metrics: counts requests.
+            encode_metrics: counts items.
+            engine_name: that hand-offs of states that the encoder keeps carry.
+            tower_queue: counts and bounds the items that are not encoded yet.
+            max_running: how many of them routers may send at a time, for the load report; 0: it does not say.
+            on_change: called when the load has changed by more than the pool.
         """
         super().__init__(metrics)
         self._encoder = encoder
@@ -173,6 +196,8 @@ class EncodeDispatcher(RequestBook[_Running]):
         self._encode_metrics = encode_metrics
         self._engine_name = engine_name
         self._tower_queue = tower_queue
+        self._max_running = max_running
+        self._on_change = on_change
         self._releases: dict[int, Callable[[bool], None]] = {}  # by holder; called with whether a worker took it
         self._next_holder = itertools.count(1)
 
@@ -192,6 +217,7 @@ class EncodeDispatcher(RequestBook[_Running]):
             EngineStats(
                 num_running=stats.num_running,
                 num_waiting=max(self._tower_queue.num_items - stats.num_running, 0),
+                max_running=self._max_running,
                 num_in_use_blocks=counts.in_use,
                 num_held_blocks=counts.held,
                 num_cached_blocks=counts.cached,
@@ -225,6 +251,7 @@ class EncodeDispatcher(RequestBook[_Running]):
         )
         id = next(self._ids)
         self._begin(id, running)
+        self._on_change()
         async with self._ending(id, running), asyncio.timeout(context.timeout_s):
             await self._run(running)
 
@@ -335,6 +362,7 @@ class EncodeDispatcher(RequestBook[_Running]):
         finally:
             running.waiting.leave_all()
             self._finish(id, outcome)
+            self._on_change()
 
 
 class PoolReports:

@@ -73,6 +73,7 @@ from router.generate import Pipeline
 from router.intake import Intake
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, EncodeWaits
+from router.media.encode_queue import EncodeQueue
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.greedy import RoundRobinPolicy
@@ -471,8 +472,8 @@ class World:
             table=table,
             index=index,
             hops=self.fleet,
-            rng=rng,
             waits=EncodeWaits(table, max_length=1, retry_delay_s=1.0),
+            queue=EncodeQueue(table, index, FairShare(), rng, max_length=1, retry_delay_s=1.0),
             timeout_s=1.0,
             max_attempts=1,
         )

@@ -34,6 +34,7 @@ from router.generate import Pipeline
 from router.intake import Intake
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, EncodeWaits, KnownSizes
+from router.media.encode_queue import EncodeQueue
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
@@ -349,11 +350,12 @@ class Fleet:
         policy: Policy | None = None,
         max_timeout_s: float = 60.0,
         tenants: Mapping[str, TenantConfig] | None = None,
+        hops: FakeHops | None = None,
         **record: object,
     ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
         self.table.is_synchronised = True
-        self.hops, self.texts = FakeHops(), FakeTexts()
+        self.hops, self.texts = hops or FakeHops(), FakeTexts()
         self.now = 0.0  # the time in which placements lie untaken
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry)
@@ -375,6 +377,9 @@ class Fleet:
         self.media, self.sizes = FakeMedia(), KnownSizes()
         self.media_queue = self._media_queue()
         self.encode_waits = EncodeWaits(self.table, max_length=8, retry_delay_s=1.0)
+        self.encode_queue = EncodeQueue(
+            self.table, self.index, FairShare(known_tenants), random.Random(0), max_length=100, retry_delay_s=1.0
+        )
         self.pipeline = Pipeline(
             RouterContext(
                 router_id="router-a",
@@ -408,6 +413,11 @@ class Fleet:
         bounds = MediaQueueConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
         return MediaQueue(bounds, FairShare(), lambda pool: self.table.num_encode_tokens(pool, 0.0))
 
+    @property
+    def num_awaiting_encode(self) -> int:
+        """Requests that wait for an encode worker, before or after their media are fetched."""
+        return self.encode_waits.length + self.encode_queue.length
+
     def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
         return Request(self.pipeline, start, resume=resume, traceparent=traceparent)
 
@@ -425,7 +435,7 @@ class Fleet:
         """Nothing is booked, queued, running or held any more."""
         assert self.hops.num_open == 0
         assert self.hops.held == self.hops.kept == set()
-        assert self.admission.length == self.media_queue.length == self.encode_waits.length == 0
+        assert self.admission.length == self.media_queue.length == self.num_awaiting_encode == 0
         assert self.pipeline.num_running == 0
         for status in self.table.statuses(0.0):
             assert status.num_requests == 0
@@ -439,8 +449,8 @@ class Fleet:
             table=self.table,
             index=self.index,
             hops=self.hops,
-            rng=random.Random(0),
             waits=self.encode_waits,
+            queue=self.encode_queue,
             timeout_s=config.encode_timeout_s,
             max_attempts=config.max_attempts,
             sleep=self._sleep,

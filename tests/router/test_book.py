@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.discovery.base import Rank
-from router.book import Booking, WorkerBook
+from router.book import Booking, ItemsBooking, WorkerBook
 from router.policy.base import Pending, Placement
 from router.workers import WorkerTable
 from tests.router.records import make_load, make_record
@@ -65,6 +65,32 @@ def test_requests_count_once_whether_reported_or_not_and_those_of_others_too() -
     third.release()
     book.on_report(3, num_requests=[0])
     assert (num_requests(), account.num_reported_requests) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["reserve", "send", "leave", "release", "report"]), st.integers(0, 9))))
+def test_items_count_until_they_are_encoded_however_reports_run_behind(steps: list[tuple[str, int]]) -> None:
+    book = WorkerBook(1, block_size=1)
+    [account] = book.accounts
+    bookings: list[tuple[ItemsBooking, list[int]]] = []  # with the items that are left
+    for step, number in steps:
+        booking, left = bookings[number % len(bookings)] if bookings else (None, [0])
+        if step == "reserve":
+            bookings.append((book.reserve_items(number + 1), [number + 1]))
+        elif step == "report":
+            book.on_report(number, num_requests=[number])
+        elif booking is not None and step == "send" and not booking.number and not booking.is_released:
+            booking.send()
+        elif booking is not None and step == "leave" and left[0]:
+            booking.leave_one()
+            left[0] -= 1
+        elif booking is not None and step == "release":
+            booking.release()
+            left[0] = 0
+        assert account.num_requests == sum(left[0] for _, left in bookings)
+        assert 0 <= account.num_reported_requests <= account.num_requests
+    for booking, _ in bookings:
+        booking.release()
+    assert (account.num_requests, account.num_reported_requests, book.num_requests) == (0, 0, 0)
 
 
 def test_a_decoding_request_has_no_tokens_to_prefill_whatever_reports_say() -> None:

@@ -63,8 +63,12 @@ def test_items_sent_to_an_encode_worker_count_until_reported_or_released() -> No
     table.report(make_load(record, router_progress={"router-a.1": number}, num_running=2, num_waiting=1), 0.0)
     assert num_items() == 3 + 2 + 1
     second.release()
+    first.leave_one()
+    assert num_items() == 2, "the place of one that is encoded is free at once"
     first.release()
-    assert num_items() == 3
+    assert num_items() == 0
+    table.report(make_load(record, router_progress={"router-a.1": number}, num_running=2, num_waiting=1), 0.0)
+    assert num_items() == 3, "they are another router's"
 
 
 def test_encode_workers_are_preferred_to_towers() -> None:

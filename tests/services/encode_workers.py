@@ -118,6 +118,7 @@ async def encode_worker(
     max_waiting_pixels: int = 10_000,
     max_size_bytes: int = 2_000_000,
     room_timeout_s: float = 10.0,
+    max_running: int = 0,
 ) -> AsyncIterator[EncodeWorker]:
     """A worker on loopback; everything is taken down in the end."""
     encoder = encoder or FakeEncoder()
@@ -137,7 +138,16 @@ async def encode_worker(
     files = FileEncoder(encoder, store, metrics, max_size_bytes=max_size_bytes)
     tower_queue = TowerQueue(max_items=max_waiting_items, max_pixels=max_waiting_pixels)
     dispatcher = EncodeDispatcher(
-        encoder, files, store, source, WorkerMetrics(registry), metrics, engine_name="fake", tower_queue=tower_queue
+        encoder,
+        files,
+        store,
+        source,
+        WorkerMetrics(registry),
+        metrics,
+        engine_name="fake",
+        tower_queue=tower_queue,
+        max_running=max_running,
+        on_change=reports.changed,
     )
     dispatchers.append(dispatcher)
     shm = ShmServer(memory)

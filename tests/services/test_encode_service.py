@@ -10,6 +10,7 @@ import pytest
 
 from quartet.engine.base import Turn
 from quartet.engine.encoder import EncoderStats
+from quartet.engine.settings import EncoderSettings
 from quartet.errors import (
     DrainingError,
     EngineError,
@@ -34,7 +35,7 @@ from quartet.streams.convert.messages import to_encode_start
 from quartet.streams.server import StreamLimits
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import encode_pb2, types_pb2
-from services.encode.encode import MAX_ITEMS, PoolReports
+from services.encode.encode import MAX_ITEMS, PoolReports, max_running
 from tests.services.encode_workers import encode_worker, make_encode_start
 from tests.services.fake_encoder import (
     FINGERPRINT,
@@ -46,6 +47,7 @@ from tests.services.fake_encoder import (
     read,
     written,
 )
+from tests.services.fake_states import FakeStates
 from tests.services.stream_workers import WAIT_S, until
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)
@@ -290,6 +292,35 @@ async def test_more_items_than_may_wait_are_refused_and_one_request_never_is_for
         worker.encoder.may_encode.set()
         assert len((await first).hand_offs) == 3
         assert len((await worker.encode(make_encode_start([DOG]))).hand_offs) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (EncoderSettings(), 16),
+        (EncoderSettings(max_batch_size=3), 6),
+        (EncoderSettings(max_batch_size=64), 16),
+        (EncoderSettings(max_waiting_items=5), 5),
+        (EncoderSettings(max_waiting_pixels=1), 1),
+    ],
+)
+def test_routers_are_told_how_many_items_a_worker_surely_takes(settings: EncoderSettings, expected: int) -> None:
+    assert max_running(settings) == expected
+
+
+async def test_the_load_reports_how_many_items_may_come_and_each_start_and_end_is_news() -> None:
+    encoder = FakeEncoder()
+    states = encoder.states = FakeStates()  # the pool, whose changes are news too, is not used
+    async with encode_worker(encoder, max_running=3) as worker, asyncio.timeout(WAIT_S):
+        outputs = worker.reports.outputs()
+        running = asyncio.create_task(worker.encode(make_encode_start([CAT, DOG])))
+        await anext(outputs)
+        [load] = worker.dispatcher.stats()
+        assert (load.max_running, load.num_running + load.num_waiting) == (3, 2)
+        states.may_encode.set()
+        await anext(outputs)
+        assert worker.dispatcher.stats()[0].num_waiting == 0
+        await running
 
 
 async def test_more_pixels_than_may_wait_are_refused_unless_they_are_here_or_nothing_waits() -> None:

@@ -37,7 +37,7 @@ async def test_a_request_waits_for_an_encode_worker_and_nothing_is_fetched_meanw
     monkeypatch.setattr(fleet.media, "fetch", lambda _parts, *rest: fetch((A, B), *rest))
     leave(fleet)
     answering = asyncio.create_task(collect(fleet.generate(media_start(media=parts))))
-    await until(lambda: fleet.encode_waits.length == 1)
+    await until(lambda: fleet.num_awaiting_encode == 1)
     fleet.join("prefill-1")  # a change that does not help
     assert not fleet.media.asked.is_set()
     assert fleet.hops.calls == []
@@ -52,7 +52,7 @@ async def test_waiting_costs_no_attempt_of_a_request_whose_encode_worker_died() 
     fleet.hops.plan("encode", Plan(error=errors.WorkerUnavailableError("gone")))
     fleet.on_pause = lambda: suspect(fleet)
     answering = asyncio.create_task(collect(fleet.generate(media_start())))
-    await until(lambda: fleet.encode_waits.length == 1)
+    await until(lambda: fleet.num_awaiting_encode == 1)
     assert len(calls_of(fleet, "encode")) == 1
     join(fleet, "encode-0")
     assert (await answering).token_ids[0] == TOKENS
@@ -64,7 +64,7 @@ async def test_embeddings_that_a_dead_worker_held_are_encoded_again_once_there_i
     fleet.hops.plan("prefill", Plan(error=errors.TransferError("torn")))
     fleet.on_pause = lambda: forget(fleet)
     answering = asyncio.create_task(collect(fleet.generate(media_start())))
-    await until(lambda: fleet.encode_waits.length == 1)
+    await until(lambda: fleet.num_awaiting_encode == 1)
     join(fleet, "encode-1")
     assert (await answering).token_ids[0] == TOKENS
     fleet.assert_nothing_left()
@@ -94,7 +94,7 @@ async def test_cancelling_a_waiting_request_leaves_nothing(is_begun: bool) -> No
     fleet = fleet_without_encode(is_begun=is_begun)
     run = fleet.generate(media_start())
     answering = asyncio.create_task(collect(run))
-    await until(lambda: fleet.encode_waits.length == 1)
+    await until(lambda: fleet.num_awaiting_encode == 1)
     run.cancel()
     assert (await answering).token_ids == {}
     fleet.assert_nothing_left()
@@ -106,7 +106,7 @@ async def test_of_too_many_that_wait_the_last_ones_of_the_largest_tenant_are_ref
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     suspect(fleet)
     many = [asyncio.create_task(collect(fleet.generate(media_start(tenant="many")))) for _ in range(8)]
-    await until(lambda: fleet.encode_waits.length == 8)
+    await until(lambda: fleet.num_awaiting_encode == 8)
     # Two at once: the one that the first keeps out has not left yet when the second comes.
     few = [asyncio.create_task(collect(fleet.generate(media_start(tenant="few")))) for _ in range(2)]
     await until(lambda: all(answering.done() for answering in many[-2:]))
@@ -121,7 +121,7 @@ async def test_a_worker_that_encodes_files_itself_ends_the_wait() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     suspect(fleet)
     answering = asyncio.create_task(collect(fleet.generate(media_start())))
-    await until(lambda: fleet.encode_waits.length == 1)
+    await until(lambda: fleet.num_awaiting_encode == 1)
     join(fleet, "prefill-1", {"prefill": ("image", "hand_off")})
     assert (await answering).token_ids[0] == TOKENS
     assert calls_of(fleet, "encode") == []

@@ -21,6 +21,7 @@ from router.config import AttemptConfig
 from router.tenants import TenantConfig
 from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Call, Fleet, Plan, collect, expected_tokens
 from tests.router.media_fakes import MEDIA_TEXT, PLACEHOLDER, item_of, picture
+from tests.router.records import make_load
 from tests.router.test_generate import make_start
 from tests.router.test_request_log import said_in
 
@@ -49,6 +50,12 @@ def join(fleet: Fleet, worker_id: str, takes: dict[str, tuple[str, ...]] | None 
     media = (takes or TAKES).get(role, ())
     sizes = {"block_size": 16, "num_blocks": 70} if role == "encode" else {}
     fleet.join(worker_id, media=media, max_media_tokens=64 if media else 0, **sizes)
+
+
+def fill(fleet: Fleet, worker_id: str, num_items: int = 2) -> None:
+    """Of its two places so many are taken, by another router's items."""
+    [record] = [one.record for one in fleet.table.statuses(0.0) if one.record.worker_id == worker_id]
+    fleet.table.report(make_load(record, max_running=2, num_running=num_items), 0.0)
 
 
 def calls_of(fleet: Fleet, kind: str) -> list[Call]:
@@ -267,6 +274,78 @@ async def test_attempts_to_encode_are_bounded_and_the_last_error_is_raised() -> 
     with pytest.raises(errors.OutOfBlocksError):
         await collect(fleet.generate(media_start()))
     assert len(calls_of(fleet, "encode")) == 3
+    fleet.assert_nothing_left()
+
+
+async def test_a_full_encode_worker_is_no_failed_attempt() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=2))
+    full, gone = errors.QueueFullError("full", retry_delay_s=1.0), errors.WorkerUnavailableError("gone")
+    fleet.hops.plan("encode", *[Plan(error=full)] * 9, Plan(error=gone), *[Plan(error=full)] * 9)
+    answer = await collect(fleet.generate(media_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
+    assert len(calls_of(fleet, "encode")) == 20
+    assert fleet.pauses == [1.0] * 9 + [0.0] + [1.0] * 9
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("has_places", [False, True])
+async def test_a_request_waits_for_places_at_an_encode_worker_until_its_timeout(has_places: bool) -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    if has_places:
+        fleet.hops.plan("encode", *[Plan(error=errors.QueueFullError("full"))] * 100_000)
+    else:
+        fill(fleet, "encode-0")
+    with pytest.raises(errors.RequestTimeoutError):
+        await collect(fleet.generate(media_start(timeout_s=0.05)))
+    assert bool(calls_of(fleet, "encode")) is has_places
+    fleet.assert_nothing_left()
+
+
+async def test_the_place_of_a_picture_that_is_handed_off_is_free_while_others_of_its_request_run() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", num_blocks=1000)
+    fill(fleet, "encode-0", 0)
+    fleet.hops.plan("encode", Plan(hang_after=2))
+    run = fleet.generate(media_start())
+    reading = asyncio.create_task(collect(run))
+    await within(fleet.hops.hung)
+    one = media_start(prompt=TokenPrompt((1, PLACEHOLDER)), media=(A,))
+    assert (await collect(fleet.generate(one))).finished
+    assert not reading.done()
+    run.cancel()
+    await reading
+    fleet.assert_nothing_left()
+
+
+async def test_a_request_whose_encode_worker_failed_goes_before_other_tenants() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", num_blocks=1000)
+    fill(fleet, "encode-0", 0)
+    gate, small = asyncio.Event(), (picture(1, "c"), picture(1, "d"))
+    # It was charged for more than both of the other tenant's together.
+    fleet.hops.plan(
+        "encode", Plan(gate=gate, error=errors.WorkerUnavailableError("gone"), fail_after=2), Plan(gate=gate)
+    )
+    starts = [media_start(tenant="large"), *[media_start(tenant="small", media=small)] * 2]
+    answers = []
+    for start in starts:
+        answers.append(asyncio.create_task(collect(fleet.generate(start))))
+        await within(fleet.hops.called)
+        await until(lambda: fleet.encode_queue.length == len(answers) - 1)
+    gate.set()
+    await asyncio.gather(*answers)
+    tenants = [call.start.context.tenant for call in calls_of(fleet, "encode")]
+    assert tenants == ["large", "small", "large", "small"]
+    fleet.assert_nothing_left()
+
+
+async def test_choices_of_a_request_wait_for_places_each_and_cancelled_they_leave_nothing() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", num_blocks=1000)
+    await collect(fleet.generate(media_start()))
+    fill(fleet, "encode-0")
+    run = fleet.generate(media_start(num_choices=3))
+    reading = asyncio.create_task(collect(run))
+    await until(lambda: fleet.encode_queue.length == 1)
+    run.cancel()
+    await reading
     fleet.assert_nothing_left()
 
 

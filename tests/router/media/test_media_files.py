@@ -15,6 +15,7 @@ from quartet.kvcache.block_hash import sequence_hashes
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaKind, MediaSize
 from quartet.streams.messages import PrefillOutcome
+from router.config import AttemptConfig
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from tests.router.fakes import FakePrefill, Plan, collect, expected_tokens
 from tests.router.media.test_media_encoded import (
@@ -24,6 +25,7 @@ from tests.router.media.test_media_encoded import (
     A,
     B,
     calls_of,
+    join,
     media_fleet,
     media_start,
     within,
@@ -52,6 +54,21 @@ async def test_prefill_gets_files_and_reports_what_decode_needs() -> None:
     assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
     usage = answer.finished[0].usage
     assert (usage.num_prompt_tokens, usage.num_media_tokens) == (len(EXPANDED), 45)
+    fleet.assert_nothing_left()
+
+
+async def test_a_full_tower_is_no_failed_attempt_and_another_worker_is_preferred() -> None:
+    fleet = media_fleet("prefill-0", "decode-0", takes=TOWERS, attempts=AttemptConfig(max_attempts=2))
+    full = errors.QueueFullError("full", retry_delay_s=1.0)
+    fleet.hops.plan("prefill", *[Plan(error=full)] * 9, Plan(error=errors.EngineError("broken")))
+    answer = await collect(fleet.generate(media_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
+    assert fleet.pauses == [1.0] * 9 + [0.0]
+    join(fleet, "prefill-1", TOWERS)
+    fleet.hops.plan("prefill", Plan(error=full))
+    await collect(fleet.generate(media_start()))
+    first, second = calls_of(fleet, "prefill")[-2:]
+    assert first.rank != second.rank
     fleet.assert_nothing_left()
 
 

@@ -65,6 +65,24 @@ async def test_embeddings_pin_a_bounded_share_of_the_encode_workers_pools() -> N
     assert scene.queue.length == 0
 
 
+async def test_one_tenant_pins_no_more_than_four_fifths_of_the_encode_workers_pools() -> None:
+    scene = QueueScene()
+    flood = [scene.ask(f"flood-{number}", tokens=1, tenant="flood") for number in range(200)]
+    await settle()
+    assert scene.order == [f"flood-{number}" for number in range(81)], "of 100"
+    others = [scene.ask(f"other-{number}", tokens=8, tenant="other") for number in range(2)]
+    elsewhere = scene.ask("elsewhere", tokens=50, tenant="flood", pool=OTHER_POOL)
+    await settle()
+    assert all(task.done() for task in (*others, elsewhere))
+    for task in flood[:81]:
+        task.result().close()
+    await settle()
+    assert len(scene.order) > 81 + 3 + 40, "what it gives back it may pin again"
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
 async def test_files_are_counted_at_their_largest_size_and_then_at_their_real_size() -> None:
     scene = QueueScene(max_bytes=100)
     first, second = scene.ask("first", size=80, tokens=1), scene.ask("second", size=80)
