@@ -104,7 +104,7 @@ class RouterProcess:
             )
             fleet = self._fleet(table, kv)
             stack.push_async_callback(fleet.close)
-            fetcher = MediaFetcher(config.media)
+            fetcher = MediaFetcher(config.media, share=FairShare(self._tenants))
             stack.push_async_callback(fetcher.close)
             tokenizing = TokenizeQueue(config.tokenizing, FairShare(self._tenants))
             stack.callback(tokenizing.close)
