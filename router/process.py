@@ -226,7 +226,7 @@ class RouterProcess:
                 intake=Intake(FairShare(self._tenants)),
                 admission=admission,
                 hops=fleet,
-                media=MediaTools(fetcher, encode, media_queue, config.media.max_size_bytes),
+                media=MediaTools(fetcher, encode, media_queue, config.media),
                 tokenizing=tokenizing,
                 metrics=self._metrics,
                 config=config.attempts,
