@@ -1,7 +1,8 @@
 """Explain: runs a request as far as the policy, which says where it would place it.
 
 That costs the router as much as a request that waits for room: the prompt is tokenized and the policy runs. So its
-tokens are charged to the tenant like a request's, the policy runs in turn (``ExplainTurns``), and one line is logged.
+tokens are charged to the tenant like a request's, its files wait for memory in the line of all requests with media, the
+policy runs in turn (``ExplainTurns``), and one line is logged.
 """
 
 from __future__ import annotations
