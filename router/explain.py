@@ -24,6 +24,7 @@ from quartet.telemetry.logging import FinishedRequest, log_request
 from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
 from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
+from router.media.request import UNARY_COPIES
 from router.policy.base import Option
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import outcome_of
@@ -64,7 +65,9 @@ async def explain(start: GenerateStart, context: RouterContext, turns: ExplainTu
 
     request, outcome = RouterRequest(start), _EXPLAINED
     try:
-        return await run_prepared(request, context, run, late="was not explained", encodes=False)
+        return await run_prepared(
+            request, context, run, late="was not explained", encodes=False, num_copies=UNARY_COPIES
+        )
     except BaseException as error:
         outcome = outcome_of(error)
         raise

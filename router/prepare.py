@@ -71,10 +71,12 @@ async def run_prepared(
     *,
     late: str,
     encodes: bool = True,
+    num_copies: int = 1,
 ) -> ResultT:
     """Check ``request``, prepare it, and ``run`` it, all within its time.
 
-    If ``encodes``, its media are encoded meanwhile; at the end, hand-offs that no prefill took are dropped.
+    If ``encodes``, its media are encoded meanwhile; at the end, hand-offs that no prefill took are dropped. Files in it
+    are ``num_copies`` times in memory.
 
     Raises:
         InvalidRequestError: a field is impossible or unsupported; names the field.
@@ -87,7 +89,7 @@ async def run_prepared(
     request.check()
     if not request.start.has_media:
         return await _run_in_time(request, context, run, late=late, encodes=encodes)
-    request.arrived = arrive(request.start, context.media)
+    request.arrived = arrive(request.start, context.media, num_copies=num_copies)
     try:
         return await _run_in_time(request, context, run, late=late, encodes=encodes)
     finally:

@@ -33,6 +33,10 @@ from router.media.fetch import check_parts, scheme_of
 from router.media.queue import MediaOrder, MediaQueue, MediaRoom
 from router.workers import MediaWay, Pool, PoolKey, needs_of
 
+#: How often what came in a unary call is in memory until its handler returns: as bytes, as the message parsed from
+#: them, and as the start made from that. gRPC holds the first two. Messages of streams are dropped once they are read.
+UNARY_COPIES = 3
+
 
 class MediaFetch(Protocol):
     """Gets and checks files (``router.media.fetch.MediaFetcher``)."""
@@ -64,12 +68,14 @@ class ArrivedMedia:
         held: the memory that the request takes from its arrival on, if any file is in it; then the files that it has
             still to fetch are included, so it never waits for memory while it holds some.
         num_bytes_to_fetch: bytes of all its files at most, if all of them are still to be fetched.
+        num_copied_bytes: bytes of further copies of what came in the request.
     """
 
     parts: Sequence[MediaPart]
     fields: Sequence[str]
     held: MediaRoom
     num_bytes_to_fetch: int
+    num_copied_bytes: int
 
     def close(self) -> None:
         """Nothing of the request is in memory any more."""
@@ -113,8 +119,10 @@ class MediaPrompt:
     num_unknown_tokens: int = 0
 
 
-def arrive(start: GenerateStart, tools: MediaTools) -> ArrivedMedia:
+def arrive(start: GenerateStart, tools: MediaTools, *, num_copies: int = 1) -> ArrivedMedia:
     """Check the media of a request that has just come, and count what came with it. The caller closes the result.
+
+    ``num_copies`` says how often what came in the request is in memory.
 
     Raises:
         InvalidRequestError: too many parts, or one that could never be taken; its field is named.
@@ -123,23 +131,28 @@ def arrive(start: GenerateStart, tools: MediaTools) -> ArrivedMedia:
     """
     parts, fields = named_parts(start)
     check_parts(parts, fields, tools.config)
-    num_bytes = 0
+    num_bytes = num_copied_bytes = 0
     for part, field_name in zip(parts, fields, strict=True):
+        num_copied_bytes += (num_copies - 1) * _num_inline_bytes(part)
         num_bytes += _most_bytes(part, tools.config)
-        if num_bytes > tools.config.max_held_bytes:
+        if num_bytes + num_copied_bytes > tools.config.max_held_bytes:
             message = f"the request's media could take more than the {tools.config.max_held_bytes} bytes for all files"
             raise MediaTooLargeError(message, field=field_name)
-    is_here = any(map(_is_inline, parts))
+    is_here = any(_num_inline_bytes(part) for part in parts)
     return ArrivedMedia(
         parts=parts,
         fields=fields,
-        held=tools.queue.hold(start.tenant, num_bytes if is_here else 0),
+        held=tools.queue.hold(start.tenant, num_bytes + num_copied_bytes if is_here else 0),
         num_bytes_to_fetch=0 if is_here else num_bytes,
+        num_copied_bytes=num_copied_bytes,
     )
 
 
-def _is_inline(part: MediaPart) -> bool:
-    return isinstance(part, MediaFile) or scheme_of(part.url) == "data"
+def _num_inline_bytes(part: MediaPart) -> int:
+    """Bytes of a file that came in the request; 0 for one that is still to be fetched."""
+    if isinstance(part, MediaFile):
+        return len(part.data)
+    return len(part.url) if scheme_of(part.url) == "data" else 0
 
 
 def _most_bytes(part: MediaPart, config: MediaConfig) -> int:
@@ -390,6 +403,7 @@ async def _fetch(
         raise
     num_bytes = sum(len(item.file.data) for item in items)
     num_bytes += sum(len(part.url) for part in parts if isinstance(part, MediaUrl))
+    num_bytes += request.arrived.num_copied_bytes
     # One of them has room for them all, the other one has none.
     for counted in (request.arrived.held, room):
         counted.fetched(num_bytes)

@@ -81,19 +81,37 @@ async def test_media_that_can_never_be_taken_are_refused_before_they_wait(monkey
         assert message in str(error)
 
 
-@pytest.mark.parametrize("explained", [False, True])
-async def test_what_came_in_a_request_counts_from_its_arrival_until_it_has_ended(explained: bool) -> None:
+@pytest.mark.parametrize("path", ["generate", "explain", "place"])
+async def test_what_came_in_a_request_counts_from_its_arrival_until_it_has_ended(path: str) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     fleet.media.gate.clear()
     url = MediaUrl("data:;base64," + "A" * 87)
     start = media_start(media=(A, url), tenant="a")
-    work = fleet.pipeline.explain(start) if explained else collect(fleet.generate(start))
-    task = asyncio.create_task(work)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        if path == "generate":
+            await collect(fleet.generate(start))
+        else:
+            await getattr(fleet.pipeline, path)(start)
+
+    task = asyncio.create_task(run())
     await within(fleet.media.asked)
-    assert fleet.media_queue.num_bytes == len(A.data) + 2 * 100, "a URL counts as text and as a file"
+    num_copied = 0 if path == "generate" else 2 * (len(A.data) + 100)  # gRPC keeps a unary call's message
+    assert fleet.media_queue.num_bytes == len(A.data) + 2 * 100 + num_copied, "a URL counts as text and as a file"
     fleet.media.gate.set()
     with pytest.raises(errors.MediaFetchError):  # the fleet follows no URLs
         await task
+    fleet.assert_nothing_left()
+
+
+async def test_once_its_files_are_known_a_request_counts_what_it_has() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    fleet.hops.plan("encode", Plan(hang_after=0))
+    calls = [asyncio.create_task(collect(fleet.generate(media_start())))]
+    await within(fleet.hops.hung)
+    assert fleet.media_queue.num_bytes == len(A.data) + len(B.data)
+    calls[0].cancel()
+    await asyncio.wait(calls)
     fleet.assert_nothing_left()
 
 
