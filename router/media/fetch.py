@@ -34,7 +34,7 @@ from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart
 from quartet.media.media_id import media_id
 from router.fair_queue import FairShare
 from router.media.config import MediaConfig
-from router.media.data_url import check_data_url, read_data_url
+from router.media.data_url import check_data_url, decoding_cost, read_data_url
 from router.media.http import HttpFiles
 from router.media.url_rules import MAX_URL_LENGTH
 from router.thread_queue import IsWanted, ThreadQueue, ThreadQueueConfig
@@ -136,7 +136,8 @@ class MediaFetcher:
         scheme = scheme_of(url)
         if scheme == "data":
             max_size_bytes = self._config.max_size_bytes
-            return await self._work(tenant, len(url), lambda is_wanted: read_data_url(url, max_size_bytes, is_wanted))
+            cost = decoding_cost(url)
+            return await self._work(tenant, cost, lambda is_wanted: read_data_url(url, max_size_bytes, is_wanted))
         if scheme not in ("file", "http", "https"):
             raise InvalidMediaError("a media URL begins with data:, file:, http: or https:")
         try:

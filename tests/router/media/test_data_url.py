@@ -6,6 +6,7 @@ import asyncio
 import base64
 import threading
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,9 @@ from router.media import data_url, fetch
 from router.media.config import MediaConfig
 from router.media.data_url import read_data_url
 from router.media.fetch import check_parts
+from router.thread_queue import IsWanted, ThreadQueue
 from tests.router.media.conftest import MakeFetcher
-from tests.router.media.site import FINGERPRINT
+from tests.router.media.site import FINGERPRINT, PNG
 
 MB = 1 << 20
 LONG_BASE64 = "data:image/png;base64," + "A" * MB
@@ -108,6 +110,26 @@ def test_malformed_base64_is_malformed_however_it_is_cut(text: str, length: int)
         patch.setattr(data_url, "_MAX_ESCAPED_LENGTH", 0)
         patch.setattr(data_url, "_SLICE_LENGTH", length)
         assert read() == whole
+
+
+async def test_a_short_url_of_many_escapes_is_no_work_for_the_event_loop(
+    make_fetcher: MakeFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[tuple[str, int]] = []
+    run = ThreadQueue.run
+
+    async def note(self: ThreadQueue, tenant: str, size: int, work: Callable[[IsWanted], object]) -> object:
+        charged.append((tenant, size))
+        return await run(self, tenant, size, work)
+
+    monkeypatch.setattr(ThreadQueue, "run", note)
+    fetcher = make_fetcher(MediaConfig())
+    plain = "data:;base64," + base64.b64encode(PNG).decode()
+    await fetcher.fetch([MediaUrl(plain), MediaUrl(plain.rstrip("=") + "%20" * 9)], ["a", "b"], FINGERPRINT, "t")
+    assert not charged
+    await fetcher.fetch([MediaUrl(plain.rstrip("=") + "%20" * 9_000)], ["a"], FINGERPRINT, "t")
+    [(tenant, size)] = charged
+    assert tenant == "t" and size > 900_000
 
 
 def test_decoding_stops_once_nobody_waits() -> None:
