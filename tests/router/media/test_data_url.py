@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidMediaError, MediaTooLargeError, RequestCancelledError
@@ -98,6 +98,8 @@ def test_base64_in_slices_is_the_base64_of_the_whole(
 
 
 @given(text=st.text("Aa+/=\n !", max_size=24), length=st.integers(1, 9))
+@example(text="AA==AAAA", length=4)
+@example(text="AAA=\n", length=3)
 def test_malformed_base64_is_malformed_however_it_is_cut(text: str, length: int) -> None:
     def read() -> bytes | None:
         try:

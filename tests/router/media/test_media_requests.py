@@ -15,7 +15,7 @@ from quartet.api.request import ChatPrompt, GenerateStart, Resume, TokenPrompt
 from quartet.discovery.base import Rank
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import MediaSpan
-from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import SignedPlacement
 from quartet.text.chat_message import ChatMessage
@@ -104,12 +104,22 @@ async def test_what_came_in_a_request_counts_from_its_arrival_until_it_has_ended
     fleet.assert_nothing_left()
 
 
-async def test_once_its_files_are_known_a_request_counts_what_it_has() -> None:
+@pytest.mark.parametrize(
+    "media",
+    [(A, MediaUrl("data:;base64," + "A" * 87)), (MediaUrl("http://" + "a" * 43), MediaUrl("http://" + "a" * 43))],
+)
+async def test_once_its_files_are_known_a_request_counts_what_it_has(
+    media: Sequence[MediaPart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(*_: object) -> tuple[MediaItem, ...]:
+        return item_of(A), item_of(B)
+
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    monkeypatch.setattr(fleet.media, "fetch", fetch)
     fleet.hops.plan("encode", Plan(hang_after=0))
-    calls = [asyncio.create_task(collect(fleet.generate(media_start())))]
+    calls = [asyncio.create_task(collect(fleet.generate(media_start(media=media))))]
     await within(fleet.hops.hung)
-    assert fleet.media_queue.num_bytes == len(A.data) + len(B.data)
+    assert fleet.media_queue.num_bytes == len(A.data) + len(B.data) + 100, "its URLs stay beside their files"
     calls[0].cancel()
     await asyncio.wait(calls)
     fleet.assert_nothing_left()
