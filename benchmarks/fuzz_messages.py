@@ -6,6 +6,7 @@ finds, but is made for hundreds of examples, not for a million.
 
 from __future__ import annotations
 
+import base64
 import math
 import random
 import struct
@@ -55,11 +56,24 @@ _LENGTH_DELIMITED = 2
 # Of a huge message, without the rest of it.
 _HUGE_BYTES = (10_000, 100_000, 900_000, 1_000_000, 4_000_000, 16_000_000)
 
+# The begin of a long `data:` URL and what follows it over and over: base64, with blanks, escaped, and what is neither.
+_LONG_URLS = (
+    (b"data:image/png;base64,", b"AAAA"), (b"data:;base64,", b"A "), (b"data:;base64,", b"%41"), (b"data:,", b"%41"),
+    (b"data:,", b"a"), (b"data:", b";a"), (b"data:;base64,", b"\xc3\xa4"), (b"file:///", b"%41"), (b"http://a/", b"a"),
+)  # fmt: skip
+
 # A picture of one pixel, which headers and decoders take.
 _PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63f8cfc0f01f00050001ff5688"
     "98b20000000049454e44ae426082"
 )
+
+
+_DATA_URL = f"data:image/png;base64,{base64.b64encode(_PNG).decode()}"
+_URLS = ("http://127.0.0.1:1/a.png", "data:image/png;base64,iVBORw0KGgo=", "file:///etc/passwd", _DATA_URL)
+_LONGER_URLS = (
+    "data:," + "%41" * 20_000, "data:image/png;base64," + "A A\n" * 20_000, _DATA_URL + "A" * 100_000,
+)  # fmt: skip
 
 
 @dataclass
@@ -237,6 +251,9 @@ class MessageMaker:
         return base.SerializeToString() + data
 
     def _repeat(self, item: FieldDescriptor, size: int) -> bytes:
+        if item.name == "url":
+            begin, again = self._draw.choice(_LONG_URLS)
+            return _field(item.number, begin + again * (size // len(again)))
         if item.type in _TEXTS and (not item.is_repeated or self._draw.random() < 0.5):
             return _field(
                 item.number, self._draw.choice((b"a ", b"\0", b"<|image|>", b"x", b"0123456789")) * (size // 8)
@@ -315,7 +332,7 @@ def _make_hints(draw: random.Random, known: Known) -> Mapping[str, Callable[[], 
         "kind": of(1, 2),
         "data": lambda: draw.choice((_PNG, _PNG[: draw.randrange(len(_PNG))], b"", token_ids())),
         "embeddings": lambda: draw.choice((_PNG, b"", b"\x10\0\0\0\0\0\0\0{}")),
-        "url": of("http://127.0.0.1:1/a.png", "data:image/png;base64,iVBORw0KGgo=", "file:///etc/passwd"),
+        "url": lambda: draw.choice(_LONGER_URLS if draw.random() < 0.02 else _URLS),
         "temperature": of(0.0, 0.7, 1.0),
         "top_p": of(1.0, 0.9),
         "min_p": of(0.0, 0.1),

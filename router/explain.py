@@ -1,7 +1,8 @@
 """Explain: runs a request as far as the policy, which says where it would place it.
 
 That costs the router as much as a request that waits for room: the prompt is tokenized and the policy runs. So its
-tokens are charged to the tenant like a request's, the policy runs in turn (``ExplainTurns``), and one line is logged.
+tokens are charged to the tenant like a request's, its files wait for memory in the line of all requests with media, the
+policy runs in turn (``ExplainTurns``), and one line is logged.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from quartet.telemetry.logging import FinishedRequest, log_request
 from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
 from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
+from router.media.request import UNARY_COPIES
 from router.policy.base import Option
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import outcome_of
@@ -63,7 +65,9 @@ async def explain(start: GenerateStart, context: RouterContext, turns: ExplainTu
 
     request, outcome = RouterRequest(start), _EXPLAINED
     try:
-        return await run_prepared(request, context, run, late="was not explained", encodes=False)
+        return await run_prepared(
+            request, context, run, late="was not explained", encodes=False, num_copies=UNARY_COPIES
+        )
     except BaseException as error:
         outcome = outcome_of(error)
         raise

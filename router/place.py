@@ -17,7 +17,7 @@ from quartet.streams.messages import SignedPlacement
 from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
 from router.fair_queue import Standing
-from router.media.request import RequestMedia
+from router.media.request import UNARY_COPIES, RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import RequestLog
@@ -59,7 +59,9 @@ class PlaceRun:
         self._task = asyncio.current_task()
         try:
             self._check_budgets()
-            placed = await run_prepared(self._request, self._context, self._place, late="was not placed")
+            placed = await run_prepared(
+                self._request, self._context, self._place, late="was not placed", num_copies=UNARY_COPIES
+            )
         except BaseException as error:
             shown = self._abort_error or first_error(error) or error
             self._release()

@@ -38,7 +38,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
-from router.media.request import MediaRequest, RequestMedia, check_items, prepare_media
+from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
 from router.readiness import model_error
 from router.tenants import salt_in_domain
 from router.tokenizing import TokenizeQueue
@@ -71,10 +71,12 @@ async def run_prepared(
     *,
     late: str,
     encodes: bool = True,
+    num_copies: int = 1,
 ) -> ResultT:
     """Check ``request``, prepare it, and ``run`` it, all within its time.
 
-    If ``encodes``, its media are encoded meanwhile; at the end, hand-offs that no prefill took are dropped.
+    If ``encodes``, its media are encoded meanwhile; at the end, hand-offs that no prefill took are dropped. Files in it
+    are ``num_copies`` times in memory.
 
     Raises:
         InvalidRequestError: a field is impossible or unsupported; names the field.
@@ -85,6 +87,23 @@ async def run_prepared(
         ServingError: the model's text files are unavailable; and all errors of ``run``.
     """
     request.check()
+    if not request.start.has_media:
+        return await _run_in_time(request, context, run, late=late, encodes=encodes)
+    request.arrived = arrive(request.start, context.media, num_copies=num_copies)
+    try:
+        return await _run_in_time(request, context, run, late=late, encodes=encodes)
+    finally:
+        request.arrived.close()
+
+
+async def _run_in_time(
+    request: RouterRequest,
+    context: RouterContext,
+    run: Callable[[RouterRequest], Awaitable[ResultT]],
+    *,
+    late: str,
+    encodes: bool,
+) -> ResultT:
     timeout_s = min(request.start.timeout_s or context.max_timeout_s, context.max_timeout_s)
     request.deadline = request.arrived_at + timeout_s
     try:
@@ -134,6 +153,7 @@ class RouterRequest:
         tokenize_s: seconds that template and tokenizer took.
         max_output_tokens: output tokens at which each choice ends at the latest. While the number of its media's tokens
             is unknown, the worker may end a choice sooner unless the client set the limit.
+        arrived: its media as they came; ``None``: it names none.
         media: ``None``: the request is text only.
         spans: where its media lie in the prompt; empty: unknown, or it has none.
         num_unknown_tokens: most tokens by which the prompt can grow once its media are in it.
@@ -157,6 +177,7 @@ class RouterRequest:
         self.request_id = secrets.token_hex(16) if resume is None else resume.request_id
         self.arrived_at = time.monotonic()
         self.tokenize_s = 0.0
+        self.arrived: ArrivedMedia | None = None
         self.media: RequestMedia | None = None
         self.spans: tuple[MediaSpan, ...] = ()
         self.num_unknown_tokens = 0
@@ -392,14 +413,14 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     request.tokenize_s = time.monotonic() - began
     # Before any token is looked at.
     request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
-    if start.has_media:
-        await _prepare_media(request, context, token_ids, encodes=encodes)
+    if request.arrived is not None:
+        await _prepare_media(request, request.arrived, context, token_ids, encodes=encodes)
     elif text.media is not None:
         check_items(start, token_ids, text.media, ())
     try:
         token_ids = request.prompt_token_ids
         check_tokens(start, token_ids, text.vocab_size)
-        if start.has_media:
+        if request.arrived is not None:
             request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
         if resume is not None:
             check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
@@ -412,11 +433,12 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
 
 
 async def _prepare_media(
-    request: RouterRequest, context: RouterContext, token_ids: Sequence[int], *, encodes: bool
+    request: RouterRequest, arrived: ArrivedMedia, context: RouterContext, token_ids: Sequence[int], *, encodes: bool
 ) -> None:
     named = MediaRequest(
         request_id=request.request_id,
         start=request.start,
+        arrived=arrived,
         worker_priority=request.worker_priority,
         traceparent=request.traceparent,
         first_attempt=0 if request.resume is None else request.resume.attempt,

@@ -105,7 +105,7 @@ class RouterProcess:
             )
             fleet = self._fleet(table, kv)
             stack.push_async_callback(fleet.close)
-            fetcher = MediaFetcher(config.media)
+            fetcher = MediaFetcher(config.media, share=FairShare(self._tenants))
             stack.push_async_callback(fetcher.close)
             tokenizing = TokenizeQueue(config.tokenizing, FairShare(self._tenants))
             stack.callback(tokenizing.close)
@@ -231,7 +231,7 @@ class RouterProcess:
                 intake=Intake(FairShare(self._tenants)),
                 admission=admission,
                 hops=fleet,
-                media=MediaTools(fetcher, encode, media_queue, config.media.max_size_bytes),
+                media=MediaTools(fetcher, encode, media_queue, config.media),
                 tokenizing=tokenizing,
                 metrics=self._metrics,
                 config=config.attempts,

@@ -21,16 +21,17 @@ class MediaConfig:
         allowed_hosts: hosts whose URLs are followed: ``name``, ``*.name`` (all below it) or ``*`` (all), each with
             ``:port`` if the port is not the scheme's own; none by default.
         allowed_private_networks: CIDRs of networks that are not public in which hosts may still be.
-        max_size_bytes: of one item's file.
+        max_size_bytes: of one item's file; a ``data:`` URL may have half as many characters more.
         max_pixels: of one picture; 4096 x 4096 by default.
         max_items: of one request.
         fetch_timeout_s: for one item, from the request to the last byte.
         max_redirects: redirects to follow for one item.
         max_concurrent_fetches: of all requests together; further ones wait. A tenant begins another fetch only while at
             least as many could begin as it has running, so it can't keep the others waiting.
-        max_held_bytes: of the files of all running requests together; further requests wait, and those of a tenant
-            already when its files take four times what is free. A request keeps its files until it ends, since another
-            attempt may need them.
+        max_held_bytes: of all files in requests and of those fetched for requests. More files in requests are refused,
+            and requests that only name URLs wait; those of a tenant already when its files take four times what is
+            free. A request keeps its files until it ends, since another attempt may need them. One that could need more
+            by itself is refused.
     """
 
     allowed_local_paths: tuple[Path, ...] = ()

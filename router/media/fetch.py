@@ -1,14 +1,12 @@
 """Fetches the media that a request names, checks the files and gives each its media id.
 
-``MediaFetcher`` does this for all requests. ``data:`` URLs are read by ``read_data_url``, ``file:`` URLs by
-``LocalFiles``, and ``http:`` URLs by ``router.media.http``.
+``MediaFetcher`` does this for all requests. ``data:`` URLs are read by ``router.media.data_url``,
+``file:`` URLs by ``LocalFiles``, and ``http:`` URLs by ``router.media.http``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import json
 import os
 import ssl
@@ -16,7 +14,6 @@ import stat
 import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -35,16 +32,25 @@ from quartet.errors import (
 from quartet.media.image_file import read_header
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart
 from quartet.media.media_id import media_id
+from router.fair_queue import FairShare
 from router.media.config import MediaConfig
+from router.media.data_url import check_data_url, decoding_cost, read_data_url
 from router.media.http import HttpFiles
+from router.media.url_rules import MAX_URL_LENGTH
+from router.thread_queue import IsWanted, ThreadQueue, ThreadQueueConfig
 
 ResultT = TypeVar("ResultT")
 
 # Work on smaller files is done before a thread would have begun.
 _MAX_INLINE_SIZE_BYTES = 64 * 1024
 
-# Threads of its own: files that hang must not delay tokenizing, which uses the event loop's threads.
-_NUM_THREADS = 4
+# Threads of its own: files that hang must not delay tokenizing. What waits for them is bounded by the memory for files.
+_THREADS = ThreadQueueConfig(name="media", num_threads=4)
+
+# What a thread does to read a local file, whose size is not known before.
+_UNKNOWN_SIZE_BYTES = 1 << 20
+
+_LONGEST_SCHEME = "https"
 
 # The header of a file with one tensor has about a hundred bytes.
 _MAX_HEADER_SIZE_BYTES = 64 * 1024
@@ -62,6 +68,7 @@ class MediaFetcher:
         self,
         config: MediaConfig,
         *,
+        share: FairShare | None = None,
         resolver: AbstractResolver | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
@@ -69,6 +76,7 @@ class MediaFetcher:
 
         Args:
             config: what may be fetched.
+            share: orders the tenants' files, by bytes, where threads work on them; it belongs to this fetcher alone.
             resolver: of host names; the system's by default.
             ssl_context: what servers are verified with; the system's authorities by default.
         """
@@ -76,7 +84,7 @@ class MediaFetcher:
         self._files = LocalFiles(config.allowed_local_paths, config.max_size_bytes)
         self._http = HttpFiles(config, resolver, ssl_context)
         self._slots = FetchSlots(config.max_concurrent_fetches)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="media")
+        self._threads = ThreadQueue(_THREADS, share or FairShare())
 
     async def fetch(
         self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes, tenant: str = ""
@@ -90,15 +98,13 @@ class MediaFetcher:
             tenant: the tenant that the request is accounted to.
 
         Raises:
-            InvalidRequestError: too many parts; names the first one beyond the limit.
+            InvalidRequestError: too many parts, as ``check_parts`` says.
             InvalidMediaError: a malformed URL, or a file that is no picture or embeddings.
             MediaFetchError: the file of a URL can't be had, or not in time.
             MediaNotAllowedError: the configuration forbids following a URL.
             MediaTooLargeError: more bytes or pixels than allowed.
         """
-        if len(parts) > self._config.max_items:
-            at_fault = fields[self._config.max_items]
-            raise InvalidRequestError(f"a request has at most {self._config.max_items} media items", field=at_fault)
+        check_parts(parts, fields, self._config)
         try:
             async with asyncio.TaskGroup() as group:
                 named = zip(parts, fields, strict=True)
@@ -110,7 +116,7 @@ class MediaFetcher:
     async def close(self) -> None:
         """Close connections and wait for threads; no ``fetch`` may be running."""
         await self._http.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._threads.close)
 
     async def _item(self, part: MediaPart, field: str, fingerprint: bytes, tenant: str) -> MediaItem:
         try:
@@ -120,30 +126,34 @@ class MediaFetcher:
                 else MediaFile(MediaKind.IMAGE, await self._follow(part.url, tenant))
             )
             check_size(len(file.data), self._config)
-            return await self._work(len(file.data), lambda: make_item(file, fingerprint, self._config))
+            size_bytes = len(file.data)
+            return await self._work(tenant, size_bytes, lambda _is_wanted: make_item(file, fingerprint, self._config))
         except ServingError as error:
             # The functions below know the file, but not the client's name for it.
             raise type(error)(error.message, field=field) from error
 
     async def _follow(self, url: str, tenant: str) -> bytes:
-        scheme = url.partition(":")[0].lower()
+        scheme = scheme_of(url)
         if scheme == "data":
-            return await self._work(len(url), lambda: read_data_url(url, self._config.max_size_bytes))
+            max_size_bytes = self._config.max_size_bytes
+            cost = decoding_cost(url)
+            return await self._work(tenant, cost, lambda is_wanted: read_data_url(url, max_size_bytes, is_wanted))
         if scheme not in ("file", "http", "https"):
             raise InvalidMediaError("a media URL begins with data:, file:, http: or https:")
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s), self._slots.taken(tenant):
                 if scheme == "file":
-                    return await self._in_thread(lambda: self._files.read(url))
+                    return await self._threads.run(
+                        tenant, _UNKNOWN_SIZE_BYTES, lambda _is_wanted: self._files.read(url)
+                    )
                 return await self._http.read(url)
         except TimeoutError as error:
             raise MediaFetchError(f"the file did not come within {self._config.fetch_timeout_s:g} s") from error
 
-    async def _work(self, size_bytes: int, work: Callable[[], ResultT]) -> ResultT:
-        return work() if size_bytes <= _MAX_INLINE_SIZE_BYTES else await self._in_thread(work)
-
-    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _work(self, tenant: str, size_bytes: int, work: Callable[[IsWanted], ResultT]) -> ResultT:
+        if size_bytes <= _MAX_INLINE_SIZE_BYTES:
+            return work(lambda: True)
+        return await self._threads.run(tenant, size_bytes, work)
 
 
 class FetchSlots:
@@ -201,6 +211,40 @@ class FetchSlots:
                 turn.set_result(None)
 
 
+def check_parts(parts: Sequence[MediaPart], fields: Sequence[str], config: MediaConfig) -> None:
+    """Refuse what could never be taken, before it waits, is fetched or decoded; takes no time for long parts.
+
+    Raises:
+        InvalidRequestError: too many parts; names the first one beyond the limit.
+        InvalidMediaError: a URL that is too long, or a ``data:`` URL that is not ASCII.
+        MediaTooLargeError: a part in the request itself has more bytes than a file may have.
+    """
+    if len(parts) > config.max_items:
+        message = f"a request has at most {config.max_items} media items"
+        raise InvalidRequestError(message, field=fields[config.max_items])
+    for part, field in zip(parts, fields, strict=True):
+        try:
+            _check_part(part, config)
+        except InvalidRequestError as error:
+            # The functions that check know the part, but not the client's name for it.
+            raise type(error)(error.message, field=field) from error
+
+
+def _check_part(part: MediaPart, config: MediaConfig) -> None:
+    if isinstance(part, MediaFile):
+        check_size(len(part.data), config)
+    elif scheme_of(part.url) == "data":
+        check_data_url(part.url, config.max_size_bytes)
+    elif len(part.url) > MAX_URL_LENGTH:
+        raise InvalidMediaError(f"the URL is longer than {MAX_URL_LENGTH} characters")
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of ``url`` in lower case, as ``data``; empty if it is none that media can have."""
+    scheme, colon, _ = url[: len(_LONGEST_SCHEME) + 1].partition(":")
+    return scheme.lower() if colon else ""
+
+
 def check_size(size_bytes: int, config: MediaConfig) -> None:
     """Raise ``MediaTooLargeError`` if a file has more bytes than allowed."""
     if size_bytes > config.max_size_bytes:
@@ -236,40 +280,6 @@ def _check_safetensors(data: bytes) -> None:
         raise InvalidMediaError("the embeddings' safetensors header is no JSON") from error
     if not isinstance(header, dict):
         raise InvalidMediaError("the embeddings' safetensors header is no JSON object")
-
-
-def read_data_url(url: str, max_size_bytes: int) -> bytes:
-    """The bytes in a ``data:`` URL (RFC 2397). Its media type is ignored, since files show their own.
-
-    Base64 may contain white space and lack its padding.
-
-    Raises:
-        InvalidMediaError: malformed.
-        MediaTooLargeError: more bytes than ``max_size_bytes``; raised before decoding.
-    """
-    header, comma, payload = url.partition(",")
-    if not comma:
-        raise InvalidMediaError("the data: URL has no comma")
-    if not payload.isascii():
-        raise InvalidMediaError("the data: URL has characters in it that are not ASCII")
-    is_base64 = header.lower().endswith(";base64")
-    if is_base64:
-        payload = "".join(payload.split())
-    # Three characters of an escape are one byte; four characters of base64 are three, less the padding.
-    size_bytes = len(payload) - 2 * payload.count("%")
-    if is_base64:
-        size_bytes = size_bytes * 3 // 4 - 2
-    if size_bytes > max_size_bytes:
-        raise MediaTooLargeError(f"the file has more than the {max_size_bytes} bytes allowed")
-    data = unquote_to_bytes(payload)
-    return _decode_base64(data) if is_base64 else data
-
-
-def _decode_base64(text: bytes) -> bytes:
-    try:
-        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
-    except binascii.Error as error:
-        raise InvalidMediaError("the data: URL's base64 is malformed") from error
 
 
 class LocalFiles:

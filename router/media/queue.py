@@ -4,6 +4,10 @@ Embeddings stay in the encode workers' pools until a prefill has pulled them, an
 long as their request may need them again. Without this queue, a tenant that sends a thousand pictures would fill both,
 and all other requests would wait behind these. It is ordered as the router's other queue is: tenants by fair share,
 and each tenant's own requests by priority and arrival.
+
+Files that are in a request itself are in memory from its arrival, whether it waits or not. They count from then on
+(``MediaQueue.hold``), and a request that brings more than there is room for is refused instead of kept waiting. Only
+files that are still to be fetched wait for memory.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from quartet.errors import QueueFullError
 from quartet.streams.wakeable import result_if_done
@@ -20,6 +24,13 @@ from router.workers import PoolKey
 
 #: The share of the embeddings that a pool's encode workers have room for that one router's requests may pin.
 _PINNED_SHARE = 0.9
+
+# The lane of a tenant's requests that wait for memory. Its others have what they need of it, and may go before these:
+# else they would hold memory while they wait behind requests that wait for memory.
+_NEEDS_MEMORY = "memory"
+
+# What is held from arrival is not of any pool yet.
+_NO_POOL = PoolKey("", "")
 
 # A tenant gets memory for more files, and pins more embeddings, only while it has at most so many times what is free:
 # alone it gets four fifths.
@@ -33,7 +44,7 @@ class MediaOrder:
 
     Attributes:
         num_encode_tokens: tokens of embeddings at encode workers, at most; 0: no encode worker encodes for it.
-        num_bytes: bytes of its files in the router's memory, at most.
+        num_bytes: bytes in the router's memory of its files that are still to be fetched, at most.
     """
 
     pool: PoolKey
@@ -48,7 +59,8 @@ class MediaQueueConfig:
     """Bounds of the queue.
 
     Attributes:
-        max_bytes: of the files of all admitted requests together; of one tenant's, a fifth less.
+        max_bytes: of the files of all requests that have them or were admitted to fetch them; of one tenant's, a fifth
+            less.
         max_length: requests that wait at most; of more, the last one is refused.
         timeout_s: longest wait.
         retry_delay_s: after how long refused clients should try again.
@@ -61,10 +73,10 @@ class MediaQueueConfig:
 
 
 class MediaRoom:
-    """The room that one request has. The caller of ``MediaQueue.enter`` closes it."""
+    """The room that one request has. Who got it from the queue closes it."""
 
     def __init__(self, order: MediaOrder, queue: MediaQueue) -> None:
-        """Made by ``MediaQueue.enter``."""
+        """Made by the queue."""
         self._queue = queue
         self._pool, self._tenant = order.pool, order.tenant
         self.num_encode_tokens, self.num_bytes = order.num_encode_tokens, order.num_bytes
@@ -120,6 +132,23 @@ class MediaQueue:
         """Requests that wait."""
         return len(self._queue)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of files that are in memory, or may come there at once."""
+        return self._num_bytes
+
+    def hold(self, tenant: str, num_bytes: int) -> MediaRoom:
+        """Count ``num_bytes`` bytes that came in a request of ``tenant``, until the room is closed.
+
+        Raises:
+            QueueFullError: they and the files of other requests are too many.
+        """
+        if num_bytes and not (self._may_hold_more(tenant) and self._has_memory(num_bytes)):
+            raise self._refusal("too many requests have media in them: their files take up the router's memory")
+        self._take(tenant, num_bytes)
+        order = MediaOrder(pool=_NO_POOL, tenant=tenant, priority=0, num_encode_tokens=0, num_bytes=num_bytes)
+        return MediaRoom(order, self)
+
     async def enter(self, order: MediaOrder) -> MediaRoom:
         """Wait for room. Leaves nothing behind when cancelled.
 
@@ -134,7 +163,7 @@ class MediaQueue:
             number=self._num_arrived,
             num_tokens=max(order.num_encode_tokens, 1),
         )
-        queued = _QueuedMedia(order=order, standing=standing)
+        queued = _QueuedMedia(order=order, standing=standing, adapter=_NEEDS_MEMORY if order.num_bytes else "")
         self._queue.add(queued)
         try:
             self.poll()
@@ -152,39 +181,32 @@ class MediaQueue:
             if self._queue.remove(queued):
                 self.poll()
 
-    def preview(self, order: MediaOrder) -> MediaRoom:
-        """Room for a request that is only explained: it does not wait, and its room does not count."""
-        return MediaRoom(replace(order, num_encode_tokens=0, num_bytes=0), self)
-
     def poll(self) -> None:
-        """Let requests in that there is room for; a request never overtakes another one of its pool and tenant.
+        """Let requests in that there is room for; none overtakes another one of its tenant that waits for the same.
 
-        A tenant whose files take most of the memory waits until they take less: files stay as long as their requests
-        run, and other tenants' files must not wait for that. Embeddings stay until their prompt is computed, so the
-        same holds for a tenant that pins most of a pool.
+        A request that there is no memory for keeps only its tenant's waiting, and so does one that needs more of the
+        pool than there is: other tenants' must not wait until files or embeddings of long requests are gone. A tenant
+        whose files take most of the memory waits until they take less. Embeddings stay until their prompt is computed,
+        so the same holds for a tenant that pins most of a pool.
         """
-        full: set[PoolKey | str | tuple[PoolKey, str]] = set()
+        full: set[PoolKey | tuple[str, str] | tuple[PoolKey, str]] = set()
 
         def is_kept(lane: Lane[_QueuedMedia]) -> bool:
-            return lane.pool in full or lane.tenant in full or (lane.pool, lane.tenant) in full
+            return lane.pool in full or (lane.tenant, lane.adapter) in full or (lane.pool, lane.tenant) in full
 
         let_in: list[_QueuedMedia] = []
         for queued in self._queue.in_order(is_kept):
             order = queued.order
-            num_free = self._config.max_bytes - self._num_bytes
-            if order.num_bytes and self._num_bytes_of[order.tenant] > _MOST_OF_FREE * num_free:
-                full.add(order.tenant)
+            if order.num_bytes and not self._has_room(order):
+                full.add((order.tenant, _NEEDS_MEMORY))
                 continue
-            if self._num_bytes and self._num_bytes + order.num_bytes > self._config.max_bytes:
-                break
             if self._pins_most(order):
                 full.add((order.pool, order.tenant))
                 continue
             if not self._has_encode_room(order):
-                full.add(order.pool)
+                full.add((order.pool, order.tenant) if self._is_over_large(order) else order.pool)
                 continue
-            self._num_bytes += order.num_bytes
-            self._num_bytes_of[order.tenant] += order.num_bytes
+            self._take(order.tenant, order.num_bytes)
             if order.num_encode_tokens:
                 taken = self._num_encode_tokens.get(order.pool, 0)
                 self._num_encode_tokens[order.pool] = taken + order.num_encode_tokens
@@ -197,10 +219,11 @@ class MediaQueue:
 
     def give_back(self, pool: PoolKey, tenant: str, num_encode_tokens: int, num_bytes: int) -> None:
         """So much of the tenant's room is free again."""
-        self._num_bytes -= num_bytes
-        self._num_bytes_of[tenant] -= num_bytes
-        if not self._num_bytes_of[tenant]:
-            del self._num_bytes_of[tenant]
+        if num_bytes:
+            self._num_bytes -= num_bytes
+            self._num_bytes_of[tenant] -= num_bytes
+            if not self._num_bytes_of[tenant]:
+                del self._num_bytes_of[tenant]
         if num_encode_tokens:
             self._num_encode_tokens[pool] -= num_encode_tokens
             if not self._num_encode_tokens[pool]:
@@ -221,6 +244,25 @@ class MediaQueue:
         num_free = _PINNED_SHARE * self._encode_room(order.pool) - self._num_encode_tokens.get(order.pool, 0)
         pinned = self._num_encode_tokens_of[order.pool, order.tenant]
         return pinned > 0 and pinned > _MOST_OF_FREE * num_free
+
+    def _take(self, tenant: str, num_bytes: int) -> None:
+        if num_bytes:
+            self._num_bytes += num_bytes
+            self._num_bytes_of[tenant] += num_bytes
+
+    def _may_hold_more(self, tenant: str) -> bool:
+        return self._num_bytes_of[tenant] <= _MOST_OF_FREE * (self._config.max_bytes - self._num_bytes)
+
+    def _has_memory(self, num_bytes: int) -> bool:
+        return self._num_bytes + num_bytes <= self._config.max_bytes
+
+    def _has_room(self, order: MediaOrder) -> bool:
+        # A request alone is let in whatever it needs.
+        return not self._num_bytes or (self._may_hold_more(order.tenant) and self._has_memory(order.num_bytes))
+
+    def _is_over_large(self, order: MediaOrder) -> bool:
+        """Whether it needs more than there is of the pool, also if nothing else took any."""
+        return order.num_encode_tokens > _PINNED_SHARE * self._encode_room(order.pool)
 
     def _has_encode_room(self, order: MediaOrder) -> bool:
         taken = self._num_encode_tokens.get(order.pool, 0)

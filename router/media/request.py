@@ -1,5 +1,6 @@
 """One request's media, from the items that the client names to the inputs of each of its prefills.
 
+``arrive`` checks what can be checked without any work, and counts the files that are in the request itself.
 ``prepare_media`` waits for room, fetches the files, decides how they get into the prompt, and begins to encode. It
 returns a ``RequestMedia``, which the request's attempts ask for inputs (``RequestMedia.ready``).
 """
@@ -26,9 +27,15 @@ from quartet.media.media_id import in_trust_domain
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import MediaInput, RequestContext
 from quartet.text.model_text import MediaText, ModelText
+from router.media.config import MediaConfig
 from router.media.encode import EncodeOrder, EncodeTools, Encoding, KnownSizes, ReadyInputs, client_error
+from router.media.fetch import check_parts, scheme_of
 from router.media.queue import MediaOrder, MediaQueue, MediaRoom
 from router.workers import MediaWay, Pool, PoolKey, needs_of
+
+#: How often what came in a unary call is in memory until its handler returns: as bytes, as the message parsed from
+#: them, and as the start made from that. gRPC holds the first two. Messages of streams are dropped once they are read.
+UNARY_COPIES = 3
 
 
 class MediaFetch(Protocol):
@@ -43,12 +50,36 @@ class MediaFetch(Protocol):
 
 @dataclass(frozen=True)
 class MediaTools:
-    """What requests' media are fetched and encoded with; each file has at most ``max_item_bytes``."""
+    """What requests' media are fetched and encoded with; ``config`` has the limits of their parts."""
 
     fetcher: MediaFetch
     encode: EncodeTools
     queue: MediaQueue
-    max_item_bytes: int
+    config: MediaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrivedMedia:
+    """The media of a request that has come, before anything is fetched. Closed when the request ends.
+
+    Attributes:
+        parts: as the client names them.
+        fields: of each part, its name in the request.
+        held: the memory that the request takes from its arrival on, if any file is in it; then the files that it has
+            still to fetch are included, so it never waits for memory while it holds some.
+        num_bytes_to_fetch: bytes of all its files at most, if all of them are still to be fetched.
+        num_copied_bytes: bytes of further copies of what came in the request.
+    """
+
+    parts: Sequence[MediaPart]
+    fields: Sequence[str]
+    held: MediaRoom
+    num_bytes_to_fetch: int
+    num_copied_bytes: int
+
+    def close(self) -> None:
+        """Nothing of the request is in memory any more."""
+        self.held.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +87,7 @@ class MediaRequest:
     """The request that the media belong to.
 
     Attributes:
+        arrived: its media, as they came.
         worker_priority: the priority that workers are told.
         first_attempt: number of the request's first attempt.
         deadline: monotonic seconds.
@@ -64,6 +96,7 @@ class MediaRequest:
 
     request_id: str
     start: GenerateStart
+    arrived: ArrivedMedia
     worker_priority: int
     traceparent: str
     first_attempt: int
@@ -84,6 +117,49 @@ class MediaPrompt:
     token_ids: Sequence[int] = field(repr=False)
     spans: tuple[MediaSpan, ...] = ()
     num_unknown_tokens: int = 0
+
+
+def arrive(start: GenerateStart, tools: MediaTools, *, num_copies: int = 1) -> ArrivedMedia:
+    """Check the media of a request that has just come, and count what came with it. The caller closes the result.
+
+    ``num_copies`` says how often what came in the request is in memory.
+
+    Raises:
+        InvalidRequestError: too many parts, or one that could never be taken; its field is named.
+        MediaTooLargeError: the files could need more memory than there is for all requests.
+        QueueFullError: they need more than other requests have left.
+    """
+    parts, fields = named_parts(start)
+    check_parts(parts, fields, tools.config)
+    num_bytes = num_copied_bytes = 0
+    for part, field_name in zip(parts, fields, strict=True):
+        num_copied_bytes += (num_copies - 1) * _num_inline_bytes(part)
+        num_bytes += _most_bytes(part, tools.config)
+        if num_bytes + num_copied_bytes > tools.config.max_held_bytes:
+            message = f"the request's media could take more than the {tools.config.max_held_bytes} bytes for all files"
+            raise MediaTooLargeError(message, field=field_name)
+    is_here = any(_num_inline_bytes(part) for part in parts)
+    return ArrivedMedia(
+        parts=parts,
+        fields=fields,
+        held=tools.queue.hold(start.tenant, num_bytes + num_copied_bytes if is_here else 0),
+        num_bytes_to_fetch=0 if is_here else num_bytes,
+        num_copied_bytes=num_copied_bytes,
+    )
+
+
+def _num_inline_bytes(part: MediaPart) -> int:
+    """Bytes of a file that came in the request; 0 for one that is still to be fetched."""
+    if isinstance(part, MediaFile):
+        return len(part.data)
+    return len(part.url) if scheme_of(part.url) == "data" else 0
+
+
+def _most_bytes(part: MediaPart, config: MediaConfig) -> int:
+    """Bytes that ``part`` takes in memory at most: as a file, and a ``data:`` URL also as text."""
+    if isinstance(part, MediaFile):
+        return len(part.data)
+    return 2 * len(part.url) if scheme_of(part.url) == "data" else len(part.url) + config.max_size_bytes
 
 
 async def prepare_media(
@@ -114,7 +190,7 @@ async def prepare_media(
         UnsupportedFieldError: the model takes no media, or none of a kind.
         WorkerUnavailableError: no worker that takes such media is ready, and none of them is an encode worker.
     """
-    parts, fields = named_parts(request.start)
+    parts, fields = request.arrived.parts, request.arrived.fields
     if not parts:
         return None, MediaPrompt(token_ids)
     if text.media is None:
@@ -122,9 +198,8 @@ async def prepare_media(
     check_items(request.start, token_ids, text.media, fields)
     if encodes:
         pool = await _with_way(request, pool, parts, tools.encode)
-    order = _media_order(request.start, pool, parts, tools.max_item_bytes)
-    room = await tools.queue.enter(order) if encodes else tools.queue.preview(order)
-    media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
+    room = await tools.queue.enter(_media_order(request, pool, encodes=encodes))
+    media, way = await _fetch(request, pool, text.media, token_ids, tools, room)
     sizes = tools.encode.sizes.find(media.items)
     if encodes and way is MediaWay.ENCODE:
         sizes = await _begin(media, _order(request, pool.key, media.items, fields), tools.encode)
@@ -311,13 +386,12 @@ async def _fetch(
     request: MediaRequest,
     pool: Pool,
     model: MediaText,
-    named: tuple[Sequence[MediaPart], Sequence[str]],
     token_ids: Sequence[int],
     tools: MediaTools,
     room: MediaRoom,
 ) -> tuple[RequestMedia, MediaWay]:
-    """Fetch the ``named`` parts into ``room``, and decide how they get into the prompt. Raises ``ServingError``."""
-    parts, fields = named
+    """Fetch the parts into ``room``, and decide how they get into the prompt. Raises ``ServingError``."""
+    parts, fields = request.arrived.parts, request.arrived.fields
     began = time.monotonic()
     try:
         fingerprint = in_trust_domain(model.preprocessing_fingerprint, request.trust_domain)
@@ -327,7 +401,12 @@ async def _fetch(
     except BaseException:
         room.close()
         raise
-    room.fetched(sum(len(item.file.data) for item in items))
+    num_bytes = sum(len(item.file.data) for item in items)
+    num_bytes += sum(len(part.url) for part in parts if isinstance(part, MediaUrl))
+    num_bytes += request.arrived.num_copied_bytes
+    # One of them has room for them all, the other one has none.
+    for counted in (request.arrived.held, room):
+        counted.fetched(num_bytes)
     if way is MediaWay.FILES:
         room.pulled()
     fetch_s, num_choices = time.monotonic() - began, request.start.num_choices
@@ -336,14 +415,15 @@ async def _fetch(
     return media, way
 
 
-def _media_order(start: GenerateStart, pool: Pool, parts: Sequence[MediaPart], max_item_bytes: int) -> MediaOrder:
-    """The room that the request needs, as far as is known before anything is fetched."""
+def _media_order(request: MediaRequest, pool: Pool, *, encodes: bool) -> MediaOrder:
+    """The room that the request still needs, as far as is known before anything is fetched."""
+    is_encoded = encodes and pool.media.encoded
     return MediaOrder(
         pool=pool.key,
-        tenant=start.tenant,
-        priority=start.priority,
-        num_encode_tokens=len(parts) * max(pool.media.max_tokens, 1) if pool.media.encoded else 0,
-        num_bytes=sum(len(part.data) if isinstance(part, MediaFile) else max_item_bytes for part in parts),
+        tenant=request.start.tenant,
+        priority=request.start.priority,
+        num_encode_tokens=len(request.arrived.parts) * max(pool.media.max_tokens, 1) if is_encoded else 0,
+        num_bytes=request.arrived.num_bytes_to_fetch,
     )
 
 

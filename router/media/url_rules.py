@@ -19,7 +19,7 @@ SCHEMES = ("http", "https")
 _HOST = re.compile(r"(?P<name>\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
 
 # Many servers refuse longer ones.
-_MAX_URL_LENGTH = 8192
+MAX_URL_LENGTH = 8192
 
 # Not public though `is_global` says so in some versions of Python: transition mechanisms, whose addresses hide others,
 # and the newest entries of the registries.
@@ -75,8 +75,8 @@ class UrlRules:
 
     def parse(self, text: str) -> URL:
         """The URL, if it may be followed; raises what ``check`` raises."""
-        if len(text) > _MAX_URL_LENGTH:
-            raise InvalidMediaError(f"the URL is longer than {_MAX_URL_LENGTH} characters")
+        if len(text) > MAX_URL_LENGTH:
+            raise InvalidMediaError(f"the URL is longer than {MAX_URL_LENGTH} characters")
         # Some parsers drop such characters: the URL that is checked must be the URL that is asked for.
         if any(character <= " " or character == "\x7f" or character == "\\" for character in text):
             raise InvalidMediaError("the URL has spaces, backslashes or control characters in it")

@@ -72,6 +72,7 @@ from router.fleet import Fleet
 from router.generate import Pipeline
 from router.intake import Intake
 from router.kv_index.index import PrefixIndex
+from router.media.config import MediaConfig
 from router.media.encode import EncodeTools, EncodeWaits
 from router.media.encode_queue import EncodeQueue
 from router.media.queue import MediaQueue, MediaQueueConfig
@@ -485,7 +486,7 @@ class World:
             clock=self.loop.time,
         )
         bounds = MediaQueueConfig(max_bytes=1, max_length=1, timeout_s=1.0, retry_delay_s=1.0)
-        media = MediaTools(mock.Mock(), encode, MediaQueue(bounds, FairShare(), lambda _pool: 0), 1)
+        media = MediaTools(mock.Mock(), encode, MediaQueue(bounds, FairShare(), lambda _pool: 0), MediaConfig())
         self.pipeline = Pipeline(
             RouterContext(
                 router_id="router",

@@ -33,6 +33,7 @@ from router.fair_queue import FairShare
 from router.generate import Pipeline
 from router.intake import Intake
 from router.kv_index.index import PrefixIndex
+from router.media.config import MediaConfig
 from router.media.encode import EncodeTools, EncodeWaits, KnownSizes
 from router.media.encode_queue import EncodeQueue
 from router.media.queue import MediaQueue, MediaQueueConfig
@@ -49,6 +50,7 @@ from tests.router.records import make_load, make_record
 from tests.text.builders import EOS, byte_level_tokenizer
 
 TIMEOUT_S = 30.0
+MEDIA_CONFIG = MediaConfig(max_size_bytes=64 << 20, max_items=64, max_held_bytes=1 << 30)
 LOCAL_PREFILL_MAX_TOKENS = 4
 
 _TOKENIZER = byte_level_tokenizer()
@@ -388,7 +390,7 @@ class Fleet:
                 intake=Intake(FairShare()),
                 admission=self.admission,
                 hops=self.hops,
-                media=MediaTools(self.media, self._encode_tools(config), self.media_queue, 20 << 20),
+                media=MediaTools(self.media, self._encode_tools(config), self.media_queue, MEDIA_CONFIG),
                 tokenizing=TokenizeQueue(TokenizeConfig(), FairShare()),
                 metrics=metrics,
                 config=config,
@@ -410,7 +412,9 @@ class Fleet:
             self.join(worker_id, **record)
 
     def _media_queue(self) -> MediaQueue:
-        bounds = MediaQueueConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
+        bounds = MediaQueueConfig(
+            max_bytes=MEDIA_CONFIG.max_held_bytes, max_length=1000, timeout_s=60.0, retry_delay_s=1.0
+        )
         return MediaQueue(bounds, FairShare(), lambda pool: self.table.num_encode_tokens(pool, 0.0))
 
     @property
@@ -436,6 +440,7 @@ class Fleet:
         assert self.hops.num_open == 0
         assert self.hops.held == self.hops.kept == set()
         assert self.admission.length == self.media_queue.length == self.num_awaiting_encode == 0
+        assert self.media_queue.num_bytes == 0
         assert self.pipeline.num_running == 0
         for status in self.table.statuses(0.0):
             assert status.num_requests == 0

@@ -19,7 +19,7 @@ from quartet.text.chat_template import ChatTemplate
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import SpecialTokens
 from router.prepare import RouterRequest, max_message_bytes
-from router.tokenizing import TokenizeQueue
+from router.thread_queue import ThreadQueue
 from tests.router.fakes import EOS_ID, MODEL_TEXT, Fleet, Plan, collect
 from tests.router.media.test_media_encoded import media_fleet
 from tests.router.records import ALL_SAMPLING_FIELDS
@@ -123,7 +123,7 @@ async def test_a_prompt_that_is_too_long_is_refused_by_its_length() -> None:
 
 
 async def test_a_text_that_is_too_long_for_its_model_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(TokenizeQueue, "run")
+    monkeypatch.delattr(ThreadQueue, "run")
     fleet = Fleet("decode-0", max_model_len=100)
     with pytest.raises(errors.PromptTooLongError) as caught:
         await collect(fleet.generate(make_start(prompt=TextPrompt("a" * 1_000_000))))

@@ -12,7 +12,8 @@ import pytest
 from quartet.errors import ConfigError, InvalidRequestError, QueueFullError
 from router.admission import FairShare
 from router.config import TokenizeConfig
-from router.tokenizing import IsWanted, TokenizeQueue
+from router.thread_queue import IsWanted
+from router.tokenizing import TokenizeQueue
 
 WAIT_S = 30.0
 

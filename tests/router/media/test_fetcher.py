@@ -23,9 +23,10 @@ from quartet.errors import (
 )
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.media.media_id import media_id
-from router.media import fetch as data_url_module
+from router.media import data_url as data_url_module
 from router.media.config import MediaConfig
-from router.media.fetch import FetchSlots, read_data_url
+from router.media.data_url import read_data_url
+from router.media.fetch import FetchSlots
 from tests.media.pictures import encode, make_file, make_picture
 from tests.router.media.conftest import MakeFetcher
 from tests.router.media.site import FINGERPRINT, PNG, Site, fetch_one, loopback_config, num_open_files, settle_to

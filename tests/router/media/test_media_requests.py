@@ -15,15 +15,16 @@ from quartet.api.request import ChatPrompt, GenerateStart, Resume, TokenPrompt
 from quartet.discovery.base import Rank
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import MediaSpan
-from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import SignedPlacement
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_text import ModelText
 from quartet.v1 import decode_pb2
 from router.media.encode import KnownSizes
-from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Fleet, Plan, collect, expected_tokens
-from tests.router.media.test_media_encoded import EXPANDED, SPANS, A, B, calls_of, media_fleet, media_start
+from router.media.queue import MediaQueue
+from tests.router.fakes import MEDIA_CONFIG, MODEL_TEXT, TIMEOUT_S, Fleet, Plan, collect, expected_tokens
+from tests.router.media.test_media_encoded import EXPANDED, SPANS, A, B, calls_of, media_fleet, media_start, within
 from tests.router.media.test_media_files import AGGREGATED, TOWERS
 from tests.router.media_fakes import MEDIA_TEXT, PLACEHOLDER, FakeEncode, item_of, picture
 from tests.router.test_explain import by_name, explain
@@ -61,6 +62,96 @@ async def test_media_that_are_too_large_in_total_are_refused_before_they_are_sen
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     error = await refusal(fleet, media=(HALF, HALF))
     assert (type(error), error.field) == (errors.MediaTooLargeError, "media[1].data")
+
+
+async def test_media_that_can_never_be_taken_are_refused_before_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(MediaQueue, "enter")
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    url, too_large = MediaUrl("http://nowhere/"), MediaFile(MediaKind.IMAGE, bytes(MEDIA_CONFIG.max_size_bytes + 1))
+    long_url = MediaUrl("data:," + "%41" * MEDIA_CONFIG.max_size_bytes)
+    for media, kind, message, field in (
+        ([url] * 65, errors.InvalidRequestError, "at most 64", "media[64].url"),
+        # A URL's file may have 64 MiB, and all files together 1 GiB.
+        ([url] * 17, errors.MediaTooLargeError, "all files", "media[15].url"),
+        ([A, too_large], errors.MediaTooLargeError, "allowed", "media[1].data"),
+        ([A, long_url], errors.MediaTooLargeError, "characters", "media[1].url"),
+    ):
+        error = await refusal(fleet, media=media, prompt=TokenPrompt((1, *[PLACEHOLDER] * len(media))))
+        assert (type(error), error.field) == (kind, field)
+        assert message in str(error)
+
+
+@pytest.mark.parametrize("path", ["generate", "explain", "place"])
+async def test_what_came_in_a_request_counts_from_its_arrival_until_it_has_ended(path: str) -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    fleet.media.gate.clear()
+    url = MediaUrl("data:;base64," + "A" * 87)
+    start = media_start(media=(A, url), tenant="a")
+
+    async def run() -> None:
+        if path == "generate":
+            await collect(fleet.generate(start))
+        else:
+            await getattr(fleet.pipeline, path)(start)
+
+    task = asyncio.create_task(run())
+    await within(fleet.media.asked)
+    num_copied = 0 if path == "generate" else 2 * (len(A.data) + 100)  # gRPC keeps a unary call's message
+    assert fleet.media_queue.num_bytes == len(A.data) + 2 * 100 + num_copied, "a URL counts as text and as a file"
+    fleet.media.gate.set()
+    with pytest.raises(errors.MediaFetchError):  # the fleet follows no URLs
+        await task
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "media",
+    [(A, MediaUrl("data:;base64," + "A" * 87)), (MediaUrl("http://" + "a" * 43), MediaUrl("http://" + "a" * 43))],
+)
+async def test_once_its_files_are_known_a_request_counts_what_it_has(
+    media: Sequence[MediaPart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetch(*_: object) -> tuple[MediaItem, ...]:
+        return item_of(A), item_of(B)
+
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    monkeypatch.setattr(fleet.media, "fetch", fetch)
+    fleet.hops.plan("encode", Plan(hang_after=0))
+    calls = [asyncio.create_task(collect(fleet.generate(media_start(media=media))))]
+    await within(fleet.hops.hung)
+    assert fleet.media_queue.num_bytes == len(A.data) + len(B.data) + 100, "its URLs stay beside their files"
+    calls[0].cancel()
+    await asyncio.wait(calls)
+    fleet.assert_nothing_left()
+
+
+async def test_what_waiting_requests_brought_is_refused_to_the_tenant_that_has_most_of_the_memory() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    most = fleet.media_queue.hold("hog", MEDIA_CONFIG.max_held_bytes * 9 // 10)
+    with pytest.raises(errors.QueueFullError, match="memory") as raised:
+        await collect(fleet.generate(media_start(tenant="hog")))
+    assert raised.value.retry_delay_s == 1.0
+    with pytest.raises(errors.QueueFullError):
+        await explain(fleet, media_start(tenant="hog"))
+    await collect(fleet.generate(media_start(tenant="other")))
+    most.close()
+    fleet.assert_nothing_left()
+
+
+async def test_an_explained_request_waits_for_memory_before_its_files_are_fetched() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    most = fleet.media_queue.hold("other", MEDIA_CONFIG.max_held_bytes - 1)
+    urls = (MediaUrl("http://nowhere/"), MediaUrl("http://nowhere/"))
+    calls = [asyncio.create_task(explain(fleet, media_start(media=urls, tenant="a"))) for _ in range(3)]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert fleet.media_queue.length == 3 and not fleet.media.asked.is_set()
+    most.close()
+    for call in calls:
+        with pytest.raises(errors.MediaFetchError):
+            await call
+    assert fleet.media.asked.is_set()
+    fleet.assert_nothing_left()
 
 
 async def test_a_model_without_media_takes_none() -> None:

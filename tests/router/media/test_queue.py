@@ -246,12 +246,55 @@ async def test_cancelling_thousands_of_queued_requests_admits_the_one_behind_the
     assert scene.queue.length == 0
 
 
-async def test_a_preview_takes_up_no_room() -> None:
-    scene = QueueScene()
-    order = MediaOrder(pool=POOL, tenant="", priority=0, num_encode_tokens=100, num_bytes=1000)
-    looks = [scene.queue.preview(order) for _ in range(3)]
-    room = await result(scene.ask("in", tokens=100, size=1000))
-    for look in looks:
-        look.fetched(500)
-        look.close()
-    room.close()
+async def test_a_request_that_can_not_have_its_room_now_keeps_only_its_own_tenants_waiting() -> None:
+    scene = QueueScene(max_bytes=1000)
+    running = await result(scene.ask("running", tokens=10, size=500, tenant="a"))
+    large = [scene.ask("bytes", size=1001, tenant="hog"), scene.ask("tokens", tokens=101, tenant="greedy")]
+    behind = [scene.ask("h", size=1, tenant="hog"), scene.ask("g", tokens=1, tenant="greedy")]
+    await settle()
+    for name in ("a", "b", "c"):
+        (await result(scene.ask(name, tokens=10, size=10, tenant=name))).close()
+    assert not any(task.done() for task in (*large, *behind))
+    running.close()
+    await result(large[0])
+    (await result(large[1])).close()
+    await result(behind[1])
+    for task in behind:
+        task.cancel()
+
+
+async def test_what_comes_in_requests_counts_at_once_and_is_refused_beyond_the_tenants_bound() -> None:
+    scene = QueueScene(max_bytes=1000)
+    held = []
+    with pytest.raises(QueueFullError, match="memory") as caught:
+        for _ in range(100):
+            held.append(scene.queue.hold("hog", 100))
+    assert caught.value.retry_delay_s == 2.0
+    assert scene.queue.num_bytes == 100 * len(held) == 900, "a tenth is left"
+    other = scene.queue.hold("other", 50)
+    with pytest.raises(QueueFullError):
+        scene.queue.hold("third", 51)
+    scene.queue.hold("hog", 0).close()
+    other.fetched(20)
+    scene.queue.hold("third", 51).close()
+    waiting = scene.ask("fetching", size=200, tenant="third")
+    await settle()
+    assert not waiting.done()
+    for room in (*held, other):
+        room.close()
+        room.close()
+    (await result(waiting)).close()
+    assert scene.queue.num_bytes == scene.queue.length == 0
+
+
+async def test_a_request_that_holds_its_files_does_not_wait_behind_one_that_waits_for_memory() -> None:
+    scene = QueueScene(max_bytes=100)
+    held = [scene.queue.hold("a", 30) for _ in range(3)]
+    fetches = scene.ask("fetches", size=20, tenant="a")
+    await settle()
+    rooms = [await result(scene.ask(f"held-{number}", tokens=1, tenant="a")) for number in range(3)]
+    assert not fetches.done()
+    for room in (*held, *rooms):
+        room.close()
+    (await result(fetches)).close()
+    assert scene.queue.num_bytes == 0
