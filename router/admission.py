@@ -101,15 +101,17 @@ class Admission:
         """Admit a request to the queue as one unit: ``num_choices`` choices of ``num_tokens`` tokens of work each.
 
         Several choices count as queued from now on: the caller calls ``leave`` when none of them can come any more.
+        In an account that the tenant shares with others (``FairShare.account``) its priority does not count.
 
         Raises:
             QueueFullError: the queue has no room for all of them.
         """
         self._num_standings += 1
+        account = self.share.account(tenant)
         standing = Standing(
             pool=pool,
-            tenant=tenant,
-            priority=priority,
+            tenant=account,
+            priority=priority if account == tenant else 0,
             number=self._num_standings,
             num_tokens=num_tokens,
             deadline=deadline,

@@ -40,6 +40,7 @@ class Intake:
 
     async def enter(self, tenant: str, num_prompt_tokens: int) -> None:
         """Wait until the tenant's request may begin, which mostly is at once."""
+        tenant = self._share.account(tenant)
         num_tokens = _REQUEST_TOKENS + num_prompt_tokens
         if self._num_left_tokens > 0 and not self._waiting:
             self._begin(tenant, num_tokens)

@@ -180,7 +180,7 @@ class RouterProcess:
             stalled=self._stalled,
             is_loopback=config.server.is_loopback,
             has_tls=config.server.tls is not None,
-            names=TenantNames(config.trusted_gateways, config.identity_tenants),
+            names=TenantNames(config.trusted_gateways, config.identity_tenants, self._tenants),
             session_limits=config.session,
         )
 

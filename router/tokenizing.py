@@ -54,8 +54,12 @@ class TokenizeQueue:
         Raises:
             QueueFullError: too much text waits, and no tenant has more of it than this one.
         """
+        tenant = self._share.account(tenant)
         job = _Job(tenant=tenant, num_characters=num_characters, work=work)
-        self._waiting.setdefault(tenant, deque()).append(job)
+        if tenant not in self._waiting:
+            self._waiting[tenant] = deque()
+            self._share.waits(tenant)
+        self._waiting[tenant].append(job)
         self._num_waiting_characters += job.num_counted
         self._poll()
         self._refuse_excess()
@@ -114,6 +118,7 @@ class TokenizeQueue:
         self._waiting[job.tenant].remove(job)
         if not self._waiting[job.tenant]:
             del self._waiting[job.tenant]
+            self._share.waits_no_more(job.tenant)
         self._num_waiting_characters -= job.num_counted
 
 
