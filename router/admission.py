@@ -101,17 +101,15 @@ class Admission:
         """Admit a request to the queue as one unit: ``num_choices`` choices of ``num_tokens`` tokens of work each.
 
         Several choices count as queued from now on: the caller calls ``leave`` when none of them can come any more.
-        In an account that the tenant shares with others (``FairShare.account``) its priority does not count.
 
         Raises:
             QueueFullError: the queue has no room for all of them.
         """
         self._num_standings += 1
-        account = self.share.account(tenant)
         standing = Standing(
             pool=pool,
-            tenant=account,
-            priority=priority if account == tenant else 0,
+            tenant=tenant,
+            priority=priority,
             number=self._num_standings,
             num_tokens=num_tokens,
             deadline=deadline,
@@ -292,7 +290,7 @@ class Admission:
                 queued.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
             elif placement is not None:
                 self._commit(queued, placement, now)
-                self._queue.remove(queued)
+                self._queue.serve(queued)
         if len(head) == MAX_ASSIGNED_TOGETHER and None not in decision.placements:
             self.wake()  # there may be room for more
         return decision.poll_again_in_s
@@ -308,8 +306,6 @@ class Admission:
     def _commit(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
-        if not queued.is_retry:
-            self.share.serve(queued.standing.tenant, queued.standing.num_tokens)
         self._metrics.admissions.labels(AdmissionOutcome.PLACED).inc()
         self._metrics.matched_tokens.inc(placement.num_cached_tokens)
         queued.placed.set_result(reservation)

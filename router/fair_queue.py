@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
-from zlib import crc32
 
 from quartet.errors import ServingError
 from router.tenants import Tenants
@@ -24,17 +22,8 @@ from router.workers import PoolKey
 # Above this many tenants, forget those whose next request would begin at the present anyway.
 _MAX_TENANTS = 4096
 
-# So many guests are served before the first of them moves the door: a few tenants that come together start together.
-_FREE_GUESTS = 4
-
-# So much of what a guest was charged may be given back: one that takes nothing moves the door, too.
-_REFUNDABLE = 15 / 16
-
-# The longest request lately is remembered while the clock moves by so many times its length.
-_STEP_LIFE = 8
-
-# Of the tenants that one identity names and that wait at a time, so many have accounts; the others share a few.
-_OWN_ACCOUNTS, _SHARED_ACCOUNTS = 64, 16
+# A tenant that enters starts so much of its first request after the present.
+_ENTRY_PART = 0.5
 
 # Tenants that have nothing in a queue have this.
 _NOTHING = (0.0, 0.0)
@@ -54,15 +43,10 @@ class FairShare:
     Serving the tenant whose next start is lowest gives each busy tenant a share of the work: its weight over the
     weights of all busy tenants. A tenant alone gets everything, and an idle tenant saves nothing up.
 
-    A tenant whose end lies before the present, or that was never served, is a *guest*. If all guests started at the
-    present, a client that names another tenant in each request would keep the present where it is, and tenants that
-    were served before would wait for ever. So guests pay together, too: their door on the clock moves on with what they
-    take, over the weights of those that wait, and none of them starts before it. One guest moves it no further than the
-    longest request of the others lately: a guest's long prompt must not keep the next guests out. What a guest did not
-    take moves it back.
-
-    An identity that names tenants has accounts for so many of those that wait (``account``). More share a few accounts,
-    by hash, as in stochastic fairness queueing (McKenney, INFOCOM 1990).
+    A tenant whose end lies before the present, or that was never served, enters a little after the present: by half of
+    its first request. If it entered at the present, a client that names another tenant in each request would keep the
+    present where it is, and tenants that were served before would wait for ever. As it is, the present moves on with
+    what such tenants take. (The scheduler of Linux does the same with new tasks.)
 
     What a request takes is known only once it has ended. It is served with a guess, and ``charge`` corrects that.
     """
@@ -70,114 +54,43 @@ class FairShare:
     def __init__(self, tenants: Tenants | None = None) -> None:
         """``tenants`` have the weights."""
         self._tenants = tenants or Tenants()
-        self._now = self._door = 0.0
+        self._now = 0.0
         self._ends: dict[str, float] = {}
         self._max_ends = _MAX_TENANTS
-        self._waiting_guests: dict[str, float] = {}  # their weights
-        self._guests_weight = 0.0
-        self._unpaid: dict[str, float] = {}  # by how much each of the last guests will move the door
-        self._refundable: dict[str, float] = {}  # by how much a tenant that was a guest may move it back
-        self._weights_beside: dict[str, float] = {}  # of the guests when each was let in
-        # The longest request of a tenant that was no guest, and until when it counts.
-        self._step, self._step_until = 0.0, -1.0
-        # Tenants that wait and were named by an identity of another name, with that identity; and how many each has.
-        self._identities: dict[str, str] = {}
-        self._num_named: Counter[str] = Counter()
-
-    def account(self, tenant: str) -> str:
-        """The name under which a request of ``tenant`` waits and pays: its own, or that of a shared account."""
-        identity = self._tenants.identity(tenant)
-        if identity is None or self._num_named[identity] < _OWN_ACCOUNTS or tenant in self._identities:
-            return tenant
-        return f"{identity}#{crc32(tenant.encode(errors='surrogatepass')) % _SHARED_ACCOUNTS}"
+        self._entries: dict[str, float] = {}  # where tenants enter that wait
 
     def start(self, tenant: str) -> float:
         """Where the tenant's next request starts."""
-        end = self._ends.get(tenant, -1.0)
-        return end if end >= self._now else max(self._now, self._door)
+        entry = self._entries.get(tenant)
+        return max(self._now, self._ends.get(tenant, 0.0)) if entry is None else entry
 
     def length(self, tenant: str, num_tokens: int) -> float:
         """How long ``num_tokens`` tokens of the tenant's work are on the clock."""
         return num_tokens / self._tenants.config(tenant).weight
 
-    def waits(self, tenant: str) -> None:
-        """The tenant had nothing waiting, and has now."""
-        if self._is_guest(tenant) and tenant not in self._waiting_guests:
-            weight = self._waiting_guests[tenant] = self._tenants.config(tenant).weight
-            self._guests_weight += weight
-        if (identity := self._tenants.identity(tenant)) is not None and tenant not in self._identities:
-            self._identities[tenant] = identity
-            self._num_named[identity] += 1
+    def waits(self, tenant: str, num_tokens: int) -> None:
+        """The tenant had nothing waiting, and has now a request that will probably take ``num_tokens`` tokens."""
+        if self._ends.get(tenant, -1.0) < self._now:
+            self._entries[tenant] = self._now + _ENTRY_PART * self.length(tenant, num_tokens)
 
     def waits_no_more(self, tenant: str) -> None:
-        """The tenant has nothing waiting any more."""
-        self._leave_guests(tenant)
-        if (identity := self._identities.pop(tenant, None)) is not None:
-            self._num_named[identity] -= 1
-            if not self._num_named[identity]:
-                del self._num_named[identity]
+        """The tenant has nothing waiting any more; its last request was served before, or left."""
+        self._entries.pop(tenant, None)
 
     def serve(self, tenant: str, num_tokens: int) -> None:
         """A request of the tenant is served now, and will probably take ``num_tokens`` tokens of work."""
-        start, length = self.start(tenant), self.length(tenant, num_tokens)
-        if self._is_guest(tenant):
-            self._let_in(tenant, num_tokens)
-        elif length >= self._step or start > self._step_until:
-            self._step, self._step_until = length, start + _STEP_LIFE * length
-        self._now = start
-        self._ends[tenant] = start + length
+        start = self.start(tenant)
+        self._now = max(self._now, start)
+        self._entries.pop(tenant, None)
+        self._ends[tenant] = start + self.length(tenant, num_tokens)
         if len(self._ends) > self._max_ends:
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
             self._max_ends = max(_MAX_TENANTS, 2 * len(self._ends))
-            self._refundable = {name: rest for name, rest in self._refundable.items() if name in self._ends}
-            beside = self._weights_beside
-            self._weights_beside = {name: beside[name] for name in beside if name in self._ends}
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Requests served before take ``num_tokens`` tokens more, or less if negative, than was charged so far."""
         if tenant in self._ends:
             self._ends[tenant] += self.length(tenant, num_tokens)
-            if num_tokens < 0 and tenant in self._weights_beside:
-                self._pay_back(tenant, -num_tokens / self._weights_beside[tenant])
-
-    def _is_guest(self, tenant: str) -> bool:
-        return self._ends.get(tenant, -1.0) < self._now
-
-    def _leave_guests(self, tenant: str) -> None:
-        self._guests_weight -= self._waiting_guests.pop(tenant, 0.0)
-        if not self._waiting_guests:
-            self._guests_weight = 0.0
-
-    def _let_in(self, tenant: str, num_tokens: int) -> None:
-        """A guest is served: it has an end of its own from now on."""
-        weight = self._guests_weight
-        if tenant not in self._waiting_guests:
-            weight += self._tenants.config(tenant).weight
-        self._leave_guests(tenant)
-        self._weights_beside[tenant] = weight
-        if tenant in self._unpaid:
-            self._move_door(tenant)
-        self._unpaid[tenant] = num_tokens / weight
-        self._refundable[tenant] = num_tokens / weight * _REFUNDABLE
-        if len(self._unpaid) > _FREE_GUESTS:
-            self._move_door(next(iter(self._unpaid)))
-
-    def _move_door(self, tenant: str) -> None:
-        length = self._unpaid.pop(tenant)
-        if self._now <= self._step_until:
-            length = min(length, self._step)
-        self._door = max(self._door, self._now) + length
-        self._refundable[tenant] = min(self._refundable.get(tenant, 0.0), length * _REFUNDABLE)
-
-    def _pay_back(self, tenant: str, length: float) -> None:
-        length = min(length, self._refundable.get(tenant, 0.0))
-        if length <= 0:
-            return
-        self._refundable[tenant] -= length
-        if tenant in self._unpaid:
-            self._unpaid[tenant] -= length
-        else:
-            self._door -= length
 
 
 @dataclass(slots=True, kw_only=True)
@@ -347,7 +260,7 @@ class FairQueue(Generic[EntryT]):
             lane = Lane(lanes, standing.pool, standing.tenant, entry.adapter)
             held = self._held_by(standing.tenant)
             if not held.lanes:
-                self._share.waits(standing.tenant)
+                self._share.waits(standing.tenant, standing.num_tokens)
             held.lanes[lane] = None
         self._num_added += 1
         entry.lane, entry.position = lane, (-standing.priority, standing.number, self._num_added)
@@ -372,6 +285,12 @@ class FairQueue(Generic[EntryT]):
                 self._share.waits_no_more(lane.tenant)
         self._count(entry.standing, 0 if entry.is_retry else -1)
         return True
+
+    def serve(self, entry: EntryT) -> None:
+        """Take ``entry`` out: its turn has come. Its tenant is charged, unless it was served before."""
+        if not entry.is_retry:
+            self._share.serve(entry.standing.tenant, entry.standing.num_tokens)
+        self.remove(entry)
 
     def expect(self, standing: Standing, num_choices: int) -> None:
         """So many choices more are still to come, less if negative: they count as if they were here."""

@@ -40,7 +40,6 @@ class Intake:
 
     async def enter(self, tenant: str, num_prompt_tokens: int) -> None:
         """Wait until the tenant's request may begin, which mostly is at once."""
-        tenant = self._share.account(tenant)
         num_tokens = _REQUEST_TOKENS + num_prompt_tokens
         if self._num_left_tokens > 0 and not self._waiting:
             self._begin(tenant, num_tokens)
@@ -75,8 +74,8 @@ class Intake:
             begun.append(turn)
             num_tokens += turn.standing.num_tokens
         for turn in begun:
-            self._waiting.remove(turn)
-            self._begin(turn.standing.tenant, turn.standing.num_tokens)
+            self._waiting.serve(turn)
+            self._num_left_tokens -= turn.standing.num_tokens
             turn.placed.set_result(None)
 
 

@@ -54,11 +54,10 @@ class TokenizeQueue:
         Raises:
             QueueFullError: too much text waits, and no tenant has more of it than this one.
         """
-        tenant = self._share.account(tenant)
         job = _Job(tenant=tenant, num_characters=num_characters, work=work)
         if tenant not in self._waiting:
             self._waiting[tenant] = deque()
-            self._share.waits(tenant)
+            self._share.waits(tenant, num_characters)
         self._waiting[tenant].append(job)
         self._num_waiting_characters += job.num_counted
         self._poll()
@@ -81,8 +80,8 @@ class TokenizeQueue:
             if not tenants:
                 return
             job = self._waiting[min(tenants, key=self._share.start)][0]
-            self._leave(job)
             self._share.serve(job.tenant, job.num_characters)
+            self._leave(job)
             self._running[job.tenant] += 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
             running.add_done_callback(partial(self._end, job))

@@ -90,7 +90,7 @@ def test_a_priority_does_not_decide_between_tenants_that_start_together() -> Non
 def test_a_tenant_in_debt_waits_until_the_others_have_had_as_much() -> None:
     scene = QueueScene()
     scene.share.serve("a", 100)
-    scene.share.charge("a", 150)
+    scene.share.charge("a", 160)
     for number in range(3):
         scene.add(f"a{number}")
         scene.add(f"b{number}")
