@@ -242,15 +242,14 @@ class RouterProcess:
         return pipeline
 
     def _untaken_budgets(self, table: WorkerTable) -> UntakenBudgets[PoolKey]:
-        admission, server = self._config.admission, self._config.server
-        # Without certificates nobody knows who names a tenant: all are one caller.
-        are_unknown = server.tls is None and server.is_loopback
+        # If nobody knows who names a tenant, all are one caller.
+        admission, knows_callers = self._config.admission, self._config.knows_callers
         return UntakenBudgets(
             lambda pool: table.decode_capacity(pool, time.monotonic()),
             share=admission.untaken_share,
             max_waiting=admission.max_queue_length,
             timeout_s=admission.queue_timeout_s,
-            caller=lambda tenant: "" if are_unknown else self._tenants.identity(tenant),
+            caller=lambda tenant: self._tenants.identity(tenant) if knows_callers else "",
         )
 
     def _media_queue(self, table: WorkerTable, tenants: Tenants) -> MediaQueue:

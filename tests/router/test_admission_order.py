@@ -94,6 +94,23 @@ async def test_a_priority_neither_delays_nor_refuses_another_tenants_requests() 
     assert scene.order == ["full", "b0", "a0", "b1", "a1"]
 
 
+async def test_many_tenants_of_one_identity_share_accounts_in_which_priorities_do_not_count() -> None:
+    scene = AdmissionScene()
+    for number in range(2000):
+        scene.tenants.note_identity(f"user {number}", "gateway")
+    scene.ask("full", 10, tenant="nobody")
+    await scene.settle()
+    for number in range(64):
+        scene.ask("waits", 10, tenant=f"user {number}")
+    await scene.settle()
+    shared = [scene.admission.standing(POOL, tenant=f"user {number}", priority=9) for number in range(64, 2000)]
+    assert len({standing.tenant for standing in shared}) == 16
+    assert {standing.priority for standing in shared} == {0}
+    own = scene.admission.standing(POOL, tenant="user 7", priority=9)
+    assert (own.tenant, own.priority) == ("user 7", 9)
+    await scene.close()
+
+
 class LevelsPolicy(RoundRobinPolicy):
     """Notes the priorities that it is shown."""
 
