@@ -118,14 +118,13 @@ class Admission:
             if not self._shorten(self._most, standing, num_choices):
                 self._metrics.admissions.labels(AdmissionOutcome.REFUSED).inc(num_choices)
                 raise self._full_error()
-            standing.num_coming = num_choices
-            self._num_coming += num_choices
+            self._expect(standing, num_choices)
         return standing
 
     def leave(self, standing: Standing) -> None:
         """No choice of this request will be queued any more, other than those that were. May be called again."""
-        self._num_coming -= standing.num_coming
-        standing.num_coming = 0
+        if standing.num_coming:
+            self._expect(standing, -standing.num_coming)
 
     def charge(self, standing: Standing, num_tokens: int) -> None:
         """A choice of the request, once placed, takes ``num_tokens`` more than was charged so far; less if negative."""
@@ -162,7 +161,7 @@ class Admission:
         self._enqueue(queued)
         placed = queued.placed
         try:
-            if self._num_bounded > self._config.max_queue_length and not queued.is_retry:
+            if self._queue.num_new > self._config.max_queue_length and not queued.is_retry:
                 self._bound()
             self.wake()
             return await placed
@@ -188,8 +187,7 @@ class Admission:
         self._queue.add(queued)
         standing = queued.standing
         if standing.num_coming and not queued.is_retry:
-            standing.num_coming -= 1
-            self._num_coming -= 1
+            self._expect(standing, -1)
         if self._poll is None:
             self._poll = loop.call_later(self._poll_interval_s, self._end_waits)
 
@@ -197,10 +195,10 @@ class Admission:
         block_size = self._table.block_size(queued.standing.pool, now)
         queued.num_cached_tokens = queued.matches = PromptMatches(self._index, queued.sequence_hashes, block_size)
 
-    @property
-    def _num_bounded(self) -> int:
-        """Choices that count for the queue's bound."""
-        return self._queue.num_new + self._num_coming
+    def _expect(self, standing: Standing, num_choices: int) -> None:
+        standing.num_coming += num_choices
+        self._num_coming += num_choices
+        self._queue.expect(standing, num_choices)
 
     def _bound(self) -> None:
         """There are too many: refuse the last ones, unless the policy, which runs soon, may place enough of them."""
@@ -208,7 +206,7 @@ class Admission:
         self._shorten(self._config.max_queue_length if rests else self._most)
 
     def _shorten(self, max_length: int, newcomer: Standing | None = None, num_choices: int = 0) -> bool:
-        return self._queue.shorten(max_length - self._num_coming, self._full_error, newcomer, num_choices)
+        return self._queue.shorten(max_length, self._full_error, newcomer, num_choices)
 
     def _note_unserved(self, queued: QueuedRequest, error: BaseException) -> None:
         if isinstance(error, QueueFullError):
@@ -292,7 +290,7 @@ class Admission:
                 queued.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
             elif placement is not None:
                 self._commit(queued, placement, now)
-                self._queue.remove(queued)
+                self._queue.serve(queued)
         if len(head) == MAX_ASSIGNED_TOGETHER and None not in decision.placements:
             self.wake()  # there may be room for more
         return decision.poll_again_in_s
@@ -308,8 +306,6 @@ class Admission:
     def _commit(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
-        if not queued.is_retry:
-            self.share.serve(queued.standing.tenant, queued.standing.num_tokens)
         self._metrics.admissions.labels(AdmissionOutcome.PLACED).inc()
         self._metrics.matched_tokens.inc(placement.num_cached_tokens)
         queued.placed.set_result(reservation)

@@ -88,7 +88,8 @@ class AdmissionConfig:
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: the delay that refused clients are asked to wait.
-        untaken_share: of a pool, what one tenant's placements may hold before their clients take them up.
+        untaken_share: of a pool, what one tenant's placements may hold before their clients take them up; those of all
+            tenants that one caller names may hold that and half of the rest.
         prediction_life_s: how long a prompt's blocks count as cached where it was sent, without word from KV events.
     """
 

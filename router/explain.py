@@ -133,9 +133,8 @@ class ExplainTurns:
         turn = next(self._waiting.in_order(_is_kept), None)
         if turn is None:
             return  # all that are left were cancelled, and are about to leave
-        self._waiting.remove(turn)
+        self._waiting.serve(turn)
         self._running = turn
-        self._share.serve(turn.standing.tenant, turn.standing.num_tokens)
         turn.placed.set_result(None)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from heapq import heapify, heappop, heapreplace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -18,8 +19,18 @@ from quartet.errors import ServingError
 from router.tenants import Tenants
 from router.workers import PoolKey
 
-# Above this many tenants, forget those whose next request would begin at the present anyway.
+# Above this many tenants, forget those whose next request would begin at the present anyway, and above twice as many
+# others, too.
 _MAX_TENANTS = 4096
+
+# A tenant that enters starts so much of its first request after the present.
+_ENTRY_PART = 0.5
+
+# Tenants that have nothing in a queue have this.
+_NOTHING = (0.0, 0.0)
+
+# So many places in the order of what tenants have, for each tenant, may be out of date before it is made anew.
+_MAX_STALE = 8
 
 # The start of what was served before: it precedes all others.
 _AT_ONCE = -1.0
@@ -33,6 +44,11 @@ class FairShare:
     Serving the tenant whose next start is lowest gives each busy tenant a share of the work: its weight over the
     weights of all busy tenants. A tenant alone gets everything, and an idle tenant saves nothing up.
 
+    A tenant whose end lies before the present, or that was never served, enters a little after the present if others
+    wait: by half of its first request. If it entered at the present, a client that names another tenant in each request
+    would keep the present where it is, and tenants that were served before would wait for ever. As it is, the present
+    moves on with what such tenants take. (The scheduler of Linux does the same with new tasks.)
+
     What a request takes is known only once it has ended. It is served with a guess, and ``charge`` corrects that.
     """
 
@@ -42,22 +58,46 @@ class FairShare:
         self._now = 0.0
         self._ends: dict[str, float] = {}
         self._max_ends = _MAX_TENANTS
+        # Tenants that wait; for those that enter after the present, where they would have started, and where they do.
+        self._waiting: dict[str, tuple[float, float] | None] = {}
 
     def start(self, tenant: str) -> float:
         """Where the tenant's next request starts."""
-        return max(self._now, self._ends.get(tenant, 0.0))
+        entry = self._waiting.get(tenant)
+        return max(self._now, self._ends.get(tenant, 0.0)) if entry is None else entry[1]
 
     def length(self, tenant: str, num_tokens: int) -> float:
         """How long ``num_tokens`` tokens of the tenant's work are on the clock."""
         return num_tokens / self._tenants.config(tenant).weight
 
+    def waits(self, tenant: str, num_tokens: int) -> None:
+        """The tenant had nothing waiting, and has now a request that will probably take ``num_tokens`` tokens."""
+        entry = None
+        if self._waiting and self._ends.get(tenant, -1.0) < self._now:
+            entry = self._now, self._now + _ENTRY_PART * self.length(tenant, num_tokens)
+        self._waiting[tenant] = entry
+
+    def waits_no_more(self, tenant: str) -> None:
+        """The tenant has nothing waiting any more; its last request was served before, or left."""
+        self._waiting.pop(tenant, None)
+
     def serve(self, tenant: str, num_tokens: int) -> None:
         """A request of the tenant is served now, and will probably take ``num_tokens`` tokens of work."""
-        self._now = start = self.start(tenant)
+        start, entry = self.start(tenant), self._waiting.get(tenant)
+        self._now = max(self._now, start)
+        if entry is not None:
+            self._waiting[tenant] = None
+            start = entry[0]  # it does not pay for its late entry
+        self._ends.pop(tenant, None)  # so their order is that of the last service
         self._ends[tenant] = start + self.length(tenant, num_tokens)
         if len(self._ends) > self._max_ends:
-            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
-            self._max_ends = max(_MAX_TENANTS, 2 * len(self._ends))
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget the tenants that enter anyway, and of the others those that were served longest ago."""
+        owing = [(name, end) for name, end in self._ends.items() if end > self._now]
+        self._ends = dict(owing[-2 * _MAX_TENANTS :])
+        self._max_ends = max(_MAX_TENANTS, 2 * len(self._ends))
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Requests served before take ``num_tokens`` tokens more, or less if negative, than was charged so far."""
@@ -129,13 +169,9 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class Lane(Generic[EntryT]):
-    """Entries of one pool and tenant that need the same adapter, in the order in which they are served.
+    """Entries of one pool and tenant that need the same adapter, in the order in which they are served."""
 
-    Attributes:
-        num_tokens: work of all that were not served before.
-    """
-
-    __slots__ = ("_siblings", "adapter", "entries", "num_tokens", "pool", "tenant")
+    __slots__ = ("_siblings", "adapter", "entries", "pool", "tenant")
 
     def __init__(self, siblings: dict[tuple[str, str], Lane[EntryT]], pool: PoolKey, tenant: str, adapter: str) -> None:
         """Start without entries, as one of ``siblings``, the lanes of the pool."""
@@ -145,7 +181,6 @@ class Lane(Generic[EntryT]):
         self.adapter = adapter
         siblings[tenant, adapter] = self
         self.entries: list[EntryT] = []
-        self.num_tokens = 0
 
     def first(self, begin: int = 0) -> int | None:
         """The index of the first entry from ``begin`` on that still waits."""
@@ -164,6 +199,25 @@ class Lane(Generic[EntryT]):
         return next((one for one in reversed(self.entries) if not (one.is_retry or one.placed.done())), None)
 
 
+@dataclass(eq=False, slots=True)
+class _Held(Generic[EntryT]):
+    """What one tenant has in a queue.
+
+    Attributes:
+        num_choices: entries that were not served before, and those still to come.
+        num_tokens: work of these.
+        lanes: the tenant's, in all pools, as an ordered set.
+    """
+
+    num_choices: int = 0
+    num_tokens: int = 0
+    lanes: dict[Lane[EntryT], None] = field(default_factory=dict)
+
+
+# Orders tenants by what they have in a queue, the one that has most first: choices, then tokens, over its weight, less
+# than nothing each.
+_Most: TypeAlias = tuple[float, float]
+
 # Start, number of the request, number of the entry, its index in its lane.
 _NextOf: TypeAlias = tuple[float, int, int, int, Lane[EntryT]]
 
@@ -171,10 +225,12 @@ _NextOf: TypeAlias = tuple[float, int, int, int, Lane[EntryT]]
 class FairQueue(Generic[EntryT]):
     """Entries that wait. Finding the next ones takes time for each tenant that waits, not for each entry.
 
+    Finding the ones to refuse takes the logarithm of that.
+
     An entry whose wait has ended, because its task was cancelled, stays until its task takes it out; it is not shown.
 
     Attributes:
-        num_new: entries that were not served before.
+        num_new: entries that were not served before, and those still to come.
     """
 
     def __init__(self, share: FairShare) -> None:
@@ -182,6 +238,10 @@ class FairQueue(Generic[EntryT]):
         self._share = share
         # By pool, then by tenant and adapter. Pools are few: they stay.
         self._pools: dict[PoolKey, dict[tuple[str, str], Lane[EntryT]]] = {}
+        self._held: dict[str, _Held[EntryT]] = {}
+        # Tenants, the one that has most first, since there was once too much in here. One that has less by now is at
+        # its old place still, one that has more is at its new place too.
+        self._most: list[tuple[_Most, str]] | None = None
         self._num_added = 0
         self._length = self.num_new = 0
 
@@ -210,13 +270,16 @@ class FairQueue(Generic[EntryT]):
         lane = lanes.get((standing.tenant, entry.adapter))
         if lane is None:
             lane = Lane(lanes, standing.pool, standing.tenant, entry.adapter)
+            held = self._held_by(standing.tenant)
+            if not held.lanes:
+                self._share.waits(standing.tenant, standing.num_tokens)
+            held.lanes[lane] = None
         self._num_added += 1
         entry.lane, entry.position = lane, (-standing.priority, standing.number, self._num_added)
         insort(lane.entries, entry, key=_by_position)
-        if not entry.is_retry:
-            lane.num_tokens += standing.num_tokens
-            self.num_new += 1
         self._length += 1
+        if not entry.is_retry:
+            self._count(standing, 1)
 
     def remove(self, entry: EntryT) -> bool:
         """Take ``entry`` out; return whether it was in there."""
@@ -225,13 +288,47 @@ class FairQueue(Generic[EntryT]):
             return False
         entry.lane = None
         del lane.entries[bisect_left(lane.entries, entry.position, key=_by_position)]
-        if not entry.is_retry:
-            lane.num_tokens -= entry.standing.num_tokens
-            self.num_new -= 1
         self._length -= 1
         if not lane.entries:
             lane.close()
+            held = self._held[lane.tenant]
+            del held.lanes[lane]
+            if not held.lanes:
+                self._share.waits_no_more(lane.tenant)
+        self._count(entry.standing, 0 if entry.is_retry else -1)
         return True
+
+    def serve(self, entry: EntryT) -> None:
+        """Take ``entry`` out: its turn has come. Its tenant is charged, unless it was served before."""
+        if not entry.is_retry:
+            self._share.serve(entry.standing.tenant, entry.standing.num_tokens)
+        self.remove(entry)
+
+    def expect(self, standing: Standing, num_choices: int) -> None:
+        """So many choices more are still to come, less if negative: they count as if they were here."""
+        self._count(standing, num_choices)
+
+    def _count(self, standing: Standing, num_choices: int) -> None:
+        """The tenant has so many choices more that were not served before."""
+        tenant = standing.tenant
+        held = self._held_by(tenant)
+        held.num_choices += num_choices
+        held.num_tokens += num_choices * standing.num_tokens
+        self.num_new += num_choices
+        if not held.num_choices and not held.lanes:
+            del self._held[tenant]
+            if not self._held:
+                self._most = None
+        elif self._most is not None and num_choices > 0:
+            heappush(self._most, (self._amount(tenant), tenant))
+            if len(self._most) > _MAX_STALE * len(self._held) + _MAX_STALE:
+                self._most = None
+
+    def _held_by(self, tenant: str) -> _Held[EntryT]:
+        held = self._held.get(tenant)
+        if held is None:
+            held = self._held[tenant] = _Held()
+        return held
 
     def in_order(self, is_kept: Callable[[Lane[EntryT]], bool], pool: PoolKey | None = None) -> Iterator[EntryT]:
         """Those that still wait, in the order in which they are to be served if each is served at once.
@@ -287,13 +384,11 @@ class FairQueue(Generic[EntryT]):
             Whether so few are left; if not, it is the newcomer that comes last.
         """
         max_new -= num_choices
-        if self.num_new <= max_new:
-            return True
-        for lane in self._lanes():
-            while lane.entries and lane.entries[-1].placed.done():
-                self.remove(lane.entries[-1])
         while self.num_new > max_new:
-            last = self.last(newcomer, num_choices)
+            num_before = self.num_new
+            last = self._last(newcomer, num_choices, drops_ended=True)
+            if self.num_new < num_before:
+                continue
             if last is None:
                 return False
             self.remove(last)
@@ -301,35 +396,74 @@ class FairQueue(Generic[EntryT]):
         return True
 
     def last(self, newcomer: Standing | None = None, num_choices: int = 0) -> EntryT | None:
-        """The entry to refuse if there are too many: the last one of the tenant that would be served up to the latest.
+        """The entry to refuse if there are too many: the last one of the tenant that has most choices in here.
+
+        That is over its weight. Of tenants that have as many, it is one that has most tokens.
 
         ``None`` if there is none, or if a request that is not queued yet would come after it: ``newcomer``, with
         ``num_choices`` choices.
         """
-        lasts: dict[str, EntryT] = {}
-        num_tokens: dict[str, int] = {}
-        if newcomer is not None:
-            num_tokens[newcomer.tenant] = num_choices * newcomer.num_tokens
-        for lane in self._lanes():
-            if (last := lane.last()) is None:
+        last = self._last(newcomer, num_choices, drops_ended=False)
+        self._most = None  # it may have passed over tenants whose ended entries can still be dropped
+        return last
+
+    def _last(self, newcomer: Standing | None, num_choices: int, *, drops_ended: bool) -> EntryT | None:
+        """As ``last``; ``drops_ended``: take out, of the tenants looked at, last entries whose wait has ended."""
+        amount, last = self._fullest(drops_ended)
+        if newcomer is not None and self._amount(newcomer.tenant, newcomer, num_choices) <= amount:
+            last = self._last_of(newcomer.tenant)
+            if last is None or last.position < (-newcomer.priority, newcomer.number, 0):
+                return None
+        return last
+
+    def _fullest(self, drops_ended: bool) -> tuple[_Most, EntryT | None]:
+        """The last entry of the tenant that has most, of those that have any to refuse, and how much it has."""
+        if self._most is None:
+            self._most = [(self._amount(tenant), tenant) for tenant in self._held]
+            heapify(self._most)
+        most = self._most
+        while most:
+            before, tenant = most[0]
+            amount = self._amount(tenant)
+            if amount > before and amount < _NOTHING:
+                heapreplace(most, (amount, tenant))
+            elif drops_ended and self._drop_ended(tenant):
                 continue
-            num_tokens[lane.tenant] = num_tokens.get(lane.tenant, 0) + lane.num_tokens
-            if lane.tenant not in lasts or last.position > lasts[lane.tenant].position:
-                lasts[lane.tenant] = last
-        if not lasts:
-            return None
-        tenant = max(num_tokens, key=lambda name: self._end(name, num_tokens[name]))
-        if newcomer is not None and tenant == newcomer.tenant:
-            own = lasts.get(tenant)
-            is_last = own is None or own.position < (-newcomer.priority, newcomer.number, 0)
-            return None if is_last else own
-        return lasts[tenant]
+            elif (last := self._last_of(tenant)) is not None:
+                return amount, last
+            else:
+                heappop(most)
+        return _NOTHING, None
+
+    def _amount(self, tenant: str, newcomer: Standing | None = None, num_choices: int = 0) -> _Most:
+        """What the tenant has here, with so many choices of a ``newcomer``."""
+        num_tokens = 0 if newcomer is None else num_choices * newcomer.num_tokens
+        if (held := self._held.get(tenant)) is not None:
+            num_choices, num_tokens = num_choices + held.num_choices, num_tokens + held.num_tokens
+        length = self._share.length
+        return -length(tenant, num_choices), -length(tenant, num_tokens)
+
+    def _drop_ended(self, tenant: str) -> bool:
+        """Take out the tenant's last entries whose wait has ended; return whether there were any."""
+        ended: list[EntryT] = []
+        for lane in self._lanes_of(tenant):
+            behind = takewhile(lambda entry: entry.is_retry or entry.placed.done(), reversed(lane.entries))
+            ended += [entry for entry in behind if entry.placed.done()]
+        for entry in ended:
+            self.remove(entry)
+        return bool(ended)
+
+    def _last_of(self, tenant: str) -> EntryT | None:
+        """The tenant's last entry that can be refused."""
+        lasts = [last for lane in self._lanes_of(tenant) if (last := lane.last()) is not None]
+        return max(lasts, key=_by_position, default=None)
+
+    def _lanes_of(self, tenant: str) -> Iterable[Lane[EntryT]]:
+        held = self._held.get(tenant)
+        return () if held is None else held.lanes
 
     def _lanes(self) -> list[Lane[EntryT]]:
         return [lane for lanes in self._pools.values() for lane in lanes.values()]
-
-    def _end(self, tenant: str, num_tokens: int) -> float:
-        return self._share.start(tenant) + self._share.length(tenant, num_tokens)
 
 
 _by_position: Callable[[Entry], Position] = attrgetter("position")

@@ -73,9 +73,11 @@ class Intake:
                 break
             begun.append(turn)
             num_tokens += turn.standing.num_tokens
+        if begun:
+            self._plan_turn()
         for turn in begun:
-            self._waiting.remove(turn)
-            self._begin(turn.standing.tenant, turn.standing.num_tokens)
+            self._waiting.serve(turn)
+            self._num_left_tokens -= turn.standing.num_tokens
             turn.placed.set_result(None)
 
 

@@ -181,7 +181,7 @@ class RouterProcess:
             stalled=self._stalled,
             is_loopback=config.server.is_loopback,
             has_tls=config.server.tls is not None,
-            names=TenantNames(config.trusted_gateways, config.identity_tenants),
+            names=TenantNames(config.trusted_gateways, config.identity_tenants, self._tenants),
             session_limits=config.session,
         )
 
@@ -248,12 +248,14 @@ class RouterProcess:
         return pipeline
 
     def _untaken_budgets(self, table: WorkerTable) -> UntakenBudgets[PoolKey]:
-        admission = self._config.admission
+        # If nobody knows who names a tenant, all are one caller.
+        admission, knows_callers = self._config.admission, self._config.knows_callers
         return UntakenBudgets(
             lambda pool: table.decode_capacity(pool, time.monotonic()),
             share=admission.untaken_share,
             max_waiting=admission.max_queue_length,
             timeout_s=admission.queue_timeout_s,
+            caller=lambda tenant: self._tenants.identity(tenant) if knows_callers else "",
         )
 
     def _media_queue(self, table: WorkerTable, tenants: Tenants) -> MediaQueue:

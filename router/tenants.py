@@ -35,6 +35,9 @@ _MAX_NAME_LENGTH = 256
 # Clients may make up names, so only so many are remembered.
 _MAX_KNOWN = 4096
 
+# More than wait in a router's queues.
+_MAX_NAMED = 16_384
+
 
 @dataclass(frozen=True, kw_only=True)
 class TenantConfig:
@@ -95,6 +98,7 @@ class Tenants:
         self._patterns = [(_compile(name), config) for name, config in configs.items() if _GLOB.search(name)]
         self._known: dict[str, TenantConfig] = {}
         self._domain_ids: dict[str, str] = {}
+        self._identities: dict[str, str] = {}
         #: Whether caches are separated at all.
         self.has_domains = has_domains(configs)
 
@@ -106,6 +110,18 @@ class Tenants:
                 self._known.clear()
             known = self._known[tenant] = self._exact.get(tenant) or self._first_match(tenant)
         return known
+
+    def identity(self, tenant: str) -> str | None:
+        """The identity that named the tenant last; ``None``: none did, as far as is remembered, or it has that name."""
+        return self._identities.get(tenant)
+
+    def note_identity(self, tenant: str, identity: str) -> None:
+        """``identity``, whose own name is another one, makes a request for ``tenant``."""
+        identities = self._identities
+        identities.pop(tenant, None)  # so the order is that of the last requests
+        identities[tenant] = identity
+        if len(identities) > _MAX_NAMED:
+            del identities[next(iter(identities))]
 
     def _first_match(self, tenant: str) -> TenantConfig:
         return next((config for pattern, config in self._patterns if pattern.fullmatch(tenant)), UNNAMED)
@@ -133,9 +149,16 @@ class TenantNames:
     """Whom a request of a client with a certificate is accounted to."""
 
     def __init__(
-        self, trusted_gateways: Collection[str] = (), identity_tenants: Mapping[str, Sequence[str]] | None = None
+        self,
+        trusted_gateways: Collection[str] = (),
+        identity_tenants: Mapping[str, Sequence[str]] | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
-        """By names of identities: ``trusted_gateways`` may name any tenant, others only those configured for them."""
+        """By names of identities: ``trusted_gateways`` may name any tenant, others only those configured for them.
+
+        ``tenants`` are told who names which.
+        """
+        self._tenants = tenants or Tenants()
         bound = identity_tenants or {}
         self._gateways = frozenset(trusted_gateways)
         self._patterns = {identity: [_compile(tenant) for tenant in tenants] for identity, tenants in bound.items()}
@@ -147,6 +170,12 @@ class TenantNames:
         Raises:
             PermissionDeniedError: the identity may not use that tenant, or has several and names none.
         """
+        tenant = self._tenant(identity, named)
+        if tenant != identity:
+            self._tenants.note_identity(tenant, identity)
+        return tenant
+
+    def _tenant(self, identity: str, named: str) -> str:
         patterns = self._patterns.get(identity)
         if patterns is None:
             return named if named and identity in self._gateways else identity

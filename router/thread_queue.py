@@ -80,7 +80,10 @@ class ThreadQueue:
             QueueFullError: too much work waits, and no tenant has more of it than this one.
         """
         job = _Job(tenant=tenant, size=size, work=work)
-        self._waiting.setdefault(tenant, deque()).append(job)
+        if tenant not in self._waiting:
+            self._waiting[tenant] = deque()
+            self._share.waits(tenant, size)
+        self._waiting[tenant].append(job)
         self._waiting_size += job.counted_size
         self._poll()
         self._refuse_excess()
@@ -102,8 +105,8 @@ class ThreadQueue:
             if not tenants:
                 return
             job = self._waiting[min(tenants, key=self._share.start)][0]
-            self._leave(job)
             self._share.serve(job.tenant, job.size)
+            self._leave(job)
             self._running[job.tenant] += 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
             running.add_done_callback(partial(self._end, job))
@@ -140,6 +143,7 @@ class ThreadQueue:
         self._waiting[job.tenant].remove(job)
         if not self._waiting[job.tenant]:
             del self._waiting[job.tenant]
+            self._share.waits_no_more(job.tenant)
         self._waiting_size -= job.counted_size
 
 

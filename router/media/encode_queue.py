@@ -174,9 +174,7 @@ class EncodeQueue:
             if all(one.rank in kept for one in candidates):
                 full.add((need.pool, queued.adapter))
         for queued, rank, booking in placed:
-            self._queue.remove(queued)
-            if not queued.is_retry:
-                self._share.serve(queued.standing.tenant, queued.standing.num_tokens)
+            self._queue.serve(queued)
             places = EncodePlaces(self, rank, booking, queued.standing, is_new=not queued.is_retry)
             queued.placed.set_result(places)
 

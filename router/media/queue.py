@@ -213,8 +213,7 @@ class MediaQueue:
                 self._num_encode_tokens_of[order.pool, order.tenant] += order.num_encode_tokens
             let_in.append(queued)
         for queued in let_in:
-            self._queue.remove(queued)
-            self._share.serve(queued.standing.tenant, queued.standing.num_tokens)
+            self._queue.serve(queued)
             queued.placed.set_result(MediaRoom(queued.order, self))
 
     def give_back(self, pool: PoolKey, tenant: str, num_encode_tokens: int, num_bytes: int) -> None:

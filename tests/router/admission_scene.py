@@ -34,8 +34,9 @@ class AdmissionScene:
         policy = policy or RoundRobinPolicy(10**9)
         self.index = PrefixIndex()
         self.metrics = CollectorRegistry()
+        self.tenants = Tenants(tenants)
         self.admission = Admission(
-            self.table, policy, AdmissionConfig(**config), self.index, RouterMetrics(self.metrics), Tenants(tenants)
+            self.table, policy, AdmissionConfig(**config), self.index, RouterMetrics(self.metrics), self.tenants
         )
         self.table.listen(self.admission.wake)
         self.table.put(RECORD, 0.0)

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quartet.errors import QueueFullError
 from router.fair_queue import FairQueue, FairShare, Lane, Position, Standing
 from router.tenants import TenantConfig, Tenants
 from router.workers import PoolKey
@@ -25,6 +26,10 @@ class Turn:
 
     def __init__(self) -> None:
         self.is_over = False
+        self.error: Exception | None = None
+
+    def set_exception(self, error: Exception) -> None:
+        self.is_over, self.error = True, error
 
     def done(self) -> bool:
         Turn.num_looks += 1
@@ -85,7 +90,7 @@ def test_a_priority_does_not_decide_between_tenants_that_start_together() -> Non
 def test_a_tenant_in_debt_waits_until_the_others_have_had_as_much() -> None:
     scene = QueueScene()
     scene.share.serve("a", 100)
-    scene.share.charge("a", 150)
+    scene.share.charge("a", 160)
     for number in range(3):
         scene.add(f"a{number}")
         scene.add(f"b{number}")
@@ -133,6 +138,75 @@ def test_the_last_request_of_the_tenant_that_fills_the_queue_is_refused_whatever
     stranger = Standing(pool=POOL, tenant="d", number=101, num_tokens=100)
     assert refused(stranger, 4) is None
     assert refused(stranger, 3) == "a3"
+
+
+def refuse(scene: QueueScene, max_new: int) -> list[str]:
+    """Shorten the queue; returns the names of those that were refused, in the order in which they came."""
+    scene.queue.shorten(max_new, lambda: QueueFullError("full"))
+    return [name for waiter, name in scene.names.items() if waiter.placed.error is not None]
+
+
+def test_the_only_request_of_a_tenant_stays_however_long_it_is_and_however_small_those_that_fill_the_queue() -> None:
+    scene = QueueScene()
+    scene.add("b0", num_tokens=33_280)
+    for number in range(100):
+        scene.add(f"a{number}", num_tokens=2)
+    assert refuse(scene, 100) == ["a99"]
+    assert refuse(scene, 2) == [f"a{number}" for number in range(1, 100)]
+    assert refuse(scene, 1) == ["b0", *(f"a{number}" for number in range(1, 100))], "of two the one with more tokens"
+
+
+def test_choices_that_are_still_to_come_count_for_their_tenant() -> None:
+    scene = QueueScene()
+    scene.add("b0", num_tokens=1000)
+    first = scene.add("a0")
+    scene.queue.expect(first.standing, 3)
+    scene.add("c0", num_tokens=1000)
+    assert refuse(scene, 5) == ["a0"]
+    scene.queue.expect(first.standing, -3)
+    assert scene.queue.num_new == 2
+
+
+def test_entries_whose_wait_has_ended_make_room_first_at_the_tenant_that_has_most() -> None:
+    scene = QueueScene()
+    scene.add("b0")
+    for number in range(3):
+        scene.add(f"a{number}").placed.is_over = True
+    assert refuse(scene, 1) == []
+    assert len(scene.queue) == 1
+
+
+class CountingShare(FairShare):
+    """Counts how often the queue asks for a tenant's weight."""
+
+    num_asked = 0
+
+    def length(self, tenant: str, num_tokens: int) -> float:
+        self.num_asked += 1
+        return super().length(tenant, num_tokens)
+
+
+def test_an_arrival_at_a_full_queue_costs_no_more_with_a_thousand_tenants() -> None:
+    scene = QueueScene()
+    share = CountingShare()
+    scene.queue = FairQueue(share)
+
+    def add(number: int) -> None:
+        standing = Standing(pool=POOL, tenant=f"tenant {number % 1500}", number=number)
+        waiter = Waiter(standing)
+        scene.queue.add(waiter)
+        scene.names[waiter] = str(number)
+
+    for number in range(1000):
+        add(number)
+    refuse(scene, 999)
+    Turn.num_looks = share.num_asked = 0
+    for number in range(1000, 3000):
+        add(number)
+        scene.queue.shorten(999, lambda: QueueFullError("full"))
+    assert scene.queue.num_new == 999
+    assert Turn.num_looks <= 10 * 2000
+    assert share.num_asked <= 30 * 2000
 
 
 def test_the_last_of_a_tenants_requests_is_found_whatever_adapter_it_needs() -> None:
@@ -209,6 +283,14 @@ class QueueMachine(RuleBasedStateMachine):
         if self.entries:
             data.draw(st.sampled_from(self.entries)).placed.is_over = True
 
+    @rule(num_left=st.integers(0, 6))
+    def shorten(self, num_left: int) -> None:
+        self.queue.shorten(num_left, lambda: QueueFullError("full"))
+        assert self.queue.num_new <= num_left
+        gone = [entry for entry in self.entries if entry.lane is None]
+        assert all(entry.placed.error is not None or entry.placed.is_over for entry in gone)
+        self.entries = [entry for entry in self.entries if entry.lane is not None]
+
     @rule(num_served=st.integers(1, 3), more=st.integers(-5, 5))
     def serve(self, num_served: int, more: int) -> None:
         for entry in list(self.queue.in_order(lambda lane: False))[:num_served]:
@@ -246,14 +328,11 @@ class QueueMachine(RuleBasedStateMachine):
             assert last is None
             return
         assert last is not None
-        tenants = {entry.standing.tenant for entry in refusable}
-        ends = {
-            name: self.share.start(name)
-            + sum(e.standing.num_tokens for e in self.entries if e.standing.tenant == name and not e.is_retry)
-            / WEIGHTS[name]
-            for name in tenants
-        }
-        assert ends[last.standing.tenant] == max(ends.values())
+        amounts: dict[str, tuple[float, float]] = {}
+        for name in {entry.standing.tenant for entry in refusable}:
+            own = [e.standing.num_tokens for e in self.entries if e.standing.tenant == name and not e.is_retry]
+            amounts[name] = len(own) / WEIGHTS[name], sum(own) / WEIGHTS[name]
+        assert amounts[last.standing.tenant] == max(amounts.values())
         assert last is max((e for e in refusable if e.standing.tenant == last.standing.tenant), key=_own)
 
     @invariant()

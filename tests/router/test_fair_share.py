@@ -97,6 +97,107 @@ def test_what_was_charged_too_little_is_charged_by_weight() -> None:
     assert share.start("a") == 100.0
 
 
+class Line:
+    """One request of each of several tenants waits; the first of those with the lowest start is served."""
+
+    def __init__(self, share: FairShare) -> None:
+        self.share = share
+        self.waiting: dict[str, int] = {}
+        self.others_work = 0  # between two requests of the tenant `victim`, in tokens
+        self.num_served: Counter[str] = Counter()
+
+    def come(self, tenant: str, num_tokens: int) -> None:
+        self.waiting[tenant] = num_tokens
+        self.share.waits(tenant, num_tokens)
+
+    def serve(self) -> str:
+        tenant = min(self.waiting, key=self.share.start)
+        num_tokens = self.waiting.pop(tenant)
+        self.share.serve(tenant, num_tokens)
+        self.share.waits_no_more(tenant)
+        self.others_work = 0 if tenant == "victim" else self.others_work + num_tokens
+        self.num_served[tenant] += 1
+        return tenant
+
+
+@pytest.mark.parametrize("num_names", [1, 4, 20])
+def test_a_fresh_name_for_each_request_gets_no_more_than_twice_as_many_tenants_as_wait(num_names: int) -> None:
+    line = Line(FairShare())
+    line.come("victim", 640)
+    for number in range(1000):
+        if "victim" not in line.waiting:
+            line.come("victim", 640)
+        for name in range(num_names + 1 - len(line.waiting)):
+            line.come(f"fresh {number} {name}", 640)
+        line.serve()
+    assert line.num_served["victim"] == pytest.approx(1000 / (2 * num_names + 1), abs=5)
+
+
+@given(data=st.data(), num_names=st.integers(1, 6), own=st.integers(1, 100))
+def test_a_tenant_that_waits_is_served_after_a_bounded_number_of_requests_whatever_names_come(
+    data: st.DataObject, num_names: int, own: int
+) -> None:
+    # Few draws: each is a whole pattern, and is repeated.
+    pattern = data.draw(
+        st.lists(
+            st.tuples(st.sampled_from(["fresh", "old 0", "old 1", "last"]), st.sampled_from([own, 50, 100])), min_size=1
+        )
+    )
+    line, num_others, last = Line(FairShare()), 0, "last"
+    line.come("victim", own)
+    for number in range(300):
+        kind, num_tokens = pattern[number % len(pattern)]
+        name = {"fresh": f"fresh {number}", "last": last}.get(kind, kind)
+        if name not in line.waiting and len(line.waiting) <= num_names:
+            line.come(name, num_tokens)
+            last = name
+        num_others = 0 if line.serve() == "victim" else num_others + 1
+        if "victim" not in line.waiting:
+            line.come("victim", own)
+        # Each tenant's next start is at most a request ahead, and a request of 1 token needs a hundred of them.
+        assert num_others <= 5 * (num_names + 1) * max(own / min(own, 50), 1) + 10
+
+
+def test_guests_that_take_nothing_do_not_keep_a_tenant_waiting_for_ever() -> None:
+    line = Line(FairShare())
+    line.come("victim", 640)
+    for number in range(1000):
+        if "victim" not in line.waiting:
+            line.come("victim", 640)
+        if len(line.waiting) == 1:
+            line.come(f"fresh {number}", 640)
+        if (tenant := line.serve()) != "victim":
+            line.share.charge(tenant, -640)
+    assert line.num_served["victim"] >= 1000 / 20
+
+
+def test_a_long_prompt_of_a_guest_keeps_the_next_guests_out_for_one_request_at_most() -> None:
+    line = Line(FairShare())
+    for number in range(10):
+        line.come("flood", 640)
+        line.serve()
+        line.come(f"long {number}", 128_000)
+        line.serve()
+    line.come("flood", 640)
+    line.come("guest", 640)
+    assert "guest" in (line.serve(), line.serve())
+
+
+def test_a_guest_that_took_less_than_was_guessed_does_not_keep_the_next_ones_out() -> None:
+    line = Line(FairShare())
+    line.come("flood", 1000)
+    for number in range(100):
+        if "flood" not in line.waiting:
+            line.come("flood", 1000)
+        line.come("light", 1000)
+        assert "light" in (line.serve(), line.serve())
+        line.share.charge("light", -990)
+        if number % 10 == 0:
+            line.come(f"guest {number}", 1000)
+            assert line.serve() == f"guest {number}" or line.serve() == f"guest {number}"
+            line.share.charge(f"guest {number}", -1000)
+
+
 def test_tenants_without_debt_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "_MAX_TENANTS", 3)
     share = FairShare()
@@ -106,3 +207,13 @@ def test_tenants_without_debt_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         share.serve(f"other-{number}", 0)
     assert share.start("owing") == 2000
     assert len(share._ends) <= 4
+
+
+def test_names_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "_MAX_TENANTS", 3)
+    line = Line(FairShare())
+    for number in range(100):
+        line.come(f"fresh {number}", 100)
+        line.serve()
+    assert len(line.share._ends) <= 20
+    assert not line.share._waiting

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
@@ -20,6 +21,7 @@ from quartet.discovery.base import Role, WorkerSet
 from quartet.discovery.create import DiscoveryConfig
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import DrainingError, ModelUnavailableError, ServingError
+from quartet.rpc.channels import TlsConfig
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import ServerConfig
 from quartet.v1 import router_pb2 as pb
@@ -28,6 +30,8 @@ from router import process as router_process
 from router.config import RouterConfig
 from router.generate import GenerateRun
 from router.process import RouterProcess
+from router.workers import WorkerTable
+from services.topology.launch import draw_events_key
 from tests.fakes.memory_registry import MemoryRegistry
 from tests.router.system import running_system
 from tests.router.test_servicer import generate, make_start
@@ -111,6 +115,24 @@ def make_config(http_address: str, **changes: object) -> RouterConfig:
         **changes,
     }
     return RouterConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("has_tls", "callers"), [(False, ["", "", ""]), (True, ["front", None, None])])
+def test_who_names_a_tenant_counts_for_what_may_be_untaken(
+    tmp_path: Path, has_tls: bool, callers: list[str | None]
+) -> None:
+    config = RouterConfig()
+    if has_tls:
+        tls = TlsConfig(ca_file=Path("ca.pem"), cert_file=Path("cert.pem"), key_file=Path("key.pem"))
+        config = RouterConfig(
+            server=ServerConfig(tls=tls), events_key_file=draw_events_key(tmp_path), trusted_gateways=("front",)
+        )
+    process = RouterProcess(config)
+    table, unused = mock.Mock(spec=WorkerTable), mock.Mock()
+    names, budgets = process._servicer(unused, table, unused)._names, process._untaken_budgets(table)
+    for identity, named in (("front", "customer"), ("front", ""), ("acme", "customer")):
+        names.tenant(identity, named)
+    assert [budgets._caller(tenant) for tenant in ("customer", "front", "acme")] == callers
 
 
 async def test_an_exception_in_discovery_ends_the_router_and_first_its_readiness(

@@ -156,6 +156,22 @@ def test_a_request_is_accounted_to_a_tenant_that_its_identity_may_use(identity: 
     assert _NAMES.tenant(identity, named) == tenant
 
 
+def test_who_names_a_tenant_is_remembered_unless_it_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.tenants._MAX_NAMED", 3)
+    tenants = Tenants()
+    names = TenantNames(("any",), {"eu": ("eu-1", "eu-*")}, tenants)
+    names.tenant("acme", "")
+    names.tenant("any", "")
+    assert [tenants.identity(name) for name in ("acme", "any")] == [None, None]
+    names.tenant("eu", "")
+    names.tenant("eu", "eu-2")
+    names.tenant("any", "eu-1")
+    assert [tenants.identity(name) for name in ("eu-1", "eu-2")] == ["any", "eu"]
+    names.tenant("any", "a")
+    names.tenant("any", "b")
+    assert [tenants.identity(name) for name in ("eu-2", "eu-1", "a", "b")] == [None, "any", "any", "any"]
+
+
 @pytest.mark.parametrize(
     ("identity", "named"),
     [("eu", "us-1"), ("eu", "eu"), ("eu", "xeu-1"), ("eu", "eu-" + "x" * 300), ("many", ""), ("many", "bb")],

@@ -24,7 +24,10 @@ POOL = "pool"
 
 
 class Scene:
-    """Budgets of half of 16 requests and 1000 tokens: 8 placements, 500 tokens, 10,000 token-seconds a minute."""
+    """Budgets of half of 16 requests and 1000 tokens: 8 placements, 500 tokens, 10,000 token-seconds a minute.
+
+    The tenant ``front/a`` is named by the caller ``front``, whose tenants together have half as much again.
+    """
 
     def __init__(self, *, num_requests: int = 16, max_waiting: int = 100, poll_interval_s: float = TIMEOUT_S) -> None:
         self.now = 0.0
@@ -33,6 +36,7 @@ class Scene:
             share=0.5,
             max_waiting=max_waiting,
             timeout_s=TIMEOUT_S,
+            caller=lambda tenant: tenant.partition("/")[0] if "/" in tenant else None,
             poll_interval_s=poll_interval_s,
             clock=lambda: self.now,
         )
@@ -124,6 +128,74 @@ async def test_placements_of_tenants_and_pools_are_counted_apart() -> None:
     assert scene.refused().reason == "PLACEMENT_BUDGET"
     scene.budgets.check("a", "other pool")
     scene.budgets.check("c", POOL)
+
+
+async def test_a_fresh_tenant_for_each_placement_does_not_fill_the_pool() -> None:
+    scene = Scene(poll_interval_s=0.001)
+    held = [untaken for number in range(12) for untaken in await scene.signed(1, tenant=f"front/{number}")]
+    waiting = [asyncio.create_task(scene.signed(1, tenant=f"front/new {number}")) for number in range(3)]
+    await settle()
+    assert not any(task.done() for task in waiting)
+    await scene.signed(4, tenant="other/a")
+    held.pop().drop()
+    await settle()
+    assert [task.done() for task in waiting] == [True, False, False]
+    scene.now = 1.1
+    for task in waiting[1:]:
+        with pytest.raises(PlacementBudgetError, match="12 of this caller, with 120 tokens"):
+            await task
+    with pytest.raises(PlacementBudgetError, match="of this caller"):
+        scene.budgets.check("front/yet another", POOL)
+    scene.budgets.check("other/b", POOL)
+
+
+async def test_a_tenant_at_its_limit_keeps_no_other_tenant_of_its_caller_waiting() -> None:
+    scene = Scene()
+    held = await scene.signed(8, tenant="front/hoarder")
+    waiting = [asyncio.create_task(scene.signed(1, tenant="front/hoarder")) for _ in range(20)]
+    await settle()
+    other = await scene.signed(4, tenant="front/other")
+    late = asyncio.create_task(scene.signed(1, tenant="front/late"))
+    await settle()
+    assert not late.done()
+    other.pop().drop()
+    await late
+    held.pop().drop()
+    await settle()
+    assert [task.done() for task in waiting].count(True) == 1
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    for untaken in (*held, *other, *late.result(), *waiting[0].result()):
+        untaken.drop()
+    caller = scene.budgets._callers["front", POOL]
+    assert (caller.num_placements, caller.num_tokens, caller.line) == (0, 0, {})
+
+
+async def test_names_have_equal_parts_of_their_callers_line() -> None:
+    scene = Scene(max_waiting=6)
+    await scene.signed(12, tenant="front/first")
+    flood = [asyncio.create_task(scene.signed(1, tenant="front/flood")) for _ in range(10)]
+    await settle()
+    assert [task.done() for task in flood].count(False) == 6
+    others = [asyncio.create_task(scene.signed(1, tenant=f"front/{number}")) for number in range(10)]
+    await settle()
+    assert [task.done() for task in others].count(False) == 5, "one each, while six names wait"
+    tasks = [*flood, *others]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not scene.budgets._callers["front", POOL].line
+
+
+async def test_time_that_a_callers_placements_lay_untaken_counts_together() -> None:
+    scene = Scene()
+    held = [untaken for number in range(12) for untaken in await scene.signed(1, tenant=f"front/{number}")]
+    scene.now = 25.0
+    for untaken in held:
+        untaken.drop()
+    with pytest.raises(PlacementBudgetError, match="this caller's held more than 15000 token-seconds"):
+        scene.budgets.check("front/new", POOL)
 
 
 async def test_one_call_alone_is_let_through_whatever_its_size() -> None:

@@ -223,7 +223,7 @@ async def test_a_tenant_pays_for_the_embeddings_that_it_really_needed() -> None:
     room = await result(scene.ask("a0", tokens=100, tenant="a"))
     waiting = [scene.ask(name, tokens=60, tenant=name[0]) for name in ("b0", "b1", "a1", "a2")]
     await settle()
-    room.sized(10)  # the most that it could have been was 100
+    room.sized(40)  # the most that it could have been was 100
     room.pulled()
     for _ in waiting:
         await settle()
