@@ -23,7 +23,7 @@ from quartet.discovery.base import Registration, Registry, Role, WorkerRecord, W
 from quartet.discovery.checks import check_name
 from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
-from quartet.telemetry.logging import LimitedLog
+from quartet.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TypeVar, get_type_hints
 from quartet.discovery.base import HostIdentity, Role, WorkerKey, WorkerRecord
 from quartet.discovery.checks import check_name
 from quartet.errors import DiscoveryError
-from quartet.telemetry.logging import LimitedLog
+from quartet.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
 

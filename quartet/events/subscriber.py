@@ -12,7 +12,7 @@ from quartet.events.curve import EventsKey
 from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad
 from quartet.events.wire import KV_TOPIC, LOAD_TOPIC, MAX_FRAME_BYTES, MalformedFrameError, decode_kv, decode_load
-from quartet.telemetry.logging import LimitedLog
+from quartet.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
 

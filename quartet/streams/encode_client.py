@@ -12,12 +12,12 @@ import grpc
 
 from quartet.errors import ProtocolError, RequestCancelledError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
+from quartet.limited_log import LimitedLog
 from quartet.media.items import MediaSize
 from quartet.rpc.errors import from_rpc_error
 from quartet.streams.chunks import StartRest, take_chunks
 from quartet.streams.convert.messages import from_encode_sized, from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart
-from quartet.telemetry.logging import LimitedLog
 from quartet.v1 import encode_pb2, encode_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import grpc
 
 from quartet.errors import DrainingError, ProtocolError, ServingError, WorkerUnavailableError
+from quartet.limited_log import LimitedLog
 from quartet.rpc.errors import from_rpc_error
-from quartet.telemetry.logging import LimitedLog
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quartet.errors import TransferError
+from quartet.limited_log import LimitedLog
 from quartet.supervision import report_failure
-from quartet.telemetry.logging import LimitedLog
 from quartet.transfer.base import PoolMemory
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from quartet.discovery.base import Rank, WorkerRecord
 from quartet.errors import ServingError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, KvSnapshotPart, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad
+from quartet.limited_log import LimitedLog
 from quartet.supervision import report_failure
-from quartet.telemetry.logging import LimitedLog
 from quartet.telemetry.metrics import SnapshotOutcome
 
 logger = logging.getLogger(__name__)

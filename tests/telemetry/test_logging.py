@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from quartet.config import build
-from quartet.telemetry.logging import FinishedRequest, LimitedLog, LogConfig, LogLevel, configure, log_request
+from quartet.limited_log import LimitedLog
+from quartet.telemetry.logging import FinishedRequest, LogConfig, LogLevel, configure, log_request
 
 LOGGER = logging.getLogger("quartet.test")
 REQUEST = FinishedRequest(
