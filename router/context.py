@@ -14,7 +14,7 @@ from router.intake import Intake
 from router.media.request import MediaTools
 from router.signing import Signer
 from router.tenants import Tenants
-from router.tokenizing import TokenizeQueue
+from router.thread_queue import TokenizeQueue
 from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
@@ -58,38 +59,45 @@ class FairShare:
         self._now = 0.0
         self._ends: dict[str, float] = {}
         self._max_ends = _MAX_TENANTS
-        # Tenants that wait; for those that enter after the present, where they would have started, and where they do.
-        self._waiting: dict[str, tuple[float, float] | None] = {}
+        self._num_queues: Counter[str] = Counter()  # in which the tenant waits
+        # Of tenants that enter after the present: where they would have started, and where they do.
+        self._entries: dict[str, tuple[float, float]] = {}
 
     def start(self, tenant: str) -> float:
         """Where the tenant's next request starts."""
-        entry = self._waiting.get(tenant)
+        entry = self._entries.get(tenant)
         return max(self._now, self._ends.get(tenant, 0.0)) if entry is None else entry[1]
+
+    def charged_from(self, tenant: str) -> float:
+        """From where the tenant pays for its next request: it does not pay for a late entry."""
+        entry = self._entries.get(tenant)
+        return self.start(tenant) if entry is None else entry[0]
 
     def length(self, tenant: str, num_tokens: int) -> float:
         """How long ``num_tokens`` tokens of the tenant's work are on the clock."""
         return num_tokens / self._tenants.config(tenant).weight
 
     def waits(self, tenant: str, num_tokens: int) -> None:
-        """The tenant had nothing waiting, and has now a request that will probably take ``num_tokens`` tokens."""
-        entry = None
-        if self._waiting and self._ends.get(tenant, -1.0) < self._now:
-            entry = self._now, self._now + _ENTRY_PART * self.length(tenant, num_tokens)
-        self._waiting[tenant] = entry
+        """The tenant had nothing in a queue, and has now a request that will probably take ``num_tokens`` tokens."""
+        is_new = tenant not in self._num_queues
+        if is_new and self._num_queues and self._ends.get(tenant, -1.0) < self._now:
+            self._entries[tenant] = self._now, self._now + _ENTRY_PART * self.length(tenant, num_tokens)
+        self._num_queues[tenant] += 1
 
     def waits_no_more(self, tenant: str) -> None:
-        """The tenant has nothing waiting any more; its last request was served before, or left."""
-        self._waiting.pop(tenant, None)
+        """The tenant has nothing in that queue any more; its last request was served before, or left."""
+        self._num_queues[tenant] -= 1
+        if not self._num_queues[tenant]:
+            del self._num_queues[tenant]
+            self._entries.pop(tenant, None)
 
     def serve(self, tenant: str, num_tokens: int) -> None:
         """A request of the tenant is served now, and will probably take ``num_tokens`` tokens of work."""
-        start, entry = self.start(tenant), self._waiting.get(tenant)
-        self._now = max(self._now, start)
-        if entry is not None:
-            self._waiting[tenant] = None
-            start = entry[0]  # it does not pay for its late entry
+        base = self.charged_from(tenant)
+        self._now = max(self._now, self.start(tenant))
+        self._entries.pop(tenant, None)
         self._ends.pop(tenant, None)  # so their order is that of the last service
-        self._ends[tenant] = start + self.length(tenant, num_tokens)
+        self._ends[tenant] = base + self.length(tenant, num_tokens)
         if len(self._ends) > self._max_ends:
             self._forget()
 
@@ -344,11 +352,13 @@ class FairQueue(Generic[EntryT]):
             return
         turns: list[_NextOf[EntryT]] = []
         starts: dict[str, float] = {}
+        bases: dict[str, float] = {}  # of tenants of which none has been shown
         for lane in lanes:
             if is_kept(lane) or (index := lane.first()) is None:
                 continue
             if lane.tenant not in starts:
                 starts[lane.tenant] = self._share.start(lane.tenant)
+                bases[lane.tenant] = self._share.charged_from(lane.tenant)
             turns.append(_turn(lane, index, starts))
         heapify(turns)
         while turns:
@@ -363,7 +373,8 @@ class FairQueue(Generic[EntryT]):
                 continue
             yield entry
             if not entry.is_retry:
-                starts[lane.tenant] = start + self._share.length(lane.tenant, entry.standing.num_tokens)
+                end = bases.pop(lane.tenant, start) + self._share.length(lane.tenant, entry.standing.num_tokens)
+                starts[lane.tenant] = max(start, end)
             if (following := lane.first(index + 1)) is None:
                 heappop(turns)
             else:

@@ -41,7 +41,7 @@ from router.context import RouterContext
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
 from router.readiness import model_error
 from router.tenants import salt_in_domain
-from router.tokenizing import TokenizeQueue
+from router.thread_queue import TokenizeQueue
 from router.workers import Pool, PoolKey, WorkerTable
 
 # Tokenizing fewer characters than this costs less than handing them to a thread.

@@ -42,7 +42,7 @@ from router.readiness import Readiness
 from router.servicer import FILE_FIELDS, RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
-from router.tokenizing import TokenizeQueue
+from router.thread_queue import TokenizeQueue
 from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 
@@ -205,23 +205,7 @@ class RouterProcess:
             table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics, tenants
         )
         table.listen(admission.wake)
-        max_length, retry_delay_s = config.admission.max_queue_length, config.admission.retry_delay_s
-        encode = EncodeTools(
-            table=table,
-            index=index,
-            hops=fleet,
-            waits=EncodeWaits(table, max_length=max_length, retry_delay_s=retry_delay_s),
-            queue=EncodeQueue(
-                table,
-                index,
-                FairShare(tenants),
-                random.Random(),
-                max_length=max_length,
-                retry_delay_s=retry_delay_s,
-            ),
-            timeout_s=config.attempts.encode_timeout_s,
-            max_attempts=config.attempts.max_attempts,
-        )
+        encode = self._encode_tools(table, fleet, index)
         keys, media_queue = self._signing_keys, self._media_queue(table, tenants)
         pipeline = Pipeline(
             RouterContext(
@@ -247,8 +231,22 @@ class RouterProcess:
         )
         return pipeline
 
+    def _encode_tools(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex) -> EncodeTools:
+        admission, attempts = self._config.admission, self._config.attempts
+        max_length, retry_delay_s = admission.max_queue_length, admission.retry_delay_s
+        share = FairShare(self._tenants)
+        return EncodeTools(
+            table=table,
+            index=index,
+            hops=fleet,
+            waits=EncodeWaits(table, max_length=max_length, retry_delay_s=retry_delay_s),
+            queue=EncodeQueue(table, index, share, random.Random(), max_length=max_length, retry_delay_s=retry_delay_s),
+            timeout_s=attempts.encode_timeout_s,
+            max_attempts=attempts.max_attempts,
+        )
+
     def _untaken_budgets(self, table: WorkerTable) -> UntakenBudgets[PoolKey]:
-        # If nobody knows who names a tenant, all are one caller.
+        # If callers are not known, any may name any tenant: all are one caller.
         admission, knows_callers = self._config.admission, self._config.knows_callers
         return UntakenBudgets(
             lambda pool: table.decode_capacity(pool, time.monotonic()),

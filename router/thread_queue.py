@@ -1,4 +1,4 @@
-"""Work that threads do for requests: each tenant has a share of the threads, and what nobody wants any more is skipped.
+"""Work that threads do for requests: each tenant has a share of the threads, and what is no longer wanted is skipped.
 
 Without it a tenant that sends a few texts or pictures of megabytes would keep all threads busy, long after it has gone.
 The router has two such queues: long texts wait to be tokenized in one, and files to be read and checked in the other.
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from quartet.errors import QueueFullError
+from router.config import TokenizeConfig
 from router.fair_queue import FairShare
 
 ResultT = TypeVar("ResultT")
@@ -23,7 +24,7 @@ ResultT = TypeVar("ResultT")
 # millisecond.
 _MIN_SIZE = 16_384
 
-#: Tells a thread whether anybody still waits for what it does.
+#: Tells a thread whether a caller still waits for what it does.
 IsWanted: TypeAlias = Callable[[], bool]
 
 
@@ -35,7 +36,7 @@ class ThreadQueueConfig:
         name: of the threads.
         num_threads: threads; one tenant's work uses all but one of them.
         max_waiting_size: of all work that waits for a thread, each piece counting as 16,384 at least. Of more, the last
-            piece of the tenant that has most of it is refused. ``None``: whoever runs work bounds it.
+            piece of the tenant that has most of it is refused. ``None``: the callers of ``run`` bound it.
         refusal: the message of that refusal.
         retry_delay_s: the delay that refused clients are asked to wait.
     """
@@ -74,7 +75,7 @@ class ThreadQueue:
         Args:
             tenant: the tenant that the work is accounted to.
             size: of the text in characters or of the file in bytes: the time that the work takes grows with it.
-            work: gets a function that tells whether anybody still waits for it.
+            work: gets a function that tells whether a caller still waits for it.
 
         Raises:
             QueueFullError: too much work waits, and no tenant has more of it than this one.
@@ -145,6 +146,21 @@ class ThreadQueue:
             del self._waiting[job.tenant]
             self._share.waits_no_more(job.tenant)
         self._waiting_size -= job.counted_size
+
+
+class TokenizeQueue(ThreadQueue):
+    """The queue of long texts, which threads tokenize. Their size is in characters."""
+
+    def __init__(self, config: TokenizeConfig, share: FairShare) -> None:
+        """``share`` orders the texts of tenants, by characters; it belongs to this queue alone."""
+        bounds = ThreadQueueConfig(
+            name="tokenize",
+            num_threads=config.num_threads,
+            max_waiting_size=config.max_queued_characters,
+            refusal="too much text waits to be tokenized",
+            retry_delay_s=config.retry_delay_s,
+        )
+        super().__init__(bounds, share)
 
 
 @dataclass(eq=False, kw_only=True)

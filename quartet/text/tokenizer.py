@@ -67,7 +67,7 @@ class EncodeLimit:
 
     Attributes:
         max_tokens: a text of many more tokens is refused without all of it being tokenized.
-        is_wanted: whether anybody still waits for its tokens; asked before each piece.
+        is_wanted: whether a request still waits for its tokens; asked before each piece.
     """
 
     max_tokens: int

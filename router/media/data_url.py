@@ -56,7 +56,7 @@ def read_data_url(url: str, max_size_bytes: int, is_wanted: Callable[[], bool] =
     Args:
         url: the URL.
         max_size_bytes: of the file.
-        is_wanted: whether anybody still waits for the file; asked now and then.
+        is_wanted: whether a request still waits for the file; asked now and then.
 
     Raises:
         InvalidMediaError: malformed, or long and not base64 without escapes.
@@ -88,7 +88,7 @@ def _unescaped(payload: str) -> bytes:
 def _slices(url: str, begin: int, is_wanted: Callable[[], bool]) -> Iterator[bytes]:
     for start in range(begin, len(url), _SLICE_LENGTH):
         if not is_wanted():
-            raise RequestCancelledError("nobody waits for the file any more")
+            raise RequestCancelledError("no request waits for the file any more")
         piece = url[start : start + _SLICE_LENGTH]
         if "%" in piece:
             raise _not_plain_base64()

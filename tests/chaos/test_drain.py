@@ -20,7 +20,7 @@ def test_endless_answers_outlive_the_drain_of_their_workers(tmp_path: Path) -> N
     assert (found["streams"], found["failed"], found["wrong"], found["errors"]) == (12, 0, 0, [])
     # What lasts longer on a machine that has other work waited for a CPU.
     assert all(drain["own_s"] <= MAX_DRAIN_S for drain in found["drains"])
-    # Its limit is five minutes, which it takes where nobody can go on.
+    # Its limit is five minutes, which it takes where no worker can go on.
     assert found["slowest_drain_s"] < 60
 
 

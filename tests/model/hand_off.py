@@ -79,7 +79,7 @@ from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.greedy import RoundRobinPolicy
 from router.signing import Signer
-from router.tokenizing import TokenizeQueue
+from router.thread_queue import TokenizeQueue
 from router.untaken import UntakenBudgets
 from router.workers import WorkerTable
 from services.workers.config import WorkerConfig
@@ -782,7 +782,7 @@ class World:
     def check(self) -> None:
         """Raise ``BrokenPromiseError`` unless all promises hold at this moment, at which everybody waits."""
         if self.loop.errors:
-            raise BrokenPromiseError(f"an error that nobody handles: {self.loop.errors[0]}")
+            raise BrokenPromiseError(f"an unhandled error: {self.loop.errors[0]}")
         if self.problems:
             raise BrokenPromiseError(self.problems[0])
         for worker in self.workers.values():
@@ -866,7 +866,7 @@ class World:
                 if pulled[hand_off_id] != 1:
                     raise BrokenPromiseError(f"{pulled[hand_off_id]} streams pull one hand-off of {life}")
         if offers.counts.expired and not self.may_expire:
-            raise BrokenPromiseError(f"a hand-off of {life} expired, although whoever knew of it could end it")
+            raise BrokenPromiseError(f"a hand-off of {life} expired, although a process that knew of it could end it")
 
     def _check_taker(self, worker: WorkerLife) -> None:
         """Of one taker: it uses no block too early, and gives none back too early."""

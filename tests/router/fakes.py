@@ -41,7 +41,7 @@ from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.signing import Signer
 from router.tenants import TenantConfig, Tenants
-from router.tokenizing import TokenizeQueue
+from router.thread_queue import TokenizeQueue
 from router.untaken import UntakenBudgets
 from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -303,21 +304,21 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_order_is_that_of_the_model(self) -> None:
         waiting = {name: sorted((e for e in self._live() if e.standing.tenant == name), key=_own) for name in WEIGHTS}
-        starts = {name: self.share.start(name) for name in WEIGHTS}
+        share = copy.deepcopy(self.share)
         expected = []
         while any(waiting.values()):
             heads = [queue[0] for queue in waiting.values() if queue]
             best = min(
                 heads,
                 key=lambda entry: (
-                    -1.0 if entry.is_retry else starts[entry.standing.tenant],
+                    -1.0 if entry.is_retry else share.start(entry.standing.tenant),
                     entry.standing.number,
                 ),
             )
             tenant = best.standing.tenant
             expected.append(waiting[tenant].pop(0))
             if not best.is_retry:
-                starts[tenant] += best.standing.num_tokens / WEIGHTS[tenant]
+                share.serve(tenant, best.standing.num_tokens)
         assert list(self.queue.in_order(lambda lane: False)) == expected
 
     @invariant()

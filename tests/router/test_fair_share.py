@@ -97,6 +97,21 @@ def test_what_was_charged_too_little_is_charged_by_weight() -> None:
     assert share.start("a") == 100.0
 
 
+def test_a_tenant_in_two_queues_keeps_its_place_until_it_has_left_both() -> None:
+    share = FairShare()
+    share.serve("busy", 100)
+    share.serve("busy", 100)
+    share.waits("busy", 100)
+    share.waits("late", 100)
+    assert share.start("late") == 150.0
+    share.waits("late", 1000)
+    assert share.start("late") == 150.0
+    share.waits_no_more("late")
+    assert share.start("late") == 150.0
+    share.waits_no_more("late")
+    assert share.start("late") == 100.0
+
+
 class Line:
     """One request of each of several tenants waits; the first of those with the lowest start is served."""
 
@@ -216,4 +231,5 @@ def test_names_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         line.come(f"fresh {number}", 100)
         line.serve()
     assert len(line.share._ends) <= 20
-    assert not line.share._waiting
+    assert not line.share._num_queues
+    assert not line.share._entries

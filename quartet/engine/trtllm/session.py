@@ -101,7 +101,7 @@ class LlmSession:
                 await asyncio.sleep(self._times.check_interval_s)
                 if self.loaded.is_gone:
                     self._lose(EngineError("the engine has shut down by itself"))
-        except Exception as error:  # noqa: BLE001 - nobody would notice its death any more; the listener logs the error
+        except Exception as error:  # noqa: BLE001 - its death would go unnoticed; the listener logs the error
             self._lose(error)
 
     async def _run_canary(self) -> None:

@@ -12,8 +12,7 @@ import pytest
 from quartet.errors import ConfigError, InvalidRequestError, QueueFullError
 from router.admission import FairShare
 from router.config import TokenizeConfig
-from router.thread_queue import IsWanted
-from router.tokenizing import TokenizeQueue
+from router.thread_queue import IsWanted, TokenizeQueue
 
 WAIT_S = 30.0
 
