@@ -826,6 +826,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "saturation": saturation_tables,
     "isolation_before": isolation_tables,
     "isolation": isolation_tables,
+    "isolation_16_cores": isolation_tables,
     "chaos": chaos_tables,
     "chaos_torch": chaos_tables,
     "fuzz": fuzz_tables,
