@@ -196,6 +196,8 @@ class KvAwarePolicy:
         everybody = (*snapshot.prefill, *snapshot.decode)
         waits = PeerWaits([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
         jobs: list[Job] = []
+        due_by = snapshot.now - self._config.overtaken_s
+        last_due = max([number for number, one in enumerate(planned) if one.pending.arrived_at <= due_by], default=-1)
         for number, one in enumerate(planned):
             pending = one.pending
             age_s = max(snapshot.now - pending.arrived_at, 0.0)
@@ -205,7 +207,7 @@ class KvAwarePolicy:
                 num_tokens=pending.num_tokens,
                 age_s=age_s,
                 priority=pending.priority,
-                is_due=age_s >= self._config.overtaken_s,
+                is_due=number <= last_due,  # one that is due goes before those behind it, not before those ahead
                 num_missing=num_missing,
                 num_shared=[
                     0 if other is one else pending.num_shared_tokens(other.pending, routes[0].candidate.block_size)

@@ -54,6 +54,14 @@ def test_a_long_prompt_goes_before_those_behind_it_once_it_has_waited_long() -> 
     assert reordered[0] is not None
 
 
+def test_prompts_that_have_waited_long_do_not_go_before_one_of_a_tenant_that_had_less() -> None:
+    flood = [pending(1900, arrived_at=0.0), pending(1900, arrived_at=0.1)]
+    placements = (
+        policy().assign([pending(50, arrived_at=8.9), *flood], Snapshot([], [candidate("d")], now=9.0)).placements
+    )
+    assert [placement is not None for placement in placements] == [True, False, False]
+
+
 @pytest.mark.parametrize("with_prefill", [False, True])
 def test_the_first_in_the_queue_get_the_last_places_and_not_the_shortest_or_oldest(with_prefill: bool) -> None:
     prefill = [candidate("p")] if with_prefill else []
