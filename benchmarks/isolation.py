@@ -23,7 +23,7 @@ from pathlib import Path
 import grpc
 
 from benchmarks.children import start_child
-from benchmarks.isolation_attack import Attack
+from benchmarks.isolation_attack import MAX_MODEL_LEN, Attack
 from benchmarks.processes import process_cpu_s
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
@@ -43,6 +43,7 @@ _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 # An attack has begun to work by then.
 _SETTLE_S = 2.0
 _TIMEOUT_S = 60.0
+_ENDED = "quartet_router_requests_total"
 _LONGEST_STALL = "quartet_process_event_loop_longest_stall_seconds"
 #: p99 under attack may be this many times what it is beside a harmless process.
 BAR = 3.0
@@ -57,6 +58,7 @@ class Window:
         failed: those that ended badly, by status.
         other_share: cores that the process beside it used.
         router_stall_ms: the longest time for which the router's event loop ran no timer, in its thread's CPU time.
+        ended: choices of both tenants that ended, by outcome, as the router counts them.
     """
 
     requests: int
@@ -65,6 +67,7 @@ class Window:
     ttft_ms_p99: float
     other_share: float
     router_stall_ms: float
+    ended: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +140,9 @@ async def _window(stack: Stack, attack: Attack, duration_s: float, share: float 
             cpu_s, began = process_cpu_s(child.pid), time.monotonic()
             await victim.run(duration_s)
             share = (process_cpu_s(child.pid) - cpu_s) / (time.monotonic() - began)
-    metrics = await stack.metrics()
-    return victim.window(share, metrics["router"].total(_LONGEST_STALL))
+    metrics = (await stack.metrics())["router"]
+    ended = {outcome: int(count) for outcome, count in metrics.by_label(_ENDED, "outcome").items() if count}
+    return victim.window(share, metrics.total(_LONGEST_STALL), ended)
 
 
 class _Victim:
@@ -163,7 +167,7 @@ class _Victim:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 group.create_task(self._ask())
 
-    def window(self, other_share: float, router_stall_s: float) -> Window:
+    def window(self, other_share: float, router_stall_s: float, ended: Mapping[str, int]) -> Window:
         """What was measured."""
         times_ms = sorted(1e3 * seconds for seconds in self._ttft_s)
         return Window(
@@ -173,6 +177,7 @@ class _Victim:
             ttft_ms_p99=round(times_ms[int(0.99 * len(times_ms))], 2),
             other_share=round(other_share, 3),
             router_stall_ms=round(1e3 * router_stall_s, 1),
+            ended=ended,
         )
 
     async def _ask(self) -> None:
@@ -208,7 +213,7 @@ def _silent(_message: str) -> None:
 def _topology() -> Topology:
     settings = {
         "namespace": "isolation",
-        "engine": {"kind": "mock", "num_blocks": 2048, "mock": {"speed_up": 2.0}},
+        "engine": {"kind": "mock", "num_blocks": 2048, "max_model_len": MAX_MODEL_LEN, "mock": {"speed_up": 2.0}},
         "router": {"overrides": {"policy": {"local_prefill_max_tokens": 0}}},
         "workers": [{"role": "prefill"}, {"role": "decode"}],
         "drain_timeout_s": 0.2,

@@ -20,6 +20,9 @@ from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 #: The tenant that attacks.
 ATTACKER = "attacker"
 
+#: Of the model that is attacked, in tokens.
+MAX_MODEL_LEN = 16_384
+
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 # After a refusal: an attacker who only asks again and again spends its time on refusals.
 _PAUSE_S = 0.05
@@ -38,6 +41,7 @@ class Attack(StrEnum):
     PRIORITY = "priority"  # 64 clients with the highest priority there is
     PLACES = "places"  # placements that no client takes up, 30 at a time
     PROMPTS = "prompts"  # 64 clients with prompts of 8,000 tokens
+    REFUSED = "refused"  # 64 clients with prompts that are too long
 
 
 _Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
@@ -159,6 +163,10 @@ async def _prompts(stub: _Stub) -> None:
     await _repeat(64, lambda: _generate(stub, _short(8_000, num_tokens=64)))
 
 
+async def _refused(stub: _Stub) -> None:
+    await _repeat(64, lambda: _generate(stub, _short(MAX_MODEL_LEN + 1, num_tokens=1)))
+
+
 def _short(num_prompt_tokens: int, *, num_tokens: int) -> router_pb2.GenerateStart:
     ids = random.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_prompt_tokens)
     return router_pb2.GenerateStart(
@@ -176,6 +184,7 @@ _ATTACKS: Mapping[Attack, Callable[[_Stub], Awaitable[None]]] = {
     Attack.PRIORITY: _priority,
     Attack.PLACES: _places,
     Attack.PROMPTS: _prompts,
+    Attack.REFUSED: _refused,
 }
 
 

@@ -639,6 +639,11 @@ def _failed(outcome: Row) -> str:
     return ", ".join(f"{count} {status}" for status, count in failed.items()) or "none"
 
 
+def _ended(outcome: Row) -> str:
+    ended = outcome["attacked"].get("ended", {})
+    return ", ".join(f"{count:,} {name}" for name, count in ended.items())
+
+
 _ISOLATION_COLUMNS: Columns = {
     "attack": "`{name}`",
     "p50, p99 attacked (ms)": "{attacked[ttft_ms_p50]:.0f}, {attacked[ttft_ms_p99]:.0f}",
@@ -646,6 +651,7 @@ _ISOLATION_COLUMNS: Columns = {
     "times (<= 3)": "{ratio:.1f}",
     "requests": "{attacked[requests]}",
     "failed": _failed,
+    "choices of both tenants that ended": _ended,
     "router's longest stall (ms)": lambda row: (
         f"{row['attacked']['router_stall_ms']:.0f}" if "router_stall_ms" in row["attacked"] else ""
     ),

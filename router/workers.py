@@ -522,6 +522,7 @@ class KnownWorker:
         load, account = self._rank_loads[number], self.book.accounts[number]
         num_queued_tokens = 0 if self._is_quiet else load.num_queued_prefill_tokens
         num_unbegun_tokens = 0 if self._is_quiet else load.num_unbegun_prefill_tokens
+        num_spare_tokens = 0 if self._is_quiet else load.num_spare_prefill_tokens
         return Candidate(
             rank=self._ranks[number],
             num_total_blocks=self._num_blocks[number],
@@ -534,6 +535,7 @@ class KnownWorker:
             adapters=self._adapters,
             media=self._media,
             num_unbegun_tokens=num_unbegun_tokens + account.num_unreported_tokens,
+            num_spare_tokens=max(num_spare_tokens - account.num_unreported_tokens, 0),
             step_ends_at=(self.load_at or 0.0) + load.step_ends_in_s,
             num_decoding=load.num_decoding,
             num_context_tokens=load.num_context_tokens,

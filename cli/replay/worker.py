@@ -114,10 +114,13 @@ class SimulatedWorker:
             num_pool_tokens=settings.num_pool_tokens,
             vocab_size=OUTPUT_TOKEN_ID + 1,
         )
+        # Like the engine of the default timing: prompts in order, and a block can be shared from the start of the step
+        # that writes it.
         config = SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            short_prompts_part=0.0,
         )
-        # Like the engine of the default timing: a block can be shared from the start of the step that writes it.
         self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True)
         self._state: WorkerState | None = None  # until the next call
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun

@@ -2,8 +2,10 @@
 
 Continuous batching with chunked prefill, as Sarathi-Serve (arXiv 2403.02310) describes it and vLLM's
 ``vllm/v1/core/sched/scheduler.py`` does it: every step takes one token of each request that decodes, and fills the
-rest of the token budget with chunks of prompts. A request is admitted when there are blocks for all its tokens. It
-grows while it decodes. When blocks run out, the request at the last position is preempted and computed again later.
+rest of the token budget with chunks of prompts: first come, first served, but short prompts do not wait for the rest
+of a long one (as with vLLM's ``long_prefill_token_threshold``). A request is admitted when there are blocks for all
+its tokens. It grows while it decodes. When blocks run out, the request at the last position is preempted and computed
+again later.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ class SchedulerConfig:
         max_num_seqs: most requests with blocks at the same time.
         max_num_batched_tokens: most tokens that one step computes. It bounds the chunks of a long prompt, and so the
             time that such a prompt adds between other requests' tokens.
+        short_prompts_part: so much of a step that does not end a long prompt goes first to the prompts behind it that
+            end with the step, if there are any of its priority. 0: each prompt waits for the rest of those before it.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    short_prompts_part: float = 0.5
 
     def __post_init__(self) -> None:
         """Refuse bounds with which a step might have no room for every decoding request."""
@@ -46,6 +51,10 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs})"
             )
+
+    def num_short_tokens(self, num_decoding: int) -> int:
+        """So many tokens of short prompts go with a step that also has ``num_decoding`` decoding requests."""
+        return int((self.max_num_batched_tokens - num_decoding) * self.short_prompts_part)
 
 
 class Scheduler:
@@ -175,6 +184,9 @@ class Scheduler:
                 budget -= schedule.add_chunk(running, 1)
             else:
                 prefilling.append(running)
+        if prefilling and prefilling[0].num_uncomputed_tokens > budget and not schedule.num_preempted:
+            part = self._config.num_short_tokens(len(schedule.chunks))
+            budget -= part - self._admit(schedule, part, min_priority=prefilling[0].request.priority)
         for running in prefilling:
             if budget:
                 budget -= self._prefill(schedule, running, budget)
@@ -210,22 +222,36 @@ class Scheduler:
         self._wait(running)
         self.num_preemptions += 1
 
-    def _admit(self, schedule: Schedule, budget: int) -> None:
-        """Give blocks to waiting requests, in order: one that does not fit blocks the rest, so that none starves."""
+    def _admit(self, schedule: Schedule, budget: int, *, min_priority: int | None = None) -> int:
+        """Give blocks to waiting requests, in order: one that does not fit blocks the rest, so that none starves.
+
+        ``min_priority``: one of a lower priority, or whose prompt would not end within ``budget``, does not fit.
+
+        Returns:
+            What is left of ``budget``.
+        """
         while self.waiting and self.num_running < self._config.max_num_seqs:
             running = self.waiting.head
             if running.lacks_embeddings and _has_lost_media(running, self._blocks):
                 self._end(running)
                 schedule.media_lost.append(running)
                 continue
+            if min_priority is not None and not self._is_short(running, budget, min_priority):
+                break
             if not (budget or running.needs_pull) or not self._allocate(running):
-                return
+                break
             self._leave(running)
             if running.needs_pull:
                 schedule.pulls.append(self._pull(running))
             else:
                 self._run(running)
                 budget -= self._prefill(schedule, running, budget)
+        return budget
+
+    def _is_short(self, running: RunningRequest, budget: int, min_priority: int) -> bool:
+        if running.request.priority < min_priority:
+            return False
+        return running.needs_pull or len(running.seq) - self._blocks.num_cached_tokens(running.seq) <= budget
 
     def _prefill(self, schedule: Schedule, running: RunningRequest, budget: int) -> int:
         num_tokens = schedule.add_chunk(running, budget)

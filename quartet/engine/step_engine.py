@@ -152,6 +152,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             num_waiting=stats.num_waiting + num_unseen,
             num_queued_prefill_tokens=stats.num_queued_prefill_tokens + num_unseen_tokens,
             num_unbegun_prefill_tokens=stats.num_unbegun_prefill_tokens + num_unseen_tokens,
+            num_spare_prefill_tokens=max(stats.num_spare_prefill_tokens - num_unseen_tokens, 0),
         )
         return (stats,)
 

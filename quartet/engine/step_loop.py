@@ -139,7 +139,7 @@ class StepLoop:
         self._outputs = OutputBuilder(clock)
         self._clock = StepClock(clock)
         self._on_begin = on_begin
-        self._max_step_tokens, self._max_running = config.max_num_batched_tokens, config.max_num_seqs
+        self._config = config
         self._stopped_pulls: list[int] = []
         self._has_to_take_kv_snapshot = False
         self._num_steps = 0
@@ -257,17 +257,21 @@ class StepLoop:
 
     def _snapshot(self, running: Backlog, *, num_begun: int = 0, step_ends_at: float = 0.0) -> Snapshot:
         """The statistics with this backlog of running requests; a step has begun ``num_begun`` of its tokens."""
-        scheduler, counts = self._scheduler, self._blocks.counts
+        scheduler, counts, config = self._scheduler, self._blocks.counts, self._config
+        num_spare = 0
+        if running.num_tokens > num_begun:
+            num_spare = config.num_short_tokens(running.num_decoding) - scheduler.waiting.num_prefill_tokens
         num_queued = scheduler.waiting.num_prefill_tokens + running.num_tokens
         stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
-            max_running=self._max_running,
+            max_running=config.max_num_seqs,
             num_queued_prefill_tokens=num_queued,
             num_unbegun_prefill_tokens=num_queued - num_begun,
+            num_spare_prefill_tokens=max(num_spare, 0),
             num_decoding=running.num_decoding,
             num_context_tokens=running.num_context_tokens,
-            max_step_tokens=self._max_step_tokens,
+            max_step_tokens=config.max_num_batched_tokens,
             step_ends_at=step_ends_at,
             step_time=self._clock.step_time,
             num_in_use_blocks=counts.in_use,

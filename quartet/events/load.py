@@ -20,6 +20,8 @@ class RankCounts:
             time; 0: unknown.
         num_queued_prefill_tokens: prompt tokens not computed yet, of running and waiting requests.
         num_unbegun_prefill_tokens: of these, the tokens that no step has begun to compute; cached ones that wait count.
+        num_spare_prefill_tokens: so many tokens of prompts that come now are computed in the next step, beside a long
+            prompt that it does not end; 0: no such prompt is computed, or prompts wait for the rest of it.
         num_decoding: requests that take one token each in every step.
         num_context_tokens: tokens that these have together.
         max_step_tokens: tokens that a step computes at most; 0: unknown.
@@ -34,6 +36,7 @@ class RankCounts:
     max_running: int = 0
     num_queued_prefill_tokens: int = 0
     num_unbegun_prefill_tokens: int = 0
+    num_spare_prefill_tokens: int = 0
     num_decoding: int = 0
     num_context_tokens: int = 0
     max_step_tokens: int = 0

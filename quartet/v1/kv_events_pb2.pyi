@@ -279,6 +279,7 @@ class RankLoad(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_TIME_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_SPARE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch. 0: none."""
     num_waiting: _builtins.int
@@ -313,6 +314,10 @@ class RankLoad(_message.Message):
     """Most requests that the running batch can have; of an Encode worker, most items that are not encoded yet. Routers
     send no more than that. 0: the engine does not say.
     """
+    num_spare_prefill_tokens: _builtins.int
+    """So many tokens of prompts that come now are computed in the next step, beside a long prompt that it does not end.
+    0: no such prompt is computed, or prompts wait for the rest of it.
+    """
     @_builtins.property
     def step_time(self) -> Global___StepTime:
         """How long steps take. Absent: too few were measured."""
@@ -336,10 +341,11 @@ class RankLoad(_message.Message):
         max_step_tokens: _builtins.int = ...,
         step_time: Global___StepTime | None = ...,
         max_running: _builtins.int = ...,
+        num_spare_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running", b"max_running", "max_step_tokens", b"max_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_in_use_blocks", b"num_in_use_blocks", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_unbegun_prefill_tokens", b"num_unbegun_prefill_tokens", "num_waiting", b"num_waiting", "step_ends_in_s", b"step_ends_in_s", "step_time", b"step_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running", b"max_running", "max_step_tokens", b"max_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_in_use_blocks", b"num_in_use_blocks", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_spare_prefill_tokens", b"num_spare_prefill_tokens", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_unbegun_prefill_tokens", b"num_unbegun_prefill_tokens", "num_waiting", b"num_waiting", "step_ends_in_s", b"step_ends_in_s", "step_time", b"step_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

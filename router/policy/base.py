@@ -87,6 +87,7 @@ class Candidate:
         adapters: adapters that it serves.
         media: what it takes of media.
         num_unbegun_tokens: prompt tokens that wait there and that no step has begun to compute.
+        num_spare_tokens: so many prompt tokens that come now are in the next step, whatever is unbegun.
         step_ends_at: when the step that runs there should end, by the clock of ``Snapshot.now``; a time in the past: no
             step runs, or it should have ended.
         num_decoding: requests there that take one token each in every step.
@@ -107,6 +108,7 @@ class Candidate:
     adapters: frozenset[str] = frozenset()
     media: frozenset[str] = frozenset()
     num_unbegun_tokens: int = 0
+    num_spare_tokens: int = 0
     step_ends_at: float = 0.0
     num_decoding: int = 0
     num_context_tokens: int = 0

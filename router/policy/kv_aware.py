@@ -133,11 +133,13 @@ class KvAwarePolicy:
             if not plan.groups:
                 continue
             num_bound, poll_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s)
-            next_poll_s = min(next_poll_s, poll_in_s)
+            next_poll_s, num_spare = min(next_poll_s, poll_in_s), route.candidate.num_spare_tokens
             for position, group in enumerate(plan.groups):
                 for job in group:
                     one = planned[job.number]
-                    if position < num_bound or one.pending.binds_at_once:
+                    is_short = (num_missing := job.num_missing[forecast.number] or 0) <= num_spare
+                    if position < num_bound or is_short or one.pending.binds_at_once:
+                        num_spare -= num_missing
                         cost = _added_cost(forecast, plan, job)
                         placements[one.index] = self._placement(one, route, cost, snapshot, tally)
         if len(planned) >= limit and any(placements):

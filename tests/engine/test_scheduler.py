@@ -33,6 +33,26 @@ def test_decodes_come_first_and_prompts_share_the_rest_of_the_budget() -> None:
     assert stepper.runner.chunk_sizes[1:] == [[1, 7], [1, 3, 4], [1, 1, 3]]
 
 
+def test_short_prompts_go_with_the_steps_of_a_long_one_which_keeps_half_of_each() -> None:
+    stepper = Stepper(max_num_batched_tokens=16)
+    stepper.add(make_request(range(60), max_tokens=1))
+    stepper.step()
+    stepper.add(*(make_request([n] * 3, max_tokens=1) for n in range(4)))
+    for _ in range(4):
+        stepper.step()
+    assert stepper.runner.chunk_sizes == [[16], [3, 3, 10], [3, 3, 10], [16], [8]]
+
+
+def test_a_long_prompt_leaves_nothing_to_those_that_would_not_end_or_have_a_lower_priority() -> None:
+    stepper = Stepper(max_num_batched_tokens=16)
+    stepper.add(make_request(range(60), max_tokens=1))
+    stepper.step()
+    stepper.add(make_request([9] * 9, max_tokens=1), make_request([1, 2], priority=-1, max_tokens=1))
+    for _ in range(3):
+        stepper.step()
+    assert stepper.runner.chunk_sizes == [[16], [16], [16], [12, 4]]
+
+
 def test_only_the_chunk_with_the_last_token_samples() -> None:
     stepper = Stepper(max_num_batched_tokens=8)
     request = make_request(range(20), max_tokens=1)

@@ -182,6 +182,20 @@ async def test_a_request_that_no_step_has_seen_yet_counts_as_waiting(start_engin
     gate.release(100)
 
 
+async def test_a_short_prompt_that_no_step_has_seen_yet_takes_of_what_is_spare(start_engine: StartEngine) -> None:
+    gate = threading.Semaphore(0)
+    runner = FakeRunner(step_gate=gate)
+    engine = await start_engine(runner, max_num_batched_tokens=16)
+    engine.submit(make_request(range(40)))
+    await asyncio.to_thread(runner.step_began.wait, WAIT_S)
+    assert engine.stats()[0].num_spare_prefill_tokens == 8
+    engine.submit(make_request(range(5)))  # the thread is inside a step
+    assert engine.stats()[0].num_spare_prefill_tokens == 3
+    engine.submit(make_request(range(5)))
+    assert engine.stats()[0].num_spare_prefill_tokens == 0
+    gate.release(100)
+
+
 async def test_the_event_loop_is_notified_of_prompts_as_they_begin_and_not_of_decoding(
     start_engine: StartEngine,
 ) -> None:

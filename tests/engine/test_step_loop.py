@@ -148,10 +148,14 @@ def test_a_step_that_runs_has_begun_what_it_computes() -> None:
     # 16 of the first prompt's tokens are in the step.
     assert prompt_tokens(loop.during) == (47, 31)
     assert prompt_tokens(loop.steps.snapshot.stats) == (31, 31)
+    # Half of the next step is for short prompts, and one waits.
+    assert loop.during.num_spare_prefill_tokens == 8 - 7
     loop.step()
+    assert loop.during.num_spare_prefill_tokens == 8
     assert prompt_tokens(loop.during) == (31, 15)
     loop.step()
     assert prompt_tokens(loop.during) == (15, 0)
+    assert loop.during.num_spare_prefill_tokens == 0
     assert prompt_tokens(loop.steps.snapshot.stats) == (0, 0)
     assert (loop.during.num_prompt_steps, loop.during.max_step_tokens) == (3, 16)
     assert loop.during.max_running == loop.steps.snapshot.stats.max_running == 4

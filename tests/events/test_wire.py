@@ -51,6 +51,7 @@ _ranks = st.builds(
     num_free_blocks=_counts,
     num_total_blocks=_counts,
     num_steps=st.integers(0, 2**64 - 1),
+    num_spare_prefill_tokens=st.integers(0, 2**64 - 1),
     num_unbegun_prefill_tokens=st.integers(0, 2**64 - 1),
     step_ends_in_s=_seconds,
     num_decoding=_counts,

@@ -29,6 +29,7 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
         200.0,
         step_ends_in_s=0.25,
         num_unbegun_prefill_tokens=70,
+        num_spare_prefill_tokens=50,
         num_decoding=3,
         num_context_tokens=900,
         max_step_tokens=4096,
@@ -40,6 +41,7 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
     worker.book.reserve(1, num_queued_tokens=30).send()
     first, second = worker.candidates()
     assert (first.step_ends_at, first.num_unbegun_tokens, second.num_unbegun_tokens) == (200.25, 70, 100)
+    assert (first.num_spare_tokens, second.num_spare_tokens) == (50, 20)
     assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
     assert second.step_time == step_time
     assert (first.max_requests, second.max_requests) == (8, 8)
@@ -49,11 +51,11 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
 
 def test_reported_waiting_prompts_count_no_more_once_reports_have_stopped() -> None:
     worker = KnownWorker(_RECORD, 100.0)
-    take(worker, 200.0, num_unbegun_prefill_tokens=70)
+    take(worker, 200.0, num_unbegun_prefill_tokens=70, num_spare_prefill_tokens=10)
     worker.poll(202.0)
     assert worker.candidates()[0].num_unbegun_tokens == 70
     worker.poll(204.0)
-    assert worker.candidates()[0].num_unbegun_tokens == 0
+    assert worker.candidates()[0].num_unbegun_tokens == worker.candidates()[0].num_spare_tokens == 0
     take(worker, 205.0, num_unbegun_prefill_tokens=50)
     assert worker.candidates()[0].num_unbegun_tokens == 50
 

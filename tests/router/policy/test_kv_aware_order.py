@@ -16,12 +16,13 @@ from router.policy.session_affinity import SessionAffinityPolicy
 _STEP_TIME = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4)
 
 
-def candidate(name: str, *, total: int = 1000, used: int = 0, ends_at: float = 0.0) -> Candidate:
+def candidate(name: str, *, total: int = 1000, used: int = 0, ends_at: float = 0.0, spare: int = 0) -> Candidate:
     return Candidate(
         rank=Rank(name),
         num_total_blocks=total,
         block_size=10,
         num_used_blocks=used,
+        num_spare_tokens=spare,
         step_ends_at=ends_at,
         max_step_tokens=2000,
         step_time=_STEP_TIME,
@@ -60,6 +61,19 @@ def test_prompts_that_have_waited_long_do_not_go_before_one_of_a_tenant_that_had
         policy().assign([pending(50, arrived_at=8.9), *flood], Snapshot([], [candidate("d")], now=9.0)).placements
     )
     assert [placement is not None for placement in placements] == [True, False, False]
+
+
+@pytest.mark.parametrize("with_prefill", [False, True])
+@pytest.mark.parametrize(("spare", "num_bound"), [(0, 0), (49, 0), (50, 1), (149, 2), (1000, 3)])
+def test_short_prompts_go_to_a_rank_in_the_middle_of_a_long_one_as_far_as_it_takes_them(
+    with_prefill: bool, spare: int, num_bound: int
+) -> None:
+    busy, other = candidate("busy", ends_at=5.0, spare=spare), candidate("decode", ends_at=5.0)
+    snapshot = Snapshot([busy], [other]) if with_prefill else Snapshot([], [busy])
+    waiting = [pending(size) for size in (50, 60, 70, 1900)]
+    config = KvAwareConfig(gather_s=0.0, num_planned_per_rank=8, local_prefill_max_tokens=0 if with_prefill else None)
+    placements = KvAwarePolicy(random.Random(0), config).assign(waiting, snapshot).placements
+    assert [placement is not None for placement in placements] == [number < num_bound for number in range(4)]
 
 
 @pytest.mark.parametrize("with_prefill", [False, True])
