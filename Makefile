@@ -17,7 +17,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dis
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools test test-unit test-chaos bench lint lint-format lint-code lint-types lint-imports lint-protos \
+.PHONY: help setup tools test test-unit test-bench test-chaos bench lint lint-format lint-code lint-types lint-imports lint-protos \
   lint-stubs generate format release-protos clean
 
 help:  ## List the targets
@@ -36,11 +36,14 @@ run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg
 	@exec $(BIN)/quartet up $(if $(filter trtllm,$(ENGINE)),configs/trtllm,configs)/$*.yaml \
 	  $(if $(filter-out trtllm,$(ENGINE)),--engine $(ENGINE)) $(ARGS)
 
-test: setup tools  ## Run all tests but those of test-chaos (JOBS=4: that many at once)
-	$(PYTEST) -m "not chaos"
+test: setup tools  ## Run all tests but those of test-bench and test-chaos (JOBS=4: that many at once)
+	$(PYTEST) -m "not chaos and not bench"
 
 test-unit: setup tools  ## Run the tests that start no service processes
 	$(PYTEST) -m "not e2e and not chaos"
+
+test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about a minute
+	$(PYTEST) -m bench tests/benchmarks
 
 test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 4 minutes
 	$(PYTEST) -m chaos tests/chaos

@@ -171,6 +171,7 @@ async def assert_nothing_stays_held(stack: Stack) -> None:
     assert sum(outcomes.values()) == num_items
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 async def test_images_are_measured_on_real_servers_and_none_stays_held(tmp_path: Path) -> None:

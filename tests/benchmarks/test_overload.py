@@ -143,6 +143,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
     return written
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_the_report_sets_twice_the_load_of_the_peak_against_the_peak(report: dict[str, Any]) -> None:
@@ -155,6 +156,7 @@ def test_the_report_sets_twice_the_load_of_the_peak_against_the_peak(report: dic
     assert report["versions"].keys() >= {"torch", "transformers"}
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_under_overload_no_work_is_done_twice(report: dict[str, Any]) -> None:

@@ -119,6 +119,7 @@ def test_the_table_shows_measured_figures_beside_their_limits_and_names_gaps() -
     assert older in relay_tables(report)
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_every_way_is_measured_on_real_servers(tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ class BareLoad:
         self.num_tokens.append(self._clock.num_tokens - before)
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(60)
 async def test_the_router_rests_while_the_bare_relay_has_its_window(tmp_path: Path) -> None:
@@ -171,6 +173,7 @@ def test_the_ratio_to_grpc_is_the_median_of_the_runs_and_keeps_its_spread() -> N
     assert found["session_256"] == Spread(runs=[4.0], lowest=4.0, highest=4.0)
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_is_measured_by_either_way() -> None:
@@ -183,6 +186,7 @@ async def test_a_bare_relay_is_measured_by_either_way() -> None:
         assert len(bare.found) == 2
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_of_requests_is_measured_by_every_way() -> None:
@@ -203,6 +207,7 @@ async def test_a_child_that_ends_instead_of_answering_is_an_error() -> None:
             await child.read()
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(60)
 async def test_messages_of_a_bare_relay_are_as_long_as_real_ones(tmp_path: Path) -> None:
@@ -221,6 +226,7 @@ async def test_messages_of_a_bare_relay_are_as_long_as_real_ones(tmp_path: Path)
         assert len(make_place_response(128)) == pytest.approx(placed.ByteSize(), rel=0.1)
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(60)
 async def test_a_load_that_fails_is_reported_not_measured(tmp_path: Path) -> None:
@@ -237,6 +243,7 @@ async def test_a_load_that_fails_is_reported_not_measured(tmp_path: Path) -> Non
                 pass
 
 
+@pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_many_streams_are_each_followed_to_their_end() -> None:

@@ -167,7 +167,7 @@ def prefill_request() -> Message:
     return prefill_pb2.PrefillRequest(start=prefill_pb2.PrefillStart(slot=1, generation=generation()))
 
 
-def decode_request() -> Message:
+def decode_request() -> decode_pb2.DecodeRequest:
     return decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(slot=1, generation=generation()))
 
 
@@ -214,11 +214,17 @@ async def test_malformed_messages_end_their_own_call_only(
 
 
 async def test_messages_out_of_order_end_their_own_call_only(stack: Stack, undisturbed: Crowd) -> None:
-    start, cancel = generate_request().SerializeToString(), b"\x12\x00"
+    # An answer of two tokens may end before a second start has come.
+    endless = Sampling(max_tokens=2000, ignore_eos=True)
+    long = router_pb2.GenerateRequest(start=GenerateStart(text="the river", sampling=endless))
+    start, cancel = long.SerializeToString(), b"\x12\x00"
     chunk = decode_pb2.DecodeRequest(chunk=types_pb2.StartChunk(slot=9, data=b"1234")).SerializeToString()
     done = decode_pb2.DecodeRequest(start_done=types_pb2.StartDone(slot=9)).SerializeToString()
     cancel_unknown = decode_pb2.DecodeRequest(cancel=types_pb2.Cancel(slot=9)).SerializeToString()
-    decode_start = decode_request().SerializeToString()
+    decode_start = decode_request()
+    ends = decode_start.SerializeToString()
+    decode_start.start.generation.sampling.CopyFrom(endless)
+    goes_on = decode_start.SerializeToString()
 
     def send_all() -> None:
         with stack.channel("router") as router, stack.channel("decode-0") as decode:
@@ -226,12 +232,12 @@ async def test_messages_out_of_order_end_their_own_call_only(stack: Stack, undis
             for bodies in ([cancel], [b""], [start, start], []):
                 error = Raw(router, GENERATE).call(bodies)
                 assert error is not None and error.code() is INVALID, f"{bodies}: {error}"
-            for bodies in ([b""], [decode_start, decode_start]):
+            for bodies in ([b""], [goes_on, goes_on]):
                 error = Raw(decode, DECODE).call(bodies)
                 assert error is not None and error.code() is INVALID, f"{bodies}: {error}"
             # Of a request that has just ended such a message may be on its way: it means nothing.
             for stray in (cancel_unknown, chunk, done):
-                assert Raw(decode, DECODE).call([stray, decode_start, stray]) is None
+                assert Raw(decode, DECODE).call([stray, ends, stray]) is None
 
     await asyncio.to_thread(send_all)
 

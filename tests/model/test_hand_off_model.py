@@ -1,4 +1,4 @@
-"""Whatever disturbs a hand-off once, it keeps its promises. ``python -m tests.model.hand_off`` tries all there is."""
+"""Whatever disturbs a hand-off once, it keeps its promises; ``tests.chaos.test_hand_off_model`` tries all there is."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.model.hand_off import Scenario, explore
 
 
 def test_a_disturbance_at_any_moment_breaks_no_promise() -> None:
-    found = explore(1, one_in=4)
+    found = explore(1, one_in=16)
     assert found.broken == []
-    assert found.num_runs > 400
+    assert found.num_runs > 100
 
 
 def test_a_hand_off_that_is_never_renewed_is_found() -> None:
