@@ -46,7 +46,8 @@ from quartet.transfer.grpc.messages import (
     ticket_to_pb,
 )
 from quartet.transfer.grpc.streams import PeerChannels, PullStream, SpareStreams
-from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, copy_runs, merge_runs
+from quartet.transfer.life_line import PoolOwner
+from quartet.transfer.shm import SharedPool, ShmPools, copy_runs, merge_runs
 from quartet.v1 import transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -400,7 +401,7 @@ class _Fetch:
         """
         if not self._copies:
             return []
-        payload, source = self._hand_off.payload, self._shm_pools.mapped(self._owner)
+        payload, source = self._hand_off.payload, self._shm_pools.opened(self._owner)
         if self._pool is None or source is None or isinstance(payload, OpaquePayload):
             return None
         if self._copies[-1].piece >= len(payload.block_ids):
