@@ -14,7 +14,7 @@ from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.kvcache import sequence
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory
 
 
 class ModelRunner(Protocol):
@@ -26,7 +26,7 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """The block pool's bytes; ``None``: transfers can't reach them."""
         ...
 

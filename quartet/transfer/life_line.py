@@ -154,6 +154,7 @@ class LivePools(Generic[LentT, OpenT]):
         self._refused: dict[PoolOwner, None] = {}  # oldest first
         self._opening: WeakValueDictionary[PoolOwner, asyncio.Lock] = WeakValueDictionary()
         self._loop = asyncio.get_running_loop()
+        self._is_closed = False
 
     def may_open(self, owner: PoolOwner) -> bool:
         """False once ``owner``'s pool could not be had, as across network namespaces: offer another way then."""
@@ -183,7 +184,8 @@ class LivePools(Generic[LentT, OpenT]):
         return pool
 
     def close(self) -> None:
-        """Close every pool."""
+        """Close every pool, and those that are being opened once they are open."""
+        self._is_closed = True
         for owner in list(self._pools):
             self._drop(owner)
 
@@ -210,6 +212,10 @@ class LivePools(Generic[LentT, OpenT]):
         except BaseException:
             connection.close()
             raise
+        if self._is_closed:
+            connection.close()
+            self._close(pool)
+            raise TransferError("the puller is closed")
         self._pools[owner] = _LivePool(connection, pool)
         self._loop.add_reader(connection, self._drop, owner)
         return pool

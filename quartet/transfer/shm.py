@@ -9,20 +9,24 @@ sealed, so the peer cannot write; the peer must run as the same user; the token 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import mmap
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from quartet.errors import TransferError
-from quartet.transfer.base import PoolMemory
-from quartet.transfer.life_line import LifeLineServer, LivePools
+from quartet.transfer.base import PoolMemory, TransferWay
+from quartet.transfer.life_line import LentPool, LifeLineServer, LivePools, PoolOwner
+from quartet.transfer.runs import CopyRun, check_runs, run_to_end
+
+#: One thread comes near a core's memory bandwidth; the second is for another fetch, not for more of one.
+_NUM_COPY_THREADS = 2
 
 #: Up to this a copy takes less than the event loop may stand still for (1 ms, at 5 GB/s); a thread costs half of that.
 _INLINE_SIZE_BYTES = 4 << 20
@@ -70,26 +74,44 @@ class ShmPools(LivePools[SharedPool, memoryview]):
         """A copy under way still has its pages."""
 
 
-@dataclass(frozen=True)
-class CopyRun:
-    """Copy ``size_bytes`` bytes from one offset to another."""
+class ShmReader:
+    """A ``PoolReader`` into a pool in host memory."""
 
-    source_offset: int
-    destination_offset: int
-    size_bytes: int
+    way = TransferWay.SHM
 
+    def __init__(self, memory: PoolMemory) -> None:
+        """Read into ``memory``; nothing is mapped yet."""
+        self._memory = memory
+        self._executor = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
+        self._pools = ShmPools()
 
-def merge_runs(source_offsets: Sequence[int], destination_offsets: Sequence[int], size_bytes: int) -> list[CopyRun]:
-    """One run per stretch of pieces, each of ``size_bytes``, that are neighbours on both sides."""
-    runs: list[CopyRun] = []
-    for source, destination in zip(source_offsets, destination_offsets, strict=True):
-        last = runs[-1] if runs else CopyRun(0, 0, 0)
-        ends = (last.source_offset + last.size_bytes, last.destination_offset + last.size_bytes)
-        if runs and ends == (source, destination):
-            runs[-1] = CopyRun(last.source_offset, last.destination_offset, last.size_bytes + size_bytes)
-        else:
-            runs.append(CopyRun(source, destination, size_bytes))
-    return runs
+    def may_open(self, owner: PoolOwner) -> bool:
+        """As ``PoolReader``."""
+        return self._pools.may_open(owner)
+
+    def is_open(self, owner: PoolOwner) -> bool:
+        """As ``PoolReader``."""
+        return self._pools.opened(owner) is not None
+
+    async def open(self, owner: PoolOwner, lent: LentPool, *, timeout_s: float) -> None:
+        """As ``PoolReader``."""
+        assert isinstance(lent, SharedPool)
+        await self._pools.open(owner, lent, timeout_s=timeout_s)
+
+    async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
+        """As ``PoolReader``."""
+        source = self._pools.opened(owner)
+        if source is None:
+            raise TransferError("the source's worker has ended")
+        try:
+            await copy_runs(source, self._memory.view, runs, self._executor)
+        except ValueError as error:
+            raise TransferError(f"the source's offsets are wrong: {error}") from None
+
+    async def close(self) -> None:
+        """As ``PoolReader``."""
+        await asyncio.to_thread(self._executor.shutdown)
+        self._pools.close()
 
 
 async def copy_runs(source: memoryview, destination: memoryview, runs: Sequence[CopyRun], executor: Executor) -> None:
@@ -100,21 +122,13 @@ async def copy_runs(source: memoryview, destination: memoryview, runs: Sequence[
     Raises:
         ValueError: a run leaves one of the two.
     """
-    for run in runs:
-        _check(run, len(source), len(destination))
+    check_runs(runs, len(source), len(destination))
     stop = threading.Event()
     if sum(run.size_bytes for run in runs) <= _INLINE_SIZE_BYTES:
         _copy(source, destination, runs, stop)
         return
-    copying = asyncio.get_running_loop().run_in_executor(executor, _copy, source, destination, runs, stop)
-    try:
-        await asyncio.shield(copying)
-    finally:
-        stop.set()
-        # Cancelled: the thread sees `stop` at its next slice. A second cancellation must not cut this short either.
-        while not copying.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([copying])
+    # The thread sees `stop` at its next slice.
+    await run_to_end(executor, partial(_copy, source, destination, runs, stop), stop.set)
 
 
 def _map_read_only(fd: int, size_bytes: int) -> memoryview:
@@ -128,13 +142,6 @@ def _map_read_only(fd: int, size_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
-
-
-def _check(run: CopyRun, source_size: int, destination_size: int) -> None:
-    in_source = 0 <= run.source_offset <= source_size - run.size_bytes
-    in_destination = 0 <= run.destination_offset <= destination_size - run.size_bytes
-    if not (in_source and in_destination):
-        raise ValueError("a piece lies outside its pool")
 
 
 def _copy(source: memoryview, destination: memoryview, runs: Sequence[CopyRun], stop: threading.Event) -> None:

@@ -15,7 +15,7 @@ from quartet.media.items import TAKES_HAND_OFF
 from quartet.rpc.server import Service
 from quartet.streams.signed_start import SignedStartVerifier, SigningKeys
 from quartet.telemetry.encode_metrics import EncodeMetrics
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.source import TransferSource
 from services.decode.servicer import decode_service
@@ -79,7 +79,7 @@ class EngineParts:
         await self._media.start()
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """The engine's pool."""
         return self._engine.memory
 

@@ -31,7 +31,9 @@ from quartet.supervision import LoopWatch, Supervisor, TaskEndedError, end_proce
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
-from quartet.transfer.base import PoolMemory, TransferWay
+from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
+from quartet.transfer.cuda.lent import CudaServer
+from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
 from quartet.transfer.shm import ShmServer
@@ -167,10 +169,10 @@ class WorkerProcess:
     async def _serve(self, stack: AsyncExitStack, parts: Parts, http_port: int, stop: asyncio.Event) -> None:
         source = self._source(parts)
         stack.callback(source.close)
-        shm = await self._shm_server(stack, parts.memory)
+        transfer_service = await self._transfer_service(stack, source, parts.memory)
         serving = parts.serve(source)
         servicer = WorkerServicer(self._served_model.text_files)
-        services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
+        services = [serving.service, worker_service(servicer), transfer_service]
         # A longer message would delay all requests on a shared stream, so it ends its stream.
         server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
         grpc_port = await server.start()
@@ -263,16 +265,21 @@ class WorkerProcess:
         if self._worker is not None:
             self._worker.poke()
 
-    async def _shm_server(self, stack: AsyncExitStack, memory: PoolMemory | None) -> ShmServer | None:
-        if memory is None or TransferWay.SHM not in self._config.transfer.ways:
-            return None
-        shm = ShmServer(memory)
-        await shm.start()
-        stack.push_async_callback(shm.close)
-        return shm
-
-    def _transfer_service(self, source: TransferSource, shm: ShmServer | None) -> Service:
-        servicer = TransferServicer(source, host=self._surroundings.host, config=self._config.transfer, shm=shm)
+    async def _transfer_service(
+        self, stack: AsyncExitStack, source: TransferSource, memory: BlockMemory | None
+    ) -> Service:
+        ways = self._config.transfer.ways_of(memory)
+        shm = ShmServer(memory) if isinstance(memory, PoolMemory) and TransferWay.SHM in ways else None
+        cuda = None
+        if isinstance(memory, DeviceMemory) and TransferWay.CUDA_IPC in ways:
+            cuda = CudaServer(memory, self._surroundings.epoch)
+        for server in (shm, cuda):
+            if server is not None:
+                await server.start()
+                stack.push_async_callback(server.close)
+        servicer = TransferServicer(
+            source, host=self._surroundings.host, config=self._config.transfer, shm=shm, cuda=cuda
+        )
         return Service(TRANSFER_SERVICE, lambda server: add_transfer_servicer(servicer, server))
 
     def _publisher(self) -> EventPublisher:
@@ -283,7 +290,7 @@ class WorkerProcess:
             events.host, events.port, worker_id=surroundings.worker_id, epoch=surroundings.epoch, key=key
         )
 
-    def _record(self, abilities: Abilities, addresses: Advertised, memory: PoolMemory | None) -> WorkerRecord:
+    def _record(self, abilities: Abilities, addresses: Advertised, memory: BlockMemory | None) -> WorkerRecord:
         config, surroundings = self._config, self._surroundings
         own_fingerprint = self._served_model.fingerprint(abilities.model_fingerprint)
         try:

@@ -23,7 +23,7 @@ from quartet.engine.torch.pool import KvPool, num_pool_blocks
 from quartet.engine.torch.sampler import Sampler
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class TorchRunner:
         self._compute = self._choose(loaded)
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """The pool's bytes; ``None`` off the CPU."""
         return self._pool.memory
 
