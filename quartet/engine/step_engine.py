@@ -162,7 +162,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
 
     def _accept(self, request: EngineRequest) -> None:
         if request.kind is RequestKind.PREFILL and self._memory is None:
-            raise NoHandOffError("this engine hands nothing off: its block pool is not in host memory")
+            raise NoHandOffError("this engine hands nothing off: no transfer reaches its block pool")
         if request.hand_off is not None:
             if self._pulls is None or self._memory is None:
                 raise NoHandOffError("this engine takes no hand-offs", field="hand_off")

@@ -50,8 +50,9 @@ class EngineParts:
             epoch=surroundings.epoch,
             on_outcome=lambda outcome: surroundings.metrics.signed_starts.labels(outcome).inc(),
         )
-        if surroundings.role is Role.PREFILL and not config.engine.moves_blocks:
-            raise ConfigError(f"engine.device: {no_hand_offs(config.engine)}")  # before a model is loaded
+        ways = config.engine.ways
+        if surroundings.role is Role.PREFILL and ways and not set(ways) & set(config.transfer.ways):
+            raise ConfigError(f"transfer.ways: {no_hand_offs(config.engine)}")  # before a model is loaded
         kind = RequestKind.PREFILL if surroundings.role is Role.PREFILL else RequestKind.DECODE
         self._puller = surroundings.puller()
         self._engine = engine_factory(config, kind, self._puller)
