@@ -1,7 +1,7 @@
 """A worker with a pool on GPU 0, in a process of its own and without PyTorch, which takes seconds to import.
 
 ``source NUM_BLOCKS SEED ADDRESS``: for each line that it reads, prints a hand-off of all its blocks.
-``reader NUM_BLOCKS``: fetches each hand-off that it reads, and prints whether the bytes are those of the seed beside it.
+``reader NUM_BLOCKS``: fetches each hand-off that it reads, and prints whether its bytes are those of the seed beside.
 
 Hand-offs are pickled, in hexadecimal. Both run until they are killed.
 """
