@@ -169,10 +169,10 @@ class WorkerProcess:
     async def _serve(self, stack: AsyncExitStack, parts: Parts, http_port: int, stop: asyncio.Event) -> None:
         source = self._source(parts)
         stack.callback(source.close)
-        transfer_service = await self._transfer_service(stack, source, parts.memory)
+        pool = await self._pool_server(stack, parts.memory)
         serving = parts.serve(source)
         servicer = WorkerServicer(self._served_model.text_files)
-        services = [serving.service, worker_service(servicer), transfer_service]
+        services = [serving.service, worker_service(servicer), self._transfer_service(source, pool)]
         # A longer message would delay all requests on a shared stream, so it ends its stream.
         server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
         grpc_port = await server.start()
@@ -265,20 +265,27 @@ class WorkerProcess:
         if self._worker is not None:
             self._worker.poke()
 
-    async def _transfer_service(
-        self, stack: AsyncExitStack, source: TransferSource, memory: BlockMemory | None
-    ) -> Service:
+    async def _pool_server(self, stack: AsyncExitStack, memory: BlockMemory | None) -> ShmServer | CudaServer | None:
+        """What lends the pool to other workers on this host, started; ``None``: they take grpc, or nothing."""
         ways = self._config.transfer.ways_of(memory)
-        shm = ShmServer(memory) if isinstance(memory, PoolMemory) and TransferWay.SHM in ways else None
-        cuda = None
-        if isinstance(memory, DeviceMemory) and TransferWay.CUDA_IPC in ways:
-            cuda = CudaServer(memory, self._surroundings.epoch)
-        for server in (shm, cuda):
-            if server is not None:
-                await server.start()
-                stack.push_async_callback(server.close)
+        server: ShmServer | CudaServer
+        if isinstance(memory, PoolMemory) and TransferWay.SHM in ways:
+            server = ShmServer(memory)
+        elif isinstance(memory, DeviceMemory) and TransferWay.CUDA_IPC in ways:
+            server = CudaServer(memory, self._surroundings.epoch)
+        else:
+            return None
+        await server.start()
+        stack.push_async_callback(server.close)
+        return server
+
+    def _transfer_service(self, source: TransferSource, pool: ShmServer | CudaServer | None) -> Service:
         servicer = TransferServicer(
-            source, host=self._surroundings.host, config=self._config.transfer, shm=shm, cuda=cuda
+            source,
+            host=self._surroundings.host,
+            config=self._config.transfer,
+            shm=pool if isinstance(pool, ShmServer) else None,
+            cuda=pool if isinstance(pool, CudaServer) else None,
         )
         return Service(TRANSFER_SERVICE, lambda server: add_transfer_servicer(servicer, server))
 
