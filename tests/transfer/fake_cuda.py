@@ -103,6 +103,7 @@ class FakeDriver:
     Attributes:
         calls: names of the calls so far, by the name of the thread.
         failing: the error that the call of this name raises next, once.
+        may_open: cleared, ``open`` takes until it is set.
         num_opened: how often ``open`` was called, and ``close`` not yet.
     """
 
@@ -111,6 +112,8 @@ class FakeDriver:
         self.devices = devices
         self.calls: list[tuple[str, str]] = []
         self.failing: dict[str, str] = {}
+        self.may_open = threading.Event()
+        self.may_open.set()
         self.num_streams = self.num_events = 0
         self._bound = threading.local()
         self._addresses = itertools.count(0x7F00_0000_0000, 1 << 40)
@@ -187,7 +190,9 @@ class FakeDriver:
             return handle
 
     def open(self, handle: bytes) -> int:
-        with self._called("open"):
+        lock = self._called("open")
+        self.may_open.wait()
+        with lock:
             allocation = self.host.handles.get(handle)
             if allocation is None or not allocation.is_owned or allocation in self._own.values():
                 raise CudaError("open", "CUDA_ERROR_INVALID_VALUE")

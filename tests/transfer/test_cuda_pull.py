@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -136,6 +137,8 @@ async def test_a_fetch_cancelled_before_its_copies_begin_issues_no_more(
         for _ in range(20):
             await asyncio.sleep(0)
         second.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)  # it learns of that
         host.resume()
         await first
         with pytest.raises(asyncio.CancelledError):
@@ -143,10 +146,13 @@ async def test_a_fetch_cancelled_before_its_copies_begin_issues_no_more(
         assert here.driver.count("copy") == 3
 
 
+@pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("num_turns", range(0, 40, 3))
-async def test_a_fetch_cancelled_at_any_turn_leaves_nothing(host: FakeHost, num_turns: int) -> None:
+async def test_a_fetch_cancelled_at_any_turn_leaves_nothing(host: FakeHost, num_turns: int, is_open: bool) -> None:
     async with gpu_source(host) as source, gpu_puller(host) as here:
         fill(source)
+        if is_open:
+            await here.puller.claim(source.offer(0, BLOCKS)).fetch(COPIES)
         fetching = asyncio.create_task(here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES))
         for _ in range(num_turns):
             await asyncio.sleep(0)
@@ -154,6 +160,29 @@ async def test_a_fetch_cancelled_at_any_turn_leaves_nothing(host: FakeHost, num_
         await asyncio.gather(fetching, return_exceptions=True)
         num_copies, num_issued = host.num_copies, here.driver.count("copy")
         assert num_copies == num_issued
+
+
+@pytest.mark.parametrize("ends_by", ["cancel", "close"])
+async def test_a_pool_that_is_being_opened_when_nobody_wants_it_any_more_is_closed(
+    host: FakeHost, ends_by: str
+) -> None:
+    async with gpu_source(host) as source, gpu_puller(host) as here:
+        fill(source)
+        here.driver.may_open.clear()
+        fetching = asyncio.create_task(here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES))
+        await until(lambda: here.driver.count("open") == 1)
+        ending = asyncio.create_task(here.puller.close()) if ends_by == "close" else fetching
+        if ends_by == "cancel":
+            fetching.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not fetching.done()
+        assert not ending.done()
+        here.driver.may_open.set()
+        await asyncio.gather(fetching, ending, return_exceptions=True)
+        await until(lambda: here.driver.num_opened == 0)
+        assert here.driver.count("close") == 1
+        assert host.num_copies == 0
 
 
 async def test_a_source_that_dies_in_the_middle_is_closed_only_after_the_copies(host: FakeHost) -> None:
@@ -176,18 +205,28 @@ async def test_a_source_that_dies_in_the_middle_is_closed_only_after_the_copies(
         assert host.used_bytes == here.memory.size_bytes
 
 
+async def is_unreachable(here: GpuPuller, source: GpuSource, holder: int) -> bool:
+    try:
+        await here.puller.claim(source.offer(holder, BLOCKS)).fetch(COPIES)
+    except TransferError:
+        return True
+    return False
+
+
 async def test_a_worker_that_comes_back_at_its_address_is_opened_anew(
     host: FakeHost, free_port: Callable[[], int]
 ) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address, holders = f"127.0.0.1:{free_port()}", itertools.count(1)
     async with gpu_puller(host) as here:
-        for epoch in range(1, 21):
-            async with gpu_source(host, epoch=epoch, address=address) as source:
+        for epoch in range(1, 7):
+            async with gpu_source(host, epoch=epoch, address=address) as source, asyncio.timeout(30):
                 expected = [source.fill(block_id, seed=100 * epoch + block_id) for block_id in BLOCKS]
-                await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
+                # Pulls fail at once until gRPC tries to connect again, which has no event.
+                while await is_unreachable(here, source, next(holders)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
                 assert blocks(here) == expected
         await until(lambda: here.driver.num_opened == 0)
-        assert here.driver.count("open") == 20
+        assert here.driver.count("open") == 6
 
 
 async def test_a_shutdown_waits_for_copies(host: FakeHost) -> None:

@@ -89,6 +89,7 @@ class KeysValues:
 
 
 def _reserve(device: torch.device, num_blocks: int, piece_size_bytes: int) -> DeviceMemory:
+    torch.cuda.empty_cache()  # PyTorch frees what it caches for its own allocations only
     try:
         return DeviceMemory(cuda_driver(), device.index, num_blocks, piece_size_bytes)
     except CudaError as error:
