@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from quartet.discovery.host import host_identity
@@ -20,14 +20,23 @@ from tests.transfer.workers import CONFIG, EPOCH, LAYOUT, NUM_BLOCKS, open_chann
 
 
 class GpuSource:
-    """A worker that holds: a pool of random bytes on a GPU, in a process of its own as far as the driver knows."""
+    """A worker that holds: a pool on a GPU, in a process of its own as far as the driver knows.
 
-    def __init__(self, host: FakeHost, device: int, epoch: int, num_blocks: int, layout: KvLayout) -> None:
+    Attributes:
+        on_end: called with the holder of a hand-off that has ended.
+    """
+
+    def __init__(self, memory: DeviceMemory, layout: KvLayout, epoch: int) -> None:
+        assert isinstance(memory.driver, FakeDriver)
         self.layout = layout
-        self.driver = FakeDriver(host, (device,))
-        self.memory = DeviceMemory(self.driver, 0, num_blocks, layout.piece_size_bytes)
+        self.memory, self.driver = memory, memory.driver
+        self.on_end: Callable[[int], None] = lambda _holder: None
         self.source = TransferSource(
-            worker_id="source", epoch=epoch, config=CONFIG, on_end=lambda *_: None, memory=self.memory
+            worker_id="source",
+            epoch=epoch,
+            config=CONFIG,
+            on_end=lambda holder, _state: self.on_end(holder),
+            memory=self.memory,
         )
         self.cuda = CudaServer(self.memory, epoch)
         self.servicer = TransferServicer(self.source, host=host_identity(), config=CONFIG, cuda=self.cuda)
@@ -53,9 +62,12 @@ async def gpu_source(
     num_blocks: int = NUM_BLOCKS,
     address: str = "127.0.0.1:0",
     layout: KvLayout = LAYOUT,
+    memory: DeviceMemory | None = None,
 ) -> AsyncIterator[GpuSource]:
-    """A source with its pool on ``device``; at the end its process is killed."""
-    worker = GpuSource(host, device, epoch, num_blocks, layout)
+    """A source with its pool on ``device``, or in ``memory``; at the end its process is killed."""
+    if memory is None:
+        memory = DeviceMemory(FakeDriver(host, (device,)), 0, num_blocks, layout.piece_size_bytes)
+    worker = GpuSource(memory, layout, epoch)
     service = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(worker.servicer, server))
     server = RpcServer(ServerConfig(address=address), [service])
     worker.source.advertise(f"127.0.0.1:{await server.start()}")
