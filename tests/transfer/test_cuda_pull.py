@@ -105,6 +105,20 @@ async def test_several_fetches_at_once_open_the_pool_once(host: FakeHost) -> Non
         assert here.driver.count("open") == 1
 
 
+async def test_two_fetches_are_under_way_at_once_on_streams_of_their_own(host: FakeHost) -> None:
+    async with gpu_source(host) as source, gpu_puller(host) as here:
+        expected = fill(source)
+        await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
+        host.pause()
+        claims = [here.puller.claim(source.offer(holder, BLOCKS)) for holder in (2, 3)]
+        fetching = asyncio.gather(*(claim.fetch(COPIES) for claim in claims))
+        await until(lambda: here.driver.count("wait") == 3)
+        assert here.driver.num_streams == 2
+        host.resume()
+        await fetching
+        assert blocks(here) == expected
+
+
 async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost) -> None:
     async with gpu_source(host) as source, gpu_puller(host) as here:
         expected = fill(source)
