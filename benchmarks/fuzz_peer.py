@@ -21,7 +21,7 @@ import grpc
 from benchmarks.fuzz_calls import Caller, End, Script, Told, play_all
 from benchmarks.fuzz_fleet import DECODE, Fleet
 from benchmarks.fuzz_messages import MessageMaker
-from quartet.transfer.shm import abstract_address
+from quartet.transfer.life_line import abstract_address
 from quartet.v1 import decode_pb2, transfer_pb2, types_pb2
 
 _SERVICE = "quartet.v1.TransferService"

@@ -26,7 +26,7 @@ from benchmarks.fuzz_calls import Told, play_all
 from benchmarks.fuzz_fleet import DECODE, MODEL, Fleet
 from benchmarks.fuzz_messages import MessageMaker
 from quartet.rpc.channels import open_channel
-from quartet.transfer.shm import TOKEN_SIZE_BYTES, abstract_address
+from quartet.transfer.life_line import TOKEN_SIZE_BYTES, abstract_address
 from quartet.v1 import kv_events_pb2
 
 _ROLES = ("encode", "prefill", "decode", "router", "", "Decode", "decode/x", "\u00e4", "none")

@@ -50,9 +50,9 @@ async def _run(router: RouterOptions, model: str, *, is_watching: bool) -> None:
 
 
 def worker_table(workers: Sequence[WorkerStatus]) -> Table:
-    """One row a worker. Blocks and requests are sums over its data-parallel ranks."""
+    """One row a worker, with the ways by which its blocks can be pulled. Counts are sums over data-parallel ranks."""
     table = Table()
-    for name in ("worker", "role", "model", "address", "state"):
+    for name in ("worker", "role", "model", "address", "ways", "state"):
         table.add_column(name, no_wrap=name == "worker")
     for name in ("running", "waiting", "blocks used", "held", "cached", "free", "heartbeat"):
         table.add_column(name, justify="right")
@@ -66,7 +66,15 @@ def _cells(worker: WorkerStatus) -> list[str]:
     style, state = _STATE_STYLES[worker.state], str(worker.state)
     if worker.state is WorkerState.INCOMPATIBLE:
         state += f" ({escape(record.contract_version)})"
-    cells = [record.worker_id, record.role, escape(record.model_name), record.grpc_address, f"[{style}]{state}[/]"]
+    ways = ", ".join(record.transfer_ways) or "-"
+    cells = [
+        record.worker_id,
+        record.role,
+        escape(record.model_name),
+        record.grpc_address,
+        ways,
+        f"[{style}]{state}[/]",
+    ]
     if worker.load is None or worker.load_age_s is None:
         return [*cells, *["-"] * 7]
     ranks = worker.load.ranks

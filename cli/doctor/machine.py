@@ -14,7 +14,8 @@ from pathlib import Path
 from cli.doctor.finding import Finding, ok, warning, wrong
 from quartet.errors import TransferError
 from quartet.transfer.base import PoolMemory
-from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, ShmServer
+from quartet.transfer.life_line import PoolOwner
+from quartet.transfer.shm import SharedPool, ShmPools, ShmServer
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MIN_CPUS = 2

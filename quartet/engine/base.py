@@ -18,7 +18,7 @@ from quartet.events.load import RankCounts
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.media.items import MediaFile
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory
 
 if TYPE_CHECKING:
     # Only a type here, and clients import this module.
@@ -264,7 +264,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """Its block pool as bytes, for transfers out; ``None`` for an engine that moves its own cache."""
         ...
 

@@ -17,7 +17,7 @@ from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, UnsupportedFieldError
 from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
 from quartet.kvcache.layout import HandOff, PieceLayout
-from quartet.transfer.base import Claim, FetchResult, PieceCopy, PoolMemory, Puller
+from quartet.transfer.base import BlockMemory, Claim, FetchResult, PieceCopy, Puller
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DataParallelEngine:
         return replace(self._ranks[0].capabilities, data_parallel_size=len(self._ranks))
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """The block pools of all ranks as bytes, for transfers out."""
         return self._ranks[0].memory
 
@@ -179,7 +179,7 @@ class _RankPuller:
         self.first_block = 0
         self._puller = puller
 
-    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
+    def attach(self, memory: BlockMemory, layout: PieceLayout) -> None:
         """Does nothing: the engine attaches the ranks' memory once."""
 
     def claim(self, hand_off: HandOff) -> Claim:

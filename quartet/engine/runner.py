@@ -14,7 +14,7 @@ from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.kvcache import sequence
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory
 
 
 class ModelRunner(Protocol):
@@ -26,7 +26,7 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """The block pool's bytes; ``None``: transfers can't reach them."""
         ...
 
@@ -63,7 +63,8 @@ class ModelRunner(Protocol):
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
         """Write the KV of all chunks' tokens into the blocks of their ``seq.block_table``; sample.
 
-        Block tables cover the chunks' tokens. A request is in at most one chunk.
+        Block tables cover the chunks' tokens. A request is in at most one chunk. When it returns, the device has done
+        the step: transfers then read blocks of it, or write blocks that it used and that were freed since.
 
         Returns:
             One token for each chunk that samples, in the order of the chunks.

@@ -11,6 +11,8 @@ from quartet.engine.mock.model import MockSettings
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import ConfigError
 from quartet.media.items import MediaKind
+from quartet.transfer.base import PoolMemory, TransferWay
+from quartet.transfer.cuda.memory import DeviceMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +55,14 @@ class EngineKind(StrEnum):
         """Whether it runs on a GPU with this ``EngineSettings.device``."""
         return self is EngineKind.TRTLLM or (self is EngineKind.TORCH and device != "cpu")
 
-    def moves_blocks(self, device: str) -> bool:
-        """Whether its blocks can go to other workers, and theirs to it, with this ``EngineSettings.device``.
+    def ways(self, device: str) -> tuple[TransferWay, ...]:
+        """The ways by which its blocks can be moved with this ``EngineSettings.device``; none: it moves them itself.
 
         What is known before it is loaded; ``Engine.memory`` says it afterwards.
         """
-        # No transfer reaches the pool of ``torch`` in a GPU's memory; TensorRT-LLM moves its own.
-        return self is not EngineKind.TORCH or not self.uses_gpu(device)
+        if self is EngineKind.TRTLLM:
+            return ()
+        return DeviceMemory.all_ways if self.uses_gpu(device) else PoolMemory.ways
 
 
 class Modality(StrEnum):
@@ -201,9 +204,9 @@ class EngineSettings:
         return self.load_seed if self.load_format is LoadFormat.RANDOM else None
 
     @property
-    def moves_blocks(self) -> bool:
-        """Whether its blocks can go to other workers, and theirs to it."""
-        return self.kind.moves_blocks(self.device)
+    def ways(self) -> tuple[TransferWay, ...]:
+        """The ways by which its blocks can be moved; none: it moves them itself."""
+        return self.kind.ways(self.device)
 
     @property
     def step_bounds(self) -> SchedulerConfig:
@@ -252,10 +255,11 @@ class EncoderSettings:
 
 
 def no_hand_offs(settings: EngineSettings) -> str:
-    """Why an engine that does not move its blocks can't serve beside Prefill workers, and what to do."""
+    """Why an engine's blocks can't be moved by the ways that are left to it, and what to do."""
     return (
         f"the blocks of the engine {settings.kind} on {settings.device} can't go to another worker, nor another's come "
-        "to it; run it in Decode workers without Prefill workers (configs/agg.yaml), or take the device cpu"
+        f"to it: that takes one of the ways {', '.join(settings.ways)}, on both sides; run Prefill and Decode workers "
+        "of a model all on GPUs of one host or all on CPUs, or Decode workers alone (configs/agg.yaml)"
     )
 
 

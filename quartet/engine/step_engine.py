@@ -45,7 +45,7 @@ from quartet.errors import (
     NoHandOffError,
     ServingError,
 )
-from quartet.transfer.base import EmbeddingMemory, FetchResult, PoolMemory, Puller
+from quartet.transfer.base import BlockMemory, EmbeddingMemory, FetchResult, Puller
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +92,13 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         self._puller = puller
         self._kinds = kinds
         self._sampling_fields = sampling_fields
-        self._memory: PoolMemory | None = None
+        self._memory: BlockMemory | None = None
         self._embeddings: EmbeddingMemory | None = None
         self._num_submits = 0
         self._num_submitted_prefill_tokens = 0
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """Its block pool as bytes, for transfers out."""
         return self._memory
 
@@ -163,7 +163,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
 
     def _accept(self, request: EngineRequest) -> None:
         if request.kind is RequestKind.PREFILL and self._memory is None:
-            raise NoHandOffError("this engine hands nothing off: its block pool is not in host memory")
+            raise NoHandOffError("this engine hands nothing off: no transfer reaches its block pool")
         if request.hand_off is not None:
             if self._pulls is None or self._memory is None:
                 raise NoHandOffError("this engine takes no hand-offs", field="hand_off")

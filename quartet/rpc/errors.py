@@ -112,6 +112,7 @@ _PULL_ERRORS = frozenset(
         errors.HandOffNotFoundError,
         errors.HandOffStateError,
         errors.LayoutMismatchError,
+        errors.NoHandOffError,
         errors.StaleEpochError,
         errors.TransferError,
         errors.TransferTimeoutError,

@@ -58,6 +58,7 @@ class Claim(Protocol):
         Raises:
             TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
             LayoutMismatchError: what arrived must be thrown away. A source that is gone is a ``TransferError`` too.
+            NoHandOffError: no way leads from that worker's pool into this one.
         """
         ...
 
@@ -72,7 +73,7 @@ class Claim(Protocol):
 class Puller(Protocol):
     """Fetches pieces for one local pool."""
 
-    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
+    def attach(self, memory: BlockMemory, layout: PieceLayout) -> None:
         """Name the pool that is fetched into; called once, before the first ``claim``."""
         ...
 
@@ -86,6 +87,34 @@ class Puller(Protocol):
 
     async def close(self) -> None:
         """End every renewal and channel. Claims still open end with ``TransferError``."""
+        ...
+
+
+class BlockMemory(Protocol):
+    """A block pool's bytes, wherever they are. ``PoolMemory`` is one, and ``cuda.memory.DeviceMemory``."""
+
+    @property
+    def ways(self) -> tuple[TransferWay, ...]:
+        """The ways by which its blocks can be moved, best first."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, numbered from 0, one after the other."""
+        ...
+
+    @property
+    def piece_size_bytes(self) -> int:
+        """Bytes of one."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; no transfer reads or writes it any more. May be called twice."""
         ...
 
 

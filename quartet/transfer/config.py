@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quartet.errors import ConfigError
-from quartet.transfer.base import PoolMemory, TransferWay
+from quartet.transfer.base import BlockMemory, TransferWay
 
 #: The ways that exist here.
-_SPOKEN = frozenset({TransferWay.SHM, TransferWay.GRPC})
+_SPOKEN = frozenset({TransferWay.CUDA_IPC, TransferWay.SHM, TransferWay.GRPC})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class TransferConfig:
     hand_off_ttl_s: float = 30.0
     max_pull_s: float = 20.0
     stall_timeout_s: float = 10.0
-    ways: tuple[TransferWay, ...] = (TransferWay.SHM, TransferWay.GRPC)
+    ways: tuple[TransferWay, ...] = (TransferWay.CUDA_IPC, TransferWay.SHM, TransferWay.GRPC)
 
     def __post_init__(self) -> None:
         for name in ("hand_off_ttl_s", "max_pull_s", "stall_timeout_s"):
@@ -40,6 +40,6 @@ class TransferConfig:
         if TransferWay.GRPC not in self.ways or len(set(self.ways)) < len(self.ways):
             raise ConfigError("ways: must name grpc, which always works, and each way once")
 
-    def ways_of(self, memory: PoolMemory | None) -> tuple[TransferWay, ...]:
+    def ways_of(self, memory: BlockMemory | None) -> tuple[TransferWay, ...]:
         """The ways by which blocks in ``memory`` can be pulled here, best first; ``None``: no transfer reaches them."""
         return () if memory is None else tuple(way for way in self.ways if way in memory.ways)

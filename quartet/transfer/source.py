@@ -10,7 +10,7 @@ from datetime import timedelta
 from quartet.errors import DrainingError, HandOffNotFoundError
 from quartet.kvcache.hand_off import HandOffCounts, HandOffState, HandOffTicket, Offer, Offers
 from quartet.kvcache.layout import HandOff, OpaquePayload, Payload
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import BlockMemory
 from quartet.transfer.config import TransferConfig
 
 
@@ -28,7 +28,7 @@ class TransferSource:
         epoch: int,
         config: TransferConfig,
         on_end: Callable[[int, HandOffState], None],
-        memory: PoolMemory | None = None,
+        memory: BlockMemory | None = None,
     ) -> None:
         """Offer nothing yet.
 

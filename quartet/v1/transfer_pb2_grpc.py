@@ -50,9 +50,9 @@ class TransferServiceServicer:
         """Takes over one hand-off. Up: `begin`, then `finish` when everything was read, or `abort`; `renew` at any time
         before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, if the bytes come on
         this stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end discard it.
-        NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, or pulled
-        already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin` cancels the hand-off; one that
-        breaks before does nothing.
+        NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, pulled already,
+        or no way between the two memories (NO_HAND_OFF). INVALID_ARGUMENT: pieces out of range. A stream that breaks after
+        `begin` cancels the hand-off; one that breaks before does nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

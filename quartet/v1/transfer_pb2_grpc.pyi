@@ -37,9 +37,9 @@ class TransferServiceStub:
     """Takes over one hand-off. Up: `begin`, then `finish` when everything was read, or `abort`; `renew` at any time
     before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, if the bytes come on
     this stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end discard it.
-    NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, or pulled
-    already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin` cancels the hand-off; one that
-    breaks before does nothing.
+    NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, pulled already,
+    or no way between the two memories (NO_HAND_OFF). INVALID_ARGUMENT: pieces out of range. A stream that breaks after
+    `begin` cancels the hand-off; one that breaks before does nothing.
     """
 
 @_typing.type_check_only
@@ -51,9 +51,9 @@ class TransferServiceAsyncStub(TransferServiceStub):
     """Takes over one hand-off. Up: `begin`, then `finish` when everything was read, or `abort`; `renew` at any time
     before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, if the bytes come on
     this stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end discard it.
-    NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, or pulled
-    already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin` cancels the hand-off; one that
-    breaks before does nothing.
+    NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, pulled already,
+    or no way between the two memories (NO_HAND_OFF). INVALID_ARGUMENT: pieces out of range. A stream that breaks after
+    `begin` cancels the hand-off; one that breaks before does nothing.
     """
 
 class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -68,9 +68,9 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes over one hand-off. Up: `begin`, then `finish` when everything was read, or `abort`; `renew` at any time
         before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, if the bytes come on
         this stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end discard it.
-        NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, or pulled
-        already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin` cancels the hand-off; one that
-        breaks before does nothing.
+        NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, pulled already,
+        or no way between the two memories (NO_HAND_OFF). INVALID_ARGUMENT: pieces out of range. A stream that breaks after
+        `begin` cancels the hand-off; one that breaks before does nothing.
         """
 
 def add_TransferServiceServicer_to_server(servicer: TransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -35,7 +35,7 @@ from quartet.streams.encode_server import EncodeOutbox
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import BlockMemory
 from quartet.transfer.source import TransferSource
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore, Hold
@@ -80,7 +80,7 @@ class EncodeParts:
         self._surroundings.metrics.load_time.set(time.monotonic() - began)
 
     @property
-    def memory(self) -> PoolMemory:
+    def memory(self) -> BlockMemory:
         """The pool of embeddings."""
         return self._encoder.embeddings.memory
 

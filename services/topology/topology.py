@@ -21,6 +21,7 @@ from quartet.engine.settings import EngineKind, EngineSettings, Modality, no_han
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
+from quartet.transfer.base import TransferWay
 from services.workers.config import WorkerConfig
 
 #: The model in the repository; relative to the working directory, which is the repository's root.
@@ -498,20 +499,31 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
 
 
 def _check_hand_offs(topology: Topology, configs: Sequence[WorkerConfig]) -> None:
-    """Refuse a Prefill worker that can hand nothing off, or whose model's Decode workers all take nothing over."""
+    """Refuse a Prefill worker that can hand nothing off, or to none of its model's Decode workers."""
     groups = list(zip(range(len(configs)), topology.workers, configs, strict=True))
     for number, group, config in groups:
         if group.role is not Role.PREFILL:
             continue
-        if not config.engine.moves_blocks:
-            raise _no_hand_offs(topology, number, config)
+        if config.engine.ways and not _ways(config):
+            message = no_hand_offs(config.engine)
+            raise ConfigError(f"workers[{number}].overrides.transfer.ways: {message}")
         takers = [
             (other, taker)
             for other, taking, taker in groups
             if taking.role is Role.DECODE and taker.model_path == config.model_path
         ]
-        if takers and not any(taker.engine.moves_blocks for _, taker in takers):
-            raise _no_hand_offs(topology, *takers[0])
+        if takers and not any(_can_hand_off(config, taker) for _, taker in takers):
+            is_on_gpu = config.engine.kind.uses_gpu(config.engine.device)
+            raise _no_hand_offs(topology, *((number, config) if is_on_gpu else takers[0]))
+
+
+def _can_hand_off(config: WorkerConfig, taker: WorkerConfig) -> bool:
+    """Whether some way leads from the one's pool into the other's; engines that move blocks themselves know it."""
+    return not (config.engine.ways and taker.engine.ways) or bool(_ways(config) & _ways(taker))
+
+
+def _ways(config: WorkerConfig) -> set[TransferWay]:
+    return set(config.engine.ways) & set(config.transfer.ways)
 
 
 def _no_hand_offs(topology: Topology, number: int, config: WorkerConfig) -> ConfigError:

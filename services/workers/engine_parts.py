@@ -15,7 +15,7 @@ from quartet.media.items import TAKES_HAND_OFF
 from quartet.rpc.server import Service
 from quartet.streams.signed_start import SignedStartVerifier, SigningKeys
 from quartet.telemetry.encode_metrics import EncodeMetrics
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.source import TransferSource
 from services.decode.servicer import decode_service
@@ -50,8 +50,9 @@ class EngineParts:
             epoch=surroundings.epoch,
             on_outcome=lambda outcome: surroundings.metrics.signed_starts.labels(outcome).inc(),
         )
-        if surroundings.role is Role.PREFILL and not config.engine.moves_blocks:
-            raise ConfigError(f"engine.device: {no_hand_offs(config.engine)}")  # before a model is loaded
+        ways = config.engine.ways
+        if surroundings.role is Role.PREFILL and ways and not set(ways) & set(config.transfer.ways):
+            raise ConfigError(f"transfer.ways: {no_hand_offs(config.engine)}")  # before a model is loaded
         kind = RequestKind.PREFILL if surroundings.role is Role.PREFILL else RequestKind.DECODE
         self._puller = surroundings.puller()
         self._engine = engine_factory(config, kind, self._puller)
@@ -79,7 +80,7 @@ class EngineParts:
         await self._media.start()
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """The engine's pool."""
         return self._engine.memory
 

@@ -19,7 +19,7 @@ from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.rpc.channels import Dialer
 from quartet.rpc.server import Service
 from quartet.telemetry.metrics import WorkerMetrics
-from quartet.transfer.base import EmbeddingMemory, PoolMemory, Puller
+from quartet.transfer.base import BlockMemory, EmbeddingMemory, Puller
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.source import TransferSource
 from services.workers.config import WorkerConfig
@@ -86,7 +86,7 @@ class Parts(Protocol):
         ...
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def memory(self) -> BlockMemory | None:
         """The pool whose blocks it hands off; valid after ``start``."""
         ...
 

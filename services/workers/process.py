@@ -31,7 +31,9 @@ from quartet.supervision import LoopWatch, Supervisor, TaskEndedError, end_proce
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
-from quartet.transfer.base import PoolMemory, TransferWay
+from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
+from quartet.transfer.cuda.lent import CudaServer
+from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
 from quartet.transfer.shm import ShmServer
@@ -167,10 +169,10 @@ class WorkerProcess:
     async def _serve(self, stack: AsyncExitStack, parts: Parts, http_port: int, stop: asyncio.Event) -> None:
         source = self._source(parts)
         stack.callback(source.close)
-        shm = await self._shm_server(stack, parts.memory)
+        pool = await self._pool_server(stack, parts.memory)
         serving = parts.serve(source)
         servicer = WorkerServicer(self._served_model.text_files)
-        services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
+        services = [serving.service, worker_service(servicer), self._transfer_service(source, pool)]
         # A longer message would delay all requests on a shared stream, so it ends its stream.
         server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
         grpc_port = await server.start()
@@ -263,16 +265,28 @@ class WorkerProcess:
         if self._worker is not None:
             self._worker.poke()
 
-    async def _shm_server(self, stack: AsyncExitStack, memory: PoolMemory | None) -> ShmServer | None:
-        if memory is None or TransferWay.SHM not in self._config.transfer.ways:
+    async def _pool_server(self, stack: AsyncExitStack, memory: BlockMemory | None) -> ShmServer | CudaServer | None:
+        """What lends the pool to other workers on this host, started; ``None``: they take grpc, or nothing."""
+        ways = self._config.transfer.ways_of(memory)
+        server: ShmServer | CudaServer
+        if isinstance(memory, PoolMemory) and TransferWay.SHM in ways:
+            server = ShmServer(memory)
+        elif isinstance(memory, DeviceMemory) and TransferWay.CUDA_IPC in ways:
+            server = CudaServer(memory, self._surroundings.epoch)
+        else:
             return None
-        shm = ShmServer(memory)
-        await shm.start()
-        stack.push_async_callback(shm.close)
-        return shm
+        await server.start()
+        stack.push_async_callback(server.close)
+        return server
 
-    def _transfer_service(self, source: TransferSource, shm: ShmServer | None) -> Service:
-        servicer = TransferServicer(source, host=self._surroundings.host, config=self._config.transfer, shm=shm)
+    def _transfer_service(self, source: TransferSource, pool: ShmServer | CudaServer | None) -> Service:
+        servicer = TransferServicer(
+            source,
+            host=self._surroundings.host,
+            config=self._config.transfer,
+            shm=pool if isinstance(pool, ShmServer) else None,
+            cuda=pool if isinstance(pool, CudaServer) else None,
+        )
         return Service(TRANSFER_SERVICE, lambda server: add_transfer_servicer(servicer, server))
 
     def _publisher(self) -> EventPublisher:
@@ -283,7 +297,7 @@ class WorkerProcess:
             events.host, events.port, worker_id=surroundings.worker_id, epoch=surroundings.epoch, key=key
         )
 
-    def _record(self, abilities: Abilities, addresses: Advertised, memory: PoolMemory | None) -> WorkerRecord:
+    def _record(self, abilities: Abilities, addresses: Advertised, memory: BlockMemory | None) -> WorkerRecord:
         config, surroundings = self._config, self._surroundings
         own_fingerprint = self._served_model.fingerprint(abilities.model_fingerprint)
         try:

@@ -102,7 +102,8 @@ async def test_a_prefill_worker_on_a_device_without_a_way_is_refused_before_it_l
 ) -> None:
     loaded: list[WorkerConfig] = []
     monkeypatch.setattr(worker_processes, "create_engine", lambda config, *_rest: loaded.append(config))
-    with pytest.raises(ConfigError, match=r"^engine\.device: the blocks of the engine torch on cuda:0 can't go"):
-        async with worker_process(tmp_path, Role.PREFILL, engine={"device": "cuda:0"}):
+    with pytest.raises(ConfigError, match=r"^transfer\.ways: the blocks of the engine torch on cuda:0 can't go"):
+        transfer = {"ways": ["shm", "grpc"]}
+        async with worker_process(tmp_path, Role.PREFILL, engine={"device": "cuda:0"}, transfer=transfer):
             raise AssertionError("it serves")
     assert loaded == []

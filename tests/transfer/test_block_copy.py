@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quartet.transfer import shm
-from quartet.transfer.shm import CopyRun, copy_runs, merge_runs
+from quartet.transfer.runs import CopyRun, merge_runs
+from quartet.transfer.shm import copy_runs
 
 MIB = 1 << 20
 

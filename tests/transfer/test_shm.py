@@ -15,7 +15,8 @@ import pytest
 
 from quartet.errors import TransferError
 from quartet.transfer.base import PoolMemory
-from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, ShmServer, abstract_address
+from quartet.transfer.life_line import PoolOwner, abstract_address
+from quartet.transfer.shm import SharedPool, ShmPools, ShmServer
 
 OWNER = PoolOwner("source", 7)
 
@@ -70,10 +71,10 @@ async def test_the_mapping_goes_when_the_worker_does(memory: PoolMemory) -> None
     pools = ShmPools()
     async with serving(memory) as server:
         view = await pools.open(OWNER, shared(server), timeout_s=5)
-        assert pools.mapped(OWNER) is not None
+        assert pools.opened(OWNER) is not None
     for _ in range(3):
         await asyncio.sleep(0)  # a hang-up is in the kernel at once; the event loop has to look
-    assert pools.mapped(OWNER) is None
+    assert pools.opened(OWNER) is None
     assert view[2 * 4096] == 7, "a copy under way still has its pages"
 
 
@@ -84,7 +85,7 @@ async def test_two_that_map_a_pool_at_once_leave_nothing_behind_when_the_worker_
         assert views == [memory.view] * 2
     for _ in range(3):
         await asyncio.sleep(0)
-    assert pools.mapped(OWNER) is None
+    assert pools.opened(OWNER) is None
     del views
     # A connection that stayed would have the event loop look at its end again and again.
     assert _num_open_files() <= num_open
@@ -107,7 +108,7 @@ async def test_a_pool_that_differs_from_its_grant_is_not_mapped_and_not_requeste
         with pytest.raises(TransferError):
             await pools.open(OWNER, shared(server, **change), timeout_s=0.2)
         assert not pools.may_open(OWNER)
-        assert pools.mapped(OWNER) is None
+        assert pools.opened(OWNER) is None
 
 
 async def test_refusals_of_workers_long_gone_are_forgotten() -> None:

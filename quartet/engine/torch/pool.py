@@ -14,7 +14,9 @@ import torch
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import BlockMemory, PoolMemory
+from quartet.transfer.cuda.driver import CudaError, cuda_driver
+from quartet.transfer.cuda.memory import DeviceMemory
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,28 +24,35 @@ _LOG = logging.getLogger(__name__)
 class KvPool:
     """``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`` on one device.
 
-    On the CPU the tensor lies in a ``PoolMemory``, which transfers read and write.
-
-    Attributes:
-        memory: the pool's bytes; ``None`` off the CPU.
+    The tensor lies in a ``PoolMemory`` or, on a GPU, in a ``DeviceMemory``, which transfers read and write.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        """Reserve the pool, zeroed: a masked position must not hold NaN."""
+        """Reserve the pool, zeroed: a masked position must not hold NaN.
+
+        Raises:
+            InvalidRequestError: field ``device``: the GPU's driver can't be called, or has no room; the message says.
+        """
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.memory: PoolMemory | None = None
+        self._memory: PoolMemory | DeviceMemory
         if device.type == "cpu":
-            self.memory = PoolMemory(num_blocks, layout.piece_size_bytes)
-            self.tensor = torch.frombuffer(self.memory.view, dtype=dtype).view(shape)
+            self._memory = PoolMemory(num_blocks, layout.piece_size_bytes)
+            self.tensor = torch.frombuffer(self._memory.view, dtype=dtype).view(shape)
         else:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self._memory = _reserve(device, num_blocks, layout.piece_size_bytes)
+            self.tensor = torch.as_tensor(self._memory, device=device).view(dtype).view(shape).zero_()
         # Row (block * num_layers + layer) * 2 holds a block's keys of a layer, the next one its values.
         self._blocks = self.tensor.view(num_blocks * layout.num_layers * 2, -1)
         self._tokens = self.tensor.view(-1, layout.num_kv_heads, layout.head_dim)
         self._buffers = Buffers(self.tensor)
+
+    @property
+    def memory(self) -> BlockMemory | None:
+        """The pool's bytes; ``None``: no transfer reaches them."""
+        return self._memory if self._memory.ways else None
 
     def write(self, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store a layer's new tokens.
@@ -68,8 +77,7 @@ class KvPool:
 
     def close(self) -> None:
         """Give the memory back."""
-        if self.memory is not None:
-            self.memory.close()
+        self._memory.close()
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,14 @@ class KeysValues:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+
+def _reserve(device: torch.device, num_blocks: int, piece_size_bytes: int) -> DeviceMemory:
+    torch.cuda.empty_cache()  # PyTorch frees what it caches for its own allocations only
+    try:
+        return DeviceMemory(cuda_driver(), device.index, num_blocks, piece_size_bytes)
+    except CudaError as error:
+        raise InvalidRequestError(f"the pool of KV blocks on {device}: {error}", field="device") from error
 
 
 def num_pool_blocks(

@@ -23,7 +23,7 @@ from quartet.engine.torch.pool import KvPool, num_pool_blocks
 from quartet.engine.torch.sampler import Sampler
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,10 +77,11 @@ class TorchRunner:
         self._pool = KvPool(self.layout, self.num_blocks, self._device)
         self._sampler = Sampler()
         self._compute = self._choose(loaded)
+        self._wait_for_device()
 
     @property
-    def memory(self) -> PoolMemory | None:
-        """The pool's bytes; ``None`` off the CPU."""
+    def memory(self) -> BlockMemory | None:
+        """The pool's bytes; ``None``: no transfer reaches them."""
         return self._pool.memory
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
@@ -92,7 +93,9 @@ class TorchRunner:
             batch = build_batch(chunks, self.layout, self._device, self._embedding_view)
             logits = self._compute(PagedStep(self._pool, batch))
             # Some models pad the vocabulary of their output layer: those tokens do not exist.
-            return self._sampler.sample(logits[:, : self.vocab_size], requests) if requests else []
+            sampled = self._sampler.sample(logits[:, : self.vocab_size], requests) if requests else []
+        self._wait_for_device()
+        return sampled
 
     def close(self) -> None:
         """Free the model and the pools."""
@@ -100,6 +103,11 @@ class TorchRunner:
         if self.embeddings is not None:
             self.embeddings.memory.close()
         del self._compute, self._pool, self._embedding_view
+
+    def _wait_for_device(self) -> None:
+        """Until then kernels may use blocks that transfers read or write next; where tokens were read it is over."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _reserve_embeddings(self, config: TorchEngineConfig, loaded: LoadedModel) -> EmbeddingMemory | None:
         if self.placeholder_id is None:

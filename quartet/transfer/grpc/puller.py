@@ -1,7 +1,7 @@
 """The taker's side of hand-offs: claim one, renew it, fetch its pieces, release it.
 
 ``TransferPuller.claim`` gives a ``PullClaim``, which renews the hand-off until it is fetched or released. A fetch takes
-one Pull stream: `begin`, then the pieces by the way that the source chose, then `finish`. Where this worker has mapped
+one Pull stream: `begin`, then the pieces by the way that the source chose, then `finish`. Where this worker has opened
 the source's pool already and the hand-off says which blocks it holds, the fetch copies them while `begin` is on its
 way, and `finish` follows at once.
 """
@@ -13,7 +13,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TypeVar
@@ -25,6 +24,7 @@ from quartet.errors import (
     HandOffNotFoundError,
     HandOffStateError,
     LayoutMismatchError,
+    NoHandOffError,
     ServingError,
     StaleEpochError,
     TransferError,
@@ -34,8 +34,9 @@ from quartet.errors import (
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.rpc.errors import HiddenStatusError
 from quartet.supervision import report_failure
-from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay
+from quartet.transfer.base import BlockMemory, FetchResult, PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
+from quartet.transfer.cuda.lent import from_opaque
 from quartet.transfer.grpc.messages import (
     WAY_FROM_PB,
     WAY_TO_PB,
@@ -46,7 +47,10 @@ from quartet.transfer.grpc.messages import (
     ticket_to_pb,
 )
 from quartet.transfer.grpc.streams import PeerChannels, PullStream, SpareStreams
-from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, copy_runs, merge_runs
+from quartet.transfer.life_line import LentPool, PoolOwner
+from quartet.transfer.reader import PoolReader, pool_reader
+from quartet.transfer.runs import merge_runs
+from quartet.transfer.shm import SharedPool
 from quartet.v1 import transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -57,9 +61,6 @@ _REST_S = 0.005
 
 #: How often a fetch asks again after gRPC hid the source's answer.
 _MAX_HIDDEN = 2
-
-#: One thread comes near a core's memory bandwidth; the second is for another fetch, not for more of one.
-_NUM_COPY_THREADS = 2
 
 #: How long a release may take; a hand-off whose source was not reached expires.
 _RELEASE_TIMEOUT_S = 1.0
@@ -96,8 +97,6 @@ class TransferPuller:
         self._on_fetch = on_fetch
         self._channels = PeerChannels(channel_factory)
         self._host = host
-        self._shm_pools = ShmPools()
-        self._copy_threads = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
         self._pool: _LocalPool | None = None
         self._renewals: set[asyncio.Task[None]] = set()
         self._spares = SpareStreams(self._open)
@@ -105,11 +104,11 @@ class TransferPuller:
         self._closing = asyncio.Event()
         keep_freed_memory()
 
-    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
+    def attach(self, memory: BlockMemory, layout: PieceLayout) -> None:
         """Name the pool that is fetched into; called once, before the first ``claim``."""
         assert self._pool is None, "a pool is attached once"
         assert memory.piece_size_bytes == layout.piece_size_bytes, "the pool's pieces are the layout's blocks"
-        self._pool = _LocalPool(memory, layout)
+        self._pool = _LocalPool(memory, layout, pool_reader(memory))
 
     def claim(self, hand_off: HandOff) -> PullClaim:
         """Accept ``hand_off`` and renew it until it is fetched or released.
@@ -146,8 +145,8 @@ class TransferPuller:
         self._spares.close()
         await asyncio.gather(*self._endings, return_exceptions=True)
         await self._channels.close()
-        await asyncio.to_thread(self._copy_threads.shutdown)
-        self._shm_pools.close()
+        if self._pool is not None and self._pool.reader is not None:
+            await self._pool.reader.close()
 
     async def fetch(self, hand_off: HandOff, copies: Sequence[PieceCopy]) -> FetchResult:
         """Take over ``hand_off``; see ``Claim.fetch``."""
@@ -158,8 +157,6 @@ class TransferPuller:
             pool=self._pool,
             host=self._host,
             config=self.config,
-            shm_pools=self._shm_pools,
-            executor=self._copy_threads,
         )
         with self._channels.use(hand_off.address):
             stream, way = await self._run(fetch, hand_off.address)
@@ -282,10 +279,11 @@ class PullClaim:
 
 @dataclass(frozen=True)
 class _LocalPool:
-    """Where pieces go, and their shape."""
+    """Where pieces go, their shape, and what reads other workers' pools into it."""
 
-    memory: PoolMemory
+    memory: BlockMemory
     layout: PieceLayout
+    reader: PoolReader | None
 
 
 def _check_layout(theirs: PieceLayout, pool: _LocalPool | None) -> None:
@@ -312,8 +310,6 @@ class _Fetch:
         pool: _LocalPool | None,
         host: HostIdentity,
         config: TransferConfig,
-        shm_pools: ShmPools,
-        executor: Executor,
     ) -> None:
         """Plan to put the pieces of ``copies``, ascending, into their blocks of ``pool``."""
         assert pool is not None or not copies, "blocks are fetched into an attached pool"
@@ -322,8 +318,8 @@ class _Fetch:
         self._pool = pool
         self._host = host
         self._config = config
-        self._shm_pools = shm_pools
-        self._executor = executor
+        self._reader = None if pool is None else pool.reader
+        self._offered: Sequence[TransferWay] = ()
         self._owner = PoolOwner(hand_off.worker_id, hand_off.epoch)
 
     async def run(self, stream: PullStream, *, waits: bool = False) -> TransferWay:
@@ -347,7 +343,7 @@ class _Fetch:
                 way = self._check(granted)
                 if read_ahead is None:
                     await self._move(stream, way, granted)
-                elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
+                elif read_ahead and not (self._is_read(way) and read_ahead == self._lent(granted)[1]):
                     raise TransferError("the source granted other blocks than its hand-off names")
                 if read_ahead is None or waits:
                     await stream.send(_FINISH)
@@ -360,37 +356,53 @@ class _Fetch:
             raise TransferError(f"the source cannot be reached: {error.message}") from None
 
     def _begin(self) -> pb.PullBegin:
-        may_open = self._shm_pools.may_open(self._owner)
+        self._offered = self._ways()
         return pb.PullBegin(
             ticket=ticket_to_pb(self._hand_off),
             pieces=[copy.piece for copy in self._copies],
-            ways=[WAY_TO_PB[way] for way in self._config.ways if way is not TransferWay.SHM or may_open],
+            ways=[WAY_TO_PB[way] for way in self._offered],
             host=host_to_pb(self._host),
         )
 
+    def _ways(self) -> Sequence[TransferWay]:
+        """The ways to offer, best first. Raises ``NoHandOffError``: none is left to the local pool."""
+        if self._pool is None or not self._copies:
+            return (TransferWay.GRPC,)  # nothing is moved: messages alone end it, wherever the pools are
+        reader = self._pool.reader
+        may_open = reader is not None and reader.may_open(self._owner)
+        ways = [way for way in self._config.ways_of(self._pool.memory) if may_open or not self._is_read(way)]
+        if not ways:
+            raise NoHandOffError(f"no way leads from the pool of {self._hand_off.worker_id} into this worker's GPU")
+        return ways
+
+    def _is_read(self, way: TransferWay) -> bool:
+        """Whether this worker moves the pieces by itself."""
+        return way is not TransferWay.GRPC
+
     def _check(self, granted: pb.PullGranted) -> TransferWay:
         way = WAY_FROM_PB.get(granted.way)
-        if way not in self._config.ways:
+        if way is None or way not in self._offered:
             raise TransferError("the source granted a way that was not offered")
         if self._copies and self._pool is not None and granted.piece_size_bytes != self._pool.layout.piece_size_bytes:
             raise LayoutMismatchError(
                 f"pieces have {granted.piece_size_bytes} bytes there, {self._pool.layout.piece_size_bytes} here"
             )
-        if way is TransferWay.SHM and len(granted.shm.offsets) != len(self._copies):
+        if self._is_read(way) and self._copies and len(self._lent(granted)[1]) != len(self._copies):
             raise TransferError("the source did not say where each piece is")
         return way
 
     async def _move(self, stream: PullStream, way: TransferWay, granted: pb.PullGranted) -> None:
         assert self._pool is not None
-        if way is TransferWay.SHM:
-            await self._copy_shared(self._pool, granted.shm)
-        else:
-            receiver = _PieceReceiver(self._pool.memory, self._copies)
-            while not receiver.is_complete:
-                receiver.accept(await stream.receive())
+        if self._is_read(way):
+            await self._read(self._pool, granted)
+            return
+        assert isinstance(self._pool.memory, PoolMemory), "grpc is offered for host memory only"
+        receiver = _PieceReceiver(self._pool.memory, self._copies)
+        while not receiver.is_complete:
+            receiver.accept(await stream.receive())
 
     async def _read_ahead(self) -> list[int] | None:
-        """Copy while `begin` is on the way, where the source's pool is mapped and the hand-off says where in it.
+        """Copy while `begin` is on the way, where the source's pool is open and the hand-off says where in it.
 
         A source that grants and then finishes has held the blocks from when it made the hand-off until it received
         `finish`, so what was read in between is right.
@@ -400,29 +412,37 @@ class _Fetch:
         """
         if not self._copies:
             return []
-        payload, source = self._hand_off.payload, self._shm_pools.mapped(self._owner)
-        if self._pool is None or source is None or isinstance(payload, OpaquePayload):
+        payload, reader = self._hand_off.payload, self._reader
+        if self._pool is None or reader is None or not reader.is_open(self._owner):
             return None
-        if self._copies[-1].piece >= len(payload.block_ids):
+        if isinstance(payload, OpaquePayload) or self._copies[-1].piece >= len(payload.block_ids):
             return None
         size = self._pool.layout.piece_size_bytes
         offsets = [payload.block_ids[copy.piece] * size for copy in self._copies]
-        await self._copy_from(self._pool, source, offsets)
+        await self._copy(self._pool, reader, offsets)
         return offsets
 
-    async def _copy_shared(self, pool: _LocalPool, shm: pb.ShmDescriptor) -> None:
-        shared = SharedPool(shm.socket_path, shm.token, shm.pool_size_bytes)
-        source = await self._shm_pools.open(self._owner, shared, timeout_s=self._config.stall_timeout_s)
-        await self._copy_from(pool, source, list(shm.offsets))
-
-    async def _copy_from(self, pool: _LocalPool, source: memoryview, offsets: list[int]) -> None:
-        """Copy the pieces, which are at ``offsets`` of ``source``. Raises ``TransferError``: they are outside it."""
-        size = pool.layout.piece_size_bytes
-        runs = merge_runs(offsets, [copy.block_id * size for copy in self._copies], size)
+    async def _read(self, pool: _LocalPool, granted: pb.PullGranted) -> None:
+        lent, offsets = self._lent(granted)
+        assert self._reader is not None, "a way was offered by which it reads"
         try:
-            await copy_runs(source, pool.memory.view, runs, self._executor)
-        except ValueError as error:
-            raise TransferError(f"the source's offsets are wrong: {error}") from None
+            await self._reader.open(self._owner, lent, timeout_s=self._config.stall_timeout_s)
+        except TransferError:
+            self._ways()  # raises if this was the only way
+            raise
+        await self._copy(pool, self._reader, offsets)
+
+    def _lent(self, granted: pb.PullGranted) -> tuple[LentPool, list[int]]:
+        """The pool that ``granted`` names, and where in it each piece is. Raises ``TransferError``: it says neither."""
+        if granted.way == pb.TRANSFER_WAY_CUDA_IPC:
+            return from_opaque(granted.opaque)
+        shm = granted.shm
+        return SharedPool(shm.socket_path, shm.token, shm.pool_size_bytes), list(shm.offsets)
+
+    async def _copy(self, pool: _LocalPool, reader: PoolReader, offsets: list[int]) -> None:
+        """Copy the pieces, which are at ``offsets`` of the source's pool."""
+        size = pool.layout.piece_size_bytes
+        await reader.copy(self._owner, merge_runs(offsets, [copy.block_id * size for copy in self._copies], size))
 
 
 class _PieceReceiver:

@@ -9,11 +9,18 @@ from typing import TypeAlias
 import grpc
 
 from quartet.discovery.base import HostIdentity
-from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, TransferTimeoutError
+from quartet.errors import (
+    HandOffNotFoundError,
+    InvalidRequestError,
+    NoHandOffError,
+    ProtocolError,
+    TransferTimeoutError,
+)
 from quartet.kvcache.hand_off import HandOffTicket, Offer
 from quartet.kvcache.layout import OpaquePayload
-from quartet.transfer.base import TransferWay
+from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
+from quartet.transfer.cuda.lent import CudaServer, to_opaque
 from quartet.transfer.grpc.messages import (
     SERVICE,
     WAY_FROM_PB,
@@ -39,7 +46,13 @@ class TransferServicer:
     """Serves Pull from one source. Raises ``ServingError`` types: an interceptor makes them statuses."""
 
     def __init__(
-        self, source: TransferSource, *, host: HostIdentity, config: TransferConfig, shm: ShmServer | None = None
+        self,
+        source: TransferSource,
+        *,
+        host: HostIdentity,
+        config: TransferConfig,
+        shm: ShmServer | None = None,
+        cuda: CudaServer | None = None,
     ) -> None:
         """Serve ``source``.
 
@@ -48,11 +61,13 @@ class TransferServicer:
             host: where this worker runs.
             config: the ways to speak, and bounds.
             shm: passes the pool to peers on this host, started; ``None`` to do without that way.
+            cuda: lends a pool in GPU memory likewise.
         """
         self.source = source
         self.config = config
         self._host = host
         self._shm = shm if TransferWay.SHM in config.ways else None
+        self._cuda = cuda if TransferWay.CUDA_IPC in config.ways else None
         keep_freed_memory()
 
     async def Pull(self, request_iterator: AsyncIterator[pb.PullRequest], context: _Context) -> None:
@@ -60,23 +75,42 @@ class TransferServicer:
         await _PullStream(self, context).run()
 
     def grant(self, begin: pb.PullBegin) -> pb.PullGranted:
-        """Choose the way: the first of the puller's that can be served. Offsets come later, from the hand-off.
+        """Choose the way: the first of the puller's that can be served. ``locate`` adds where the pieces are.
 
         Raises:
-            InvalidRequestError: none can.
+            NoHandOffError: none can: one of the pools is on a GPU, and the other one is not, or not in its reach.
+            InvalidRequestError: none can, since the puller left grpc out.
         """
+        # A hand-off without pieces ends by messages alone, wherever the pool is.
+        sends = self.source.memory is None or isinstance(self.source.memory, PoolMemory) or not begin.pieces
+        is_here = host_from_pb(begin.host) == self._host
         for number in begin.ways[:_MAX_WAYS] or [pb.TRANSFER_WAY_GRPC]:
             way = WAY_FROM_PB.get(number)
-            if way is TransferWay.GRPC:
+            if way is TransferWay.GRPC and sends:
                 return pb.PullGranted(way=number)
-            if way is TransferWay.SHM and self._shm is not None and host_from_pb(begin.host) == self._host:
+            if way is TransferWay.CUDA_IPC and self._cuda is not None and is_here:
+                return pb.PullGranted(way=number)
+            if way is TransferWay.SHM and self._shm is not None and is_here:
                 shm = pb.ShmDescriptor(
                     socket_path=self._shm.socket_path,
                     token=self._shm.token,
                     pool_size_bytes=self._shm.memory.size_bytes,
                 )
                 return pb.PullGranted(way=number, shm=shm)
+        if not sends or pb.TRANSFER_WAY_CUDA_IPC in begin.ways:
+            raise NoHandOffError("no way leads from the source's memory to the puller's: one of them is on a GPU")
         raise InvalidRequestError("none of the ways can be served; grpc always can", field="begin.ways")
+
+    def locate(self, granted: pb.PullGranted, offer: Offer, pieces: Sequence[int]) -> None:
+        """Say in ``granted`` how large a piece is and where each of ``pieces`` begins, unless grpc brings them."""
+        if isinstance(offer.payload, OpaquePayload):
+            return
+        size = granted.piece_size_bytes = offer.payload.layout.piece_size_bytes
+        offsets = [offer.block_ids[piece] * size for piece in pieces]
+        if granted.HasField("shm"):
+            granted.shm.offsets.extend(offsets)
+        elif granted.way == pb.TRANSFER_WAY_CUDA_IPC and self._cuda is not None:
+            granted.opaque = to_opaque(self._cuda.lent, offsets)
 
 
 def add_transfer_servicer(servicer: TransferServicer, server: grpc.aio.Server) -> None:
@@ -143,11 +177,7 @@ class _PullStream:
         offer = self._source.begin(ticket, begin.pieces)
         self._begun = ticket
         self._reschedule(self._servicer.config.max_pull_s)
-        if not isinstance(offer.payload, OpaquePayload):
-            granted.piece_size_bytes = offer.payload.layout.piece_size_bytes
-        if granted.HasField("shm"):
-            offsets = (offer.block_ids[piece] * granted.piece_size_bytes for piece in begin.pieces)
-            granted.shm.offsets.extend(offsets)
+        self._servicer.locate(granted, offer, begin.pieces)
         await self._context.write(pb.PullResponse(granted=granted))
         if granted.way == WAY_TO_PB[TransferWay.GRPC]:
             await self._send(offer, begin.pieces)
@@ -155,7 +185,7 @@ class _PullStream:
     async def _send(self, offer: Offer, pieces: Sequence[int]) -> None:
         memory = self._source.memory
         for piece in pieces:
-            assert memory is not None, "a source of blocks has a pool"
+            assert isinstance(memory, PoolMemory), "a source of blocks has a pool, and sends from host memory only"
             for offset, data in split_piece(memory.piece(offer.block_ids[piece])):
                 # The hand-off may have ended meanwhile, and its block may hold another request's KV by now.
                 self._source.check_pulling(offer)

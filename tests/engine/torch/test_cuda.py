@@ -15,7 +15,11 @@ from quartet.engine.sampling import Sampling
 from quartet.engine.settings import EngineKind
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.engine.torch.loader import load_model
+from quartet.engine.torch.pool import KvPool
 from quartet.engine.torch.sampler import gumbel_noise, noise_key
+from quartet.kvcache.layout import KvLayout
+from quartet.transfer.base import TransferWay
+from quartet.transfer.cuda.memory import DeviceMemory
 from tests.engine.fakes import make_request
 from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES
 from tests.engine.torch.driving import Outcome, run_all, torch_engine
@@ -43,10 +47,34 @@ def run_on(device: str, model_path: Path, requests: Sequence[EngineRequest], dty
 def test_the_pool_lies_on_the_device(checkpoint: Checkpoints) -> None:
     runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=4, device="cuda:0"))
     # What is known of the setting before an engine is loaded is so.
-    assert runner.memory is None
-    assert not EngineKind.TORCH.moves_blocks("cuda:0")
-    assert runner._pool.tensor.device == torch.device("cuda:0")
+    assert isinstance(runner.memory, DeviceMemory)
+    assert runner.memory.ways == EngineKind.TORCH.ways("cuda:0") == (TransferWay.CUDA_IPC,)
+    pool = runner._pool.tensor
+    assert (pool.device, pool.data_ptr()) == (torch.device("cuda:0"), runner.memory.address)
     runner.close()
+
+
+def test_a_pool_beyond_what_32_bits_and_64_gib_reach_is_written_and_read_at_its_end() -> None:
+    layout = KvLayout(
+        model_fingerprint="f" * 64, dtype="bfloat16", num_layers=36, num_kv_heads=8, head_dim=128, block_size=16
+    )
+    num_blocks = (66 << 30) // layout.piece_size_bytes
+    before, _ = torch.cuda.mem_get_info()
+    if before < 70 << 30:
+        pytest.skip("needs 70 GiB of free GPU memory")
+    pool = KvPool(layout, num_blocks, torch.device("cuda:0"))
+    assert pool.tensor.numel() > 1 << 31
+    last_row = (num_blocks * layout.num_layers - 1) * 2  # of the last block's last layer, its keys
+    slots = torch.tensor([[last_row * layout.block_size + 3], [(last_row + 1) * layout.block_size + 3]], device="cuda")
+    keys_values = torch.randn(2, 1, layout.num_kv_heads, layout.head_dim, dtype=torch.bfloat16, device="cuda")
+    pool.write(slots, keys_values)
+    read = pool.gather(torch.tensor([last_row, last_row + 1], device="cuda"), 1)
+    assert torch.equal(read.keys[0, :, 3], keys_values[0, 0])
+    assert torch.equal(read.values[0, :, 3], keys_values[1, 0])
+    assert not pool.tensor[-2].any()
+    del read
+    pool.close()
+    assert torch.cuda.mem_get_info()[0] > before - (1 << 30)  # all but what PyTorch keeps for its own
 
 
 def test_the_pool_takes_its_share_of_what_is_free_beside_the_weights(checkpoint: Checkpoints) -> None:

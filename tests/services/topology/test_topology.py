@@ -148,7 +148,8 @@ _ON_A_GPU = {"engine": {"device": "cuda:0"}}
 @pytest.mark.parametrize(
     ("engine", "prefill", "decode", "setting"),
     [
-        ({"device": "cuda:0"}, {}, {}, "engine.device"),
+        ({"device": "cuda:0"}, {"transfer": {"ways": ["grpc"]}}, {}, "workers[1].overrides.transfer.ways"),
+        ({"device": "cuda:0"}, {}, {"transfer": {"ways": ["grpc"]}}, "engine.device"),
         ({}, _ON_A_GPU, {}, "workers[1].overrides.engine.device"),
         ({}, {}, _ON_A_GPU, "workers[0].overrides.engine.device"),
         ({"device": "cuda:0"}, {"engine": {"device": "cpu"}}, {}, "engine.device"),
@@ -172,6 +173,7 @@ def test_workers_that_need_no_hand_offs_may_be_on_any_device() -> None:
         [on_a_gpu],
         [on_a_gpu, encode],
         [on_a_gpu, {"role": "prefill"}, {"role": "decode"}],  # one of them takes hand-offs
+        [on_a_gpu, {"role": "prefill", "overrides": _ON_A_GPU}],
         [other, {"role": "prefill"}, {"role": "decode"}],
     ):
         assert len(plan_workers(build(Topology, {"workers": workers}), num_cores=2)) == len(workers)

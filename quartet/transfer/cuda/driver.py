@@ -1,0 +1,225 @@
+"""A thin layer over the CUDA driver: what pools and copies need of it, by numbers and bytes, so that tests can fake it.
+
+Devices are named by their index in this process. A device's primary context, which PyTorch uses too, is retained when
+the device is first bound and kept until the process ends. Every call but ``bind`` and ``uuid`` needs a context bound to
+the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+#: What ``cuIpcGetMemHandle`` gives.
+HANDLE_SIZE_BYTES = 64
+
+UUID_SIZE_BYTES = 16
+
+
+class CudaError(Exception):
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        call: the function's name.
+        name: the error's, such as ``CUDA_ERROR_OUT_OF_MEMORY``.
+    """
+
+    def __init__(self, call: str, name: str, text: str = "") -> None:
+        """``text``: what the driver says of this error."""
+        super().__init__(f"{call}: {name}" + (f" ({text})" if text else ""))
+        self.call = call
+        self.name = name
+
+
+class Driver(Protocol):
+    """What is used of the CUDA driver. Every method raises ``CudaError``; addresses are of this process.
+
+    A copy has not happened when ``copy`` returns, and copies of one stream happen in order. An event is ready once all
+    that its stream had to do at ``record`` is done.
+    """
+
+    def bind(self, device: int) -> None:
+        """Make the primary context of ``device`` the calling thread's."""
+        ...
+
+    def uuid(self, device: int) -> bytes:
+        """The 16 bytes that name a GPU in every process."""
+        ...
+
+    def allocate(self, size_bytes: int) -> int:
+        """Reserve memory on the bound device; returns its address."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Give ``allocate``'s memory back. Another process's copies from it stay right until that closes it, too."""
+        ...
+
+    def export(self, address: int) -> bytes:
+        """The 64 bytes by which another process opens what ``allocate`` gave."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's memory where the bound device reads it; returns its address here."""
+        ...
+
+    def size_of(self, address: int) -> int | None:
+        """Bytes of the memory that begins at ``address``; ``None``: the driver does not know."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Unmap what ``open`` gave."""
+        ...
+
+    def create_stream(self) -> int:
+        """A stream that no other waits for, nor it for them."""
+        ...
+
+    def destroy_stream(self, stream: int) -> None:
+        """Free a stream."""
+        ...
+
+    def synchronize(self, stream: int) -> None:
+        """Wait, perhaps busily, until ``stream`` has nothing to do; an error of what it did is raised as well."""
+        ...
+
+    def create_event(self) -> int:
+        """An event whose waiters sleep."""
+        ...
+
+    def destroy_event(self, event: int) -> None:
+        """Free an event."""
+        ...
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Have ``stream`` copy between two places that the bound device reaches."""
+        ...
+
+    def record(self, event: int, stream: int) -> None:
+        """Have ``event`` tell when all is done that ``stream`` has to do by now."""
+        ...
+
+    def wait(self, event: int) -> None:
+        """Sleep until ``event`` is ready; other threads run meanwhile."""
+        ...
+
+
+class CudaDriver:
+    """The ``Driver`` of this machine. May be used on any thread."""
+
+    def __init__(self) -> None:
+        """Initialise the driver. Raises ``CudaError``: none, no ``cuda-bindings``, or no GPU."""
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise CudaError("import", "cuda-bindings is not installed", "pip install 'quartet[cuda]'") from error
+        self._cuda: Any = driver
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        try:
+            self._call("cuInit", 0)
+        except RuntimeError as error:  # what cuda-bindings raises where it finds no libcuda
+            raise CudaError("cuInit", "no CUDA driver", str(error)) from error
+
+    def bind(self, device: int) -> None:
+        """As ``Driver``."""
+        with self._lock:
+            context = self._contexts.get(device)
+            if context is None:
+                context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device))
+                self._contexts[device] = context
+        self._call("cuCtxSetCurrent", context)
+
+    def uuid(self, device: int) -> bytes:
+        """As ``Driver``."""
+        found = self._call("cuDeviceGetUuid", self._call("cuDeviceGet", device))
+        return ctypes.string_at(found.getPtr(), UUID_SIZE_BYTES)
+
+    def allocate(self, size_bytes: int) -> int:
+        """As ``Driver``."""
+        return int(self._call("cuMemAlloc", size_bytes))
+
+    def free(self, address: int) -> None:
+        """As ``Driver``."""
+        self._call("cuMemFree", address)
+
+    def export(self, address: int) -> bytes:
+        """As ``Driver``."""
+        # By address: not every release of cuda-bindings shows the structure's field.
+        return ctypes.string_at(self._call("cuIpcGetMemHandle", address).getPtr(), HANDLE_SIZE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        """As ``Driver``."""
+        structure = self._cuda.CUipcMemHandle()
+        ctypes.memmove(structure.getPtr(), handle, HANDLE_SIZE_BYTES)
+        flags = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._call("cuIpcOpenMemHandle", structure, int(flags)))
+
+    def size_of(self, address: int) -> int | None:
+        """As ``Driver``."""
+        try:
+            base, size_bytes = self._call("cuMemGetAddressRange", address)
+        except CudaError:
+            return None
+        return int(size_bytes) if int(base) == address else None
+
+    def close(self, address: int) -> None:
+        """As ``Driver``."""
+        self._call("cuIpcCloseMemHandle", address)
+
+    def create_stream(self) -> int:
+        """As ``Driver``."""
+        return int(self._call("cuStreamCreate", int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    def destroy_stream(self, stream: int) -> None:
+        """As ``Driver``."""
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize(self, stream: int) -> None:
+        """As ``Driver``."""
+        self._call("cuStreamSynchronize", stream)
+
+    def create_event(self) -> int:
+        """As ``Driver``."""
+        flags = self._cuda.CUevent_flags
+        return int(self._call("cuEventCreate", int(flags.CU_EVENT_BLOCKING_SYNC) | int(flags.CU_EVENT_DISABLE_TIMING)))
+
+    def destroy_event(self, event: int) -> None:
+        """As ``Driver``."""
+        self._call("cuEventDestroy", event)
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """As ``Driver``."""
+        self._call("cuMemcpyDtoDAsync", target, source, size_bytes, stream)
+
+    def record(self, event: int, stream: int) -> None:
+        """As ``Driver``."""
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, event: int) -> None:
+        """As ``Driver``."""
+        self._call("cuEventSynchronize", event)
+
+    def _call(self, name: str, *args: object) -> Any:
+        """What the function returns beside its status: nothing, one value, or a tuple of them."""
+        function: Callable[..., tuple[Any, ...]] = getattr(self._cuda, name)
+        status, *values = function(*args)
+        if status != self._cuda.CUresult.CUDA_SUCCESS:
+            raise CudaError(name, self._name_of(status), self._text_of(status))
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _name_of(self, status: Any) -> str:
+        found, name = self._cuda.cuGetErrorName(status)
+        return name.decode() if found == self._cuda.CUresult.CUDA_SUCCESS and name else str(status)
+
+    def _text_of(self, status: Any) -> str:
+        found, text = self._cuda.cuGetErrorString(status)
+        return text.decode() if found == self._cuda.CUresult.CUDA_SUCCESS and text else ""
+
+
+@cache
+def cuda_driver() -> CudaDriver:
+    """The driver, initialised at the first call that succeeds. Raises ``CudaError`` as ``CudaDriver`` does."""
+    return CudaDriver()

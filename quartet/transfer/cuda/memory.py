@@ -1,0 +1,64 @@
+"""A block pool in a GPU's memory, allocated by the driver so that other processes can open it."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+from quartet.transfer.base import TransferWay
+from quartet.transfer.cuda.driver import CudaError, Driver
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceMemory:
+    """A block pool's bytes on one GPU.
+
+    PyTorch's own allocator gives parts of larger reservations, whose handle would open more than the pool.
+
+    Attributes:
+        all_ways: by which blocks in a GPU's memory can be moved, best first.
+        ways: those of this pool; none where the driver exports no memory.
+        driver: that gave it.
+        device: the GPU's index in this process.
+        device_uuid: the GPU's 16 bytes.
+        address: of its first byte, in this process.
+        handle: the 64 bytes by which another process opens it; empty: none can.
+    """
+
+    all_ways: ClassVar[tuple[TransferWay, ...]] = (TransferWay.CUDA_IPC,)
+
+    def __init__(self, driver: Driver, device: int, num_blocks: int, piece_size_bytes: int) -> None:
+        """Reserve ``num_blocks * piece_size_bytes`` bytes, whatever is in them. Raises ``CudaError``."""
+        self.driver = driver
+        self.device = device
+        self.num_blocks = num_blocks
+        self.piece_size_bytes = piece_size_bytes
+        self.size_bytes = num_blocks * piece_size_bytes
+        driver.bind(device)
+        self.device_uuid = driver.uuid(device)
+        self.address = driver.allocate(self.size_bytes)
+        try:
+            self.handle = driver.export(self.address)
+        except CudaError as error:
+            logger.warning("the blocks on GPU %s can't go to other workers: %s", device, error)
+            self.handle = b""
+        self.ways: tuple[TransferWay, ...] = self.all_ways if self.handle else ()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """The pool as an array of bytes, for ``torch.as_tensor``."""
+        return {
+            "shape": (self.size_bytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def close(self) -> None:
+        """Give the memory back; a peer that opened it keeps it until it closes it. May be called twice."""
+        if self.address:
+            address, self.address = self.address, 0
+            self.driver.bind(self.device)
+            self.driver.free(address)

@@ -1,0 +1,130 @@
+"""Disaggregation on one GPU: Prefill and Decode in processes of their own, and the blocks never leave the GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from quartet.client import Completion, QuartetClient, Rank, Sampling, WorkerState
+from tests import tiny
+from tests.e2e.oracle import Oracle, one_oracle
+from tests.e2e.up import CONFIGS, Up
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+# Around the block size of 32, and prompts of many blocks.
+LENGTHS = (1, 31, 32, 33, 64, 300, 1000)
+NUM_TOKENS = 24
+#: Pools large enough that one kept for a dead worker shows.
+NUM_BLOCKS = 16384
+SLACK = 256 << 20
+WAIT_S = 90.0
+DEVICE = "cuda:0"
+WAYS = ("cuda_ipc",)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    with one_oracle() as oracle:
+        yield oracle
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[tuple[Up, QuartetClient]]:
+    settings = {
+        "discovery.kind": "file",
+        "discovery.file.directory": directory,
+        "engine.device": DEVICE,
+        "engine.num_blocks": NUM_BLOCKS,
+    }
+    options = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
+    topology = str(CONFIGS / "disagg.yaml")
+    async with Up(CONFIGS.parent, topology, "--router-port", "0", *options, python=Path(sys.executable)) as up:
+        await up.wait_ready()
+        async with QuartetClient(up.router_address) as client:
+            yield up, client
+
+
+async def complete(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
+    sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return await client.complete(token_ids=prompt, sampling=sampling, timeout_s=60)
+
+
+def prompt_of(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(f"gpu {seed} {length}").choices(tiny.PLAIN_IDS, k=length))
+
+
+async def pulled_bytes(client: QuartetClient, way: str) -> float:
+    """What the Decode worker says that it pulled."""
+    [address] = [w.record.http_address for w in await client.list_workers() if w.record.worker_id == "decode-0"]
+    url = f"http://{address}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    name = f'quartet_worker_transfer_bytes_total{{way="{way}"}}'
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+async def until_back(client: QuartetClient, epoch: int) -> int:
+    """Wait for another epoch of the Prefill worker than this one, and return it."""
+    async with asyncio.timeout(WAIT_S):
+        async for workers in client.watch_workers():
+            for worker in workers:
+                record = worker.record
+                is_new = record.worker_id == "prefill-0" and record.epoch != epoch
+                if is_new and worker.state is WorkerState.READY:
+                    return record.epoch
+    raise AssertionError("the router went away")
+
+
+async def check(client: QuartetClient, oracle: Oracle, seed: int, *, is_prefilled_apart: bool = True) -> None:
+    prompts = [prompt_of(length, seed) for length in LENGTHS]
+    completions = await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.choices[0].token_ids == oracle.generate(prompt, NUM_TOKENS), f"prompt of {len(prompt)} tokens"
+        if is_prefilled_apart:
+            assert [placed.prefill for placed in completion.accepted.choices] == [Rank("prefill-0")]
+
+
+async def test_blocks_go_from_prefill_to_decode_on_the_gpu(tmp_path: Path, oracle: Oracle) -> None:
+    async with running(tmp_path) as (_up, client):
+        workers = await client.list_workers()
+        assert {worker.record.worker_id: worker.record.transfer_ways for worker in workers} == {
+            "prefill-0": WAYS,
+            "decode-0": WAYS,
+        }
+        await check(client, oracle, seed=1)
+        assert await pulled_bytes(client, WAYS[0]) > 0
+        await check(client, oracle, seed=1)  # from what is cached, too
+
+
+async def test_a_prefill_worker_killed_again_and_again_costs_no_token_and_no_memory(
+    tmp_path: Path, oracle: Oracle
+) -> None:
+    async with running(tmp_path) as (up, client):
+        await check(client, oracle, seed=2)
+        free, epoch = _free_size_bytes(), await until_back(client, 0)
+        for number in range(3):
+            asking = asyncio.create_task(check(client, oracle, seed=3 + number, is_prefilled_apart=False))
+            await asyncio.sleep(0.02 * number)
+            for pid, command in up.processes().items():
+                if "-m services.prefill" in command:
+                    os.kill(pid, signal.SIGKILL)
+            await asking
+            epoch = await until_back(client, epoch)
+            await check(client, oracle, seed=10 + number)
+        async with asyncio.timeout(30):
+            while _free_size_bytes() < free - SLACK:  # noqa: ASYNC110  # the driver tells nobody
+                await asyncio.sleep(0.1)
+
+
+def _free_size_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

@@ -1,0 +1,116 @@
+"""Real sources and pullers on loopback, with pools in the memory of fake GPUs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from quartet.discovery.host import host_identity
+from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
+from quartet.rpc.server import RpcServer, ServerConfig, Service
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.cuda.lent import CudaServer
+from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.transfer.grpc.puller import TransferPuller
+from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
+from quartet.transfer.source import TransferSource
+from tests.transfer.fake_cuda import FakeDriver, FakeHost
+from tests.transfer.workers import CONFIG, EPOCH, LAYOUT, NUM_BLOCKS, open_channel
+
+
+class GpuSource:
+    """A worker that holds: a pool on a GPU, in a process of its own as far as the driver knows.
+
+    Attributes:
+        on_end: called with the holder of a hand-off that has ended.
+    """
+
+    def __init__(self, memory: DeviceMemory, layout: KvLayout, epoch: int) -> None:
+        assert isinstance(memory.driver, FakeDriver)
+        self.layout = layout
+        self.memory, self.driver = memory, memory.driver
+        self.on_end: Callable[[int], None] = lambda _holder: None
+        self.source = TransferSource(
+            worker_id="source",
+            epoch=epoch,
+            config=CONFIG,
+            on_end=lambda holder, _state: self.on_end(holder),
+            memory=self.memory,
+        )
+        self.cuda = CudaServer(self.memory, epoch)
+        self.servicer = TransferServicer(self.source, host=host_identity(), config=CONFIG, cuda=self.cuda)
+
+    def fill(self, block_id: int, seed: int) -> bytes:
+        """Put random bytes into a block."""
+        size = self.layout.piece_size_bytes
+        data = random.Random(seed).randbytes(size)
+        self.driver.write(self.memory.address + block_id * size, data)
+        return data
+
+    def offer(self, holder: int, block_ids: Sequence[int]) -> HandOff:
+        payload = BlocksPayload(self.layout, len(block_ids) * self.layout.block_size)
+        return self.source.offer(holder, block_ids, payload)
+
+
+@asynccontextmanager
+async def gpu_source(
+    host: FakeHost,
+    *,
+    device: int = 0,
+    epoch: int = EPOCH,
+    num_blocks: int = NUM_BLOCKS,
+    address: str = "127.0.0.1:0",
+    layout: KvLayout = LAYOUT,
+    memory: DeviceMemory | None = None,
+) -> AsyncIterator[GpuSource]:
+    """A source with its pool on ``device``, or in ``memory``; at the end its process is killed."""
+    if memory is None:
+        memory = DeviceMemory(FakeDriver(host, (device,)), 0, num_blocks, layout.piece_size_bytes)
+    worker = GpuSource(memory, layout, epoch)
+    service = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(worker.servicer, server))
+    server = RpcServer(ServerConfig(address=address), [service])
+    worker.source.advertise(f"127.0.0.1:{await server.start()}")
+    await worker.cuda.start()
+    try:
+        yield worker
+    finally:
+        worker.driver.kill()
+        await worker.cuda.close()
+        await server.drain(0.0)
+        worker.source.close()
+
+
+class GpuPuller:
+    """A worker that wants: an empty pool on a GPU, and a puller into it."""
+
+    def __init__(self, host: FakeHost, device: int, num_blocks: int, config: TransferConfig, layout: KvLayout) -> None:
+        self.driver = FakeDriver(host, (device,))
+        self.memory = DeviceMemory(self.driver, 0, num_blocks, layout.piece_size_bytes)
+        self.puller = TransferPuller(open_channel, host=host_identity(), config=config)
+        self.puller.attach(self.memory, layout)
+
+    def block(self, block_id: int) -> bytes:
+        """What is in a block."""
+        size = self.memory.piece_size_bytes
+        return self.driver.read(self.memory.address + block_id * size, size)
+
+
+@asynccontextmanager
+async def gpu_puller(
+    host: FakeHost,
+    *,
+    device: int = 0,
+    num_blocks: int = NUM_BLOCKS,
+    config: TransferConfig = CONFIG,
+    layout: KvLayout = LAYOUT,
+) -> AsyncIterator[GpuPuller]:
+    """A puller; afterwards nothing of it may be left."""
+    worker = GpuPuller(host, device, num_blocks, config, layout)
+    try:
+        yield worker
+    finally:
+        await worker.puller.close()
+        assert (worker.driver.num_opened, worker.driver.num_streams, worker.driver.num_events) == (0, 0, 0)
+        worker.memory.close()
+        assert host.faults == []

@@ -1,0 +1,122 @@
+"""A worker with a pool on GPU 0, in a process of its own and without PyTorch, which takes seconds to import.
+
+``source NUM_BLOCKS SEED ADDRESS``: for each line that it reads, prints a hand-off of all its blocks.
+``reader NUM_BLOCKS``: fetches each hand-off that it reads, and prints whether its bytes are those of the seed beside.
+
+Hand-offs are pickled, in hexadecimal. Both run until they are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from quartet.discovery.host import host_identity
+from quartet.kvcache.layout import BlocksPayload, HandOff
+from quartet.rpc.server import RpcServer, ServerConfig, Service
+from quartet.transfer.base import PieceCopy
+from quartet.transfer.cuda.driver import cuda_driver
+from quartet.transfer.cuda.lent import CudaServer
+from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.transfer.grpc.puller import TransferPuller
+from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
+from quartet.transfer.source import TransferSource
+from tests.transfer.workers import CONFIG, EPOCH, LARGE_LAYOUT, open_channel
+
+PIECE = LARGE_LAYOUT.piece_size_bytes
+
+
+def make_pool(num_blocks: int) -> DeviceMemory:
+    return DeviceMemory(cuda_driver(), 0, num_blocks, PIECE)
+
+
+def block_bytes(seed: int, block_id: int) -> bytes:
+    """What a source of this seed has in a block."""
+    return np.full(PIECE // 8, seed << 32 | block_id, dtype=np.int64).tobytes()
+
+
+def write(memory: DeviceMemory, block_id: int, data: bytes) -> None:
+    memory.driver.bind(0)
+    source = np.frombuffer(data, dtype=np.uint8)
+    cuda_driver()._call("cuMemcpyHtoD", memory.address + block_id * PIECE, source.ctypes.data, len(data))
+
+
+def read(memory: DeviceMemory, block_id: int) -> bytes:
+    memory.driver.bind(0)
+    into = np.empty(PIECE, dtype=np.uint8)
+    cuda_driver()._call("cuMemcpyDtoH", into.ctypes.data, memory.address + block_id * PIECE, PIECE)
+    return into.tobytes()
+
+
+def free_size_bytes() -> int:
+    cuda_driver().bind(0)
+    free, _total = cuda_driver()._call("cuMemGetInfo")
+    return int(free)
+
+
+def wrong_blocks(memory: DeviceMemory, seed: int, blocks: dict[int, int]) -> list[int]:
+    """Those of ``blocks`` (here: there) that differ from a source's."""
+    return [here for here, there in blocks.items() if read(memory, here) != block_bytes(seed, there)]
+
+
+@asynccontextmanager
+async def puller_on_gpu(num_blocks: int) -> AsyncIterator[tuple[TransferPuller, DeviceMemory]]:
+    memory = make_pool(num_blocks)
+    puller = TransferPuller(open_channel, host=host_identity(), config=CONFIG)
+    puller.attach(memory, LARGE_LAYOUT)
+    try:
+        yield puller, memory
+    finally:
+        await puller.close()
+        memory.close()
+
+
+async def _lines() -> AsyncIterator[str]:
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        yield line.strip()
+
+
+async def _source(num_blocks: int, seed: int, address: str) -> None:
+    memory = make_pool(num_blocks)
+    few = [*range(min(num_blocks, 64)), *range(max(num_blocks - 64, 0), num_blocks)]
+    for block_id in few:
+        write(memory, block_id, block_bytes(seed, block_id))
+    source = TransferSource(
+        worker_id="source", epoch=EPOCH + seed, config=CONFIG, on_end=lambda *_: None, memory=memory
+    )
+    cuda = CudaServer(memory, EPOCH + seed)
+    servicer = TransferServicer(source, host=host_identity(), config=CONFIG, cuda=cuda)
+    service = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(servicer, server))
+    server = RpcServer(ServerConfig(address=address), [service])
+    source.advertise(f"127.0.0.1:{await server.start()}")
+    await cuda.start()
+    holder = 0
+    async for _ in _lines():
+        holder += 1
+        payload = BlocksPayload(LARGE_LAYOUT, num_blocks * LARGE_LAYOUT.block_size)
+        print(pickle.dumps(source.offer(holder, range(num_blocks), payload)).hex(), flush=True)
+
+
+async def _reader(num_blocks: int) -> None:
+    async with puller_on_gpu(num_blocks) as (puller, memory):
+        print("ready", flush=True)
+        async for line in _lines():
+            text, _, seed = line.partition(" ")
+            hand_off: HandOff = pickle.loads(bytes.fromhex(text))
+            claim = puller.claim(hand_off)
+            print("begins", flush=True)
+            await claim.fetch([PieceCopy(block_id, block_id) for block_id in range(num_blocks)])
+            wrong = wrong_blocks(memory, int(seed), {block_id: block_id for block_id in range(min(num_blocks, 64))})
+            print(f"wrong {wrong}" if wrong else "right", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "source":
+        asyncio.run(_source(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    else:
+        asyncio.run(_reader(int(sys.argv[2])))

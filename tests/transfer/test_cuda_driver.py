@@ -1,0 +1,86 @@
+"""The layer over cuda.bindings, with a stand-in for that package: what is passed, and how failures are named."""
+
+from __future__ import annotations
+
+import sys
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from quartet.transfer.cuda.driver import CudaDriver, CudaError
+
+
+class _Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+def _bindings(**functions: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        CUresult=_Result,
+        CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING=1),
+        CUevent_flags=SimpleNamespace(CU_EVENT_BLOCKING_SYNC=1, CU_EVENT_DISABLE_TIMING=2),
+        cuGetErrorName=lambda status: (_Result.CUDA_SUCCESS, _Result(status).name.encode()),
+        cuGetErrorString=lambda _status: (_Result.CUDA_SUCCESS, b"out of memory"),
+        **{"cuInit": lambda _flags: (_Result.CUDA_SUCCESS,), **functions},
+    )
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:
+    package, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
+    bindings.driver = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", package)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+
+
+def test_a_failure_has_the_driver_s_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, _bindings(cuMemAlloc=lambda _size: (_Result.CUDA_ERROR_OUT_OF_MEMORY, None)))
+    with pytest.raises(CudaError) as raised:
+        CudaDriver().allocate(1 << 40)
+    assert (raised.value.call, raised.value.name) == ("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY")
+    assert str(raised.value) == "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory)"
+
+
+def test_a_machine_without_a_driver_or_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_flags: int) -> None:
+        raise RuntimeError("no libcuda.so.1")
+
+    _install(monkeypatch, _bindings(cuInit=missing))
+    with pytest.raises(CudaError, match=r"no CUDA driver \(no libcuda.so.1\)"):
+        CudaDriver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(CudaError, match=r"quartet\[cuda\]"):
+        CudaDriver()
+
+
+def test_a_context_is_retained_once_and_made_each_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    retained, current = [], []
+
+    def retain(device: int) -> tuple[_Result, str]:
+        retained.append(device)
+        return _Result.CUDA_SUCCESS, f"context {device}"
+
+    def set_current(context: str) -> tuple[_Result]:
+        current.append(context)
+        return (_Result.CUDA_SUCCESS,)
+
+    get = lambda index: (_Result.CUDA_SUCCESS, 10 + index)  # noqa: E731
+    _install(monkeypatch, _bindings(cuDeviceGet=get, cuDevicePrimaryCtxRetain=retain, cuCtxSetCurrent=set_current))
+    driver = CudaDriver()
+    for device in (1, 0, 1):
+        driver.bind(device)
+    assert retained == [11, 10]
+    assert current == ["context 11", "context 10", "context 11"]
+
+
+def test_streams_wait_for_no_other_and_waiters_of_events_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(
+        monkeypatch,
+        _bindings(
+            cuStreamCreate=lambda flags: (_Result.CUDA_SUCCESS, 100 + flags),
+            cuEventCreate=lambda flags: (_Result.CUDA_SUCCESS, 200 + flags),
+        ),
+    )
+    driver = CudaDriver()
+    assert (driver.create_stream(), driver.create_event()) == (101, 203)
