@@ -130,7 +130,7 @@ class ChoiceRun:
         try:
             end = await self._repeat(self._sign)
         finally:
-            if not isinstance(end, SignedRun):  # else it ends elsewhere, and only the worker will know its length
+            if not isinstance(end, SignedRun):  # else it ends elsewhere, and its worker will report its length
                 self._settle()
         if not isinstance(end, SignedRun):
             gang.leave()
@@ -231,6 +231,7 @@ class ChoiceRun:
             num_first_tokens=self._num_tokens,
             is_renewed=not gang.is_alone,
             untaken=self._untaken,
+            on_end=self._settler(),
         )
         rank = reservation.placement.decode.data_parallel_rank
         try:
@@ -366,6 +367,21 @@ class ChoiceRun:
         if self._num_charged_tokens:
             self._charge(self._num_tokens - self._num_charged_tokens)
             self._num_charged_tokens = 0
+
+    def _settler(self) -> Callable[[int], None]:
+        """What settles the account once its worker has reported how many output tokens it had.
+
+        It may live as long as the answer, so it keeps no prompt.
+        """
+        admission, standing, num_charged_tokens = self._context.admission, self._standing, self._num_charged_tokens
+        num_prompt_tokens, num_least_tokens = len(self._request.prompt_token_ids), self._num_tokens
+        num_most_tokens = num_prompt_tokens + self._request.max_output_tokens
+
+        def settle(num_output_tokens: int) -> None:
+            num_tokens = min(max(num_prompt_tokens + num_output_tokens, num_least_tokens), num_most_tokens)
+            admission.charge(standing, num_tokens - num_charged_tokens)
+
+        return settle
 
     def _learn_length(self, num_prompt_tokens: int) -> None:
         media = self._request.media
@@ -635,12 +651,13 @@ async def run_choices(
 
 
 def _draw_standing(request: RouterRequest, num_choices: int, context: RouterContext) -> Standing:
-    num_output_tokens = min(request.max_output_tokens, context.config.reserve_tokens)
+    num_given_tokens = request.num_prompt_tokens + request.num_resumed_tokens
+    num_left_tokens = max(request.max_output_tokens - request.num_resumed_tokens, 0)
     return context.admission.standing(
         request.pool.key,
         priority=request.start.priority,
         tenant=request.start.tenant,
-        num_tokens=request.num_prompt_tokens + num_output_tokens,
+        num_tokens=num_given_tokens + min(num_left_tokens, context.config.reserve_tokens),
         num_choices=num_choices,
         deadline=request.deadline,
     )

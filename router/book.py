@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import zip_longest
 
 from quartet.events.load import PlacementProgress
 from router.policy.base import Placement
@@ -196,6 +197,7 @@ class Booking:
         lapses_at: float,
         ends_at: float,
         untaken: Untaken | None = None,
+        on_end: Callable[[int], None] | None = None,
     ) -> PlacedBooking:
         """Keep room for a client that may bring the start; this booking itself is released like any other.
 
@@ -211,6 +213,7 @@ class Booking:
             lapses_at=lapses_at,
             ends_at=ends_at,
             untaken=untaken,
+            on_end=on_end,
         )
         return self._book.placed.add(share, self._account)
 
@@ -343,6 +346,8 @@ class PlacedShare:
         lapses_at: from then on no client can bring it to the worker.
         ends_at: when it has ended at the latest.
         untaken: counts in the tenant's budgets until it was taken up; ``None``: it has none.
+        on_end: called with the number of its output tokens, those of earlier attempts included, when a report says that
+            it ended after so many; ``None``: nobody asks.
     """
 
     request_id: str
@@ -353,6 +358,7 @@ class PlacedShare:
     lapses_at: float
     ends_at: float
     untaken: Untaken | None = None
+    on_end: Callable[[int], None] | None = None
 
 
 class PlacedBooking:
@@ -405,6 +411,12 @@ class PlacedBooking:
             self.release()
         elif self.state is PlacedState.WAITING and now >= self._share.lapses_at:
             self._change(PlacedState.LAPSED, 0)
+
+    def end(self, num_output_tokens: int | None) -> None:
+        """A report says that it ended after so many output tokens; ``None``: it does not say how many."""
+        if self.state is not PlacedState.ENDED and self._share.on_end is not None and num_output_tokens is not None:
+            self._share.on_end(num_output_tokens)
+        self.release()
 
     def release(self) -> None:
         """It has ended, or no client ever got it. May be called twice."""
@@ -461,9 +473,9 @@ class PlacedBookings:
         for number in progress.started:
             if number in self._bookings:
                 self._bookings[number].start()
-        for number in progress.ended:
+        for number, num_output_tokens in zip_longest(progress.ended, progress.num_output_tokens[: len(progress.ended)]):
             if number in self._bookings:
-                self._bookings[number].release()
+                self._bookings[number].end(num_output_tokens)
 
     def poll(self, now: float) -> None:
         """Release the room of starts that no client brought in time."""

@@ -108,7 +108,7 @@ async def _run_in_time(
     request.deadline = request.arrived_at + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            await context.intake.enter(request.start.tenant, _num_given_tokens(request.start))
+            await context.intake.enter(request.start.tenant, _num_given_tokens(request))
             await _prepare(request, context, encodes=encodes)
             if request.media is None:
                 return await run(request)
@@ -121,9 +121,10 @@ async def _run_in_time(
         raise RequestTimeoutError(message) from error
 
 
-def _num_given_tokens(start: GenerateStart) -> int:
-    """Tokens of its prompt, as far as it came as such; other prompts are tokenized in turns of their own."""
-    return len(start.prompt.token_ids) if isinstance(start.prompt, TokenPrompt) else 0
+def _num_given_tokens(request: RouterRequest) -> int:
+    """Tokens that came as such, of its prompt and after it; other prompts are tokenized in turns of their own."""
+    prompt = request.start.prompt
+    return request.num_resumed_tokens + (len(prompt.token_ids) if isinstance(prompt, TokenPrompt) else 0)
 
 
 def _lack(request: RouterRequest, table: WorkerTable) -> str:
@@ -199,6 +200,11 @@ class RouterRequest:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt; while the number of its media's tokens is unknown, the most that it can have."""
         return len(self.prompt_token_ids) + self.num_unknown_tokens
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """Output tokens that its client brings: workers compute them like the prompt's."""
+        return 0 if self.resume is None else len(self.resume.generated_token_ids)
 
     @property
     def num_media_tokens(self) -> int:

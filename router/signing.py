@@ -41,6 +41,7 @@ class SigningTerms:
         deadline: of its request, in monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
         untaken: counts it in its tenant's budgets until its client has taken it up.
+        on_end: as in ``PlacedShare``.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class SigningTerms:
     num_first_tokens: int
     is_renewed: bool = False
     untaken: Untaken | None = None
+    on_end: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Signer:
             # The request's time begins anew when the client brings the start, at most the signature's time from now.
             ends_at=terms.deadline + ttl_s + _MARGIN_S,
             untaken=terms.untaken,
+            on_end=terms.on_end,
         )
         try:
             signed = sign(

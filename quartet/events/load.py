@@ -81,10 +81,13 @@ class PlacementProgress:
     Attributes:
         started: those counted in the ranks' load since.
         ended: those that are in it no more, or never were.
+        num_output_tokens: of each of ``ended``, those of earlier attempts included; empty: the worker's version does
+            not say.
     """
 
     started: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
+    num_output_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

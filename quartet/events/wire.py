@@ -152,7 +152,9 @@ def from_worker_load(message: pb.WorkerLoad) -> WorkerLoad:
         if entry.arrived_request_number:
             arrivals[entry.router_id] = entry.arrived_request_number
         if entry.started_placements or entry.ended_placements:
-            placed = PlacementProgress(tuple(entry.started_placements), tuple(entry.ended_placements))
+            placed = PlacementProgress(
+                tuple(entry.started_placements), tuple(entry.ended_placements), tuple(entry.ended_output_tokens)
+            )
             placements[entry.router_id] = placed
     return WorkerLoad(
         worker_id=message.worker_id,
@@ -173,6 +175,7 @@ def _to_router_progress(load: WorkerLoad, router_id: str) -> pb.RouterProgress:
         router_request_number=load.router_progress.get(router_id, 0),
         started_placements=placements.started,
         ended_placements=placements.ended,
+        ended_output_tokens=placements.num_output_tokens,
         arrived_request_number=load.router_arrivals.get(router_id, 0),
     )
 

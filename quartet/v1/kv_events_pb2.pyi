@@ -403,6 +403,7 @@ class RouterProgress(_message.Message):
     STARTED_PLACEMENTS_FIELD_NUMBER: _builtins.int
     ENDED_PLACEMENTS_FIELD_NUMBER: _builtins.int
     ARRIVED_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
+    ENDED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router. Always set."""
     router_request_number: _builtins.int
@@ -424,6 +425,12 @@ class RouterProgress(_message.Message):
     def ended_placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of these, those that ended within the last seconds; each is reported several times. Empty: none."""
 
+    @_builtins.property
+    def ended_output_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output tokens that each of `ended_placements` had when it ended, `generated_token_ids` of its start included.
+        Aligned with `ended_placements`. Empty: a worker of an earlier version, or no placements ended.
+        """
+
     def __init__(
         self,
         *,
@@ -432,10 +439,11 @@ class RouterProgress(_message.Message):
         started_placements: _abc.Iterable[_builtins.int] | None = ...,
         ended_placements: _abc.Iterable[_builtins.int] | None = ...,
         arrived_request_number: _builtins.int = ...,
+        ended_output_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_request_number", b"arrived_request_number", "ended_placements", b"ended_placements", "router_id", b"router_id", "router_request_number", b"router_request_number", "started_placements", b"started_placements"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_request_number", b"arrived_request_number", "ended_output_tokens", b"ended_output_tokens", "ended_placements", b"ended_placements", "router_id", b"router_id", "router_request_number", b"router_request_number", "started_placements", b"started_placements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

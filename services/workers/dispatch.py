@@ -83,6 +83,8 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         if media is not None:
             self._media = MediaGate(media, self._media_ready, lambda id, error: self._route_failed(Failed(id, error)))
         self._keys: set[tuple[str, int, int]] = set()
+        # Of signed requests, whose tokens no router sees: output tokens by id, those of earlier attempts included.
+        self._num_signed_tokens: dict[int, int] = {}
 
     @property
     def progress(self) -> Progress:
@@ -114,7 +116,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             id = self._submit(named(context), start, outbox, slot, on_end)
         except ServingError:
             # A refused start counts as arrived and ended: the router must not keep it booked.
-            self._count_end(context, is_signed=start.is_signed)
+            self._count_end(context, len(start.generation.generated_token_ids) if start.is_signed else None)
             raise
         if self._kind is RequestKind.PREFILL:
             # Routers book no blocks for a prefill, and the load shows its tokens at once.
@@ -180,6 +182,8 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             self._engine.submit(request)
         self._begin(id, running)
         self._keys.add(key)
+        if start.is_signed:
+            self._num_signed_tokens[id] = len(start.generation.generated_token_ids)
         if context.timeout_s is not None:
             running.timer = asyncio.get_running_loop().call_later(context.timeout_s, self._time_out, id)
         return id
@@ -222,15 +226,18 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         self._keys.discard(_key(running.context))
         if self._media is not None and running.has_media:
             self._media.end(id, has_ended_well=has_ended_well)
-        self._count_end(running.context, is_signed=running.is_signed)
+        self._count_end(running.context, self._num_signed_tokens.pop(id, None))
         if running.timer is not None:
             running.timer.cancel()
         running.on_end()
         return running
 
-    def _count_end(self, context: RequestContext, *, is_signed: bool) -> None:
-        counted_end = self.placements.end if is_signed else self.starts.count_in
-        counted_end(context.router_id, context.router_request_number)
+    def _count_end(self, context: RequestContext, num_signed_tokens: int | None) -> None:
+        """Note that it ended, if signed after so many output tokens; ``None``: it is not signed."""
+        if num_signed_tokens is None:
+            self.starts.count_in(context.router_id, context.router_request_number)
+        else:
+            self.placements.end(context.router_id, context.router_request_number, num_signed_tokens)
 
 
 class DecodeDispatcher(Dispatcher[DecodeOutbox]):
@@ -247,12 +254,19 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
     def _route_results(self, step: StepOutput) -> None:
         for started in step.started:
             self._route_started(started)
+        if self._num_signed_tokens:
+            self._count_signed(step)
         if step.logprobs or not self._route_whole(step):
             self._route_parts(step)
         for finished in step.finished:
             running = self._end(finished.id, finished.reason.value)
             if running is not None and running.outbox is not None:
                 running.outbox.finished(running.slot, finished)
+
+    def _count_signed(self, step: StepOutput) -> None:
+        for id, num_tokens, offset in zip(step.ids, step.num_tokens, step.token_offsets, strict=True):
+            if id in self._num_signed_tokens:
+                self._num_signed_tokens[id] = offset + num_tokens
 
     def _route_started(self, started: Started) -> None:
         running = self._running.get(started.id)

@@ -43,7 +43,7 @@ _FRESH_S = 0.2
 
 _RECAP_INTERVAL_S = 0.5
 
-# Routers find out about the rest by their own clock. 10,000 numbers are 30 kB of a load.
+# Routers find out about the rest by their own clock. 10,000 numbers and counts are 50 kB of a load.
 _MAX_REPEATED = 10_000
 
 
@@ -266,10 +266,11 @@ class _News:
     router_id: str
     number: int
     at: float
+    num_output_tokens: int = 0
 
 
 class CountedPlacements:
-    """Numbers of the starts that routers placed for clients: those counted in, and those that ended.
+    """Numbers of the starts that routers placed for clients: those counted in, and those that ended after how much.
 
     Such starts arrive in any order, or never, so there is no watermark: loads repeat each number for some seconds.
     """
@@ -284,11 +285,14 @@ class CountedPlacements:
 
     def start(self, router_id: str, number: int) -> None:
         """The next load counts it in."""
-        self._add(self._started, router_id, number)
+        self._add(self._started, _News(router_id, number, self._clock()))
 
-    def end(self, router_id: str, number: int) -> None:
-        """The next load no longer counts it; it may never have been counted in."""
-        self._add(self._ended, router_id, number)
+    def end(self, router_id: str, number: int, num_output_tokens: int) -> None:
+        """The next load no longer counts it; it may never have been counted in.
+
+        It has ``num_output_tokens`` output tokens, those of earlier attempts included.
+        """
+        self._add(self._ended, _News(router_id, number, self._clock(), num_output_tokens))
 
     def progress(self) -> dict[str, PlacementProgress]:
         """All of the last seconds, by router. Does not change what ``news`` returns."""
@@ -311,23 +315,26 @@ class CountedPlacements:
             return {}
         started, ended = _by_router(self._started, since), _by_router(self._ended, since)
         return {
-            router_id: PlacementProgress(tuple(started.get(router_id, ())), tuple(ended.get(router_id, ())))
+            router_id: PlacementProgress(
+                tuple([one.number for one in started.get(router_id, ())]),
+                tuple([one.number for one in ended.get(router_id, ())]),
+                tuple([one.num_output_tokens for one in ended.get(router_id, ())]),
+            )
             for router_id in {**started, **ended}
         }
 
-    def _add(self, news: deque[_News], router_id: str, number: int) -> None:
-        if not (router_id and number):
+    def _add(self, news: deque[_News], one: _News) -> None:
+        if not (one.router_id and one.number):
             return
-        now = self._clock()
-        news.append(_News(router_id, number, now))
-        while len(news) > _MAX_REPEATED or news[0].at <= now - _REPEAT_FOR_S:
+        news.append(one)
+        while len(news) > _MAX_REPEATED or news[0].at <= one.at - _REPEAT_FOR_S:
             news.popleft()
 
 
-def _by_router(news: deque[_News], since: float) -> dict[str, list[int]]:
-    numbers: dict[str, list[int]] = {}
+def _by_router(news: deque[_News], since: float) -> dict[str, list[_News]]:
+    by_router: dict[str, list[_News]] = {}
     for one in reversed(news):
         if one.at <= since:
             break
-        numbers.setdefault(one.router_id, []).append(one.number)
-    return numbers
+        by_router.setdefault(one.router_id, []).append(one)
+    return by_router

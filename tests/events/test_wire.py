@@ -61,7 +61,11 @@ _ranks = st.builds(
     step_time=st.none() | _step_times,
 )
 _numbers = st.lists(st.integers(1, 2**64 - 1), max_size=3).map(tuple)
-_placements = st.builds(PlacementProgress, _numbers, _numbers).filter(lambda progress: progress != PlacementProgress())
+_ended = st.lists(st.tuples(st.integers(1, 2**64 - 1), _counts), min_size=1, max_size=3)
+_placements = st.one_of(
+    st.builds(lambda started, ended: PlacementProgress(started, *zip(*ended, strict=True)), _numbers, _ended),
+    st.builds(PlacementProgress, _numbers, _numbers).filter(lambda progress: progress != PlacementProgress()),
+)
 _numbers_of_routers: st.SearchStrategy[dict[str, int]] = st.dictionaries(
     st.text(max_size=4), st.integers(0, 2**64 - 1), max_size=3
 )

@@ -10,19 +10,23 @@ import pytest
 
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.request import to_generate_start
-from quartet.api.request import GenerateStart, SessionLimits, SessionStart, TokenPrompt
+from quartet.api.request import GenerateStart, Resume, SessionLimits, SessionStart, TokenPrompt
 from quartet.api.session_server import SessionStream
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling
 from quartet.errors import WorkerUnavailableError
+from quartet.events.load import PlacementProgress
 from quartet.rpc.server import StalledCalls
 from quartet.v1 import router_pb2 as pb
+from router.book import numbering
 from router.config import AttemptConfig
 from router.generate import GenerateRun
+from router.intake import Intake
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import RoundRobinPolicy
 from router.tenants import TenantConfig
-from tests.router.fakes import TIMEOUT_S, Fleet, Plan, Request, collect
+from tests.router.fakes import TIMEOUT_S, Fleet, Plan, Request, collect, expected_tokens
+from tests.router.records import make_load
 
 PROMPT = TokenPrompt((1,) * 20)
 MOST_URGENT = 2**31 - 1
@@ -178,3 +182,54 @@ async def test_what_could_not_be_placed_for_its_client_costs_only_what_was_compu
     await fleet.pipeline.place(make_start("a", 60))
     fleet.admission.share.serve("a", 0)
     assert fleet.admission.share.start("a") == 20 + 20 + 60
+
+
+def end_placed(fleet: Fleet, **numbers: tuple[int, ...]) -> None:
+    """The decode worker reports that placed starts ended."""
+    [decode] = [status.record for status in fleet.table.statuses(0.0) if status.record.worker_id == "decode-0"]
+    progress = {numbering("router-a", decode.epoch): PlacementProgress(**numbers)}
+    fleet.table.report(make_load(decode, placements=progress), 0.0)
+
+
+@pytest.mark.parametrize("calls_place", [False, True])
+async def test_output_tokens_that_a_client_brings_cost_as_much_as_a_prompt(
+    calls_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    enter = Intake.enter
+
+    async def note(self: Intake, tenant: str, num_prompt_tokens: int) -> None:
+        begun.append(num_prompt_tokens)
+        await enter(self, tenant, num_prompt_tokens)
+
+    monkeypatch.setattr(Intake, "enter", note)
+    fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(reserve_tokens=16), max_model_len=1000)
+    tokens = expected_tokens(5, 0, 1, 300)
+    resume = Resume(request_id="ab" * 16, attempt=1, seed=5, generated_token_ids=tokens)
+    start = make_start("a", 900, prompt=TokenPrompt((1,)))
+    if calls_place:
+        await fleet.pipeline.place(start, resume=resume)
+    else:
+        parts = fleet.generate(start, resume=resume).parts()
+        await anext(parts)  # it is placed, and has no token yet
+    assert fleet.admission.share.start("a") == 1 + 300 + 16
+    assert begun == [1 + 300]
+    if not calls_place:
+        await parts.aclose()
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("num_output_tokens", "num_charged"),
+    [((57,), 57), ((200,), 200), ((0,), 1), ((10**6,), 300), ((), 16)],
+    ids=["early", "long", "never ran", "more than asked for", "unknown"],
+)
+async def test_an_answer_by_place_is_charged_for_what_its_worker_reports(
+    num_output_tokens: tuple[int, ...], num_charged: int
+) -> None:
+    fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(reserve_tokens=16), max_model_len=1000)
+    await fleet.pipeline.place(make_start("a", 300))
+    assert fleet.admission.share.start("a") == 20 + 16
+    for _ in range(2):  # each number is reported several times
+        end_placed(fleet, ended=(1,), num_output_tokens=num_output_tokens)
+        assert fleet.admission.share.start("a") == 20 + num_charged

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +18,16 @@ def make_book() -> WorkerBook:
     return WorkerBook(1, block_size=10)
 
 
-def place(book: WorkerBook, *, num_reserved_tokens: int = 95, num_queued_tokens: int = 0) -> PlacedBooking:
+def place(
+    book: WorkerBook,
+    *,
+    num_reserved_tokens: int = 95,
+    num_queued_tokens: int = 0,
+    on_end: Callable[[int], None] | None = None,
+) -> PlacedBooking:
     """Book as a placement does: for the attempt, then for the client, then the attempt is over."""
     booking = book.reserve(0, num_reserved_tokens=num_reserved_tokens, num_queued_tokens=num_queued_tokens)
-    placed = booking.commit("ab" * 16, 0, num_first_tokens=41, lapses_at=LAPSES_AT, ends_at=ENDS_AT)
+    placed = booking.commit("ab" * 16, 0, num_first_tokens=41, lapses_at=LAPSES_AT, ends_at=ENDS_AT, on_end=on_end)
     booking.release()
     return placed
 
@@ -98,6 +106,19 @@ def test_a_released_placement_is_gone_at_once() -> None:
     assert promised(book) == (0, 0, 0)
     book.on_report(0, PlacementProgress(started=(placed.number,)))
     assert promised(book) == (0, 0, 0)
+
+
+def test_a_placements_tokens_are_told_once_when_a_report_has_them() -> None:
+    book, told = make_book(), list[int]()
+    for _ in range(4):
+        place(book, on_end=told.append)
+    for _ in range(3):  # reported several times
+        book.on_report(0, PlacementProgress(started=(1,), ended=(2, 1), num_output_tokens=(0, 700)))
+    assert told == [0, 700]
+    book.placed.poll(LAPSES_AT)
+    book.on_report(0, PlacementProgress(ended=(3,)))  # by a worker of an earlier version
+    book.placed.release_all()
+    assert (told, promised(book)) == ([0, 700], (0, 0, 0))
 
 
 def test_a_placement_that_reserves_less_than_its_first_blocks_never_counts_below_zero() -> None:

@@ -22,11 +22,11 @@ def test_news_are_reported_by_router_for_some_seconds() -> None:
     counted.start("a", 5)
     counted.start("b", 5)
     clock.now += 2
-    counted.end("a", 5)
-    counted.end("a", 4)
-    assert counted.progress() == {"a": PlacementProgress((5,), (4, 5)), "b": PlacementProgress((5,))}
+    counted.end("a", 5, 70)
+    counted.end("a", 4, 0)
+    assert counted.progress() == {"a": PlacementProgress((5,), (4, 5), (0, 70)), "b": PlacementProgress((5,))}
     clock.now += 1.5
-    assert counted.progress() == {"a": PlacementProgress((), (4, 5))}
+    assert counted.progress() == {"a": PlacementProgress((), (4, 5), (0, 70))}
     clock.now += 2
     assert counted.progress() == {}
 
@@ -37,7 +37,7 @@ def test_each_placement_is_reported_several_times_but_not_in_every_load(interval
     counted = CountedPlacements(clock)
     num_reported: list[int] = []
     for number in range(1, 101):
-        counted.end("a", number)
+        counted.end("a", number, number)
         clock.now += interval_s
         num_reported += counted.news().get("a", PlacementProgress()).ended
         counted.sent()
@@ -51,9 +51,9 @@ def test_asking_for_progress_and_unsent_loads_do_not_use_up_news() -> None:
     counted = CountedPlacements(clock)
     counted.news()
     counted.sent()
-    counted.end("a", 5)
+    counted.end("a", 5, 70)
     clock.now += 0.3  # it is no longer fresh: only a recapitulation has it
-    whole = {"a": PlacementProgress((), (5,))}
+    whole = {"a": PlacementProgress((), (5,), (70,))}
     assert counted.news() == {}
     counted.sent()
     assert counted.progress() == whole
@@ -67,13 +67,13 @@ def test_asking_for_progress_and_unsent_loads_do_not_use_up_news() -> None:
 def test_requests_that_no_router_placed_are_not_reported() -> None:
     counted = CountedPlacements(Clock())
     counted.start("", 5)
-    counted.end("a", 0)
+    counted.end("a", 0, 70)
     assert counted.progress() == {}
 
 
 def test_memory_is_bounded() -> None:
     counted = CountedPlacements(Clock())
     for number in range(1, requests._MAX_REPEATED + 11):
-        counted.end("a", number)
+        counted.end("a", number, number)
     told = counted.progress()["a"].ended
     assert (told[-1], told[0], len(told)) == (11, requests._MAX_REPEATED + 10, requests._MAX_REPEATED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quartet.engine.base import Failed, FinishReason, Prefilled, Started, StepOutput
+from quartet.engine.base import Failed, Finished, FinishReason, Prefilled, Started, StepOutput
 from quartet.errors import DrainingError, EngineError, RequestCancelledError
 from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
@@ -210,7 +212,7 @@ def test_a_placed_start_is_reported_by_its_own_number_and_does_not_stop_the_coun
     decodes.route(StepOutput(started=[Started(second, 0, 0.0)]))
     assert decodes.placements.progress() == {"r": PlacementProgress(started=(3,))}
     decodes.route(StepOutput(failed=[Failed(id, RequestCancelledError("cancelled")) for id in (first, second)]))
-    whole = {"r": PlacementProgress(started=(3,), ended=(3, 7))}
+    whole = {"r": PlacementProgress(started=(3,), ended=(3, 7), num_output_tokens=(0, 0))}
     assert [decodes.placements.progress(), decodes.placements.news()] == [whole, whole]
     assert decodes.starts.watermarks() == {"r": 0}
 
@@ -220,11 +222,35 @@ def test_a_refused_placed_start_is_reported_as_ended() -> None:
     decodes.drain()
     with pytest.raises(DrainingError):
         decodes.submit(_placed(4), decodes.new_outbox(), 1, _nothing)
-    assert decodes.placements.progress() == {"r": PlacementProgress(ended=(4,))}
+    assert decodes.placements.progress() == {"r": PlacementProgress(ended=(4,), num_output_tokens=(0,))}
 
 
-def _placed(number: int) -> WorkerStart:
-    return replace(make_start([1], router_id="r", router_request_number=number), is_signed=True)
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_a_placed_start_is_reported_with_its_tokens_however_it_ends(num_streams: int) -> None:
+    decodes = DecodeDispatcher(StubEngine(), metrics())
+    outboxes = [decodes.new_outbox() for _ in range(num_streams)]
+    placed = _placed(1), _placed(2, generated=[5] * 30), _placed(3)
+    ids = [decodes.submit(start, outboxes[-1], slot, _nothing) for slot, start in enumerate(placed)]
+    ids.append(decodes.submit(make_start([1], router_id="r", router_request_number=1), outboxes[0], 9, _nothing))
+    decodes.route(_step(ids, num_tokens=[1, 1, 1, 1], offsets=[0, 30, 0, 0]))
+    finished = Finished(ids[0], FinishReason.LENGTH, num_output_tokens=3)
+    decodes.route(_step([ids[0], ids[1], ids[3]], num_tokens=[2, 1, 1], offsets=[1, 31, 1], finished=[finished]))
+    assert decodes.placements.progress() == {"r": PlacementProgress((), (1,), (3,))}
+    decodes.abandon(ids[2:3])  # its client went away
+    decodes.route(StepOutput(failed=[Failed(id, RequestCancelledError("cancelled")) for id in ids[1:]]))
+    assert decodes.placements.progress() == {"r": PlacementProgress((), (3, 2, 1), (1, 32, 3))}
+    assert not decodes._num_signed_tokens
+
+
+def _step(ids: list[int], *, num_tokens: list[int], offsets: list[int], **changes: Any) -> StepOutput:
+    tokens = [7] * sum(num_tokens)
+    return StepOutput(ids=ids, num_tokens=num_tokens, token_offsets=offsets, token_ids=tokens, **changes)
+
+
+def _placed(number: int, generated: Sequence[int] = ()) -> WorkerStart:
+    start = make_start([1], router_id="r", router_request_number=number)
+    generation = replace(start.generation, generated_token_ids=tuple(generated))
+    return replace(start, generation=generation, is_signed=True)
 
 
 def _nothing() -> None: ...
