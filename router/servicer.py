@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from quartet.api.session_server import SessionStream
 from quartet.errors import DrainingError, ProtocolError
 from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.errors import public_error
+from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import Service, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
@@ -39,6 +40,8 @@ FILE_FIELDS = frozenset({"quartet.v1.MediaPart.url"})
 
 # Watchers get changes at most this often.
 _WATCH_INTERVAL_S = 0.25
+# Each works through all workers at each change, and operators need few.
+_MAX_WATCHES, _MAX_WATCHES_OF_CONNECTION = 256, 16
 # Long enough for a client to try another router, or for the next one at this address to start.
 _DRAINING_RETRY_DELAY_S = 1.0
 
@@ -73,6 +76,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._names = names or TenantNames()
         self._session_limits = session_limits or SessionLimits()
         self._sessions: set[SessionStream] = set()
+        self._watches = OpenCalls(
+            "watches of workers", max_calls=_MAX_WATCHES, max_of_connection=_MAX_WATCHES_OF_CONNECTION
+        )
         self._closing = asyncio.Event()
         self._idle_tasks: set[asyncio.Task[Any]] = set()  # a drain does not wait for these
 
@@ -133,22 +139,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.WatchWorkersRequest, context: _Context
     ) -> AsyncIterator[pb.WatchWorkersResponse]:
         """As router.proto says."""
-        changed = asyncio.Event()
-        stop = self._table.listen(changed.set)
-        shown: dict[str, WorkerStatus] = {}
-        is_first = True
-        try:
-            while True:
-                changed.clear()
-                response = self._changes(request.model, shown)
-                if is_first or response.updated or response.removed_worker_ids:
+        with self._watches.enter(context):
+            async with aclosing(self._watch_workers(request.model)) as responses:
+                async for response in responses:
                     yield response
-                is_first = False
-                with self._until_closing():
-                    await changed.wait()
-                    await asyncio.sleep(_WATCH_INTERVAL_S)
-        finally:
-            stop()
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         """As router.proto says."""
@@ -179,6 +173,24 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         else:
             tenant = self._names.tenant(identity.name, start.tenant)
         return start if tenant == start.tenant else replace(start, tenant=tenant)
+
+    async def _watch_workers(self, model: str) -> AsyncGenerator[pb.WatchWorkersResponse, None]:
+        changed = asyncio.Event()
+        stop = self._table.listen(changed.set)
+        shown: dict[str, WorkerStatus] = {}
+        is_first = True
+        try:
+            while True:
+                changed.clear()
+                response = self._changes(model, shown)
+                if is_first or response.updated or response.removed_worker_ids:
+                    yield response
+                is_first = False
+                with self._until_closing():
+                    await changed.wait()
+                    await asyncio.sleep(_WATCH_INTERVAL_S)
+        finally:
+            stop()
 
     def _statuses(self, model: str) -> list[WorkerStatus]:
         statuses = self._table.statuses(time.monotonic())

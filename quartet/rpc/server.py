@@ -56,7 +56,8 @@ _Deserializer: TypeAlias = Callable[[bytes], Any]
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
 _MAX_POLL_INTERVAL_S = 1.0
-# A call of a method that takes one request must bring it within this time; one of gRPC's own services each request.
+# A call of a method that takes one request must bring it within this time; one of gRPC's own services each request. A
+# client of a method that yields must take each response within this time.
 _REQUEST_TIMEOUT_S = 30.0
 _MIN_POLLS = 4
 # More than gRPC takes to cancel a handler whose client has gone.
@@ -417,7 +418,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         self._gate = gate
         self._calls = calls
         self._limits = limits
-        self._silent = StalledCalls(_REQUEST_TIMEOUT_S)
+        self._stalled = StalledCalls(_REQUEST_TIMEOUT_S)
         self._wrapped: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -473,13 +474,25 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
     def _responder(self, behavior: _Behavior, *, may_be_silent: bool) -> _Behavior:
         if not may_be_silent:
             behavior = self._without_silence(behavior)
-        return _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+        return self._writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+
+    def _writer(self, generate: _Behavior) -> _Behavior:
+        """Writes what a method yields while its client takes it. One that writes by itself must watch by itself."""
+
+        async def write_all(request: Any, context: _Context) -> None:
+            with self._stalled.watch(context) as call:
+                # Closed also when the call is cancelled in `write`: its `finally` blocks free what the request held.
+                async with aclosing(generate(request, context)) as responses:
+                    async for response in responses:
+                        await call.write(response)
+
+        return write_all
 
     def _without_silence(self, generate: _Behavior) -> _Behavior:
         """A streaming method of gRPC's own services, such as reflection, whose clients may not be silent for long."""
 
         async def requests(context: _Context) -> AsyncIterator[Any]:
-            while (request := await self._silent.read_first(context)) is not grpc.aio.EOF:
+            while (request := await self._stalled.read_first(context)) is not grpc.aio.EOF:
                 yield request
 
         async def respond(_requests: Any, context: _Context) -> AsyncIterator[Any]:
@@ -490,7 +503,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         return respond
 
     async def _lone_request(self, context: _Context) -> Any:
-        request = await self._silent.read_first(context)
+        request = await self._stalled.read_first(context)
         if request is grpc.aio.EOF:
             raise ProtocolError("the call holds no request")
         return request
@@ -543,13 +556,3 @@ def _parser(deserialize: _Deserializer | None, max_bytes: int | None) -> _Deseri
             raise ProtocolError("the message is malformed") from error
 
     return parse
-
-
-def _writer(generate: _Behavior) -> _Behavior:
-    async def write_all(request: Any, context: _Context) -> None:
-        # Closed also when the call is cancelled in `write`: its `finally` blocks free what the request held.
-        async with aclosing(generate(request, context)) as responses:
-            async for response in responses:
-                await context.write(response)
-
-    return write_all
