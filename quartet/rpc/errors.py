@@ -68,6 +68,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
     errors.PlacementBudgetError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
+    errors.StreamIdleError: StatusCode.UNAVAILABLE,
     errors.RouterUnavailableError: StatusCode.UNAVAILABLE,
     errors.SessionIdleError: StatusCode.UNAVAILABLE,
     errors.DrainingError: StatusCode.UNAVAILABLE,

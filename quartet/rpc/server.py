@@ -284,16 +284,28 @@ class StalledCalls:
         Raises:
             RequestTimeoutError: none came in time.
         """
+        with self.until_first():
+            return await context.read()
+
+    @contextmanager
+    def until_first(self) -> Iterator[None]:
+        """Bound the time in which the current task, in the block, reads a call's first message of use.
+
+        Raises:
+            RequestTimeoutError: out of the block, where it took too long.
+        """
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         self._unsaid[task] = 0
         if self._timer is None:
             self._set_timer()
         try:
-            return await context.read()
+            yield
         except asyncio.CancelledError:
             if self._unsaid[task] is None and task.uncancel() == 0:
-                raise RequestTimeoutError(f"no message came within {self._timeout_s:g} s") from None
+                raise RequestTimeoutError(
+                    f"no message came within {self._timeout_s:g} s that starts anything"
+                ) from None
             raise
         finally:
             del self._unsaid[task]
