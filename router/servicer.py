@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -139,10 +139,23 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.WatchWorkersRequest, context: _Context
     ) -> AsyncIterator[pb.WatchWorkersResponse]:
         """As router.proto says."""
-        with self._watches.enter(context):
-            async with aclosing(self._watch_workers(request.model)) as responses:
-                async for response in responses:
+        self._watches.enter(context)
+        changed = asyncio.Event()
+        stop = self._table.listen(changed.set)
+        shown: dict[str, WorkerStatus] = {}
+        is_first = True
+        try:
+            while True:
+                changed.clear()
+                response = self._changes(request.model, shown)
+                if is_first or response.updated or response.removed_worker_ids:
                     yield response
+                is_first = False
+                with self._until_closing():
+                    await changed.wait()
+                    await asyncio.sleep(_WATCH_INTERVAL_S)
+        finally:
+            stop()
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         """As router.proto says."""
@@ -173,24 +186,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         else:
             tenant = self._names.tenant(identity.name, start.tenant)
         return start if tenant == start.tenant else replace(start, tenant=tenant)
-
-    async def _watch_workers(self, model: str) -> AsyncGenerator[pb.WatchWorkersResponse, None]:
-        changed = asyncio.Event()
-        stop = self._table.listen(changed.set)
-        shown: dict[str, WorkerStatus] = {}
-        is_first = True
-        try:
-            while True:
-                changed.clear()
-                response = self._changes(model, shown)
-                if is_first or response.updated or response.removed_worker_ids:
-                    yield response
-                is_first = False
-                with self._until_closing():
-                    await changed.wait()
-                    await asyncio.sleep(_WATCH_INTERVAL_S)
-        finally:
-            stop()
 
     def _statuses(self, model: str) -> list[WorkerStatus]:
         statuses = self._table.statuses(time.monotonic())

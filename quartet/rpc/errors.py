@@ -162,6 +162,11 @@ def public_error(error: BaseException) -> ServingError:
     return ServingError("internal error")
 
 
+def is_or_holds(error: BaseException, kind: type[ServingError]) -> bool:
+    """Whether ``error`` is of ``kind``, or a group with one of it."""
+    return any(isinstance(leaf, kind) for leaf in _leaves(error))
+
+
 def to_failure(error: BaseException) -> types_pb2.Failure:
     """``error`` as the ``Failure`` that ends one request on a stream of many."""
     shown = public_error(error)

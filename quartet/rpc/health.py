@@ -52,15 +52,15 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # the li
         """The status now, and whenever it has changed."""
         _check_name(request.service)
         service, last_status = request.service, None
-        with self._watches.enter(context):
-            while True:
-                changed = self._changed
-                status = self._server_status.get(service, _UNKNOWN)
-                if status != last_status:
-                    last_status = status
-                    yield health_pb2.HealthCheckResponse(status=status)
-                else:
-                    await changed.wait()
+        self._watches.enter(context)
+        while True:
+            changed = self._changed
+            status = self._server_status.get(service, _UNKNOWN)
+            if status != last_status:
+                last_status = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            else:
+                await changed.wait()
 
     async def set(self, service: str, status: _Status) -> None:
         """Set the status of ``service``; after ``enter_graceful_shutdown`` it changes nothing."""

@@ -40,9 +40,10 @@ from quartet.rpc.channels import (
     TlsConfig,
     server_credentials,
 )
-from quartet.rpc.errors import abort
+from quartet.rpc.errors import abort, is_or_holds
 from quartet.rpc.health import HealthServicer
 from quartet.rpc.message_limits import MAX_STANDARD_BYTES, MessageLimits, limited_parser
+from quartet.rpc.open_calls import OpenCalls
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ _REQUEST_TIMEOUT_S = 30.0
 _MIN_POLLS = 4
 # More than gRPC takes to cancel a handler whose client has gone.
 _CANCEL_FOLLOWS_S = 10.0
+# Calls of a connection that were ended because its client took nothing, and wait in gRPC until it does or goes. With
+# so many the connection gets no further calls. A gateway may have many users who do not read for a while.
+_MAX_UNTAKEN = 1024
 # Calls that one connection may have open.
 _MAX_STREAMS = 10_000
 _HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -431,6 +435,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._limits = limits
         self._stalled = StalledCalls(_REQUEST_TIMEOUT_S)
+        self._untaken = OpenCalls("calls whose answers it does not take", max_of_connection=_MAX_UNTAKEN)
         self._wrapped: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -457,8 +462,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer(request: Any, context: _Context) -> Any:
             try:
-                if self._gate is not None:
-                    self._gate.check(method, context.auth_context())
+                self._check(method, context)
                 if not handler.request_streaming:
                     # Not counted yet: a drain does not wait for a client that says nothing.
                     request = parse(await self._lone_request(context))
@@ -470,7 +474,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
             except NotImplementedError:  # gRPC's own services leave out some methods
                 return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the method")
             except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
-                return await abort(context, error)
+                return await self._abort(context, error)
 
         async def serve(request: Any, context: _Context) -> Any:
             try:
@@ -482,6 +486,19 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
 
         # A lone request is parsed in `answer`, where a failure gets a status; those of a stream where they are read.
         return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
+
+    def _check(self, method: str, context: _Context) -> None:
+        """Raise ``ServingError``: this caller may not make the call."""
+        if self._untaken:
+            self._untaken.check(context)
+        if self._gate is not None:
+            self._gate.check(method, context.auth_context())
+
+    async def _abort(self, context: _Context, error: BaseException) -> None:
+        if is_or_holds(error, StalledStreamError):
+            # gRPC keeps the status, and what was written before, until the client takes it or goes.
+            self._untaken.count(context)
+        await abort(context, error)
 
     def _responder(self, behavior: _Behavior, *, may_be_silent: bool) -> _Behavior:
         if not may_be_silent:

@@ -106,23 +106,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         wanted = request.model_fingerprint
         if wanted and wanted != self._required().record.model_fingerprint:
             raise ModelMismatchError("this worker serves another model")
-        with self._file_calls.enter(context):
-            files = await self._files.get()
-            for name in _names(request, files.data):
-                data = files.data[name]
-                digest = files.digests[name]
-                yield pb.GetModelFilesResponse(file=pb.ModelFile(name=name, size_bytes=len(data), sha256=digest))
-                for begin in range(0, len(data), _PART_BYTES):
-                    yield pb.GetModelFilesResponse(data=data[begin : begin + _PART_BYTES])
+        self._file_calls.enter(context)
+        files = await self._files.get()
+        for name in _names(request, files.data):
+            data = files.data[name]
+            yield pb.GetModelFilesResponse(
+                file=pb.ModelFile(name=name, size_bytes=len(data), sha256=files.digests[name])
+            )
+            for begin in range(0, len(data), _PART_BYTES):
+                yield pb.GetModelFilesResponse(data=data[begin : begin + _PART_BYTES])
 
     async def StreamKvSnapshot(
         self, request: pb.StreamKvSnapshotRequest, context: _Context
     ) -> AsyncIterator[pb.StreamKvSnapshotResponse]:
         """As worker.proto says."""
         worker = self._required()
-        with self._snapshots.enter(context):
-            for part in to_kv_snapshot_parts(await worker.kv_snapshot(), worker.record.epoch):
-                yield part
+        self._snapshots.enter(context)
+        for part in to_kv_snapshot_parts(await worker.kv_snapshot(), worker.record.epoch):
+            yield part
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         """As worker.proto says."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -87,6 +88,26 @@ async def test_a_client_that_takes_nothing_of_what_a_handler_yields_loses_its_ca
                 pass
         assert status.value.code() == grpc.StatusCode.ABORTED
     await server.drain(0)
+
+
+async def test_a_connection_that_takes_no_answers_gets_no_further_calls_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc_server, "_MAX_UNTAKEN", 2)
+    async with chatting(_SHORT_S) as (server, channel), asyncio.timeout(60):
+        stuck = [channel.unary_stream(_METHOD)(b"") for _ in range(2)]
+        for _ in stuck:
+            assert isinstance(await server.ended.get(), StalledStreamError)
+        refused = channel.unary_stream(_METHOD)(b"")
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError):
+            while await stuck[0].read() is not grpc.aio.EOF:
+                pass
+        stuck[1].cancel()
+        while True:  # until the server has heard of it
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert await channel.unary_stream(_METHOD)(b"").read() == _PART
+                break
 
 
 async def test_a_client_that_reads_keeps_its_call_while_another_stalls() -> None:
