@@ -170,6 +170,10 @@ class WorkerUnavailableError(ServingError, reason="WORKER_UNAVAILABLE"):
     """No worker that can serve the request is reachable, or the one that did is gone."""
 
 
+class StreamIdleError(WorkerUnavailableError, reason="STREAM_IDLE"):
+    """The worker ended a stream on which no request ran for a long time; the next one opens another."""
+
+
 class RouterUnavailableError(ServingError, reason="ROUTER_UNAVAILABLE"):
     """No router can be reached, or the connection to the one that answered broke."""
 

@@ -22,6 +22,7 @@ from quartet.api.session_server import SessionStream
 from quartet.errors import DrainingError, ProtocolError
 from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.errors import public_error
+from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import Service, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
@@ -39,6 +40,8 @@ FILE_FIELDS = frozenset({"quartet.v1.MediaPart.url"})
 
 # Watchers get changes at most this often.
 _WATCH_INTERVAL_S = 0.25
+# Each works through all workers at each change, and operators need few.
+_MAX_WATCHES, _MAX_WATCHES_OF_CONNECTION = 256, 16
 # Long enough for a client to try another router, or for the next one at this address to start.
 _DRAINING_RETRY_DELAY_S = 1.0
 
@@ -73,6 +76,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._names = names or TenantNames()
         self._session_limits = session_limits or SessionLimits()
         self._sessions: set[SessionStream] = set()
+        self._watches = OpenCalls(
+            "watches of workers", max_calls=_MAX_WATCHES, max_of_connection=_MAX_WATCHES_OF_CONNECTION
+        )
         self._closing = asyncio.Event()
         self._idle_tasks: set[asyncio.Task[Any]] = set()  # a drain does not wait for these
 
@@ -133,6 +139,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.WatchWorkersRequest, context: _Context
     ) -> AsyncIterator[pb.WatchWorkersResponse]:
         """As router.proto says."""
+        self._watches.enter(context)
         changed = asyncio.Event()
         stop = self._table.listen(changed.set)
         shown: dict[str, WorkerStatus] = {}

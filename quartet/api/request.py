@@ -382,7 +382,7 @@ class SessionLimits:
         max_pending_tokens: most tokens of one request that may wait for a slow client; more end the request.
             They are counted whenever a number of deltas has come, at most 4,096, so that many may come on top.
         max_pending_bytes: the same limit for its tokens, text and log probabilities together.
-        idle_timeout_s: a session ends in which no request ran for this long, or for up to a quarter longer.
+        idle_timeout_s: a session ends in which no request ran for this long, or for up to half as much longer.
 
     Raises:
         ConfigError: names the field.

@@ -44,7 +44,7 @@ from quartet.errors import (
     SlowReaderError,
 )
 from quartet.rpc.server import StalledCalls
-from quartet.streams.base import Context, ServerStream
+from quartet.streams.base import ServerStream
 from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
 from quartet.streams.wakeable import Wakeable
 from quartet.v1 import router_pb2 as pb
@@ -60,8 +60,6 @@ _DRAINING_RETRY_DELAY_S = 1.0
 _TIMER_RESOLUTION_S = 0.0005
 _MAX_UNSEEN_ENTRIES = 4096
 
-_IDLE_POLLS = 4
-
 
 class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     """Serves one call of Session until the client has half-closed and every request has ended.
@@ -74,25 +72,13 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     def __init__(self, begin: Begin, limits: SessionLimits, stalled: StalledCalls) -> None:
         """Run requests with ``begin``."""
         outbox = SessionOutbox(limits, self._overflowed)
-        super().__init__(outbox, stalled, max_owed_ends=limits.max_requests)
+        super().__init__(outbox, stalled, max_owed_ends=limits.max_requests, idle_timeout_s=limits.idle_timeout_s)
         self._begin = begin
         self._limits = limits
         self._outbox = outbox
         self._requests = _Requests()
         self._is_draining = False
         self._next_at = 0.0
-        self._num_idle_polls = 0
-        self._wrote_by = 0.0  # `_next_at` at the last poll
-        self._idle_timer: asyncio.TimerHandle | None = None
-
-    async def serve(self, context: Context) -> None:
-        """Serve the call; see the class."""
-        self._poll_idle()
-        try:
-            await super().serve(context)
-        finally:
-            assert self._idle_timer is not None, "the poll above has set it"
-            self._idle_timer.cancel()
 
     def drain(self) -> None:
         """Take no new requests; end when the last request has ended, even if the client doesn't half-close."""
@@ -160,7 +146,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     async def _next(self) -> pb.SessionResponse | None:
         loop, outbox = asyncio.get_running_loop(), self._outbox
         while not self._is_over():
-            if self._num_idle_polls > _IDLE_POLLS and not self._is_busy():
+            if self._is_idle():
                 raise SessionIdleError(
                     f"no request ran in the session for {self._limits.idle_timeout_s:g} s (the router's "
                     "session.idle_timeout_s): open another one for the next request"
@@ -180,21 +166,10 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         return (self._is_half_closed or self._is_draining) and not self._requests.by_slot and self._outbox.is_empty
 
     def _is_busy(self) -> bool:
-        """Whether a request runs, or its end waits here."""
         return bool(self._requests.by_slot or self._requests.runs or not self._outbox.is_empty)
 
-    def _poll_idle(self) -> None:
-        """Count for how long no request has run. While this process gets no CPU nothing is counted.
-
-        Each request ends with a message, so one that began and ended between two polls has moved ``_next_at``.
-        """
-        is_idle = not self._is_busy() and self._wrote_by == self._next_at
-        self._wrote_by = self._next_at
-        self._num_idle_polls = self._num_idle_polls + 1 if is_idle else 0
-        if self._num_idle_polls > _IDLE_POLLS:
-            self._outbox.wake()
-        delay_s = self._limits.idle_timeout_s / _IDLE_POLLS
-        self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._poll_idle)
+    def _wake(self) -> None:
+        self._outbox.wake()
 
     async def _end(self) -> None:
         """End all running requests, and wait until none holds anything."""

@@ -68,6 +68,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
     errors.PlacementBudgetError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
+    errors.StreamIdleError: StatusCode.UNAVAILABLE,
     errors.RouterUnavailableError: StatusCode.UNAVAILABLE,
     errors.SessionIdleError: StatusCode.UNAVAILABLE,
     errors.DrainingError: StatusCode.UNAVAILABLE,
@@ -160,6 +161,11 @@ def public_error(error: BaseException) -> ServingError:
             return leaf
     logger.error("unexpected error", exc_info=error)
     return ServingError("internal error")
+
+
+def is_or_holds(error: BaseException, kind: type[ServingError]) -> bool:
+    """Whether ``error`` is of ``kind``, or a group with one of it."""
+    return any(isinstance(leaf, kind) for leaf in _leaves(error))
 
 
 def to_failure(error: BaseException) -> types_pb2.Failure:

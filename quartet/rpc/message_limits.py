@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = 16 << 20
 UNCHECKED_BYTES = 64 << 10
 
 #: Bytes of the longest message to the standard services (health, reflection, channelz): they take a name or a number.
-MAX_STANDARD_BYTES = 64 << 10
+MAX_STANDARD_BYTES = 4 << 10
 
 #: Bytes of packed numbers that a message may hold, whatever the model: 1,048,576 token ids, whatever their values. To
 #: parse it takes 15 ms.

@@ -40,9 +40,10 @@ from quartet.rpc.channels import (
     TlsConfig,
     server_credentials,
 )
-from quartet.rpc.errors import abort
+from quartet.rpc.errors import abort, is_or_holds
 from quartet.rpc.health import HealthServicer
 from quartet.rpc.message_limits import MAX_STANDARD_BYTES, MessageLimits, limited_parser
+from quartet.rpc.open_calls import OpenCalls
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,15 @@ _Deserializer: TypeAlias = Callable[[bytes], Any]
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
 _MAX_POLL_INTERVAL_S = 1.0
-# A call of a method that takes one request must bring it within this time; one of gRPC's own services each request.
+# A call of a method that takes one request must bring it within this time; one of gRPC's own services each request. A
+# client of a method that yields must take each response within this time.
 _REQUEST_TIMEOUT_S = 30.0
 _MIN_POLLS = 4
 # More than gRPC takes to cancel a handler whose client has gone.
 _CANCEL_FOLLOWS_S = 10.0
+# Calls of a connection that were ended because its client took nothing, and wait in gRPC until it does or goes. With
+# so many the connection gets no further calls. A gateway may have many users who do not read for a while.
+_MAX_UNTAKEN = 1024
 # Calls that one connection may have open.
 _MAX_STREAMS = 10_000
 _HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -283,16 +288,28 @@ class StalledCalls:
         Raises:
             RequestTimeoutError: none came in time.
         """
+        with self.until_first():
+            return await context.read()
+
+    @contextmanager
+    def until_first(self) -> Iterator[None]:
+        """Bound the time in which the current task, in the block, reads a call's first message of use.
+
+        Raises:
+            RequestTimeoutError: out of the block, where it took too long.
+        """
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         self._unsaid[task] = 0
         if self._timer is None:
             self._set_timer()
         try:
-            return await context.read()
+            yield
         except asyncio.CancelledError:
             if self._unsaid[task] is None and task.uncancel() == 0:
-                raise RequestTimeoutError(f"no message came within {self._timeout_s:g} s") from None
+                raise RequestTimeoutError(
+                    f"no message came within {self._timeout_s:g} s that starts anything"
+                ) from None
             raise
         finally:
             del self._unsaid[task]
@@ -417,7 +434,8 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         self._gate = gate
         self._calls = calls
         self._limits = limits
-        self._silent = StalledCalls(_REQUEST_TIMEOUT_S)
+        self._stalled = StalledCalls(_REQUEST_TIMEOUT_S)
+        self._untaken = OpenCalls("calls whose answers it does not take", max_of_connection=_MAX_UNTAKEN)
         self._wrapped: dict[str, _Handler] = {}
 
     async def intercept_service(
@@ -444,8 +462,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer(request: Any, context: _Context) -> Any:
             try:
-                if self._gate is not None:
-                    self._gate.check(method, context.auth_context())
+                self._check(method, context)
                 if not handler.request_streaming:
                     # Not counted yet: a drain does not wait for a client that says nothing.
                     request = parse(await self._lone_request(context))
@@ -457,7 +474,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
             except NotImplementedError:  # gRPC's own services leave out some methods
                 return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the method")
             except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
-                return await abort(context, error)
+                return await self._abort(context, error)
 
         async def serve(request: Any, context: _Context) -> Any:
             try:
@@ -470,16 +487,41 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         # A lone request is parsed in `answer`, where a failure gets a status; those of a stream where they are read.
         return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
 
+    def _check(self, method: str, context: _Context) -> None:
+        """Raise ``ServingError``: this caller may not make the call."""
+        if self._untaken:
+            self._untaken.check(context)
+        if self._gate is not None:
+            self._gate.check(method, context.auth_context())
+
+    async def _abort(self, context: _Context, error: BaseException) -> None:
+        if is_or_holds(error, StalledStreamError):
+            # gRPC keeps the status, and what was written before, until the client takes it or goes.
+            self._untaken.count(context)
+        await abort(context, error)
+
     def _responder(self, behavior: _Behavior, *, may_be_silent: bool) -> _Behavior:
         if not may_be_silent:
             behavior = self._without_silence(behavior)
-        return _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+        return self._writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+
+    def _writer(self, generate: _Behavior) -> _Behavior:
+        """Writes what a method yields while its client takes it. One that writes by itself must watch by itself."""
+
+        async def write_all(request: Any, context: _Context) -> None:
+            with self._stalled.watch(context) as call:
+                # Closed also when the call is cancelled in `write`: its `finally` blocks free what the request held.
+                async with aclosing(generate(request, context)) as responses:
+                    async for response in responses:
+                        await call.write(response)
+
+        return write_all
 
     def _without_silence(self, generate: _Behavior) -> _Behavior:
         """A streaming method of gRPC's own services, such as reflection, whose clients may not be silent for long."""
 
         async def requests(context: _Context) -> AsyncIterator[Any]:
-            while (request := await self._silent.read_first(context)) is not grpc.aio.EOF:
+            while (request := await self._stalled.read_first(context)) is not grpc.aio.EOF:
                 yield request
 
         async def respond(_requests: Any, context: _Context) -> AsyncIterator[Any]:
@@ -490,7 +532,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         return respond
 
     async def _lone_request(self, context: _Context) -> Any:
-        request = await self._silent.read_first(context)
+        request = await self._stalled.read_first(context)
         if request is grpc.aio.EOF:
             raise ProtocolError("the call holds no request")
         return request
@@ -543,13 +585,3 @@ def _parser(deserialize: _Deserializer | None, max_bytes: int | None) -> _Deseri
             raise ProtocolError("the message is malformed") from error
 
     return parse
-
-
-def _writer(generate: _Behavior) -> _Behavior:
-    async def write_all(request: Any, context: _Context) -> None:
-        # Closed also when the call is cancelled in `write`: its `finally` blocks free what the request held.
-        async with aclosing(generate(request, context)) as responses:
-            async for response in responses:
-                await context.write(response)
-
-    return write_all

@@ -107,6 +107,10 @@ class ChunkedStarts(Generic[StartT]):
         self._on_failed = on_failed
         self._starts: dict[int, _Incomplete[StartT]] = {}
 
+    def __len__(self) -> int:
+        """Starts that are incomplete."""
+        return len(self._starts)
+
     def __contains__(self, slot: int) -> bool:
         return slot in self._starts
 

@@ -16,6 +16,7 @@ from quartet.errors import (
     ProtocolError,
     RequestCancelledError,
     ServingError,
+    StreamIdleError,
 )
 from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
@@ -66,7 +67,9 @@ class StreamLimits:
     """Bounds of one worker stream.
 
     Attributes:
-        stall_timeout_s: a caller that takes nothing for so long, or sends nothing at first, loses its stream.
+        stall_timeout_s: a caller that takes nothing for so long, or starts nothing at first, loses its stream.
+        idle_timeout_s: a stream ends on which no request ran for this long, or for up to half as much longer. Routers
+            and the Python client end theirs after two minutes at most, so that no start meets that end.
         chunks_timeout_s: a chunked start must be complete within it.
         max_prompt_bytes: packed token ids of one start at most.
         max_media_bytes: media files of one start at most.
@@ -76,12 +79,13 @@ class StreamLimits:
     """
 
     stall_timeout_s: float = 10.0
+    idle_timeout_s: float = 300.0
     chunks_timeout_s: float = 30.0
     max_prompt_bytes: int = MAX_API_MESSAGE_BYTES
     max_media_bytes: int = MAX_API_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
-        for name in ("stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes", "max_media_bytes"):
+        for name in ("stall_timeout_s", "idle_timeout_s", "chunks_timeout_s", "max_prompt_bytes", "max_media_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: must be above 0")
 
@@ -99,7 +103,10 @@ class StartVerifier(Protocol):
 
 
 class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
-    """Serves one call of Decode or Prefill until the caller has half-closed and every request has ended."""
+    """Serves one call of Decode or Prefill until the caller has half-closed and every request has ended.
+
+    ``serve`` raises ``StreamIdleError``, in an ``ExceptionGroup``, where no request ran for too long.
+    """
 
     def __init__(
         self,
@@ -114,7 +121,8 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
 
         ``verifier`` opens signed starts. ``takes_unsigned``: this caller needs no signature.
         """
-        super().__init__(outbox, StalledCalls(limits.stall_timeout_s), max_owed_ends=_MAX_OWED_ENDS)
+        stalled = StalledCalls(limits.stall_timeout_s)
+        super().__init__(outbox, stalled, max_owed_ends=_MAX_OWED_ENDS, idle_timeout_s=limits.idle_timeout_s)
         self._work = work
         self._outbox = outbox
         self._verifier = verifier
@@ -206,8 +214,19 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
         while (message := self._outbox.take()) is None:
             if self._is_half_closed and not self._ids:
                 return None
+            if self._is_idle():
+                raise StreamIdleError(
+                    "no request ran on the stream for too long: open another one for the next request"
+                )
             await self._outbox.ready.wait()
         return message
+
+    def _is_busy(self) -> bool:
+        # Before the first start there is another bound, for silence.
+        return bool(not self._num_starts or self._ids or self._chunked or self._outbox.num_ended)
+
+    def _wake(self) -> None:
+        self._outbox.ready.set()
 
     async def _end(self) -> None:
         ids, self._ids = list(self._ids.values()), {}

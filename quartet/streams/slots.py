@@ -14,12 +14,15 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from quartet.errors import DrainingError, ProtocolError, ServingError, WorkerUnavailableError
+from quartet.errors import DrainingError, ProtocolError, ServingError, StreamIdleError, WorkerUnavailableError
 from quartet.limited_log import LimitedLog
 from quartet.rpc.errors import from_rpc_error
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2
 
 logger = logging.getLogger(__name__)
+
+# A stream without a call for one to two of these ends. That is far below what peers wait for (`idle_timeout_s`).
+_IDLE_POLL_S = 60.0
 
 RequestT = TypeVar("RequestT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest, router_pb2.SessionRequest)
 ResponseT = TypeVar("ResponseT", decode_pb2.DecodeResponse, prefill_pb2.PrefillResponse, router_pb2.SessionResponse)
@@ -47,6 +50,8 @@ class _Stream(Generic[RequestT, CallT]):
     new_slots: Iterator[int] = field(default_factory=count)
     pending: deque[RequestT] = field(default_factory=deque)
     has_pending: asyncio.Event = field(default_factory=asyncio.Event)
+    idle_timer: asyncio.TimerHandle | None = None
+    was_idle: bool = False  # at the last poll, and no call has begun since
 
     def send(self, messages: Iterable[RequestT]) -> None:
         self.pending.extend(messages)
@@ -54,7 +59,11 @@ class _Stream(Generic[RequestT, CallT]):
 
 
 class SlotClient(Generic[RequestT, ResponseT, CallT]):
-    """A multiplexed stream that opens at the first start, and again at the next one after a break."""
+    """A multiplexed stream that opens at the first start, and again at the next one after a break.
+
+    Without a call for a minute or two it ends the stream by itself, long before its peer would. Only this side knows
+    whether a start is on its way, so no start ever meets that end.
+    """
 
     def __init__(
         self,
@@ -65,10 +74,11 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         lost_error: type[ServingError] = WorkerUnavailableError,
         ends_with_calls: bool = False,
     ) -> None:
-        """``on_broken`` is called at every end of the stream, ``close`` included, after its calls have failed.
+        """``on_broken`` is called when the stream breaks, and at ``close``, after its calls have failed.
 
         ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream breaks. With
-        ``ends_with_calls`` the stream is ended when no call is left on it; that end does not call ``on_broken``.
+        ``ends_with_calls`` the stream is ended as soon as no call is left on it. The end of a stream without calls,
+        so or because it was idle, does not call ``on_broken``.
         """
         self._peer = peer
         self._nonsense_log = LimitedLog(logger)
@@ -82,7 +92,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a stream now: its end will call ``on_broken``."""
+        """Whether there is a stream now: if it breaks, that will call ``on_broken``."""
         return self._stream is not None
 
     async def close(self) -> None:
@@ -122,7 +132,9 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         if self._stream is None:
             self._stream = _Stream()
             self._task = asyncio.create_task(self._run(self._stream), name=f"stream to {self._peer}")
+            self._poll_idle_later(self._stream)
         stream = self._stream
+        stream.was_idle = False
         slot = stream.free_slots.pop() if stream.free_slots else next(stream.new_slots)
         call = make_call(lambda: self._cancel_slot(stream, slot, call))
         try:
@@ -188,11 +200,28 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
                 raise ProtocolError("a message is malformed")
 
     def _break(self, stream: _Stream[RequestT, CallT], error: ServingError) -> None:
+        if stream is not self._stream:
+            return  # it was given up as idle, without calls
         self._stream = self._task = None
+        if stream.idle_timer is not None:
+            stream.idle_timer.cancel()
         for call in stream.calls.values():
             call.fail(error)
-        if stream.calls or not self._ends_with_calls:
+        if stream.calls or not (self._ends_with_calls or isinstance(error, StreamIdleError)):
             self._on_broken(error)
+
+    def _poll_idle_later(self, stream: _Stream[RequestT, CallT]) -> None:
+        stream.idle_timer = asyncio.get_running_loop().call_later(_IDLE_POLL_S, self._poll_idle, stream)
+
+    def _poll_idle(self, stream: _Stream[RequestT, CallT]) -> None:
+        """Give the stream up if it has had no call since the last poll."""
+        if not stream.was_idle or stream.calls:
+            stream.was_idle = not stream.calls
+            self._poll_idle_later(stream)
+            return
+        task, self._stream, self._task = self._task, None, None
+        if task is not None:
+            task.cancel()
 
     def _closed_error(self) -> ServingError:
         return self._lost_error(f"the stream to {self._peer} was closed")

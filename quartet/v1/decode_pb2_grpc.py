@@ -56,6 +56,8 @@ class DecodeServiceServicer:
         another worker or epoch, or the worker has no key) or ALREADY_EXISTS (used before).
         A start in a slot still in use, or a message that holds nothing, ends the stream with INVALID_ARGUMENT.
         Half-closing cancels nothing; dropping the stream cancels its requests.
+        A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+        with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

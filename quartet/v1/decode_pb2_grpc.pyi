@@ -43,6 +43,8 @@ class DecodeServiceStub:
     another worker or epoch, or the worker has no key) or ALREADY_EXISTS (used before).
     A start in a slot still in use, or a message that holds nothing, ends the stream with INVALID_ARGUMENT.
     Half-closing cancels nothing; dropping the stream cancels its requests.
+    A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+    with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
     """
 
 @_typing.type_check_only
@@ -60,6 +62,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     another worker or epoch, or the worker has no key) or ALREADY_EXISTS (used before).
     A start in a slot still in use, or a message that holds nothing, ends the stream with INVALID_ARGUMENT.
     Half-closing cancels nothing; dropping the stream cancels its requests.
+    A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+    with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -80,6 +84,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         another worker or epoch, or the worker has no key) or ALREADY_EXISTS (used before).
         A start in a slot still in use, or a message that holds nothing, ends the stream with INVALID_ARGUMENT.
         Half-closing cancels nothing; dropping the stream cancels its requests.
+        A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+        with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -53,6 +53,8 @@ class PrefillServiceServicer:
         CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
         with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
         they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
+        A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+        with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

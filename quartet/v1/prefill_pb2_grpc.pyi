@@ -40,6 +40,8 @@ class PrefillServiceStub:
     CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
     with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
     they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
+    A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+    with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
     """
 
 @_typing.type_check_only
@@ -54,6 +56,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
     with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
     they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
+    A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+    with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -71,6 +75,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
         with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
         they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
+        A stream that starts nothing at first ends with DEADLINE_EXCEEDED, one on which no request runs for five minutes
+        with UNAVAILABLE (STREAM_IDLE): open another one for the next request.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -16,6 +17,7 @@ from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
 from quartet.events.wire import to_worker_load
 from quartet.rpc.errors import to_duration, to_non_negative_seconds
+from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import Service
 from quartet.streams.convert.hand_off import to_kv_snapshot_parts
 from quartet.streams.convert.workers import to_worker_record
@@ -24,8 +26,13 @@ from quartet.v1 import worker_pb2_grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
-# With its other fields a message stays under 1 MiB.
-_PART_BYTES = 1 << 19
+# Small: a client that takes nothing keeps one, apart from what waits in the connection.
+_PART_BYTES = 1 << 16
+
+# A client has one call open at a time, and a router one snapshot. Calls of the files share one copy; a snapshot is
+# shared only by those that asked for it together, so there are few.
+_MAX_FILE_CALLS, _MAX_FILE_CALLS_OF_CONNECTION = 1024, 8
+_MAX_SNAPSHOTS, _MAX_SNAPSHOTS_OF_CONNECTION = 16, 2
 
 # Of a name that an error repeats.
 _MAX_NAME_LENGTH = 64
@@ -70,8 +77,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, read_files: Callable[[], Mapping[str, bytes]]) -> None:
         """``read_files`` returns the small files of the model by name; it may block."""
-        self._read_files = read_files
+        self._files = _SharedFiles(read_files)
         self._worker: WorkerFace | None = None
+        self._file_calls = OpenCalls(
+            "calls for model files", max_calls=_MAX_FILE_CALLS, max_of_connection=_MAX_FILE_CALLS_OF_CONNECTION
+        )
+        self._snapshots = OpenCalls(
+            "KV snapshots", max_calls=_MAX_SNAPSHOTS, max_of_connection=_MAX_SNAPSHOTS_OF_CONNECTION
+        )
 
     def serve(self, worker: WorkerFace) -> None:
         """Answer for ``worker``, which is made after the server: its record has the server's port."""
@@ -93,16 +106,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         wanted = request.model_fingerprint
         if wanted and wanted != self._required().record.model_fingerprint:
             raise ModelMismatchError("this worker serves another model")
-        files = await asyncio.to_thread(self._read_files)
-        if len(request.names) > len(files):
-            raise InvalidRequestError(f"this model has {len(files)} files to give", field="names")
-        for name in request.names:
-            if name not in files:
-                raise InvalidRequestError(f"this model has no file {name[:_MAX_NAME_LENGTH]!r} to give", field="names")
-        for name in request.names or sorted(files):
-            data = files[name]
-            digest = await asyncio.to_thread(_sha256, data)  # a vocabulary may have 40 MB
-            yield pb.GetModelFilesResponse(file=pb.ModelFile(name=name, size_bytes=len(data), sha256=digest))
+        self._file_calls.enter(context)
+        files = await self._files.get()
+        for name in _names(request, files.data):
+            data = files.data[name]
+            yield pb.GetModelFilesResponse(
+                file=pb.ModelFile(name=name, size_bytes=len(data), sha256=files.digests[name])
+            )
             for begin in range(0, len(data), _PART_BYTES):
                 yield pb.GetModelFilesResponse(data=data[begin : begin + _PART_BYTES])
 
@@ -111,6 +121,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[pb.StreamKvSnapshotResponse]:
         """As worker.proto says."""
         worker = self._required()
+        self._snapshots.enter(context)
         for part in to_kv_snapshot_parts(await worker.kv_snapshot(), worker.record.epoch):
             yield part
 
@@ -126,8 +137,53 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return self._worker
 
 
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+@dataclass(frozen=True, eq=False)
+class _Files:
+    """Small files of a model by name, and their SHA-256."""
+
+    data: Mapping[str, bytes]
+    digests: Mapping[str, bytes]
+
+
+class _SharedFiles:
+    """Reads the files once for all calls that are open at a time; they go with the last of these."""
+
+    def __init__(self, read: Callable[[], Mapping[str, bytes]]) -> None:
+        """``read`` may block."""
+        self._read = read
+        self._known: weakref.ref[_Files] | None = None
+        self._reading: asyncio.Task[_Files] | None = None
+
+    async def get(self) -> _Files:
+        """The files. Raises what ``read`` does."""
+        files = None if self._known is None else self._known()
+        if files is not None:
+            return files
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(self._load), name="read-model-files")
+            self._reading.add_done_callback(self._end_reading)
+        # A thread can't be interrupted: a caller that goes leaves the reading to those that come.
+        return await asyncio.shield(self._reading)
+
+    def _load(self) -> _Files:
+        data = self._read()
+        # A vocabulary may have 40 MB.
+        return _Files(data, {name: hashlib.sha256(content).digest() for name, content in data.items()})
+
+    def _end_reading(self, task: asyncio.Task[_Files]) -> None:
+        self._reading = None
+        if not task.cancelled() and task.exception() is None:
+            self._known = weakref.ref(task.result())
+
+
+def _names(request: pb.GetModelFilesRequest, files: Mapping[str, bytes]) -> Sequence[str]:
+    """The names of the files to give. Raises ``InvalidRequestError``: too many, or not there."""
+    if len(request.names) > len(files):
+        raise InvalidRequestError(f"this model has {len(files)} files to give", field="names")
+    for name in request.names:
+        if name not in files:
+            raise InvalidRequestError(f"this model has no file {name[:_MAX_NAME_LENGTH]!r} to give", field="names")
+    return request.names or sorted(files)
 
 
 def worker_service(servicer: WorkerServicer) -> Service:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from quartet.errors import RequestTimeoutError, StalledStreamError
+from quartet.rpc import server as rpc_server
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from tests.rpc.services import generic_service
 
@@ -60,6 +62,52 @@ async def test_a_client_that_never_reads_loses_its_call_in_bounded_time() -> Non
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert status.value.code() == grpc.StatusCode.ABORTED
+
+
+async def test_a_client_that_takes_nothing_of_what_a_handler_yields_loses_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = asyncio.Event()
+
+    async def talk(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield _PART
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(rpc_server, "_REQUEST_TIMEOUT_S", _SHORT_S)
+    handler = grpc.unary_stream_rpc_method_handler(talk)
+    server = RpcServer(ServerConfig(), [generic_service("test.Chatter", {"Talk": handler})])
+    port = await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(30):
+        call = channel.unary_stream(_METHOD)(b"")
+        await closed.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as status:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert status.value.code() == grpc.StatusCode.ABORTED
+    await server.drain(0)
+
+
+async def test_a_connection_that_takes_no_answers_gets_no_further_calls_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc_server, "_MAX_UNTAKEN", 2)
+    async with chatting(_SHORT_S) as (server, channel), asyncio.timeout(60):
+        stuck = [channel.unary_stream(_METHOD)(b"") for _ in range(2)]
+        for _ in stuck:
+            assert isinstance(await server.ended.get(), StalledStreamError)
+        refused = channel.unary_stream(_METHOD)(b"")
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError):
+            while await stuck[0].read() is not grpc.aio.EOF:
+                pass
+        stuck[1].cancel()
+        while True:  # until the server has heard of it
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert await channel.unary_stream(_METHOD)(b"").read() == _PART
+                break
 
 
 async def test_a_client_that_reads_keeps_its_call_while_another_stalls() -> None:

@@ -289,3 +289,19 @@ async def test_a_stream_whose_client_reads_nothing_ends_and_other_streams_do_not
     assert await status(stuck) is grpc.StatusCode.ABORTED
     await channel.close()
     await server.drain(0)
+
+
+async def test_a_stream_on_which_nothing_runs_ends_and_is_no_break_for_its_client() -> None:
+    limits = StreamLimits(idle_timeout_s=0.05)
+    async with stream_worker(RequestKind.DECODE, FakeRunner(num_blocks=512), limits=limits) as worker:
+        raw: RawCall = worker.channel.stream_stream(DECODE_METHOD)()
+        await raw.write(decode_request(0))
+        assert await status(raw) is grpc.StatusCode.UNAVAILABLE
+        assert "no request ran" in str(await raw.details())
+        client = worker.decodes()
+        for _ in range(2):
+            start = make_start(PROMPT)
+            assert await collect(client.start(start)) == expected(start)
+            await until(lambda: not client.client.is_open)
+        assert not worker.broken
+        await client.close()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import pytest
 
 from quartet.discovery.base import WorkerRecord
-from quartet.errors import ModelMismatchError
-from quartet.events.kv import KvSnapshot
+from quartet.errors import ModelFilesError, ModelMismatchError
+from quartet.events.kv import KvSnapshot, StoredBlocks
 from quartet.events.load import WorkerLoad
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig
@@ -19,6 +24,7 @@ from quartet.streams.worker_client import WorkerClient
 from quartet.v1 import worker_pb2, worker_pb2_grpc
 from services.workers.servicer import DrainOutcome, WorkerServicer, worker_service
 from tests.router.records import make_load, make_record
+from tests.services.stream_workers import until
 
 FILES = {"tokenizer.json": b"{}", "config.json": b"[]"}
 
@@ -42,9 +48,11 @@ class FakeWorker:
 
 
 @asynccontextmanager
-async def serving(worker: FakeWorker, files: Mapping[str, bytes]) -> AsyncIterator[str]:
+async def serving(
+    worker: FakeWorker, files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]]
+) -> AsyncIterator[str]:
     """``host:port`` of a server of ``worker``, which gives ``files``."""
-    servicer = WorkerServicer(lambda: files)
+    servicer = WorkerServicer(files if callable(files) else lambda: files)
     servicer.serve(worker)
     server = RpcServer(ServerConfig(), [worker_service(servicer)])
     port = await server.start()
@@ -82,3 +90,91 @@ async def test_names_of_files_that_are_not_there_or_too_many_are_refused(names: 
     error = from_rpc_error(caught.value)
     assert (error.reason, error.field) == ("INVALID_FIELD", "names")
     assert len(error.message) < 200
+
+
+def ask_raw(channel: grpc.aio.Channel) -> Any:
+    return worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(worker_pb2.GetModelFilesRequest())
+
+
+class Disk:
+    """Counts how often the files are read, and keeps those that read them waiting until they may."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+        self.may_read = threading.Event()
+
+    def read(self) -> dict[str, bytes]:
+        self.num_reads += 1
+        assert self.may_read.wait(30)
+        return {"tokenizer.json": bytes(4 << 20)}
+
+
+async def test_calls_that_are_open_together_share_one_reading_of_the_files() -> None:
+    disk = Disk()
+    async with serving(FakeWorker(), disk.read) as address, grpc.aio.insecure_channel(address) as channel:
+        async with asyncio.timeout(30):
+            calls = [ask_raw(channel) for _ in range(4)]
+            gone = calls.pop()
+            await until(lambda: disk.num_reads == 1)
+            gone.cancel()
+            disk.may_read.set()
+            for call in calls:
+                assert (await call.read()).file.size_bytes == 4 << 20
+            late = ask_raw(channel)
+            await late.read()
+            assert disk.num_reads == 1
+            for call in [*calls, late]:
+                call.cancel()
+
+
+async def test_a_failed_reading_fails_its_calls_and_the_next_call_reads_again() -> None:
+    outcomes: list[Mapping[str, bytes] | ModelFilesError] = [FILES, ModelFilesError("the disk is gone")]
+
+    def read() -> Mapping[str, bytes]:
+        outcome = outcomes.pop()
+        if isinstance(outcome, ModelFilesError):
+            raise outcome
+        return outcome
+
+    async with serving(FakeWorker(), read) as address:
+        with pytest.raises(ModelFilesError):
+            await ask(address, "")
+        assert await ask(address, "") == FILES
+
+
+async def test_the_files_go_with_the_last_call_that_gives_them() -> None:
+    class Files(dict[str, bytes]):
+        """Can be watched."""
+
+    known: list[weakref.ref[Files]] = []
+
+    def read() -> Files:
+        files = Files(FILES)
+        known.append(weakref.ref(files))
+        return files
+
+    async with serving(FakeWorker(), read) as address:
+        for _ in range(2):
+            assert await ask(address, "") == FILES
+        gc.collect()
+        assert [files() for files in known] == [None, None]
+
+
+@pytest.mark.parametrize("method", ["GetModelFiles", "StreamKvSnapshot"])
+async def test_a_connection_has_few_of_the_calls_that_give_much(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.workers.servicer._MAX_FILE_CALLS_OF_CONNECTION", 2)
+    monkeypatch.setattr("services.workers.servicer._MAX_SNAPSHOTS_OF_CONNECTION", 2)
+    many = KvSnapshot(0, [StoredBlocks(0, dict.fromkeys(range(1_000_000)))])
+    worker, files = FakeWorker(snapshot=many), {"tokenizer.json": bytes(4 << 20)}
+    async with (
+        serving(worker, files) as address,
+        grpc.aio.insecure_channel(address) as channel,
+        asyncio.timeout(30),
+    ):
+        calls = [channel.unary_stream(f"/quartet.v1.WorkerService/{method}")(b"") for _ in range(2)]
+        for call in calls:
+            assert await call.read()  # and takes no more
+        refused = channel.unary_stream(f"/quartet.v1.WorkerService/{method}")(b"")
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()

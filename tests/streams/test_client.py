@@ -416,3 +416,40 @@ async def test_a_stream_that_was_reset_fails_its_calls_and_the_next_start_opens_
     slot = (await worker.request()).start.slot
     worker.tokens(slot, 0, 5)
     assert (await second.next()).token_ids == [5]
+
+
+async def test_a_client_gives_up_a_stream_without_calls_before_the_worker_does_and_opens_another(
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    def poll(times: int) -> None:
+        """As its timer does, once a minute."""
+        for _ in range(times):
+            stream = client.client._stream
+            assert stream is not None and stream.idle_timer is not None
+            stream.idle_timer.cancel()
+            client.client._poll_idle(stream)
+
+    call = client.start(START)
+    await worker.request()
+    poll(20)
+    worker.tokens(0, 0, 5)
+    assert (await call.next()).token_ids == [5]
+    worker.finish(0)
+    assert (await call.next()).finished is not None
+    poll(1)
+    call = client.start(START)  # begins and ends between two polls
+    await worker.request()
+    worker.finish(0)
+    assert (await call.next()).finished is not None
+    poll(1)
+    assert client.client.is_open
+    poll(1)
+    assert not client.client.is_open
+    # The start meets no end of the old stream, though that one is just ending.
+    again = client.start(START)
+    async with asyncio.timeout(WAIT_S):
+        await worker.is_idle.wait()
+    assert (await worker.request()).start.slot == 0
+    worker.tokens(0, 0, 6)
+    assert (await again.next()).token_ids == [6]
+    assert broken == []

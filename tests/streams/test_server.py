@@ -21,6 +21,7 @@ from quartet.errors import (
     RequestTimeoutError,
     ServingError,
     SignedStartError,
+    StreamIdleError,
 )
 from quartet.streams import server
 from quartet.streams.convert.messages import from_start
@@ -135,10 +136,10 @@ class Serving:
         self, limits: StreamLimits | None = None, *, verifier: StartVerifier | None = None, takes_unsigned: bool = True
     ) -> None:
         self.work, self.context = FakeWork(), FakeContext()
-        stream = WorkerStream(
+        self.stream = WorkerStream(
             self.work, DecodeOutbox(), limits or StreamLimits(), verifier=verifier, takes_unsigned=takes_unsigned
         )
-        self.task = asyncio.create_task(stream.serve(self.context))  # type: ignore[arg-type]
+        self.task = asyncio.create_task(self.stream.serve(self.context))  # type: ignore[arg-type]
 
     async def settle(self) -> None:
         for _ in range(10):
@@ -148,6 +149,13 @@ class Serving:
         for request in requests:
             self.context.send(request)
         await self.settle()
+
+    def poll(self, times: int) -> None:
+        """As its timer does, four times in ``idle_timeout_s``."""
+        for _ in range(times):
+            assert self.stream._idle_timer is not None
+            self.stream._idle_timer.cancel()
+            self.stream._poll_idle()
 
     async def end(self) -> None:
         """The good end."""
@@ -404,7 +412,7 @@ async def test_a_client_that_reads_no_ends_at_all_loses_its_stream(monkeypatch: 
     assert serving.context.num_unread > 0
 
 
-@pytest.mark.parametrize("name", ["stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes"])
+@pytest.mark.parametrize("name", ["stall_timeout_s", "idle_timeout_s", "chunks_timeout_s", "max_prompt_bytes"])
 def test_impossible_limits_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         StreamLimits(**{name: 0})
@@ -436,6 +444,39 @@ async def test_a_stream_that_says_nothing_is_ended() -> None:
         with pytest.raises(ExceptionGroup) as caught:
             await serving.task
     assert isinstance(caught.value.exceptions[0], RequestTimeoutError)
+
+
+async def test_a_stream_that_starts_nothing_is_ended_whatever_else_it_says() -> None:
+    serving = Serving(StreamLimits(stall_timeout_s=0.1))
+    while not serving.task.done():
+        await serving.send(cancel(1), chunk(2, b""), done(3))
+        await asyncio.sleep(0.001)
+    assert isinstance(await serving.error(), RequestTimeoutError)
+
+
+async def test_a_stream_ends_when_no_request_has_run_on_it_for_long() -> None:
+    serving = Serving(StreamLimits(idle_timeout_s=3600))
+    await serving.send(start_message(0))
+    serving.poll(20)
+    serving.work.finish(0)
+    await serving.settle()
+    assert serving.context.terminals == {0: ["finished"]}
+    serving.poll(5)
+    await serving.send(start_message(1))
+    serving.work.finish(1)  # begins and ends between two polls
+    await serving.send(cancel(0))
+    serving.poll(5)
+    await serving.send(cancel(1), start_message(2, chunked=True))
+    serving.poll(20)
+    await serving.send(cancel(2))
+    serving.poll(5)
+    await serving.send(cancel(0))
+    assert not serving.task.done()
+    serving.poll(1)
+    error = await serving.error()
+    assert isinstance(error, StreamIdleError)
+    assert serving.stream._idle_timer is not None
+    assert serving.stream._idle_timer.cancelled(), "nothing is left that polls"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
