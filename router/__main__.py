@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -23,6 +24,9 @@ from router.config import RouterConfig
 from router.process import RouterProcess
 
 logger = logging.getLogger("router")
+
+# `M_MMAP_THRESHOLD` of glibc's `mallopt`, and its own value for it.
+_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 128 << 10
 
 # Reference counts free most of what requests make, so the garbage collector finds little. With the default threshold of
 # 700 new objects it takes 5 % of the router's CPU time under load, with this threshold half of that.
@@ -47,6 +51,7 @@ def main() -> None:
         config = build(RouterConfig, settings)
         configure(config.log)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        return_freed_prompts()
         uvloop.run(_run(config))
     except (ConfigError, ServingError, TaskEndedError) as error:
         logger.error("%s", error)
@@ -54,6 +59,17 @@ def main() -> None:
     except Exception:  # the process ends here
         logger.exception("ended by an unexpected error")
         _fail()
+
+
+def return_freed_prompts() -> None:
+    """Make glibc give the memory of each freed block of over 128 KiB back at once: a long prompt is such a block.
+
+    By itself it raises that threshold to the largest block that was ever freed, and then keeps what is not at the end
+    of the heap: a router kept 300 MB after a flood. Mapping a block afresh costs less than a tenth of what reading a
+    prompt of its size does. Another C library lacks the function.
+    """
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 async def _run(config: RouterConfig) -> None:

@@ -17,6 +17,7 @@ from router.fair_queue import FairQueue, FairShare, Lane, Position, Standing
 from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
+from router.prompt_memory import HeldPrompt
 from router.signing import Gang
 from router.tenants import Tenants
 from router.workers import PoolKey, WorkerTable
@@ -214,7 +215,7 @@ class Admission:
             outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.REFUSED
         elif isinstance(error, WorkerUnavailableError):
             outcome = AdmissionOutcome.UNAVAILABLE
-        elif isinstance(error, PlaceTooLargeError):
+        elif isinstance(error, PlaceTooLargeError) or (queued.held is not None and queued.held.is_refused):
             outcome = AdmissionOutcome.REFUSED
         else:
             is_late = time.monotonic() >= queued.standing.deadline
@@ -322,6 +323,7 @@ class QueuedRequest(Pending):
     Attributes:
         is_retry: an attempt was made before, so a full queue never refuses it.
         gang: choices that get room together or are all refused; ``None``: the choice gets room alone.
+        held: counts its request's prompt; ``None``: nothing does.
         matches: the same object as ``num_cached_tokens``.
         placed: the result of its wait, or its error.
         since: when it arrived, in monotonic seconds.
@@ -332,6 +334,7 @@ class QueuedRequest(Pending):
     standing: Standing
     is_retry: bool = False
     gang: Gang | None = None
+    held: HeldPrompt | None = None
     matches: PromptMatches = field(init=False, repr=False)
     placed: asyncio.Future[Reservation] = field(init=False, repr=False)
     since: float = field(init=False, repr=False)

@@ -213,6 +213,8 @@ class ChoiceRun:
     def _begin(self, reservation: Reservation, cause: str) -> None:
         if not self._num_begun:
             self._num_charged_tokens = self._standing.num_tokens
+            if self._request.held is not None:
+                self._request.held.leave()
         self._num_begun += 1
         self._on_placed(self._choice, reservation.placement)
         self._output.begin_attempt()
@@ -709,6 +711,7 @@ def make_queued(
         prefer_prefill=hints.prefer_prefill,
         arrived_at=request.arrived_at,
         session_key=request.start.session_key,
+        held=request.held,
         sequence_hashes=request.sequence_hashes(generated_token_ids),
     )
 

@@ -85,6 +85,9 @@ class AdmissionConfig:
 
     Attributes:
         max_queue_length: most choices that may wait; more are refused at once. Retries are always queued.
+        max_queued_prompt_bytes: memory of all prompts whose requests have arrived and are not placed yet: 8 bytes a
+            token, the text that it came as, and 16 KiB a request. Of more, the last request of the tenant that has most
+            is refused. One that waits alone is taken.
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: the delay that refused clients are asked to wait.
@@ -94,6 +97,7 @@ class AdmissionConfig:
     """
 
     max_queue_length: int = 4096
+    max_queued_prompt_bytes: int = 512 << 20
     queue_timeout_s: float = 60.0
     unavailable_timeout_s: float = 10.0
     retry_delay_s: float = 1.0
@@ -102,8 +106,9 @@ class AdmissionConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        if self.max_queue_length < 1:
-            raise ConfigError("max_queue_length: must be at least 1")
+        for name in ("max_queue_length", "max_queued_prompt_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
         for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s", "prediction_life_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")

@@ -12,6 +12,7 @@ from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
 from router.intake import Intake
 from router.media.request import MediaTools
+from router.prompt_memory import PromptMemory
 from router.signing import Signer
 from router.tenants import Tenants
 from router.thread_queue import TokenizeQueue
@@ -31,6 +32,7 @@ class RouterContext:
         signer: signs starts that are placed for clients; ``None``: the router places none.
         sleep: pauses between attempts, in seconds.
         tenants: what is configured for each tenant.
+        prompts: counts the prompts that wait.
     """
 
     router_id: str
@@ -48,3 +50,4 @@ class RouterContext:
     signer: Signer | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     tenants: Tenants = field(default_factory=Tenants)
+    prompts: PromptMemory = field(default_factory=PromptMemory)

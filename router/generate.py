@@ -89,24 +89,29 @@ class GenerateRun:
         self._is_cancelled = False
         self._abort_error: ServingError | None = None
         work = run_prepared(request, context, self._generate, late="did not end")
-        self._work = asyncio.create_task(work, name=f"request-{request.request_id}")
+        self._work: asyncio.Task[None] | None = asyncio.create_task(work, name=f"request-{request.request_id}")
         self._work.add_done_callback(self._settle)
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended ends as CANCELLED."""
         self._is_cancelled = True
-        self._work.cancel()
+        self._cancel_work()
 
     def abort(self, error: ServingError) -> None:
         """End it with ``error``."""
         self._abort_error = error
-        self._work.cancel()
+        self._cancel_work()
 
     async def drop(self) -> None:
         """The client no longer reads: end it, and wait until it holds nothing. Harmless after its end."""
-        if not self._work.done():
+        if (work := self._cancel_work()) is not None:
+            await asyncio.wait([work])
+
+    def _cancel_work(self) -> asyncio.Task[None] | None:
+        """Cancel the work, and return it; ``None``: it has ended."""
+        if self._work is not None:
             self._work.cancel()
-            await asyncio.wait([self._work])
+        return self._work
 
     def _settle(self, work: asyncio.Task[None]) -> None:
         """Report to the sink and the log how the work ended."""
@@ -115,7 +120,18 @@ class GenerateRun:
             work, cancelled=self._accept_cancelled if is_cancelled else None, dropped=self._abort_error
         )
         self._log.write(self._choices.finished, error)
+        self._forget(error)
         self._on_end(self)
+
+    def _forget(self, error: BaseException | None) -> None:
+        """Let the prompt go, and the task and the error, whose frames know it and this.
+
+        An error that is a bug of ours keeps its traceback, for the log.
+        """
+        self._work = None
+        self._request.forget_prompt()
+        if isinstance(error, ServingError):
+            error.__traceback__ = error.__cause__ = error.__context__ = None
 
     async def _generate(self, request: RouterRequest) -> None:
         context = self._context

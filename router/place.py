@@ -67,9 +67,12 @@ class PlaceRun:
             self._release()
             self._write_log(shown)
             if shown is error:
+                del shown  # its frames know this one
                 raise
             raise shown from error
         finally:
+            self._task = None  # its error's frames know this
+            self._request.forget_prompt()
             for untaken in self._untaken:
                 untaken.drop()  # what was signed is kept until it is taken up
         self._write_log(None)

@@ -7,7 +7,9 @@ import copy
 import re
 import secrets
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -39,6 +41,7 @@ from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
+from router.prompt_memory import HeldPrompt, request_bytes
 from router.readiness import model_error
 from router.tenants import salt_in_domain
 from router.thread_queue import TokenizeQueue
@@ -60,6 +63,8 @@ _TOKEN_ID_BYTES, _OTHER_NUMBER_BYTES, _TOLERANCE = 5, 64 << 10, 4
 
 # This many of the prompt's last tokens let the answer's first word keep its space, and an accent find its letter.
 _TAIL_TOKENS = 4
+
+_NO_PROMPT = TokenPrompt(())
 
 ResultT = TypeVar("ResultT")
 
@@ -83,6 +88,7 @@ async def run_prepared(
         ModelNotFoundError: no pool serves the model.
         ModelUnavailableError: whether one does is not known now.
         WorkerUnavailableError: no worker serves the model that gave the tokens of the attempt to resume.
+        QueueFullError: too many prompts wait, and it is the last request of the tenant that has most of them.
         RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was still to be done.
         ServingError: the model's text files are unavailable; and all errors of ``run``.
     """
@@ -107,7 +113,10 @@ async def _run_in_time(
     timeout_s = min(request.start.timeout_s or context.max_timeout_s, context.max_timeout_s)
     request.deadline = request.arrived_at + timeout_s
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as timeout:
+            num_bytes = request_bytes(request.start, request.resume)
+            request.held = context.prompts.hold(request.start.tenant, request.start.priority, num_bytes, timeout)
+            del timeout  # it knows this task, whose error may know this frame
             await context.intake.enter(request.start.tenant, _num_given_tokens(request))
             await _prepare(request, context, encodes=encodes)
             if request.media is None:
@@ -117,8 +126,13 @@ async def _run_in_time(
             finally:
                 request.media.close()
     except TimeoutError as error:
+        if request.held is not None and request.held.is_refused:
+            raise context.prompts.full_error() from error
         message = f"the request {late} within {timeout_s:g} s{_lack(request, context.table)}"
         raise RequestTimeoutError(message) from error
+    finally:
+        if request.held is not None:
+            request.held.leave()
 
 
 def _num_given_tokens(request: RouterRequest) -> int:
@@ -155,6 +169,7 @@ class RouterRequest:
         max_output_tokens: output tokens at which each choice ends at the latest. While the number of its media's tokens
             is unknown, the worker may end a choice sooner unless the client set the limit.
         arrived: its media as they came; ``None``: it names none.
+        held: counts its prompt until it is placed.
         media: ``None``: the request is text only.
         spans: where its media lie in the prompt; empty: unknown, or it has none.
         num_unknown_tokens: most tokens by which the prompt can grow once its media are in it.
@@ -179,6 +194,7 @@ class RouterRequest:
         self.arrived_at = time.monotonic()
         self.tokenize_s = 0.0
         self.arrived: ArrivedMedia | None = None
+        self.held: HeldPrompt | None = None
         self.media: RequestMedia | None = None
         self.spans: tuple[MediaSpan, ...] = ()
         self.num_unknown_tokens = 0
@@ -190,6 +206,15 @@ class RouterRequest:
         check_start(self.start)
         if self.resume is not None:
             check_resume(self.resume, self.start)
+
+    def forget_prompt(self) -> None:
+        """It has ended, and is only known any more: let its prompt go.
+
+        Its outputs, its task and their errors know each other and it, so reference counts do not free them. The garbage
+        collector does, but comes late to what has lived for long.
+        """
+        self.start = replace(self.start, prompt=_NO_PROMPT, media=())
+        self.prompt_token_ids, self._prompt_hashes = (), None
 
     @property
     def choices(self) -> Sequence[int]:
@@ -224,7 +249,7 @@ class RouterRequest:
         """
         max_output_tokens = num_output_tokens(self.start, len(token_ids), self.pool)
         request = copy.copy(self)
-        request.prompt_token_ids, request.spans, request.num_unknown_tokens = token_ids, spans, 0
+        request.prompt_token_ids, request.spans, request.num_unknown_tokens = array("I", token_ids), spans, 0
         request.max_output_tokens, request._prompt_hashes = max_output_tokens, None
         vars(request).pop("sampling", None)
         return request
@@ -417,6 +442,8 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     began = time.monotonic()
     token_ids = request.prompt_token_ids = await _tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
     request.tokenize_s = time.monotonic() - began
+    if request.held is not None and not isinstance(start.prompt, TokenPrompt):
+        request.held.tokenized(len(token_ids))
     # Before any token is looked at.
     request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
     if request.arrived is not None:
@@ -487,6 +514,7 @@ async def _tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queu
     prompt = start.prompt
     if isinstance(prompt, TokenPrompt):
         return prompt.token_ids
+    encode: Callable[..., Sequence[int]]
     if isinstance(prompt, TextPrompt):
         text.tokenizer.check_length(prompt.text, max_tokens, field="text")  # before it waits
         cost = len(prompt.text)
@@ -496,8 +524,10 @@ async def _tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queu
         encode = partial(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
     try:
         if cost <= _MAX_INLINE_LENGTH:
-            return encode(limit=EncodeLimit(max_tokens))
-        return await queue.run(start.tenant, cost, lambda is_wanted: encode(limit=EncodeLimit(max_tokens, is_wanted)))
+            return array("I", encode(limit=EncodeLimit(max_tokens)))
+        return await queue.run(
+            start.tenant, cost, lambda is_wanted: array("I", encode(limit=EncodeLimit(max_tokens, is_wanted)))
+        )
     except InvalidRequestError as error:
         # The text side reads only the messages; in a request they are part of `chat`.
         field = "chat.messages" if error.field == "messages" else error.field

@@ -38,6 +38,7 @@ from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.create import create_policy
 from router.prepare import max_message_bytes
+from router.prompt_memory import PromptMemory
 from router.readiness import Readiness
 from router.servicer import FILE_FIELDS, RouterServicer, router_service
 from router.signing import Signer
@@ -223,6 +224,7 @@ class RouterProcess:
                 untaken=self._untaken_budgets(table),
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
                 tenants=self._tenants,
+                prompts=PromptMemory(config.admission, self._tenants),
             )
         )
         self._metrics.watch_requests(

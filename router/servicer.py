@@ -94,9 +94,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: _Context
     ) -> None:
         """As router.proto says."""
-        start = await self._read_start(context)
         answer = GenerateAnswer()
-        run = self._pipeline.generate(start, answer, traceparent=_traceparent(context))
+        # Nothing here keeps the start: this runs for as long as the answer comes.
+        run = self._pipeline.generate(await self._read_start(context), answer, traceparent=_traceparent(context))
         listener = asyncio.create_task(_listen(context, run))
         try:
             with self._stalled.watch(context) as call:

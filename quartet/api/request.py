@@ -36,7 +36,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """Token ids."""
+    """Token ids; in routers an array of unsigned 32-bit numbers."""
 
     token_ids: Sequence[int] = field(repr=False)
 

@@ -292,7 +292,7 @@ def _pack(detail: Message) -> any_pb2.Any:
 
 def _cut(text: str, size_bytes: int) -> str:
     # This also removes lone surrogates, which protobuf refuses.
-    return text.encode("utf-8", "replace")[:size_bytes].decode("utf-8", "ignore")
+    return text[:size_bytes].encode("utf-8", "replace")[:size_bytes].decode("utf-8", "ignore")
 
 
 # Durations: seconds and ``timedelta`` to ``google.protobuf.Duration`` and back.

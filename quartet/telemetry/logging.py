@@ -1,4 +1,8 @@
-"""Logs: one line a record, plain or JSON, and one INFO line for each request that ended. Never a prompt or a secret."""
+"""Logs: one line a record, plain or JSON, and one INFO line for each request that ended. Never a prompt or a secret.
+
+Clients and other processes choose much of what is logged: names, ids, the messages of their errors. However long it is,
+only so much of each is written. The bounds stand here, where lines are made, and not where records are.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ from typing import TextIO, TypeAlias
 
 _FIELDS_KEY = "quartet_fields"
 _SEPARATORS = frozenset(' "=')
+
+# Characters of one field, of a message and of a traceback that are written at most.
+_MAX_FIELD_LENGTH, _MAX_MESSAGE_LENGTH, _MAX_TRACE_LENGTH = 256, 4_096, 16_384
 
 FieldValue: TypeAlias = str | int | float
 
@@ -103,25 +110,36 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
 
 
 def log_request(logger: logging.Logger, request: FinishedRequest) -> None:
-    """Write the one INFO line about a request that ended."""
+    """Write the one INFO line about a request that ended; long texts in it are cut."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    shown = {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in vars(request).items()
-        if value is not None and value != ""
-    }
+    shown: dict[str, FieldValue] = {}
+    for name, value in vars(request).items():
+        if isinstance(value, str):
+            if value:
+                shown[name] = value if len(value) <= _MAX_FIELD_LENGTH else cut(value, _MAX_FIELD_LENGTH)
+        elif value is not None:
+            shown[name] = round(value, 6) if isinstance(value, float) else value
     # `info` would look up the caller, which is not shown and costs as much as the rest.
     logger.handle(
         logger.makeRecord(logger.name, logging.INFO, "", 0, "request finished", (), None, extra={_FIELDS_KEY: shown})
     )
 
 
+def cut(text: str, max_length: int) -> str:
+    """``text``; of one with more characters, its beginning and its end, and between them how many are left out."""
+    if len(text) <= max_length:
+        return text
+    num_last = max_length // 4
+    num_left_out = len(text) - max_length
+    return f"{text[: max_length - num_last]}[... {num_left_out} characters ...]{text[-num_last:]}"
+
+
 class _PlainFormatter(logging.Formatter):
     """``2025-01-31T12:00:00.000Z INFO quartet.x: message key=value``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_timestamp(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        line = f"{_timestamp(record)} {record.levelname} {record.name}: {_message(record)}"
         for name, value in _fields_of(record).items():
             line += f" {name}={_quoted(value) if isinstance(value, str) else value}"
         trace = _trace(self, record)
@@ -136,7 +154,7 @@ class _JsonFormatter(logging.Formatter):
             "time": _timestamp(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
             **_fields_of(record),
         }
         trace = _trace(self, record)
@@ -159,8 +177,13 @@ def _second(unix_s: int) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
+def _message(record: logging.LogRecord) -> str:
+    return cut(record.getMessage(), _MAX_MESSAGE_LENGTH)
+
+
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    return formatter.formatException(record.exc_info) if record.exc_info else ""
+    # It ends with the error's message.
+    return cut(formatter.formatException(record.exc_info), _MAX_TRACE_LENGTH) if record.exc_info else ""
 
 
 def _quoted(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import fields
 
 from hypothesis import strategies as st
@@ -39,6 +40,8 @@ from tests.streams.strategies import (
     WORKER_RECORDS,
 )
 
+# As they come off the wire.
+TOKEN_ARRAYS = TOKEN_IDS.map(lambda token_ids: array("I", token_ids))
 # Whole nanoseconds that a float holds exactly.
 SECONDS = st.integers(0, 10**6).map(lambda parts: parts / 512)
 MEDIA_PARTS = MEDIA_FILES | st.builds(MediaUrl, TEXT.filter(bool))
@@ -53,7 +56,7 @@ CHAT_MESSAGES = st.builds(ChatMessage, TEXT.filter(bool), TEXT | PIECES)
 PROMPTS = (
     st.builds(TextPrompt, TEXT)
     | st.builds(ChatPrompt, st.lists(CHAT_MESSAGES, max_size=3).map(tuple), st.booleans())
-    | st.builds(TokenPrompt, TOKEN_IDS.map(tuple))
+    | st.builds(TokenPrompt, TOKEN_ARRAYS)
 )
 TEXT_OPTIONS = st.builds(
     TextOptions,

@@ -13,7 +13,7 @@ from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.streams.convert.messages import to_signed_decode_start
 from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2
-from tests.api.strategies import FINISHED, GENERATE_STARTS, PLACEMENTS, SECONDS
+from tests.api.strategies import FINISHED, GENERATE_STARTS, PLACEMENTS, SECONDS, TOKEN_ARRAYS
 from tests.streams.strategies import LOGPROBS, TEXT, U32
 from tests.streams.test_convert import over_the_wire
 
@@ -25,7 +25,7 @@ RESUMES = st.builds(
     attempt=U32,
     seed=U64,
     choice=U32,
-    generated_token_ids=IDS,
+    generated_token_ids=TOKEN_ARRAYS,
     num_text_bytes=U64,
     model_fingerprint=TEXT,
 )

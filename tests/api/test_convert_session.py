@@ -9,8 +9,8 @@ from quartet.api.convert.answer import from_session_start
 from quartet.api.convert.request import to_generate_start, to_resume
 from quartet.api.request import Resume, SessionStart
 from quartet.v1 import router_pb2
-from tests.api.strategies import GENERATE_STARTS
-from tests.streams.strategies import TEXT, TOKEN_IDS, U32, U64
+from tests.api.strategies import GENERATE_STARTS, TOKEN_ARRAYS
+from tests.streams.strategies import TEXT, U32, U64
 from tests.streams.test_convert import over_the_wire
 
 RESUMES = st.builds(
@@ -19,7 +19,7 @@ RESUMES = st.builds(
     attempt=U32,
     seed=U64,
     choice=U32,
-    generated_token_ids=TOKEN_IDS.map(tuple),
+    generated_token_ids=TOKEN_ARRAYS,
     num_text_bytes=U64,
     model_fingerprint=TEXT,
 )

@@ -39,6 +39,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
+from router.prompt_memory import PromptMemory
 from router.signing import Signer
 from router.tenants import TenantConfig, Tenants
 from router.thread_queue import TokenizeQueue
@@ -378,6 +379,7 @@ class Fleet:
         config = attempts or AttemptConfig()
         self.media, self.sizes = FakeMedia(), KnownSizes()
         self.media_queue = self._media_queue()
+        self.prompts = PromptMemory(admission, known_tenants)
         self.encode_waits = EncodeWaits(self.table, max_length=8, retry_delay_s=1.0)
         self.encode_queue = EncodeQueue(
             self.table, self.index, FairShare(known_tenants), random.Random(0), max_length=100, retry_delay_s=1.0
@@ -396,6 +398,7 @@ class Fleet:
                 config=config,
                 max_timeout_s=max_timeout_s,
                 tenants=known_tenants,
+                prompts=self.prompts,
                 untaken=UntakenBudgets(
                     lambda pool: self.table.decode_capacity(pool, 0.0),
                     share=(admission or AdmissionConfig()).untaken_share,
@@ -440,7 +443,7 @@ class Fleet:
         assert self.hops.num_open == 0
         assert self.hops.held == self.hops.kept == set()
         assert self.admission.length == self.media_queue.length == self.num_awaiting_encode == 0
-        assert self.media_queue.num_bytes == 0
+        assert self.media_queue.num_bytes == self.prompts.num_bytes == 0
         assert self.pipeline.num_running == 0
         for status in self.table.statuses(0.0):
             assert status.num_requests == 0

@@ -77,6 +77,7 @@ async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it
         ({"attempts": {"max_attempts": 0}}, "attempts.max_attempts"),
         ({"attempts": {"prefill_timeout_s": 0}}, "attempts.prefill_timeout_s"),
         ({"admission": {"max_queue_length": 0}}, "admission.max_queue_length"),
+        ({"admission": {"max_queued_prompt_bytes": 0}}, "admission.max_queued_prompt_bytes"),
         ({"admission": {"queue_timeout_s": 0}}, "admission.queue_timeout_s"),
         ({"drain_timeout_s": 0}, "drain_timeout_s"),
         ({"required_roles": ["router"]}, "required_roles"),

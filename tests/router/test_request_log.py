@@ -40,6 +40,17 @@ async def test_one_line_is_logged_for_a_request(caplog: pytest.LogCaptureFixture
     assert (said["prefill_worker"], said["decode_worker"]) == ("prefill-0", "decode-0")
 
 
+@pytest.mark.parametrize("name", ["tenant", "client_request_id"])
+async def test_a_name_that_is_refused_for_its_length_is_not_logged_in_full(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    with pytest.raises(InvalidRequestError, match="longer than"):
+        await collect(fleet.generate(make_start(**{name: "\x01" * 2**20})))
+    shown = said_in(caplog)[name]
+    assert isinstance(shown, str) and len(shown) < 300
+
+
 async def test_metrics_count_tokens_and_outcomes() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     await collect(fleet.generate(make_start()))

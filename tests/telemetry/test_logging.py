@@ -69,6 +69,34 @@ def test_json_is_one_object_a_line(log_to: Callable[[LogConfig], io.StringIO]) -
 
 
 @pytest.mark.parametrize("is_json", [False, True])
+def test_what_a_client_chose_is_cut_however_long_it_is(
+    log_to: Callable[[LogConfig], io.StringIO], is_json: bool
+) -> None:
+    stream = log_to(LogConfig(json=is_json))
+    named = FinishedRequest(request_id="ab" * 16, outcome="invalid_field", tenant="t" * 2**20, model="m" * 256)
+    named.client_request_id = "mine" + "\x01" * 2**20 + "end"  # JSON needs six characters for each of these
+    log_request(LOGGER, named)
+    text = stream.getvalue()
+    assert len(text) < 4_096
+    assert "mine" in text and "end" in text and "tttt[... 1048320 characters ...]tttt" in text
+    assert "m" * 256 in text  # this one is short enough
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_long_message_and_a_long_error_are_cut(log_to: Callable[[LogConfig], io.StringIO], is_json: bool) -> None:
+    stream = log_to(LogConfig(json=is_json))
+    LOGGER.warning("worker %s: %s", "decode-0", "x" * 2**20 + "end")
+    assert len(stream.getvalue()) < 5_000
+    assert "worker decode-0: xxx" in stream.getvalue() and "xxxend" in stream.getvalue()
+    try:
+        raise ValueError("y" * 2**20 + "end")
+    except ValueError:
+        LOGGER.exception("it broke")
+    assert len(stream.getvalue()) < 25_000
+    assert "Traceback" in stream.getvalue() and "yyyend" in stream.getvalue()
+
+
+@pytest.mark.parametrize("is_json", [False, True])
 def test_a_traceback_is_kept(log_to: Callable[[LogConfig], io.StringIO], is_json: bool) -> None:
     stream = log_to(LogConfig(json=is_json))
     try:
