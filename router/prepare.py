@@ -41,6 +41,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
+from router.media.queue import MediaRoom
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
 from router.readiness import model_error
 from router.tenants import salt_in_domain
@@ -54,7 +55,7 @@ _MIN_LONG_TOKENS = 256
 _MAX_INLINE_LENGTH = 2_000
 
 # Of a prompt that is tokenized so much is kept.
-_MAX_KEPT_MESSAGES, _MAX_KEPT_CHARACTERS = 64, 65_536
+_MAX_KEPT_MESSAGES, _MAX_KEPT_CHARACTERS = 64, 16_384
 
 # A message costs as much as so many characters, also an empty one: the template writes its frame.
 _MESSAGE_COST = 40
@@ -102,8 +103,13 @@ async def run_prepared(
             # Their files are in memory already, so they count before the request waits for anything.
             request.take(request.asked.read())
             request.arrived = arrive(request.start, context.media, num_copies=num_copies)
+        elif request.asked.num_file_bytes:
+            num_bytes = num_copies * request.asked.num_file_bytes
+            request.unread = context.media.queue.hold(request.asked.tenant, num_bytes)
         return await _run_in_time(request, context, run, late=late, encodes=encodes, num_copies=num_copies)
     finally:
+        if request.unread is not None:
+            request.unread.close()
         if request.arrived is not None:
             request.arrived.close()
 
@@ -148,6 +154,8 @@ async def _begin(request: RouterRequest, context: RouterContext, num_copies: int
             await enter(asked.tenant, next(steps))
     except StopIteration as end:
         request.take(end.value)
+    if request.unread is not None:
+        request.unread.close()  # from now on they are counted one by one
     if request.start.has_media:
         request.arrived = arrive(request.start, context.media, num_copies=num_copies)
 
@@ -187,6 +195,7 @@ class RouterRequest:
         tokenize_s: seconds that template and tokenizer took.
         max_output_tokens: output tokens at which each choice ends at the latest. While the number of its media's tokens
             is unknown, the worker may end a choice sooner unless the client set the limit.
+        unread: the memory that its files take until they are read; ``None``: they are few, or read already.
         arrived: its media as they came; ``None``: it names none.
         media: ``None``: the request is text only.
         spans: where its media lie in the prompt; empty: unknown, or it has none.
@@ -212,6 +221,7 @@ class RouterRequest:
         self.request_id = secrets.token_hex(16) if resume is None else resume.request_id
         self.arrived_at = time.monotonic()
         self.tokenize_s = 0.0
+        self.unread: MediaRoom | None = None
         self.arrived: ArrivedMedia | None = None
         self.media: RequestMedia | None = None
         self.spans: tuple[MediaSpan, ...] = ()

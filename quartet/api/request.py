@@ -74,6 +74,7 @@ class AskedStart(Protocol):
         num_token_ids: token ids of the prompt, if it came as such.
         shows_media: whether media were seen in it at a glance: it is ``read`` at once, which takes a millisecond at
             most, apart from copying the files.
+        num_file_bytes: bytes that its files may take in memory, if it has many and shows no media.
         work: what the first of ``steps`` costs, in token ids of a prompt.
     """
 
@@ -106,6 +107,9 @@ class AskedStart(Protocol):
 
     @property
     def shows_media(self) -> bool: ...  # noqa: D102
+
+    @property
+    def num_file_bytes(self) -> int: ...  # noqa: D102
 
     @property
     def work(self) -> int: ...  # noqa: D102
@@ -175,6 +179,11 @@ class GenerateStart:
 
     shows_media = has_media
     work = num_token_ids
+
+    @property
+    def num_file_bytes(self) -> int:
+        """None: media are shown."""
+        return 0
 
     def for_tenant(self, tenant: str) -> GenerateStart:
         """The same request, accounted to ``tenant``."""

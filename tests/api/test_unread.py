@@ -123,3 +123,15 @@ def test_what_refuses_a_request_at_once_is_known_without_reading_it() -> None:
 )
 def test_media_are_shown_by_what_is_short_enough_to_be_read_at_once(message: pb.GenerateStart, shows: bool) -> None:
     assert UnreadStart(message).shows_media is shows
+
+
+def test_files_that_were_not_seen_at_a_glance_are_counted_before_they_are_read() -> None:
+    file = pb.ContentPart(media=pb.MediaPart(data=b"x" * 300_000))
+    long = chat(*[user()] * 300, pb.ChatMessage(role="user", parts=[file]))
+    ids = pb.GenerateStart(token_ids=pb.TokenIds(ids=[1] * 20_000), media=[file.media])
+    for message in (long, ids):
+        asked = UnreadStart(message)
+        assert not asked.shows_media
+        assert 300_000 <= asked.num_file_bytes < 350_000
+    text = chat(*[pb.ChatMessage(role="user", content="x" * 2_000)] * 300)
+    assert UnreadStart(text).num_file_bytes == UnreadStart(chat(*[_PICTURE] * 300)).num_file_bytes == 0

@@ -245,7 +245,7 @@ async def test_what_can_be_refused_at_once_is_never_read(monkeypatch: pytest.Mon
 
 
 async def test_a_long_chat_is_not_kept_once_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = chat_fleet(max_model_len=131_072, num_blocks=65_536)
+    fleet = chat_fleet(max_model_len=32_768, num_blocks=16_384)
     prompts = []
     place = RouterRequest.make_outputs
 
@@ -255,7 +255,7 @@ async def test_a_long_chat_is_not_kept_once_it_is_tokenized(monkeypatch: pytest.
 
     monkeypatch.setattr(RouterRequest, "make_outputs", note)
     await collect(fleet.generate(UnreadStart(CHAT)))
-    await collect(fleet.generate(make_start(prompt=TextPrompt("a" * 70_000), sampling=Sampling())))
+    await collect(fleet.generate(make_start(prompt=TextPrompt("a" * 17_000), sampling=Sampling())))
     short = ChatPrompt((ChatMessage("user", "a"),))
     await collect(fleet.generate(make_start(prompt=short)))
     assert prompts == [ChatPrompt(()), TextPrompt(""), short]
@@ -271,4 +271,19 @@ async def test_media_of_a_long_chat_are_found_when_it_is_read() -> None:
     with pytest.raises(errors.InvalidRequestError, match="media items") as caught:
         await collect(fleet.generate(UnreadStart(start)))
     assert caught.value.field.startswith("chat.messages[3096].parts")
+    fleet.assert_nothing_left()
+
+
+async def test_files_of_a_long_chat_count_while_it_waits_to_be_read() -> None:
+    fleet = chat_fleet()
+    file = pb.ContentPart(media=pb.MediaPart(data=b"x" * 1_000_000))
+    messages = [pb.ChatMessage(role="user", parts=[file]), *[pb.ChatMessage(role="user")] * 4095]
+    asked = pb.GenerateStart(chat=pb.ChatPrompt(messages=messages))
+    requests = [fleet.generate(UnreadStart(asked)) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert fleet.media_queue.num_bytes > 20_000_000
+    for request in requests:
+        with pytest.raises(errors.InvalidRequestError, match="no media"):
+            await collect(request)
+    assert fleet.media_queue.num_bytes == 0
     fleet.assert_nothing_left()

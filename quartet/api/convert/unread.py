@@ -23,6 +23,9 @@ _MAX_AT_A_GLANCE = 256
 # To read a request with media before it is paid for may cost so much, apart from the media.
 _MAX_WORK_BEFORE = 8_192
 
+# Files in a message of so many bytes are counted only when it is read.
+_MAX_UNCOUNTED_BYTES = 256 << 10
+
 # What is converted of a longer chat in one step: 1,024 messages, or fewer with parts.
 _STEP_WORK = 12_288
 
@@ -36,6 +39,7 @@ class UnreadStart:
         "client_request_id",
         "model",
         "num_choices",
+        "num_file_bytes",
         "num_token_ids",
         "seed",
         "session_key",
@@ -62,7 +66,7 @@ class UnreadStart:
         self.timeout_s = to_seconds(message.timeout) if message.HasField("timeout") else None
         self.num_choices = message.num_choices if message.HasField("num_choices") else 1
         self.num_token_ids = len(message.token_ids.ids)
-        self.work, num_media = self.num_token_ids, len(message.media)
+        self.work, num_media, num_parts = self.num_token_ids, len(message.media), 0
         if not self.num_token_ids:
             num_parts, num_media_parts = _glance(message.chat.messages)
             self.work = min(MESSAGE_WORK * len(message.chat.messages), _STEP_WORK) + PART_WORK * num_parts
@@ -73,6 +77,7 @@ class UnreadStart:
         is_short = self.work <= _MAX_WORK_BEFORE and len(message.chat.messages) <= _MAX_AT_A_GLANCE
         self.shows_media = is_short and 0 < num_media <= _MAX_AT_A_GLANCE
         self.work += _MEDIA_WORK * num_media
+        self.num_file_bytes = 0 if self.shows_media else _num_file_bytes(message, num_parts)
 
     def for_tenant(self, tenant: str) -> UnreadStart:
         """The same request, accounted to ``tenant``."""
@@ -108,6 +113,16 @@ class UnreadStart:
         message, self._message = self._message, None
         assert message is not None, "it is read only once"
         return message
+
+
+def _num_file_bytes(message: router_pb2.GenerateStart, num_parts: int) -> int:
+    """Bytes of a message in which no media were seen at a glance, if it holds any; 0 also for one of 256 KiB."""
+    messages = message.chat.messages
+    is_long = len(messages) > _MAX_AT_A_GLANCE or num_parts > _MAX_AT_A_GLANCE
+    if not (message.media or is_long) or (num_bytes := message.ByteSize()) <= _MAX_UNCOUNTED_BYTES:
+        return 0
+    has_media = message.media or any(part.HasField("media") for chat_message in messages for part in chat_message.parts)
+    return num_bytes if has_media else 0
 
 
 def _glance(messages: Sequence[router_pb2.ChatMessage]) -> tuple[int, int]:
