@@ -9,7 +9,6 @@ import secrets
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -212,7 +211,9 @@ class RouterRequest:
         Its outputs, its task and their errors know each other and it, so reference counts do not free them. The garbage
         collector does, but comes late to what has lived for long.
         """
-        self.start = replace(self.start, prompt=_NO_PROMPT, media=())
+        start = object.__new__(GenerateStart)  # `replace` would cost ten times as much
+        vars(start).update(vars(self.start), prompt=_NO_PROMPT, media=())
+        self.start = start
         self.prompt_token_ids, self._prompt_hashes = (), None
 
     @property
