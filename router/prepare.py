@@ -9,7 +9,6 @@ import secrets
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -277,7 +276,9 @@ class RouterRequest:
         """
         self.asked.forget()
         if "start" in vars(self):
-            self.start = replace(self.start, prompt=_NO_PROMPT, media=())
+            start = object.__new__(GenerateStart)  # `replace` would cost ten times as much
+            vars(start).update(vars(self.start), prompt=_NO_PROMPT, media=())
+            self.start = start
         self.prompt_token_ids, self._prompt_hashes = (), None
 
     @property
