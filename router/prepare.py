@@ -147,17 +147,28 @@ async def _begin(request: RouterRequest, context: RouterContext, num_copies: int
     if asked.shows_media:
         await enter(asked.tenant, asked.work + num_generated)
         return
-    steps = asked.steps()
-    await enter(asked.tenant, next(steps) + num_generated)
-    try:
-        while True:
-            await enter(asked.tenant, next(steps))
-    except StopIteration as end:
-        request.take(end.value)
+    if asked.is_short:
+        await enter(asked.tenant, asked.work + num_generated)
+        request.take(asked.read())
+    else:
+        request.take(await _read_in_turns(request, context, num_generated))
     if request.unread is not None:
         request.unread.close()  # from now on they are counted one by one
     if request.start.has_media:
         request.arrived = arrive(request.start, context.media, num_copies=num_copies)
+
+
+async def _read_in_turns(request: RouterRequest, context: RouterContext, num_generated: int) -> GenerateStart:
+    """Read a long request step by step: each waits for its turn."""
+    steps, tenant = request.asked.steps(), request.asked.tenant
+    await context.intake.enter(tenant, next(steps) + num_generated)
+    while True:
+        try:
+            work = next(steps)
+        except StopIteration as end:
+            start: GenerateStart = end.value
+            return start
+        await context.intake.enter(tenant, work)
 
 
 def _refuse_too_many_ids(request: RouterRequest, table: WorkerTable) -> None:

@@ -72,6 +72,7 @@ class AskedStart(Protocol):
         model, seed, cache_salt, tenant, session_key, timeout_s, num_choices, client_request_id: as in
             ``GenerateStart``.
         num_token_ids: token ids of the prompt, if it came as such.
+        is_short: whether one step reads it, in a millisecond at most, apart from copying texts and files.
         shows_media: whether media were seen in it at a glance: it is ``read`` at once, which takes a millisecond at
             most, apart from copying the files.
         num_file_bytes: bytes that its files may take in memory, if it has many and shows no media.
@@ -104,6 +105,9 @@ class AskedStart(Protocol):
 
     @property
     def num_token_ids(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_short(self) -> bool: ...  # noqa: D102
 
     @property
     def shows_media(self) -> bool: ...  # noqa: D102
@@ -179,6 +183,11 @@ class GenerateStart:
 
     shows_media = has_media
     work = num_token_ids
+
+    @property
+    def is_short(self) -> bool:
+        """Nothing is left to read."""
+        return True
 
     @property
     def num_file_bytes(self) -> int:
@@ -390,9 +399,11 @@ def check_asked(start: AskedStart) -> None:
     if _size_bytes(start.client_request_id) > _MAX_CLIENT_REQUEST_ID_BYTES:
         message = f"client_request_id is longer than {_MAX_CLIENT_REQUEST_ID_BYTES} bytes"
         raise InvalidRequestError(message, field="client_request_id")
-    check_name("tenant", start.tenant)
-    check_name("session_key", start.session_key)
-    check_name("cache_salt", start.cache_salt)
+    tenant, session_key, cache_salt = start.tenant, start.session_key, start.cache_salt
+    if len(tenant) > MAX_NAME_LENGTH or len(session_key) > MAX_NAME_LENGTH or len(cache_salt) > MAX_NAME_LENGTH:
+        check_name("tenant", tenant)
+        check_name("session_key", session_key)
+        check_name("cache_salt", cache_salt)
 
 
 def check_read(start: GenerateStart) -> None:
