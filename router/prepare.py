@@ -9,6 +9,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -161,17 +162,28 @@ async def _begin(request: RouterRequest, context: RouterContext, num_copies: int
     if asked.shows_media:
         await enter(asked.tenant, asked.work + num_generated)
         return
-    steps = asked.steps()
-    await enter(asked.tenant, next(steps) + num_generated)
-    try:
-        while True:
-            await enter(asked.tenant, next(steps))
-    except StopIteration as end:
-        request.take(end.value)
+    if asked.is_short:
+        await enter(asked.tenant, asked.work + num_generated)
+        request.take(asked.read())
+    else:
+        request.take(await _read_in_turns(request, context, num_generated))
     if request.unread is not None:
         request.unread.close()  # from now on they are counted one by one
     if request.start.has_media:
         request.arrived = arrive(request.start, context.media, num_copies=num_copies)
+
+
+async def _read_in_turns(request: RouterRequest, context: RouterContext, num_generated: int) -> GenerateStart:
+    """Read a long request step by step: each waits for its turn."""
+    steps, tenant = request.asked.steps(), request.asked.tenant
+    await context.intake.enter(tenant, next(steps) + num_generated)
+    while True:
+        try:
+            work = next(steps)
+        except StopIteration as end:
+            start: GenerateStart = end.value
+            return start
+        await context.intake.enter(tenant, work)
 
 
 def _refuse_too_many_ids(request: RouterRequest, table: WorkerTable) -> None:
@@ -274,11 +286,13 @@ class RouterRequest:
         Its outputs, its task and their errors know each other and it, so reference counts do not free them. The garbage
         collector does, but comes late to what has lived for long.
         """
-        self.asked.forget()
-        if "start" in vars(self):
+        known = vars(self).get("start", self.asked)
+        if isinstance(known, GenerateStart):
             start = object.__new__(GenerateStart)  # `replace` would cost ten times as much
-            vars(start).update(vars(self.start), prompt=_NO_PROMPT, media=())
-            self.start = start
+            vars(start).update(vars(known), prompt=_NO_PROMPT, media=())
+            self.asked = self.start = start
+        else:
+            known.forget()
         self.prompt_token_ids, self._prompt_hashes = (), None
 
     @property

@@ -6,6 +6,7 @@ Parts of an answer are not frozen: each request makes several, and freezing trip
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
@@ -73,6 +74,7 @@ class AskedStart(Protocol):
             ``GenerateStart``.
         num_message_bytes: of the message, all in all.
         num_token_ids: token ids of the prompt, if it came as such.
+        is_short: whether one step reads it, in a millisecond at most, apart from copying texts and files.
         shows_media: whether media were seen in it at a glance: it is ``read`` at once, which takes a millisecond at
             most, apart from copying the files.
         num_file_bytes: bytes that its files may take in memory, if it has many and shows no media.
@@ -111,6 +113,9 @@ class AskedStart(Protocol):
 
     @property
     def num_token_ids(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_short(self) -> bool: ...  # noqa: D102
 
     @property
     def shows_media(self) -> bool: ...  # noqa: D102
@@ -192,9 +197,22 @@ class GenerateStart:
     work = num_token_ids
 
     @property
+    def is_short(self) -> bool:
+        """Nothing is left to read."""
+        return True
+
+    @property
     def num_file_bytes(self) -> int:
         """None: media are shown."""
         return 0
+
+    @property
+    def num_message_bytes(self) -> int:
+        """None: it is read."""
+        return 0
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
 
     def for_tenant(self, tenant: str) -> GenerateStart:
         """The same request, accounted to ``tenant``."""
@@ -233,9 +251,9 @@ class Resume:
 
     def read(self) -> Resume:
         """The same; tokens that are still in the client's message are copied out of it."""
-        if isinstance(self.generated_token_ids, tuple):
+        if isinstance(self.generated_token_ids, array):
             return self
-        return replace(self, generated_token_ids=tuple(self.generated_token_ids))
+        return replace(self, generated_token_ids=array("I", self.generated_token_ids[:]))
 
 
 @dataclass(kw_only=True)
@@ -401,9 +419,11 @@ def check_asked(start: AskedStart) -> None:
     if _size_bytes(start.client_request_id) > _MAX_CLIENT_REQUEST_ID_BYTES:
         message = f"client_request_id is longer than {_MAX_CLIENT_REQUEST_ID_BYTES} bytes"
         raise InvalidRequestError(message, field="client_request_id")
-    check_name("tenant", start.tenant)
-    check_name("session_key", start.session_key)
-    check_name("cache_salt", start.cache_salt)
+    tenant, session_key, cache_salt = start.tenant, start.session_key, start.cache_salt
+    if len(tenant) > MAX_NAME_LENGTH or len(session_key) > MAX_NAME_LENGTH or len(cache_salt) > MAX_NAME_LENGTH:
+        check_name("tenant", tenant)
+        check_name("session_key", session_key)
+        check_name("cache_salt", cache_salt)
 
 
 def check_read(start: GenerateStart) -> None:

@@ -12,7 +12,6 @@ from quartet.api.convert.unread import UnreadStart
 from quartet.api.request import AskedStart, GenerateStart, check_asked
 from quartet.errors import InvalidRequestError
 from quartet.v1 import router_pb2 as pb
-from quartet.v1 import types_pb2
 from tests.api.strategies import GENERATE_STARTS
 from tests.streams.test_convert import over_the_wire
 
@@ -82,8 +81,6 @@ def test_a_message_of_many_parts_is_a_step_of_its_own() -> None:
         (pb.GenerateStart(token_ids=pb.TokenIds(ids=[1] * 20_000)), 20_000),
         (chat(user(), user(3)), 2 * MESSAGE_WORK + 3 * PART_WORK),
         (chat(user(4_096)), MESSAGE_WORK + 4_096 * PART_WORK),
-        (pb.GenerateStart(text="Hi", sampling=types_pb2.Sampling(stop_token_ids=[1] * 1_000)), 2_000),
-        (pb.GenerateStart(text="Hi", sampling=types_pb2.Sampling(logit_bias=dict.fromkeys(range(10), 1.0))), 20),
         (pb.GenerateStart(text="Hi", media=[_URL] * 3), 3 * 2_048),
         (chat(_PICTURE), MESSAGE_WORK + 2 * PART_WORK + 2_048),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from functools import lru_cache
 
 from quartet.api.request import (
@@ -118,25 +118,23 @@ def _to_array(token_ids: Sequence[int]) -> array[int]:
     return array("I", token_ids[:])
 
 
-def check_counts(message: router_pb2.GenerateStart) -> None:
-    """Refuse more of anything than a request may have, without a look at any item. Parts of a chat are not counted.
+def check_prompt(message: router_pb2.GenerateStart) -> str:
+    """The kind of the prompt. Parts of a chat are not counted, nor is anything looked at.
 
     Raises:
-        InvalidRequestError: ``field`` is its path.
+        InvalidRequestError: there is none, or more messages, token ids or media than any request has; ``field`` is
+            the path.
     """
     kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
     if kind == "token_ids":
         check_count(message.token_ids.ids, MAX_TOKEN_IDS, "token_ids.ids", "token ids")
     elif kind == "chat":
         check_count(message.chat.messages, MAX_MESSAGES, "chat.messages", "messages")
+    elif kind is None:
+        raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
     if message.media:
         check_count(message.media, MAX_PARTS, "media", "media items")
-    if message.HasField("sampling"):
-        check_sampling_counts(message.sampling)
-    if message.HasField("text_options"):
-        check_count(message.text_options.stop_strings, MAX_STOP_STRINGS, "text_options.stop_strings", "stop strings")
+    return kind
 
 
 def check_count(items: Sized, limit: int, field: str, what: str) -> None:
@@ -247,18 +245,16 @@ class ChatConverter:
         return _from_content(message, parts, number)
 
 
-def _make_message(
-    role: str,
-    content: str | tuple[str | MediaPart, ...],
-    set_role: Callable[[ChatMessage, object], None] = ChatMessage.role.__set__,  # type: ignore[attr-defined]
-    set_content: Callable[[ChatMessage, object], None] = ChatMessage.content.__set__,  # type: ignore[attr-defined]
-    set_name: Callable[[ChatMessage, object], None] = ChatMessage.name.__set__,  # type: ignore[union-attr]
-) -> ChatMessage:
+# The setters of its fields.
+_SET_ROLE, _SET_CONTENT, _SET_NAME = (vars(ChatMessage)[name].__set__ for name in ("role", "content", "name"))
+
+
+def _make_message(role: str, content: str | tuple[str | MediaPart, ...]) -> ChatMessage:
     """A message. There are up to 4096, and the constructor of a frozen class takes as long as all the rest."""
     message = object.__new__(ChatMessage)
-    set_role(message, role)
-    set_content(message, content)
-    set_name(message, None)
+    _SET_ROLE(message, role)
+    _SET_CONTENT(message, content)
+    _SET_NAME(message, None)
     return message
 
 
@@ -339,7 +335,7 @@ def from_resume(message: router_pb2.Resume) -> Resume:
         attempt=message.attempt,
         seed=message.seed,
         choice=message.choice,
-        generated_token_ids=_to_array(generated) if generated else (),
+        generated_token_ids=generated if generated else (),
         num_text_bytes=message.num_text_bytes,
         model_fingerprint=message.model_fingerprint,
     )

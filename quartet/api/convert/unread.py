@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from quartet.api.convert.request import MESSAGE_WORK, PART_WORK, ChatConverter, check_counts, from_generate_start
+from quartet.api.convert.request import MESSAGE_WORK, PART_WORK, ChatConverter, check_prompt, from_generate_start
 from quartet.api.request import ChatPrompt, GenerateStart
 from quartet.rpc.errors import to_seconds
 from quartet.v1 import router_pb2
 
-# As `MESSAGE_WORK`, of a bias or stop id, and of a media item: to see the size of a file would copy it, so each counts
-# as one of 400 KB.
-_BIAS_WORK, _MEDIA_WORK = 2, 2_048
+# As `MESSAGE_WORK`, of a media item: to see the size of a file would copy it, so each counts as one of 400 KB.
+_MEDIA_WORK = 2_048
 
 # A chat of so many messages and parts is looked through as it comes, in 0.1 ms.
 _MAX_AT_A_GLANCE = 256
@@ -37,6 +36,7 @@ class UnreadStart:
         "_message",
         "cache_salt",
         "client_request_id",
+        "is_short",
         "model",
         "num_choices",
         "num_file_bytes",
@@ -56,7 +56,6 @@ class UnreadStart:
         Raises:
             InvalidRequestError: more items than any request has, or no prompt; ``field`` is the path.
         """
-        check_counts(message)
         self._message: router_pb2.GenerateStart | None = message
         self.model = message.model
         self.tenant = message.tenant
@@ -67,19 +66,24 @@ class UnreadStart:
         self.seed = message.seed if message.HasField("seed") else None
         self.timeout_s = to_seconds(message.timeout) if message.HasField("timeout") else None
         self.num_choices = message.num_choices if message.HasField("num_choices") else 1
-        self.num_token_ids = len(message.token_ids.ids)
-        self.work, num_media, num_parts = self.num_token_ids, len(message.media), 0
-        if not self.num_token_ids:
-            num_parts, num_media_parts = _glance(message.chat.messages)
-            self.work = min(MESSAGE_WORK * len(message.chat.messages), _STEP_WORK) + PART_WORK * num_parts
+        # Each request pays for this, so what is not there is not asked for.
+        kind, num_media, num_parts, is_short = check_prompt(message), len(message.media), 0, True
+        self.num_token_ids = self.work = self.num_file_bytes = 0
+        if kind == "token_ids":
+            self.num_token_ids = self.work = len(message.token_ids.ids)
+            is_short = self.work <= _MAX_WORK_BEFORE
+        elif kind == "chat":
+            messages = message.chat.messages
+            num_parts, num_media_parts = _glance(messages)
+            self.work = min(MESSAGE_WORK * len(messages), _STEP_WORK) + PART_WORK * num_parts
             num_media += num_media_parts
-        if message.HasField("sampling"):
-            sampling = message.sampling
-            self.work += _BIAS_WORK * (len(sampling.logit_bias) + len(sampling.stop_token_ids))
-        is_short = self.work <= _MAX_WORK_BEFORE and len(message.chat.messages) <= _MAX_AT_A_GLANCE
-        self.shows_media = is_short and 0 < num_media <= _MAX_AT_A_GLANCE
-        self.work += _MEDIA_WORK * num_media
-        self.num_file_bytes = 0 if self.shows_media else _num_file_bytes(message, num_parts)
+            is_short = len(messages) <= _MAX_AT_A_GLANCE and num_parts <= _MAX_AT_A_GLANCE
+        self.is_short, self.shows_media = is_short, False
+        if num_media or not is_short:
+            self.work += _MEDIA_WORK * num_media
+            self.shows_media = is_short and 0 < num_media <= _MAX_AT_A_GLANCE
+            if not self.shows_media:
+                self.num_file_bytes = _num_file_bytes(message)
 
     def for_tenant(self, tenant: str) -> UnreadStart:
         """The same request, accounted to ``tenant``."""
@@ -100,7 +104,7 @@ class UnreadStart:
         yield self.work
         assert self._message is not None, "it is read only once"
         messages = self._message.chat.messages
-        if len(messages) <= _MAX_AT_A_GLANCE:
+        if not messages:
             return self.read()
         converter = ChatConverter(messages)
         ahead = self.work  # work that is paid for and not done
@@ -126,13 +130,13 @@ class UnreadStart:
         return message
 
 
-def _num_file_bytes(message: router_pb2.GenerateStart, num_parts: int) -> int:
+def _num_file_bytes(message: router_pb2.GenerateStart) -> int:
     """Bytes of a message in which no media were seen at a glance, if it holds any; 0 also for one of 256 KiB."""
-    messages = message.chat.messages
-    is_long = len(messages) > _MAX_AT_A_GLANCE or num_parts > _MAX_AT_A_GLANCE
-    if not (message.media or is_long) or (num_bytes := message.ByteSize()) <= _MAX_UNCOUNTED_BYTES:
+    has_chat = message.HasField("chat")
+    if not (message.media or has_chat) or (num_bytes := message.ByteSize()) <= _MAX_UNCOUNTED_BYTES:
         return 0
-    has_media = message.media or any(part.HasField("media") for chat_message in messages for part in chat_message.parts)
+    messages = message.chat.messages if has_chat else ()
+    has_media = message.media or any(part.HasField("media") for one in messages for part in one.parts)
     return num_bytes if has_media else 0
 
 
