@@ -241,4 +241,4 @@ async def test_the_command_on_a_real_gpu() -> None:
     [pulls] = of(findings, "hand-offs to 0")[:1]
     assert pulls.verdict is Verdict.OK and "from itself" in pulls.message
     [host] = of(findings, "host, GPU 0")
-    assert host.message.startswith("pinned ") and " memfd " in host.message
+    assert host.message.startswith("pinned ")
