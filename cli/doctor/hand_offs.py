@@ -36,6 +36,7 @@ print("QUARTET-TRITON " + triton.__version__ + " " + ",".join(sorted(backends)))
 """
 _TRITON_MARK = "QUARTET-TRITON "
 _SEED_BITS = 32
+_NOT_TRIED = "not tried"
 
 _NO_WAY = (
     "no way between them: the router prefills where it decodes; give Prefill and Decode GPUs that reach each other"
@@ -84,7 +85,7 @@ class Answer:
     Attributes:
         findings: as ``gpu_probe`` printed them; at least one where nothing failed.
         failure: why there are no more, in words; empty: nothing failed.
-        name: the driver's name for it, if it was the driver that refused.
+        name: the driver's name for it, if it was the driver that refused; or that there was no time for it.
     """
 
     findings: Sequence[Mapping[str, Any]] = ()
@@ -140,7 +141,7 @@ class Probes:
         return min(_PROBE_TIMEOUT_S, self._deadline - asyncio.get_running_loop().time())
 
     def _too_late(self) -> Answer:
-        return Answer(failure=f"not tried: the {self._timeout_s:g} s were over (--timeout)")
+        return Answer(failure=f"not tried: the {self._timeout_s:g} s were over", name=_NOT_TRIED)
 
 
 def answer(run: ProgramRun) -> Answer:
@@ -200,7 +201,7 @@ def judge_pulls(gpu: int, survey: Survey, answers: Mapping[int, Answer]) -> list
         if came[source] is not None:
             continue
         why = found.failure or "the bytes that came are not those that were lent"
-        message = f"{_named(source, gpu)}: not possible: {why}"
+        message = f"{_named(source, gpu)}: {'' if found.name == _NOT_TRIED else 'not possible: '}{why}"
         if not _are_peers(survey, gpu, source):
             findings.append(warning(check, message, _NO_WAY))
         else:
@@ -218,10 +219,8 @@ def judge_host(gpu: int, found: Answer) -> Finding:
     message = "; ".join(parts)
     if all(kinds.get(kind, {}).get("is_right") for kind in (PINNED, WRITE_COMBINED, SHARED)):
         return ok(check, message)
-    advice = (
-        "cuda_ipc needs none of it; copies by the host's memory would go without: ulimit -l, the container's memory"
-    )
-    return warning(check, message, advice)
+    advice = "cuda_ipc needs none of it; what the kernel lets a process lock shows in `ulimit -l`"
+    return warning(check, message, _advice(found) if found.name == _NOT_TRIED else advice)
 
 
 def judge_triton(run: ProgramRun | None) -> Finding:
@@ -297,6 +296,8 @@ def _named(source: int, gpu: int) -> str:
 
 
 def _advice(found: Answer) -> str:
+    if found.name == _NOT_TRIED:
+        return "give it longer with --timeout"
     if found.name == "CUDA_ERROR_OUT_OF_MEMORY":
         return "free some of the GPU's memory and try again: see nvidia-smi for who has it"
     return "Prefill hands nothing to Decode here; in containers, share network, IPC and PID namespaces; see dmesg"

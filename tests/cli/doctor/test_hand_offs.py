@@ -138,7 +138,8 @@ async def test_what_there_is_no_time_for_is_said(monkeypatch: pytest.MonkeyPatch
         return machine.start(*arguments)
 
     findings = await check_hand_offs(timeout_s=60.0, start=start)
-    late = [finding for finding in findings if "not tried: the 60 s were over (--timeout)" in finding.message]
+    late = [finding for finding in findings if "not tried: the 60 s were over" in finding.message]
+    assert {finding.advice for finding in late} == {"give it longer with --timeout"}
     checks = [finding.check for finding in late]
     assert checks == [
         "hand-offs to 0",
