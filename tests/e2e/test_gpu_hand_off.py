@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +27,9 @@ LENGTHS = (1, 31, 32, 33, 64, 300, 1000)
 NUM_TOKENS = 24
 #: Pools large enough that one kept for a dead worker shows.
 NUM_BLOCKS = 16384
+FIXED_POOL = {"engine.num_blocks": NUM_BLOCKS}
+#: Twice this share would not fit if both took it of what is free before either has its pool.
+SHARED_POOL = {"engine.num_blocks": "null", "engine.free_gpu_memory_fraction": 0.6}
 SLACK = 256 << 20
 WAIT_S = 90.0
 DEVICE = "cuda:0"
@@ -40,12 +43,12 @@ def oracle() -> Iterator[Oracle]:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[tuple[Up, QuartetClient]]:
+async def running(directory: Path, pool: Mapping[str, object] = FIXED_POOL) -> AsyncIterator[tuple[Up, QuartetClient]]:
     settings = {
         "discovery.kind": "file",
         "discovery.file.directory": directory,
         "engine.device": DEVICE,
-        "engine.num_blocks": NUM_BLOCKS,
+        **pool,
     }
     options = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
     topology = str(CONFIGS / "disagg.yaml")
@@ -104,6 +107,13 @@ async def test_blocks_go_from_prefill_to_decode_on_the_gpu(tmp_path: Path, oracl
         await check(client, oracle, seed=1)
         assert await pulled_bytes(client, WAYS[0]) > 0
         await check(client, oracle, seed=1)  # from what is cached, too
+
+
+async def test_two_processes_that_take_a_share_of_one_gpu_each_both_fit(tmp_path: Path, oracle: Oracle) -> None:
+    async with running(tmp_path, SHARED_POOL) as (up, client):
+        assert "decode-0 waits for prefill-0 on the same GPU" in up.log
+        await check(client, oracle, seed=1)
+        assert await pulled_bytes(client, WAYS[0]) > 0
 
 
 async def test_a_prefill_worker_killed_again_and_again_costs_no_token_and_no_memory(

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from quartet.transfer.cuda.driver import CudaDriver, CudaError
+from quartet.transfer.cuda.survey import CudaSurveyDriver
 
 
 class _Result(IntEnum):
@@ -84,3 +85,25 @@ def test_streams_wait_for_no_other_and_waiters_of_events_sleep(monkeypatch: pyte
     )
     driver = CudaDriver()
     assert (driver.create_stream(), driver.create_event()) == (101, 203)
+
+
+def test_a_survey_names_gpus_and_reserves_each_kind_of_the_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ok = _Result.CUDA_SUCCESS
+    _install(
+        monkeypatch,
+        _bindings(
+            CU_MEMHOSTALLOC_WRITECOMBINED=4,
+            cuDriverGetVersion=lambda: (ok, 13010),
+            cuDeviceGetCount=lambda: (ok, 2),
+            cuDeviceGet=lambda index: (ok, 10 + index),
+            cuDeviceGetName=lambda size, device: (ok, f"GPU {device}".encode().ljust(size, b"\0")),
+            cuDeviceTotalMem=lambda device: (ok, device << 30),
+            cuDeviceCanAccessPeer=lambda here, there: (ok, int(here < there)),
+            cuMemHostAlloc=lambda size, flags: (ok, size + flags),
+        ),
+    )
+    driver = CudaSurveyDriver()
+    assert (driver.cuda_version(), driver.num_devices()) == ((13, 1), 2)
+    assert (driver.name(1), driver.total_size_bytes(1)) == ("GPU 11", 11 << 30)
+    assert [driver.can_reach(0, 1), driver.can_reach(1, 0)] == [True, False]
+    assert [driver.allocate_host(1024, write_combined=is_wc) for is_wc in (False, True)] == [1024, 1028]
