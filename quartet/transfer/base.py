@@ -24,6 +24,7 @@ class TransferWay(StrEnum):
     """How bytes move, best first where several are possible."""
 
     CUDA_IPC = "cuda_ipc"  # same host, GPU pools
+    STAGED = "staged"  # one of the pools is on a GPU: through pinned host memory, then as shm or grpc
     SHM = "shm"  # same host, CPU pools: the source's memfd is mapped, one copy
     NIXL = "nixl"  # across hosts by RDMA
     GRPC = "grpc"  # always works: bytes ride the Pull stream

@@ -30,7 +30,7 @@ NUM_BLOCKS = 16384
 SLACK = 256 << 20
 WAIT_S = 90.0
 DEVICE = "cuda:0"
-WAYS = ("cuda_ipc",)
+WAYS = ("cuda_ipc", "staged")
 
 
 @pytest.fixture(scope="module")

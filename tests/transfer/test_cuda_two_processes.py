@@ -114,7 +114,7 @@ async def test_scattered_blocks_go_where_they_belong() -> None:
 async def test_the_driver_knows_the_size_of_a_pool_that_was_opened() -> None:
     async with puller_on_gpu(4) as (puller, _memory), source() as there:
         await puller.claim(await there.offer()).fetch([PieceCopy(0, 0)])
-        reader = puller._pool.reader
+        reader = puller._pool.inputs.readers[TransferWay.CUDA_IPC]
         [live] = reader._pools._pools.values()
         assert cuda_driver().size_of(live.pool.address) >= NUM_BLOCKS * PIECE
 
