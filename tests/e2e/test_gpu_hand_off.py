@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from quartet.client import Completion, QuartetClient, Rank, Sampling, WorkerState
 from tests import tiny
@@ -40,16 +41,25 @@ def oracle() -> Iterator[Oracle]:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[tuple[Up, QuartetClient]]:
+async def running(
+    directory: Path, overrides: dict[str, dict[str, object]] | None = None
+) -> AsyncIterator[tuple[Up, QuartetClient]]:
+    """One Prefill and one Decode worker on the GPU; ``overrides``: other settings, by role."""
+    records = directory / "records"
+    records.mkdir()
     settings = {
         "discovery.kind": "file",
-        "discovery.file.directory": directory,
+        "discovery.file.directory": records,
         "engine.device": DEVICE,
         "engine.num_blocks": NUM_BLOCKS,
     }
     options = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
-    topology = str(CONFIGS / "disagg.yaml")
-    async with Up(CONFIGS.parent, topology, "--router-port", "0", *options, python=Path(sys.executable)) as up:
+    topology = yaml.safe_load((CONFIGS / "disagg.yaml").read_text())
+    for worker in topology["workers"]:
+        worker["overrides"] = (overrides or {}).get(worker["role"], {})
+    file = directory / "topology.yaml"
+    file.write_text(yaml.safe_dump(topology))
+    async with Up(CONFIGS.parent, str(file), "--router-port", "0", *options, python=Path(sys.executable)) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             yield up, client
@@ -104,6 +114,24 @@ async def test_blocks_go_from_prefill_to_decode_on_the_gpu(tmp_path: Path, oracl
         await check(client, oracle, seed=1)
         assert await pulled_bytes(client, WAYS[0]) > 0
         await check(client, oracle, seed=1)  # from what is cached, too
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"decode": {"engine": {"device": "cpu", "num_blocks": 512}}},
+        {"prefill": {"engine": {"device": "cpu", "num_blocks": 512}}},
+        {"decode": {"transfer": {"ways": ["shm", "grpc"]}}},
+        {"prefill": {"transfer": {"ways": ["grpc"]}}},
+    ],
+)
+async def test_blocks_go_through_host_memory_where_the_gpu_can_not_be_reached_directly(
+    tmp_path: Path, oracle: Oracle, overrides: dict[str, dict[str, object]]
+) -> None:
+    async with running(tmp_path, overrides) as (_up, client):
+        await check(client, oracle, seed=20)
+        assert await pulled_bytes(client, "staged") > 0
+        assert await pulled_bytes(client, "cuda_ipc") == 0
 
 
 async def test_a_prefill_worker_killed_again_and_again_costs_no_token_and_no_memory(

@@ -77,8 +77,10 @@ async def peer(*arguments: object, seed: int = 0) -> AsyncIterator[Peer]:
 
 
 @asynccontextmanager
-async def source(num_blocks: int = NUM_BLOCKS, seed: int = 1, address: str = "127.0.0.1:0") -> AsyncIterator[Peer]:
-    async with peer("source", num_blocks, seed, address, seed=seed) as found:
+async def source(
+    num_blocks: int = NUM_BLOCKS, seed: int = 1, address: str = "127.0.0.1:0", kind: str = "source"
+) -> AsyncIterator[Peer]:
+    async with peer(kind, num_blocks, seed, address, seed=seed) as found:
         yield found
 
 
