@@ -13,8 +13,18 @@ from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.cuda.driver import cuda_driver
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.pinned import PinnedKind, pinned_kind
+from quartet.transfer.cuda.staging import StagingArea
 from quartet.transfer.grpc.puller import TransferPuller
-from tests.transfer.gpu_process import PIECE, block_bytes, puller_on_gpu, puller_on_host, read, write, wrong_blocks
+from tests.transfer.gpu_process import (
+    PIECE,
+    block_bytes,
+    make_pool,
+    puller_on_gpu,
+    puller_on_host,
+    read,
+    write,
+    wrong_blocks,
+)
 from tests.transfer.test_cuda_two_processes import source
 from tests.transfer.workers import CONFIG
 
@@ -107,3 +117,23 @@ async def test_a_source_killed_in_the_middle_is_a_failed_transfer(carrier: str) 
 async def test_this_driver_has_write_combined_memory() -> None:
     cuda_driver().bind(0)
     assert pinned_kind(cuda_driver()) is PinnedKind.WRITE_COMBINED
+
+
+async def test_the_event_loop_turns_while_host_memory_is_pinned() -> None:
+    memory = make_pool((2 << 30) // PIECE)
+    area = StagingArea(memory, 2 << 30)
+
+    async def stage() -> None:
+        async with area.staged(range(10)):
+            pass
+
+    staging = asyncio.create_task(stage())
+    num_turns = 0
+    while not staging.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    await staging
+    await area.close()
+    memory.close()
+    print(f"{num_turns} turns")
+    assert num_turns > 100

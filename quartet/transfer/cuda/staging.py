@@ -126,7 +126,8 @@ class StagingArea:
                 raise TransferError(f"the source has no host memory for blocks of its GPU: {error}") from error
 
     def _pin(self) -> None:
-        host = PoolMemory(self.num_slots, self._memory.piece_size_bytes)
+        # Touching gigabytes with `mmap` keeps the GIL, and so the event loop, for that long; the driver does not.
+        host = PoolMemory(self.num_slots, self._memory.piece_size_bytes, is_touched=False)
         try:
             self._threads.driver.pin(_address(host), host.size_bytes)
         except CudaError:
