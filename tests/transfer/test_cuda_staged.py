@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from quartet.discovery.base import HostIdentity
-from quartet.errors import HandOffNotFoundError, TransferError, TransferTimeoutError
+from quartet.errors import HandOffNotFoundError, NoHandOffError, TransferError, TransferTimeoutError
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.cuda import staged, staging
@@ -366,13 +366,26 @@ async def test_a_shutdown_of_the_puller_waits_for_its_copies(host: FakeHost) -> 
 
 
 @carriers
-@pytest.mark.parametrize("call", ["pin", "create_stream", "copy_to_host", "record", "wait"])
+@pytest.mark.parametrize("call", ["create_stream", "copy_to_host", "record", "wait"])
 async def test_a_failing_call_of_the_source_is_a_failed_transfer(host: FakeHost, carrier: str, call: str) -> None:
     config = CARRIERS[carrier]
     async with gpu_source(host, config=config) as source, puller_worker(config=config) as here:
         expected = fill(source)
         source.driver.failing[call] = "CUDA_ERROR_UNKNOWN"
         with pytest.raises(TransferError):
+            await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
+        await until(lambda: source.staging.num_free_slots == source.staging.num_slots)
+        await here.puller.claim(source.offer(2, BLOCKS)).fetch(COPIES)
+        assert blocks(here) == expected
+
+
+@carriers
+async def test_where_no_host_memory_is_to_be_had_the_router_prefills_elsewhere(host: FakeHost, carrier: str) -> None:
+    config = CARRIERS[carrier]
+    async with gpu_source(host, config=config) as source, puller_worker(config=config) as here:
+        expected = fill(source)
+        source.driver.failing["pin"] = "CUDA_ERROR_OUT_OF_MEMORY"
+        with pytest.raises(NoHandOffError, match="no host memory"):
             await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
         await until(lambda: source.staging.num_free_slots == source.staging.num_slots)
         await here.puller.claim(source.offer(2, BLOCKS)).fetch(COPIES)

@@ -19,7 +19,8 @@ from functools import partial
 
 import numpy as np
 
-from quartet.errors import TransferError
+from quartet.errors import NoHandOffError
+from quartet.limited_log import LimitedLog
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.cuda.driver import CudaError
 from quartet.transfer.cuda.memory import DeviceMemory
@@ -52,6 +53,7 @@ class StagingArea:
         self._threads = CopyThreads(memory, "cuda-stage")
         self._host: PoolMemory | None = None
         self._reserving = asyncio.Lock()
+        self._refusals = LimitedLog(logger)  # each pull can cause one
 
     @property
     def fd(self) -> int | None:
@@ -70,7 +72,8 @@ class StagingArea:
         Waits for slots, in order. Leaves when nothing writes to its slots any more, whatever happens.
 
         Raises:
-            TransferError: no memory, or a copy failed, or the area is closed.
+            NoHandOffError: there is no host memory; the next pull may find some.
+            TransferError: a copy failed, or the area is closed.
         """
         async with self._slots.taken(len(block_ids)) as slots:
             await self._copy(block_ids, slots)
@@ -122,8 +125,8 @@ class StagingArea:
             try:
                 await self._threads.call(self._pin)
             except (CudaError, OSError) as error:
-                logger.error("no %s bytes of host memory for blocks of the GPU: %s", self.size_bytes, error)
-                raise TransferError(f"the source has no host memory for blocks of its GPU: {error}") from error
+                self._refusals.warning("no %s bytes of host memory for blocks of the GPU: %s", self.size_bytes, error)
+                raise NoHandOffError(f"the source has no host memory for blocks of its GPU: {error}") from error
 
     def _pin(self) -> None:
         # Touching gigabytes with `mmap` keeps the GIL, and so the event loop, for that long; the driver does not.
