@@ -18,8 +18,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from quartet.transfer.base import PoolMemory
@@ -155,7 +156,7 @@ class _Lane:
     def write(self, address: int, data: bytes) -> None:
         """Put ``data`` into the GPU's memory."""
         host = ctypes.create_string_buffer(data, len(data))
-        self.run(lambda: self.driver.copy_from_host(address, ctypes.addressof(host), len(data), self.stream))
+        self.run(lambda: self.driver.copy_to_device(address, ctypes.addressof(host), len(data), self.stream))
 
     def read(self, address: int, size_bytes: int) -> bytes:
         """What is in the GPU's memory."""
@@ -166,7 +167,7 @@ class _Lane:
 
 def _try_copies(lane: _Lane, device: int, host: int, amount: Amount) -> Finding:
     driver, size = lane.driver, amount.size_bytes
-    from_host = lambda: driver.copy_from_host(device, host, size, lane.stream)  # noqa: E731
+    from_host = lambda: driver.copy_to_device(device, host, size, lane.stream)  # noqa: E731
     to_host = lambda: driver.copy_to_host(host, device, size, lane.stream)  # noqa: E731
     written = random.randbytes(size)
     ctypes.memmove(host, written, size)
@@ -197,17 +198,8 @@ def _device_memory(driver: SurveyDriver, size_bytes: int) -> Iterator[int]:
 
 
 @contextmanager
-def _pinned(driver: SurveyDriver, size_bytes: int) -> Iterator[int]:
-    address = driver.allocate_host(size_bytes, write_combined=False)
-    try:
-        yield address
-    finally:
-        driver.free_host(address)
-
-
-@contextmanager
-def _write_combined(driver: SurveyDriver, size_bytes: int) -> Iterator[int]:
-    address = driver.allocate_host(size_bytes, write_combined=True)
+def _allocated(driver: SurveyDriver, size_bytes: int, *, is_write_combined: bool) -> Iterator[int]:
+    address = driver.allocate_host(size_bytes, is_write_combined=is_write_combined)
     try:
         yield address
     finally:
@@ -216,20 +208,24 @@ def _write_combined(driver: SurveyDriver, size_bytes: int) -> Iterator[int]:
 
 @contextmanager
 def _registered(driver: SurveyDriver, size_bytes: int) -> Iterator[int]:
-    """A pool of a worker on a CPU, which others map."""
+    """What a worker on a GPU stages blocks in, which others map."""
     pool = PoolMemory(1, size_bytes)
     try:
         address = ctypes.addressof(ctypes.c_char.from_buffer(pool.view))
-        driver.register_host(address, size_bytes)
+        driver.pin(address, size_bytes)
         try:
             yield address
         finally:
-            driver.unregister_host(address)
+            driver.unpin(address)
     finally:
         pool.close()
 
 
-_HOST_MEMORY = {PINNED: _pinned, WRITE_COMBINED: _write_combined, SHARED: _registered}
+_HOST_MEMORY: dict[str, Callable[[SurveyDriver, int], AbstractContextManager[int]]] = {
+    PINNED: partial(_allocated, is_write_combined=False),
+    WRITE_COMBINED: partial(_allocated, is_write_combined=True),
+    SHARED: _registered,
+}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks of what hand-offs between GPUs need: GPUs that reach each other, and memory that processes can share.
+"""Checks of what hand-offs of GPUs need: memory that other GPUs and processes reach, and pinned memory of the host.
 
 Every question goes to a process of its own (``gpu_probe``), because CUDA may hang a process or end it. A process that
 tries something sees its own GPU only, as a worker of ``quartet up`` does whose topology says ``gpus``.
@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -38,9 +38,10 @@ _TRITON_MARK = "QUARTET-TRITON "
 _SEED_BITS = 32
 _NOT_TRIED = "not tried"
 
-_NO_WAY = (
-    "no way between them: the router prefills where it decodes; give Prefill and Decode GPUs that reach each other"
-)
+_STAGED = "hand-offs between them go through pinned host memory (staged), which takes longer"
+_WRONG_BYTES = "hand-offs here would bring wrong blocks: leave cuda_ipc out of transfer.ways; see dmesg"
+_PREFILLS = "the router prefills where it decodes"
+_LOCKED = "what the kernel lets a process lock shows in `ulimit -l`"
 
 
 async def check_hand_offs(
@@ -184,7 +185,7 @@ def judge_peers(survey: Survey) -> Finding:
     numbers = range(len(survey.names))
     apart = [f"{a}-{b}" for a in numbers for b in numbers if a < b and not _are_peers(survey, a, b)]
     if apart:
-        return warning("GPU peers", f"can't reach each other's memory: {', '.join(apart)}", _NO_WAY)
+        return warning("GPU peers", f"can't reach each other's memory: {', '.join(apart)}", _STAGED)
     if len(numbers) == 1:
         return ok("GPU peers", "one GPU: Prefill and Decode share it")
     return ok("GPU peers", f"all {len(numbers)} reach each other's memory")
@@ -203,24 +204,27 @@ def judge_pulls(gpu: int, survey: Survey, answers: Mapping[int, Answer]) -> list
         why = found.failure or "the bytes that came are not those that were lent"
         message = f"{_named(source, gpu)}: {'' if found.name == _NOT_TRIED else 'not possible: '}{why}"
         if not _are_peers(survey, gpu, source):
-            findings.append(warning(check, message, _NO_WAY))
+            findings.append(warning(check, message, _STAGED))
         else:
-            findings.append(wrong(check, message, _advice(found)))
+            findings.append(wrong(check, message, _advice(found) if found.failure else _WRONG_BYTES))
     return findings
 
 
 def judge_host(gpu: int, found: Answer) -> Finding:
-    """How fast the GPU and the host's memory exchange bytes; ``cuda_ipc`` needs none of it."""
+    """How fast the GPU and the host's memory exchange bytes, as in hand-offs by ``staged``, not by ``cuda_ipc``."""
     check = f"host, GPU {gpu}"
     kinds = {finding["kind"]: finding for finding in found.findings}
     parts = [_host_part(kind, kinds[kind]) for kind in (PINNED, WRITE_COMBINED, SHARED) if kind in kinds]
     if found.failure:
         parts.append(found.failure)
     message = "; ".join(parts)
-    if all(kinds.get(kind, {}).get("is_right") for kind in (PINNED, WRITE_COMBINED, SHARED)):
+    if any("error" not in finding and not finding["is_right"] for finding in kinds.values()):
+        return wrong(check, message, "hand-offs by staged would bring wrong blocks: see dmesg, and use another GPU")
+    if all("is_right" in kinds.get(kind, {}) for kind in (PINNED, WRITE_COMBINED, SHARED)):
         return ok(check, message)
-    advice = "cuda_ipc needs none of it; what the kernel lets a process lock shows in `ulimit -l`"
-    return warning(check, message, _advice(found) if found.name == _NOT_TRIED else advice)
+    if found.failure:
+        return warning(check, message, _advice(found) if found.name == _NOT_TRIED else f"staged may fail; {_LOCKED}")
+    return warning(check, message, _without({kind for kind, finding in kinds.items() if "error" in finding}))
 
 
 def judge_triton(run: ProgramRun | None) -> Finding:
@@ -300,7 +304,19 @@ def _advice(found: Answer) -> str:
         return "give it longer with --timeout"
     if found.name == "CUDA_ERROR_OUT_OF_MEMORY":
         return "free some of the GPU's memory and try again: see nvidia-smi for who has it"
-    return "Prefill hands nothing to Decode here; in containers, share network, IPC and PID namespaces; see dmesg"
+    return (
+        "hand-offs here go through host memory (staged), which takes longer; in containers, share network, IPC and PID "
+        "namespaces; see dmesg"
+    )
+
+
+def _without(refused: Collection[str]) -> str:
+    """What follows where the driver refuses these kinds of the host's memory."""
+    if {PINNED, WRITE_COMBINED} <= set(refused):
+        return f"cuda_ipc is the only way from and to this GPU: for CPUs, other hosts, {_PREFILLS}; {_LOCKED}"
+    if SHARED in refused:
+        return f"blocks leave this GPU by cuda_ipc only: for CPUs, other hosts, {_PREFILLS}; {_LOCKED}"
+    return f"none fail: copies to this GPU go through {PINNED if WRITE_COMBINED in refused else WRITE_COMBINED} memory"
 
 
 def _host_part(kind: str, finding: Mapping[str, Any]) -> str:

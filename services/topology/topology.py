@@ -17,11 +17,10 @@ from quartet.config import build, load_yaml, override
 from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
-from quartet.engine.settings import EngineKind, EngineSettings, Modality, no_hand_offs, refused_fields
+from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
-from quartet.transfer.base import TransferWay
 from services.workers.config import WorkerConfig
 
 #: The model in the repository; relative to the working directory, which is the repository's root.
@@ -314,10 +313,9 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
 
     Raises:
         ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
-            engine does not have, or hand-offs between engines whose blocks can't be moved.
+            engine does not have.
     """
     configs = [_group_config(topology, number) for number in range(len(topology.workers))]
-    _check_hand_offs(topology, configs)
     groups = list(zip(topology.workers, configs, strict=True))
     num_sharing = sum(group.replicas for group, config in groups if config.engine.kind.shares_cores)
     num_own_cores = max(1, num_cores // max(1, num_sharing))
@@ -504,25 +502,6 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
     return config
 
 
-def _check_hand_offs(topology: Topology, configs: Sequence[WorkerConfig]) -> None:
-    """Refuse a Prefill worker that can hand nothing off, or to none of its model's Decode workers."""
-    groups = list(zip(range(len(configs)), topology.workers, configs, strict=True))
-    for number, group, config in groups:
-        if group.role is not Role.PREFILL:
-            continue
-        if config.engine.ways and not _ways(config):
-            message = no_hand_offs(config.engine)
-            raise ConfigError(f"workers[{number}].overrides.transfer.ways: {message}")
-        takers = [
-            (other, taker)
-            for other, taking, taker in groups
-            if taking.role is Role.DECODE and taker.model_path == config.model_path
-        ]
-        if takers and not any(_can_hand_off(config, taker) for _, taker in takers):
-            is_on_gpu = config.engine.kind.uses_gpu(config.engine.device)
-            raise _no_hand_offs(topology, *((number, config) if is_on_gpu else takers[0]))
-
-
 @dataclass(frozen=True)
 class _Place:
     """The GPUs that a worker takes memory of.
@@ -551,18 +530,3 @@ def _place(worker: str, engine: EngineSettings, gpus: Sequence[int], environment
     is_named = _GPUS_VARIABLE in environment and number.isdigit() and int(number) < len(visible)
     gpu = visible[int(number)] if is_named else number
     return _Place(worker, frozenset([gpu]), takes_share=engine.free_gpu_memory_fraction is not None)
-
-
-def _can_hand_off(config: WorkerConfig, taker: WorkerConfig) -> bool:
-    """Whether some way leads from the one's pool into the other's; engines that move blocks themselves know it."""
-    return not (config.engine.ways and taker.engine.ways) or bool(_ways(config) & _ways(taker))
-
-
-def _ways(config: WorkerConfig) -> set[TransferWay]:
-    return set(config.engine.ways) & set(config.transfer.ways)
-
-
-def _no_hand_offs(topology: Topology, number: int, config: WorkerConfig) -> ConfigError:
-    has_own = "device" in _found(topology.workers[number].overrides, "engine")
-    setting = f"workers[{number}].overrides.engine.device" if has_own else "engine.device"
-    return ConfigError(f"{setting}: {no_hand_offs(config.engine)}")

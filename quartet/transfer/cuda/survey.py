@@ -1,4 +1,4 @@
-"""What ``quartet doctor gpu`` asks of the CUDA driver beyond what transfers need: names, peers, memory of the host."""
+"""What ``quartet doctor gpu`` asks of the CUDA driver beyond what transfers need: names, sizes, peers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ _MAX_NAME_BYTES = 256
 
 
 class SurveyDriver(Driver, Protocol):
-    """A ``Driver`` that also says what GPUs there are, and copies to and from memory of the host.
-
-    The four calls on the host's memory and the copies need a bound context; the others do not.
-    """
+    """A ``Driver`` that also says what GPUs there are, which needs no bound context."""
 
     def cuda_version(self) -> tuple[int, int]:
         """The newest CUDA that the driver speaks."""
@@ -34,30 +31,6 @@ class SurveyDriver(Driver, Protocol):
 
     def can_reach(self, device: int, peer: int) -> bool:
         """Whether ``device`` can read and write the memory of ``peer``, another GPU."""
-        ...
-
-    def allocate_host(self, size_bytes: int, *, write_combined: bool) -> int:
-        """Reserve pinned memory of the host; the CPU reads it slowly if it is write-combined."""
-        ...
-
-    def free_host(self, address: int) -> None:
-        """Give ``allocate_host``'s memory back."""
-        ...
-
-    def register_host(self, address: int, size_bytes: int) -> None:
-        """Pin memory that the process has already."""
-        ...
-
-    def unregister_host(self, address: int) -> None:
-        """Undo ``register_host``."""
-        ...
-
-    def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Have ``stream`` copy from the GPU's memory to the host's."""
-        ...
-
-    def copy_from_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Have ``stream`` copy from the host's memory to the GPU's."""
         ...
 
 
@@ -86,31 +59,6 @@ class CudaSurveyDriver(CudaDriver):
         """As ``SurveyDriver``."""
         here, there = (self._call("cuDeviceGet", number) for number in (device, peer))
         return bool(self._call("cuDeviceCanAccessPeer", here, there))
-
-    def allocate_host(self, size_bytes: int, *, write_combined: bool) -> int:
-        """As ``SurveyDriver``."""
-        flags = self._cuda.CU_MEMHOSTALLOC_WRITECOMBINED if write_combined else 0
-        return int(self._call("cuMemHostAlloc", size_bytes, flags))
-
-    def free_host(self, address: int) -> None:
-        """As ``SurveyDriver``."""
-        self._call("cuMemFreeHost", address)
-
-    def register_host(self, address: int, size_bytes: int) -> None:
-        """As ``SurveyDriver``."""
-        self._call("cuMemHostRegister", address, size_bytes, 0)
-
-    def unregister_host(self, address: int) -> None:
-        """As ``SurveyDriver``."""
-        self._call("cuMemHostUnregister", address)
-
-    def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """As ``SurveyDriver``."""
-        self._call("cuMemcpyDtoHAsync", target, source, size_bytes, stream)
-
-    def copy_from_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """As ``SurveyDriver``."""
-        self._call("cuMemcpyHtoDAsync", target, source, size_bytes, stream)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,19 +17,9 @@ SIZE_BYTES = 140 << 30
 
 
 class FakeSurveyDriver(FakeDriver):
-    """A ``SurveyDriver`` whose memory of the host is real.
+    """A ``SurveyDriver``."""
 
-    Attributes:
-        num_pinned: places of the host's memory that were reserved or registered, and not given back yet.
-    """
-
-    def __init__(self, host: FakeHost, devices: tuple[int, ...] = (0,)) -> None:
-        super().__init__(host, devices)
-        self._pinned: dict[int, object] = {}
-
-    @property
-    def num_pinned(self) -> int:
-        return len(self._pinned)
+    needs_pinned = False  # for what is no hand-off, and not timed
 
     def cuda_version(self) -> tuple[int, int]:
         return 13, 0
@@ -46,38 +35,6 @@ class FakeSurveyDriver(FakeDriver):
 
     def can_reach(self, device: int, peer: int) -> bool:
         return self.host.peers
-
-    def allocate_host(self, size_bytes: int, *, write_combined: bool) -> int:
-        with self._called("allocate_write_combined" if write_combined else "allocate_pinned"):
-            buffer = ctypes.create_string_buffer(size_bytes)
-            self._pinned[ctypes.addressof(buffer)] = buffer
-            return ctypes.addressof(buffer)
-
-    def free_host(self, address: int) -> None:
-        with self._called("free_host"):
-            del self._pinned[address]
-
-    def register_host(self, address: int, size_bytes: int) -> None:
-        with self._called("register_host"):
-            self._pinned[address] = size_bytes
-
-    def unregister_host(self, address: int) -> None:
-        with self._called("unregister_host"):
-            del self._pinned[address]
-
-    def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        with self._called("copy_to_host"):
-            self._streams[stream].todo.append(
-                lambda: _ignore(ctypes.memmove(target, self.read(source, size_bytes), size_bytes))
-            )
-
-    def copy_from_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        with self._called("copy_from_host"):
-            self._streams[stream].todo.append(lambda: self.write(target, ctypes.string_at(source, size_bytes)))
-
-
-def _ignore(_value: object) -> None:
-    pass
 
 
 @dataclass

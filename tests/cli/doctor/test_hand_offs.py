@@ -15,11 +15,22 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.doctor import hand_offs
 from cli.doctor.finding import Finding, Program, ProgramRun, Verdict, worst
-from cli.doctor.gpu_probe import MARK
-from cli.doctor.hand_offs import Probes, Survey, answer, check_hand_offs, judge_gpus, judge_triton
+from cli.doctor.gpu_probe import MARK, PINNED, SHARED, WRITE_COMBINED
+from cli.doctor.hand_offs import (
+    Answer,
+    Probes,
+    Survey,
+    answer,
+    check_hand_offs,
+    judge_gpus,
+    judge_host,
+    judge_triton,
+)
 from tests.cli.conftest import RunCli
 from tests.cli.doctor.fake_gpus import Machine
 from tests.transfer.fake_cuda import FakeHost
+
+RATES = {"to_host": 50.0, "from_host": 50.0}
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +73,7 @@ async def test_a_host_with_one_gpu_needs_no_peers() -> None:
     assert of(findings, "GPU peers")[0].message == "one GPU: Prefill and Decode share it"
 
 
-async def test_between_gpus_that_are_no_peers_the_router_prefills_where_it_decodes() -> None:
+async def test_between_gpus_that_are_no_peers_blocks_go_through_host_memory() -> None:
     findings = await check(Machine(FakeHost(3, peers=False)))
     assert worst(findings) is Verdict.WARNING
     [peers] = of(findings, "GPU peers")
@@ -71,7 +82,7 @@ async def test_between_gpus_that_are_no_peers_the_router_prefills_where_it_decod
     assert within.verdict is Verdict.OK and "from itself" in within.message
     assert [finding.message.partition(":")[0] for finding in between] == ["from 0", "from 2"]
     assert all("PEER_ACCESS_UNSUPPORTED" in finding.message for finding in between)
-    assert all("the router prefills where it decodes" in finding.advice for finding in [peers, *between])
+    assert all("(staged), which takes longer" in finding.advice for finding in [peers, *between])
 
 
 @pytest.mark.parametrize(
@@ -93,15 +104,38 @@ async def test_bytes_that_come_wrong_are_wrong() -> None:
     [pull] = of(await check(Machine(host)), "hand-offs to 0")
     assert pull.verdict is Verdict.WRONG
     assert "not those that were lent" in pull.message
+    assert "leave cuda_ipc out" in pull.advice
 
 
-@pytest.mark.parametrize("call", ["allocate_pinned", "allocate_write_combined", "register_host"])
-async def test_a_kind_of_the_host_s_memory_that_is_refused_hides_no_other_and_is_no_fault(call: str) -> None:
-    findings = await check(Machine(FakeHost(1), failing={"host": {call: "CUDA_ERROR_NOT_PERMITTED"}}))
+def test_bytes_that_come_wrong_through_the_host_s_memory_are_wrong() -> None:
+    findings = [
+        {"kind": kind, "is_right": kind != WRITE_COMBINED, **RATES} for kind in (PINNED, WRITE_COMBINED, SHARED)
+    ]
+    found = judge_host(0, Answer(findings))
+    assert found.verdict is Verdict.WRONG
+    assert "write-combined: other bytes came" in found.message and "wrong blocks" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("calls", "advice"),
+    [
+        (["allocate_host"], "none fail: copies to this GPU go through write-combined memory"),
+        (["write_combined"], "none fail: copies to this GPU go through pinned memory"),
+        (["pin"], "blocks leave this GPU by cuda_ipc only: "),
+        (["allocate_host", "write_combined"], "cuda_ipc is the only way from and to this GPU: "),
+        (["allocate_host", "write_combined", "pin"], "cuda_ipc is the only way from and to this GPU: "),
+    ],
+)
+async def test_a_kind_of_the_host_s_memory_that_is_refused_hides_no_other_and_what_follows_is_said(
+    calls: list[str], advice: str
+) -> None:
+    failing = {"host": dict.fromkeys(calls, "CUDA_ERROR_NOT_PERMITTED")}
+    findings = await check(Machine(FakeHost(1), failing=failing))
     [host] = of(findings, "host, GPU 0")
     assert worst(findings) is host.verdict is Verdict.WARNING
-    assert host.message.count("not possible") == 1 and host.message.count("GB/s") == 2
-    assert "cuda_ipc needs none of it" in host.advice
+    assert host.message.count("not possible") == len(calls) and host.message.count("GB/s") == 3 - len(calls)
+    assert host.advice.startswith(advice)
+    assert ("the router prefills where it decodes" in host.advice) == ("cuda_ipc" in advice)
 
 
 @pytest.mark.parametrize("code", [-11, 3])
