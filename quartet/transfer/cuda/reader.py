@@ -98,7 +98,7 @@ class _OpenPool:
 
 
 class _CudaPools(LivePools[LentDeviceMemory, _OpenPool]):
-    """Opens each peer's pool, and closes it once its worker has ended and nobody copies from it."""
+    """Opens each peer's pool, and closes it once its worker has ended and no fetch copies from it."""
 
     def __init__(self, threads: _CopyThreads) -> None:
         super().__init__()
