@@ -132,8 +132,8 @@ async def _run_in_time(
     request.deadline = request.arrived_at + timeout_s
     try:
         async with asyncio.timeout(timeout_s) as timeout:
-            asked = request.asked
-            num_bytes = unread_bytes(asked, request.resume)
+            asked, resume = request.asked, request.resume
+            num_bytes = request_bytes(request.start, resume) if asked.shows_media else unread_bytes(asked, resume)
             request.held = context.prompts.hold(asked.tenant, asked.priority, num_bytes, timeout)
             del timeout  # it knows this task, whose error may know this frame
             await _begin(request, context, num_copies)

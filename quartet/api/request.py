@@ -186,7 +186,7 @@ class GenerateStart:
         prompt = self.prompt
         return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
 
-    # It is an `AskedStart` of which nothing is left to read.
+    # It is an `AskedStart` with nothing left to read.
 
     @property
     def num_token_ids(self) -> int:

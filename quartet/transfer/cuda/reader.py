@@ -89,7 +89,7 @@ class _OpenPool:
 
 
 class _CudaPools(LivePools[LentDeviceMemory, _OpenPool]):
-    """Opens each peer's pool, and closes it once its worker has ended and nobody copies from it."""
+    """Opens each peer's pool, and closes it once its worker has ended and no fetch copies from it."""
 
     def __init__(self, peers: _PeerMemory) -> None:
         super().__init__()
