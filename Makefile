@@ -36,6 +36,9 @@ run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg
 	@exec $(BIN)/quartet up $(if $(filter trtllm,$(ENGINE)),configs/trtllm,configs)/$*.yaml \
 	  $(if $(filter-out trtllm,$(ENGINE)),--engine $(ENGINE)) $(ARGS)
 
+run-gpu-%: setup tools  ## Start configs/gpu/%.yaml on this machine's GPUs: run-gpu-agg, run-gpu-disagg (ARGS=...)
+	@exec $(BIN)/quartet up configs/gpu/$*.yaml $(ARGS)
+
 test: setup tools  ## Run all tests but those of test-bench and test-chaos (JOBS=4: that many at once)
 	$(PYTEST) -m "not chaos and not bench"
 

@@ -42,6 +42,7 @@ class Attack(StrEnum):
     PLACES = "places"  # placements that no client takes up, 30 at a time
     PROMPTS = "prompts"  # 64 clients with prompts of 8,000 tokens
     REFUSED = "refused"  # 64 clients with prompts that are too long
+    SMALL = "small"  # 100 clients with chats of 4,096 tiny messages, 45 KB each, and every other one impossible
 
 
 _Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
@@ -167,6 +168,14 @@ async def _refused(stub: _Stub) -> None:
     await _repeat(64, lambda: _generate(stub, _short(MAX_MODEL_LEN + 1, num_tokens=1)))
 
 
+async def _small(stub: _Stub) -> None:
+    chat = router_pb2.ChatPrompt(messages=[router_pb2.ChatMessage(role="user", content="a")] * 4096)
+    sampling = types_pb2.Sampling(max_tokens=1, ignore_eos=True)
+    starts = [router_pb2.GenerateStart(chat=chat, sampling=sampling, num_choices=number) for number in (1, 65)]
+    turn = iter(range(1 << 60))
+    await _repeat(100, lambda: _generate(stub, starts[next(turn) % len(starts)]))
+
+
 def _short(num_prompt_tokens: int, *, num_tokens: int) -> router_pb2.GenerateStart:
     ids = random.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_prompt_tokens)
     return router_pb2.GenerateStart(
@@ -185,6 +194,7 @@ _ATTACKS: Mapping[Attack, Callable[[_Stub], Awaitable[None]]] = {
     Attack.PLACES: _places,
     Attack.PROMPTS: _prompts,
     Attack.REFUSED: _refused,
+    Attack.SMALL: _small,
 }
 
 

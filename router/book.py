@@ -347,7 +347,7 @@ class PlacedShare:
         ends_at: when it has ended at the latest.
         untaken: counts in the tenant's budgets until it was taken up; ``None``: it has none.
         on_end: called with the number of its output tokens, those of earlier attempts included, when a report says that
-            it ended after so many; ``None``: nobody asks.
+            it ended after so many; ``None``: not asked.
     """
 
     request_id: str

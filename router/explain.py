@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from quartet.api.fleet import Explanation, RankOption, WorkerState
-from quartet.api.request import GenerateStart
+from quartet.api.request import AskedStart
 from quartet.discovery.base import Rank, Role
 from quartet.errors import QueueFullError
 from quartet.telemetry.logging import FinishedRequest, log_request
@@ -46,7 +46,7 @@ _RETRY_DELAY_S = 1.0
 _ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 
-async def explain(start: GenerateStart, context: RouterContext, turns: ExplainTurns) -> Explanation:
+async def explain(start: AskedStart, context: RouterContext, turns: ExplainTurns) -> Explanation:
     """Where one choice of the request would go now if nothing else waited. Books, encodes and runs nothing.
 
     Raises:
@@ -148,14 +148,14 @@ def _full_error() -> QueueFullError:
 
 
 def _write_log(request: RouterRequest, outcome: str) -> None:
-    start = request.start
+    asked = request.asked
     line = FinishedRequest(
         request_id=request.request_id,
         outcome=outcome,
         path="explain",
-        tenant=start.tenant,
-        client_request_id=start.client_request_id,
-        num_choices=start.num_choices,
+        tenant=asked.tenant,
+        client_request_id=asked.client_request_id,
+        num_choices=asked.num_choices,
         tokenize_s=request.tokenize_s,
         total_s=time.monotonic() - request.arrived_at,
     )

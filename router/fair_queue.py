@@ -352,7 +352,7 @@ class FairQueue(Generic[EntryT]):
             return
         turns: list[_NextOf[EntryT]] = []
         starts: dict[str, float] = {}
-        bases: dict[str, float] = {}  # of tenants of which none has been shown
+        bases: dict[str, float] = {}  # of tenants with no entry shown so far
         for lane in lanes:
             if is_kept(lane) or (index := lane.first()) is None:
                 continue

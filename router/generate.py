@@ -9,7 +9,7 @@ from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation
 from quartet.api.output import ChoiceOutput, RunningChoices
 from quartet.api.placement import PlacedRequest
-from quartet.api.request import Accepted, ChoicePlacement, GenerateStart, Resume
+from quartet.api.request import Accepted, AskedStart, ChoicePlacement, Resume
 from quartet.errors import NoSigningKeyError, ServingError
 from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
@@ -36,16 +36,14 @@ class Pipeline:
         return len(self._running)
 
     def generate(
-        self, start: GenerateStart, sink: AnswerSink, *, resume: Resume | None = None, traceparent: str = ""
+        self, start: AskedStart, sink: AnswerSink, *, resume: Resume | None = None, traceparent: str = ""
     ) -> GenerateRun:
         """Run a request; its answer goes to ``sink``, and so does its failure."""
         run = GenerateRun(RouterRequest(start, resume, traceparent), self._context, sink, self._running.discard)
         self._running.add(run)
         return run
 
-    async def place(
-        self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = ""
-    ) -> PlacedRequest:
+    async def place(self, start: AskedStart, *, resume: Resume | None = None, traceparent: str = "") -> PlacedRequest:
         """Run a request up to its prefill, for a client that fetches the tokens itself.
 
         Raises:
@@ -62,7 +60,7 @@ class Pipeline:
         finally:
             self._running.discard(run)
 
-    async def explain(self, start: GenerateStart) -> Explanation:
+    async def explain(self, start: AskedStart) -> Explanation:
         """Where a request would go now. Raises ``ServingError`` as it would be refused before it waits for room."""
         return await explain(start, self._context, self._explain_turns)
 
@@ -180,4 +178,4 @@ class GenerateRun:
         request.check()
         if self._choices.outputs:
             return self._accepted()
-        return Accepted(request_id=request.request_id, choices=(), num_prompt_tokens=0, seed=request.start.seed or 0)
+        return Accepted(request_id=request.request_id, choices=(), num_prompt_tokens=0, seed=request.asked.seed or 0)

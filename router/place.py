@@ -86,10 +86,10 @@ class PlaceRun:
 
     def _check_budgets(self) -> None:
         """Refuse a tenant that takes nothing up, before any work is done. Raises ``PlacementBudgetError``."""
-        start = self._request.start
-        pool = self._context.table.pool(start.model, time.monotonic())
+        asked = self._request.asked
+        pool = self._context.table.pool(asked.model, time.monotonic())
         if pool is not None:
-            self._context.untaken.check(start.tenant, pool.key)
+            self._context.untaken.check(asked.tenant, pool.key)
 
     async def _place(self, request: RouterRequest) -> PlacedRequest:
         if request.media is not None:

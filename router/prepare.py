@@ -16,14 +16,16 @@ from typing import TypeVar
 from quartet.api.answer import DeltaSink
 from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
+    AskedStart,
     ChatPrompt,
     GenerateStart,
     Resume,
     TextOptions,
     TextPrompt,
     TokenPrompt,
+    check_asked,
+    check_read,
     check_resume,
-    check_start,
     prompt_field,
 )
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
@@ -40,15 +42,22 @@ from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
+from router.media.queue import MediaRoom
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
-from router.prompt_memory import HeldPrompt, request_bytes
+from router.prompt_memory import HeldPrompt, request_bytes, unread_bytes
 from router.readiness import model_error
 from router.tenants import salt_in_domain
 from router.thread_queue import TokenizeQueue
 from router.workers import Pool, PoolKey, WorkerTable
 
+# To look up a model takes as long as to read so many token ids.
+_MIN_LONG_TOKENS = 256
+
 # Tokenizing fewer characters than this costs less than handing them to a thread.
 _MAX_INLINE_LENGTH = 2_000
+
+# Of a prompt that is tokenized so much is kept.
+_MAX_KEPT_MESSAGES, _MAX_KEPT_CHARACTERS = 64, 16_384
 
 # A message costs as much as so many characters, also an empty one: the template writes its frame.
 _MESSAGE_COST = 40
@@ -93,13 +102,21 @@ async def run_prepared(
         ServingError: the model's text files are unavailable; and all errors of ``run``.
     """
     request.check()
-    if not request.start.has_media:
-        return await _run_in_time(request, context, run, late=late, encodes=encodes)
-    request.arrived = arrive(request.start, context.media, num_copies=num_copies)
+    _refuse_too_many_ids(request, context.table)
     try:
-        return await _run_in_time(request, context, run, late=late, encodes=encodes)
+        if request.asked.shows_media:
+            # Their files are in memory already, so they count before the request waits for anything.
+            request.take(request.asked.read())
+            request.arrived = arrive(request.start, context.media, num_copies=num_copies)
+        elif request.asked.num_file_bytes:
+            num_bytes = num_copies * request.asked.num_file_bytes
+            request.unread = context.media.queue.hold(request.asked.tenant, num_bytes)
+        return await _run_in_time(request, context, run, late=late, encodes=encodes, num_copies=num_copies)
     finally:
-        request.arrived.close()
+        if request.unread is not None:
+            request.unread.close()
+        if request.arrived is not None:
+            request.arrived.close()
 
 
 async def _run_in_time(
@@ -109,15 +126,18 @@ async def _run_in_time(
     *,
     late: str,
     encodes: bool,
+    num_copies: int,
 ) -> ResultT:
-    timeout_s = min(request.start.timeout_s or context.max_timeout_s, context.max_timeout_s)
+    timeout_s = min(request.asked.timeout_s or context.max_timeout_s, context.max_timeout_s)
     request.deadline = request.arrived_at + timeout_s
     try:
         async with asyncio.timeout(timeout_s) as timeout:
-            num_bytes = request_bytes(request.start, request.resume)
-            request.held = context.prompts.hold(request.start.tenant, request.start.priority, num_bytes, timeout)
+            asked, resume = request.asked, request.resume
+            num_bytes = request_bytes(request.start, resume) if asked.shows_media else unread_bytes(asked, resume)
+            request.held = context.prompts.hold(asked.tenant, asked.priority, num_bytes, timeout)
             del timeout  # it knows this task, whose error may know this frame
-            await context.intake.enter(request.start.tenant, _num_given_tokens(request))
+            await _begin(request, context, num_copies)
+            request.held.read(request_bytes(request.start, request.resume))
             await _prepare(request, context, encodes=encodes)
             if request.media is None:
                 return await run(request)
@@ -135,15 +155,47 @@ async def _run_in_time(
             request.held.leave()
 
 
-def _num_given_tokens(request: RouterRequest) -> int:
-    """Tokens that came as such, of its prompt and after it; other prompts are tokenized in turns of their own."""
-    prompt = request.start.prompt
-    return request.num_resumed_tokens + (len(prompt.token_ids) if isinstance(prompt, TokenPrompt) else 0)
+async def _begin(request: RouterRequest, context: RouterContext, num_copies: int) -> None:
+    """Wait for the request's turn, and read it: what that costs counts for the turn."""
+    asked, enter = request.asked, context.intake.enter
+    num_generated = 0 if request.resume is None else len(request.resume.generated_token_ids)
+    if asked.shows_media:
+        await enter(asked.tenant, asked.work + num_generated)
+        return
+    if asked.is_short:
+        await enter(asked.tenant, asked.work + num_generated)
+        request.take(asked.read())
+    else:
+        request.take(await _read_in_turns(request, context, num_generated))
+    if request.unread is not None:
+        request.unread.close()  # from now on they are counted one by one
+    if request.start.has_media:
+        request.arrived = arrive(request.start, context.media, num_copies=num_copies)
+
+
+async def _read_in_turns(request: RouterRequest, context: RouterContext, num_generated: int) -> GenerateStart:
+    """Read a long request step by step: each waits for its turn."""
+    steps, tenant = request.asked.steps(), request.asked.tenant
+    await context.intake.enter(tenant, next(steps) + num_generated)
+    while True:
+        try:
+            work = next(steps)
+        except StopIteration as end:
+            start: GenerateStart = end.value
+            return start
+        await context.intake.enter(tenant, work)
+
+
+def _refuse_too_many_ids(request: RouterRequest, table: WorkerTable) -> None:
+    """Refuse a prompt of token ids that is too long before any is read. Raises ``PromptTooLongError``."""
+    num_token_ids = request.asked.num_token_ids
+    if num_token_ids > _MIN_LONG_TOKENS:
+        _check_room(num_token_ids, "token_ids.ids", _find_pool(request.asked, table, request.resume))
 
 
 def _lack(request: RouterRequest, table: WorkerTable) -> str:
     """What a request that is late may have waited for; empty: nothing that is known."""
-    if not request.start.has_media or "pool" not in vars(request):
+    if "pool" not in vars(request) or not request.start.has_media:
         return ""
     media = table.media(request.pool.key, time.monotonic())
     return ": no encode worker of this model is ready" if media is not None and media.awaits(frozenset()) else ""
@@ -153,7 +205,8 @@ class RouterRequest:
     """A request of the router: as it arrived and, after ``run_prepared`` prepared it, bound to a pool and tokenized.
 
     Attributes:
-        start: what the client asked for.
+        asked: what the client asked for, as it came.
+        start: all of that; set once it has been read.
         resume: the attempt to resume; ``None``: a new request.
         traceparent: W3C trace context; empty: no trace.
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
@@ -168,6 +221,7 @@ class RouterRequest:
         tokenize_s: seconds that template and tokenizer took.
         max_output_tokens: output tokens at which each choice ends at the latest. While the number of its media's tokens
             is unknown, the worker may end a choice sooner unless the client set the limit.
+        unread: the memory that its files take until they are read; ``None``: they are few, or read already.
         arrived: its media as they came; ``None``: it names none.
         held: counts its prompt until it is placed.
         media: ``None``: the request is text only.
@@ -177,6 +231,7 @@ class RouterRequest:
         cache_salt: for workers; the client's own one unless there are trust domains.
     """
 
+    start: GenerateStart
     deadline: float
     worker_priority: int
     pool: Pool
@@ -185,27 +240,45 @@ class RouterRequest:
     seed: int
     max_output_tokens: int
 
-    def __init__(self, start: GenerateStart, resume: Resume | None = None, traceparent: str = "") -> None:
+    def __init__(self, asked: AskedStart, resume: Resume | None = None, traceparent: str = "") -> None:
         """Accept it without any check, and draw the id of a new request."""
-        self.start = start
+        self.asked = asked
         self.resume = resume
         self.traceparent = traceparent
         self.request_id = secrets.token_hex(16) if resume is None else resume.request_id
         self.arrived_at = time.monotonic()
         self.tokenize_s = 0.0
+        self.unread: MediaRoom | None = None
         self.arrived: ArrivedMedia | None = None
         self.held: HeldPrompt | None = None
         self.media: RequestMedia | None = None
         self.spans: tuple[MediaSpan, ...] = ()
         self.num_unknown_tokens = 0
-        self.trust_domain, self.cache_salt = "", start.cache_salt
+        self.trust_domain, self.cache_salt = "", asked.cache_salt
         self._prompt_hashes: Sequence[int] | None = None
 
     def check(self) -> None:
-        """Refuse what no model can serve. Raises ``InvalidRequestError``."""
-        check_start(self.start)
+        """Refuse at once what no model can serve. Raises ``InvalidRequestError``."""
+        check_asked(self.asked)
         if self.resume is not None:
-            check_resume(self.resume, self.start)
+            check_resume(self.resume, self.asked)
+
+    def take(self, start: GenerateStart) -> None:
+        """``start`` was read from what was asked for. Raises ``InvalidRequestError``: no model can serve it."""
+        check_read(start)
+        self.start = start
+
+    def forget_text(self) -> None:
+        """It is tokenized: keep only which kind of prompt it was, if it is long.
+
+        What ends badly may stay in memory until garbage is collected, and collecting 100 chats of 4,096 messages takes
+        the event loop 400 ms.
+        """
+        prompt = self.start.prompt
+        if isinstance(prompt, ChatPrompt) and len(prompt.messages) > _MAX_KEPT_MESSAGES:
+            self.start = replace(self.start, prompt=ChatPrompt((), prompt.add_generation_prompt))
+        elif isinstance(prompt, TextPrompt) and len(prompt.text) > _MAX_KEPT_CHARACTERS:
+            self.start = replace(self.start, prompt=TextPrompt(""))
 
     def forget_prompt(self) -> None:
         """It has ended, and is only known any more: let its prompt go.
@@ -213,13 +286,19 @@ class RouterRequest:
         Its outputs, its task and their errors know each other and it, so reference counts do not free them. The garbage
         collector does, but comes late to what has lived for long.
         """
-        self.start = replace(self.start, prompt=_NO_PROMPT, media=())
+        known = vars(self).get("start", self.asked)
+        if isinstance(known, GenerateStart):
+            start = object.__new__(GenerateStart)  # `replace` would cost ten times as much
+            vars(start).update(vars(known), prompt=_NO_PROMPT, media=())
+            self.asked = self.start = start
+        else:
+            known.forget()
         self.prompt_token_ids, self._prompt_hashes = (), None
 
     @property
     def choices(self) -> Sequence[int]:
         """Numbers of the choices that run."""
-        return range(self.start.num_choices) if self.resume is None else (self.resume.choice,)
+        return range(self.asked.num_choices) if self.resume is None else (self.resume.choice,)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -364,10 +443,7 @@ def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) 
         PromptTooLongError: the prompt can never fit together with the wanted output; workers refuse what only they know
             to be too long.
     """
-    limit = max_sequence_tokens(pool)
-    if num_prompt_tokens + 1 > limit:
-        message = f"the prompt has {num_prompt_tokens} tokens; it and the answer have room for {limit}"
-        raise PromptTooLongError(message, field=prompt_field(start.prompt))
+    limit = _check_room(num_prompt_tokens, prompt_field(start.prompt), pool)
     if num_prompt_tokens + (start.sampling.max_tokens or 0) > limit:
         message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
         raise PromptTooLongError(message, field="sampling.max_tokens")
@@ -375,6 +451,15 @@ def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) 
         message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
         raise PromptTooLongError(message, field="sampling.min_tokens")
     return start.sampling.max_tokens or limit - num_prompt_tokens
+
+
+def _check_room(num_prompt_tokens: int, field: str, pool: Pool) -> int:
+    """The tokens of the longest sequence, which must leave room for an answer. Raises ``PromptTooLongError``."""
+    limit = max_sequence_tokens(pool)
+    if num_prompt_tokens + 1 > limit:
+        message = f"the prompt has {num_prompt_tokens} tokens; it and the answer have room for {limit}"
+        raise PromptTooLongError(message, field=field)
+    return limit
 
 
 def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
@@ -444,6 +529,8 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     request.tokenize_s = time.monotonic() - began
     if request.held is not None and not isinstance(start.prompt, TokenPrompt):
         request.held.tokenized(len(token_ids))
+    if not start.has_media:
+        request.forget_text()
     # Before any token is looked at.
     request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
     if request.arrived is not None:
@@ -457,6 +544,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
             request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
         if resume is not None:
             check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
+            request.resume = resume.read()
     except InvalidRequestError:
         if request.media is not None:
             request.media.close()
@@ -485,7 +573,7 @@ async def _prepare_media(
     request.num_unknown_tokens = prompt.num_unknown_tokens
 
 
-def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) -> Pool:
+def _find_pool(start: AskedStart, table: WorkerTable, resume: Resume | None) -> Pool:
     if resume is not None and resume.model_fingerprint:
         return _find_same_pool(start.model, resume.model_fingerprint, table)
     pool = table.pool(start.model, time.monotonic())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from sys import getsizeof
 
-from quartet.api.request import GenerateStart, Prompt, Resume, TextPrompt, TokenPrompt
+from quartet.api.request import AskedStart, GenerateStart, Prompt, Resume, TextPrompt, TokenPrompt
 from quartet.errors import QueueFullError
 from router.config import AdmissionConfig
 from router.tenants import Tenants
@@ -154,6 +154,10 @@ class HeldPrompt:
         self.num_bytes = num_bytes
         self.is_held, self.is_refused = True, False
 
+    def read(self, num_bytes: int) -> None:
+        """Its request was read, and takes so many bytes in all. Raises ``QueueFullError``: with them too much waits."""
+        self._memory.grow(self, num_bytes - self.num_bytes)
+
     def tokenized(self, num_tokens: int) -> None:
         """Its text became so many tokens. Raises ``QueueFullError``: with them too much waits."""
         self._memory.grow(self, num_tokens * _TOKEN_BYTES)
@@ -182,6 +186,12 @@ class _OfTenant:
     def last(self) -> HeldPrompt:
         """The one of lowest priority that came last."""
         return next(reversed(self.by_priority[min(self.by_priority)]))
+
+
+def unread_bytes(asked: AskedStart, resume: Resume | None) -> int:
+    """What a request that was not read yet takes in memory."""
+    num_bytes = _REQUEST_BYTES + (_TOKEN_BYTES * asked.num_token_ids or asked.num_message_bytes)
+    return num_bytes if resume is None else num_bytes + _TOKEN_BYTES * len(resume.generated_token_ids)
 
 
 def request_bytes(start: GenerateStart, resume: Resume | None) -> int:

@@ -70,14 +70,14 @@ class RequestLog:
             outcomes += [failure] * num_failed
         for outcome in outcomes:
             self._metrics.requests.labels(outcome).inc()
-        used, longest, start = _summed(usages), _longest(times), request.start
+        used, longest, asked = _summed(usages), _longest(times), request.asked
         line = FinishedRequest(
             request_id=request.request_id,
             outcome=failure or ",".join(sorted(set(outcomes))) or "cancelled",
             path=self._path,
-            tenant=start.tenant,
-            client_request_id=start.client_request_id,
-            num_choices=start.num_choices,
+            tenant=asked.tenant,
+            client_request_id=asked.client_request_id,
+            num_choices=asked.num_choices,
             media_s=longest.media_s,
             router_queue_s=longest.router_queue_s,
             prefill_s=longest.prefill_s,

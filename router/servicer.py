@@ -14,10 +14,10 @@ import grpc
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import from_place_request, to_place_response
 from quartet.api.convert.fleet import from_explain_request, to_explain_response, to_model, to_worker_status
-from quartet.api.convert.request import from_generate_start
+from quartet.api.convert.unread import UnreadStart
 from quartet.api.fleet import Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
-from quartet.api.request import GenerateStart, SessionLimits, SessionStart
+from quartet.api.request import AskedStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
 from quartet.errors import DrainingError, ProtocolError
 from quartet.rpc.audience import Identity, caller_identity
@@ -169,23 +169,23 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise model_error(self._table, request.name, "name", time.monotonic())
         return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
-    async def _read_start(self, context: _Context) -> GenerateStart:
+    async def _read_start(self, context: _Context) -> AskedStart:
         # A client that opens a stream and sends nothing must not delay a drain.
         with self._until_closing():
             request = await self._stalled.read_first(context)
         if not isinstance(request, pb.GenerateRequest) or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
-        return self._with_tenant(from_generate_start(request.start), self._identity(context))
+        return self._with_tenant(UnreadStart(request.start), self._identity(context))
 
     def _identity(self, context: _Context) -> Identity | None:
         return caller_identity(context.auth_context()) if self._has_tls else None
 
-    def _with_tenant(self, start: GenerateStart, identity: Identity | None) -> GenerateStart:
+    def _with_tenant(self, start: AskedStart, identity: Identity | None) -> AskedStart:
         if identity is None:
             tenant = start.tenant if self._is_loopback else ""
         else:
             tenant = self._names.tenant(identity.name, start.tenant)
-        return start if tenant == start.tenant else replace(start, tenant=tenant)
+        return start if tenant == start.tenant else start.for_tenant(tenant)
 
     def _statuses(self, model: str) -> list[WorkerStatus]:
         statuses = self._table.statuses(time.monotonic())

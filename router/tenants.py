@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 
+from quartet.api.request import MAX_NAME_LENGTH, check_name
 from quartet.discovery.base import SALTED_BLOCKS, WorkerRecord
 from quartet.errors import ConfigError, PermissionDeniedError
 
@@ -28,9 +29,6 @@ _ID_LENGTH = 32
 
 # Stands before the salts of tenants without a domain: else such a tenant's salt could begin with a domain's id.
 _NO_DOMAIN = "0" * _ID_LENGTH
-
-# No request is taken with a longer one, so no time is spent on comparing it.
-_MAX_NAME_LENGTH = 256
 
 # Clients may make up names, so only so many are remembered.
 _MAX_KNOWN = 4096
@@ -168,10 +166,12 @@ class TenantNames:
         """The tenant of a request of ``identity`` that names the tenant ``named``, which may be empty.
 
         Raises:
+            InvalidRequestError: ``named`` is longer than any tenant's name may be.
             PermissionDeniedError: the identity may not use that tenant, or has several and names none.
         """
         tenant = self._tenant(identity, named)
         if tenant != identity:
+            check_name("tenant", tenant)  # before anything is kept by it
             self._tenants.note_identity(tenant, identity)
         return tenant
 
@@ -183,7 +183,7 @@ class TenantNames:
             if identity not in self._firsts:
                 raise PermissionDeniedError("this identity may use several tenants: name one", field="tenant")
             return self._firsts[identity]
-        if len(named) > _MAX_NAME_LENGTH or not any(pattern.fullmatch(named) for pattern in patterns):
+        if len(named) > MAX_NAME_LENGTH or not any(pattern.fullmatch(named) for pattern in patterns):
             raise PermissionDeniedError("this identity may not use this tenant", field="tenant")
         return named
 

@@ -1,4 +1,4 @@
-"""``quartet doctor`` and ``quartet doctor trtllm``: run checks, and show what they found to people and programs."""
+"""``quartet doctor`` and its commands ``gpu`` and ``trtllm``: run checks, and show what they found."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from cli.doctor.finding import Check, Finding, Verdict, check_up, worst
 from cli.doctor.gpus import check_gpus
+from cli.doctor.hand_offs import check_hand_offs
 from cli.doctor.machine import check_limits, check_memory, check_shared_memory
 from cli.doctor.network import EtcdCheck, PortsCheck
 from cli.doctor.packages import check_packages
@@ -28,6 +29,7 @@ from quartet.errors import ConfigError
 
 _TIMEOUT_S = 45.0
 _TRTLLM_TIMEOUT_S = 180.0
+_GPU_TIMEOUT_S = 240.0
 _ACCESS = "Access to etcd"
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.WRONG: "bold red"}
 _CHECK_WIDTH = 16
@@ -70,6 +72,20 @@ def machine(
         access = _EtcdFiles(ca=etcd_ca, cert=etcd_cert, key=etcd_key, password=etcd_password)
         check = _etcd_check(etcd, etcd_user, access)
         _report(asyncio.run(_check_all(check)), as_json=as_json)
+
+
+@doctor.command()
+def gpu(
+    *,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Time for all GPUs and pairs of them.")
+    ] = _GPU_TIMEOUT_S,
+    as_json: JsonOption = False,
+) -> None:
+    """Try what hand-offs need of the GPUs here, between processes, and measure it. Exit code 1 if it is not there."""
+    with _progress() as on_progress:
+        findings = asyncio.run(check_hand_offs(timeout_s=timeout_s, on_progress=on_progress))
+    _report(findings, as_json=as_json)
 
 
 @doctor.command()

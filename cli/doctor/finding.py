@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from services.topology.child import Child, describe_exit, start_child
 
@@ -101,12 +102,50 @@ class ProgramRun:
         return f": {self.lines[-1]}" if self.lines else ""
 
 
-async def run_program(
-    command: Sequence[str], *, timeout_s: float, on_line: Callable[[str], None] | None = None
-) -> ProgramRun:
-    """Run ``command`` in this environment; after ``timeout_s`` seconds kill it and all that it started.
+class Program(Protocol):
+    """A program that runs."""
 
-    ``on_line`` is called for each line as it comes.
+    async def wait(self) -> int:
+        """Its exit code, once it has ended; negative: the number of the signal that ended it."""
+        ...
+
+
+@asynccontextmanager
+async def started(
+    command: Sequence[str], variables: Mapping[str, str], on_line: Callable[[str], None]
+) -> AsyncIterator[Program]:
+    """Start ``command`` with these variables over the environment's; at the end kill it and all that it started.
+
+    ``on_line`` is called for each line of its output and its errors as it comes.
+    """
+    child = await start_child(command[0], command, {**os.environ, **variables}, on_line)
+    try:
+        yield child
+    finally:
+        await _end(child)
+
+
+Start: TypeAlias = Callable[
+    [Sequence[str], Mapping[str, str], Callable[[str], None]], AbstractAsyncContextManager[Program]
+]
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    on_line: Callable[[str], None] | None = None,
+    variables: Mapping[str, str] | None = None,
+    start: Start = started,
+) -> ProgramRun:
+    """Run ``command`` to its end; after ``timeout_s`` seconds kill it and all that it started.
+
+    Args:
+        command: the program and its arguments.
+        timeout_s: how long it may take.
+        on_line: called for each line as it comes.
+        variables: over those of the environment.
+        start: as ``started``.
     """
     lines: list[str] = []
 
@@ -116,14 +155,12 @@ async def run_program(
         if on_line is not None:
             on_line(line)
 
-    child = await start_child(command[0], command, os.environ, keep)
-    try:
-        async with asyncio.timeout(timeout_s):
-            return ProgramRun(await child.wait(), tuple(lines))
-    except TimeoutError:
-        return ProgramRun(None, tuple(lines))
-    finally:
-        await _end(child)
+    async with start(command, variables or {}, keep) as program:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return ProgramRun(await program.wait(), tuple(lines))
+        except TimeoutError:
+            return ProgramRun(None, tuple(lines))
 
 
 async def _run(name: str, check: Check, timeout_s: float) -> Sequence[Finding]:

@@ -6,8 +6,9 @@ Parts of an answer are not frozen: each request makes several, and freezing trip
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from quartet.discovery.base import Rank
@@ -63,6 +64,88 @@ class TextOptions:
     show_special_tokens: bool = False
 
 
+class AskedStart(Protocol):
+    """A client's request as it came: what says whose it is and what refuses it at once is read, all else by ``steps``.
+
+    To read the rest takes time by the message, part and token id. So it is paid for before.
+
+    Attributes:
+        model, seed, cache_salt, tenant, session_key, timeout_s, num_choices, client_request_id, priority: as in
+            ``GenerateStart``.
+        num_message_bytes: of the message, all in all.
+        num_token_ids: token ids of the prompt, if it came as such.
+        is_short: whether one step reads it, in a millisecond at most, apart from copying texts and files.
+        shows_media: whether media were seen in it at a glance: it is ``read`` at once, which takes a millisecond at
+            most, apart from copying the files.
+        num_file_bytes: bytes that its files may take in memory, if it has many and shows no media.
+        work: what the first of ``steps`` costs, in token ids of a prompt.
+    """
+
+    @property
+    def model(self) -> str: ...  # noqa: D102 - see the class, also for the others
+
+    @property
+    def seed(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def cache_salt(self) -> str: ...  # noqa: D102
+
+    @property
+    def tenant(self) -> str: ...  # noqa: D102
+
+    @property
+    def session_key(self) -> str: ...  # noqa: D102
+
+    @property
+    def timeout_s(self) -> float | None: ...  # noqa: D102
+
+    @property
+    def num_choices(self) -> int: ...  # noqa: D102
+
+    @property
+    def client_request_id(self) -> str: ...  # noqa: D102
+
+    @property
+    def priority(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_message_bytes(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_token_ids(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_short(self) -> bool: ...  # noqa: D102
+
+    @property
+    def shows_media(self) -> bool: ...  # noqa: D102
+
+    @property
+    def num_file_bytes(self) -> int: ...  # noqa: D102
+
+    @property
+    def work(self) -> int: ...  # noqa: D102
+
+    def for_tenant(self, tenant: str) -> AskedStart:
+        """The same request, accounted to ``tenant``."""
+        ...
+
+    def forget(self) -> None:
+        """It is read no more."""
+        ...
+
+    def read(self) -> GenerateStart:
+        """All of it. Only once. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
+        ...
+
+    def steps(self) -> Generator[int, None, GenerateStart]:
+        """Read it step by step: before each step the generator yields what that costs, in token ids of a prompt.
+
+        Each step takes two milliseconds at most, apart from copying texts, files and token ids. Raises as ``read``.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateStart:
     """A client's request.
@@ -103,6 +186,47 @@ class GenerateStart:
         prompt = self.prompt
         return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
 
+    # It is an `AskedStart` with nothing left to read.
+
+    @property
+    def num_token_ids(self) -> int:
+        """Token ids of the prompt, if it came as such."""
+        return len(self.prompt.token_ids) if isinstance(self.prompt, TokenPrompt) else 0
+
+    shows_media = has_media
+    work = num_token_ids
+
+    @property
+    def is_short(self) -> bool:
+        """Nothing is left to read."""
+        return True
+
+    @property
+    def num_file_bytes(self) -> int:
+        """None: media are shown."""
+        return 0
+
+    @property
+    def num_message_bytes(self) -> int:
+        """None: it is read."""
+        return 0
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+    def for_tenant(self, tenant: str) -> GenerateStart:
+        """The same request, accounted to ``tenant``."""
+        return replace(self, tenant=tenant)
+
+    def read(self) -> GenerateStart:
+        """All of it."""
+        return self
+
+    def steps(self) -> Generator[int, None, GenerateStart]:
+        """One step, as ``AskedStart`` says."""
+        yield self.work
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
@@ -124,6 +248,12 @@ class Resume:
     generated_token_ids: Sequence[int] = field(default=(), repr=False)
     num_text_bytes: int = 0
     model_fingerprint: str = ""
+
+    def read(self) -> Resume:
+        """The same; tokens that are still in the client's message are copied out of it."""
+        if isinstance(self.generated_token_ids, array):
+            return self
+        return replace(self, generated_token_ids=array("I", self.generated_token_ids[:]))
 
 
 @dataclass(kw_only=True)
@@ -266,15 +396,22 @@ _MAX_STOP_STRING_BYTES = 1024
 
 _MAX_CLIENT_REQUEST_ID_BYTES = 128
 
-_MAX_NAME_LENGTH = 256
+#: Characters of a tenant's name, a session key and a cache salt.
+MAX_NAME_LENGTH = 256
 
 
 def check_start(start: GenerateStart) -> None:
-    """Refuse what no model can serve. The router checks this; clients may check it before they send a request.
+    """Refuse what no model can serve. Clients may check it before they send a request.
 
     Raises:
         InvalidRequestError: names the field.
     """
+    check_asked(start)
+    check_read(start)
+
+
+def check_asked(start: AskedStart) -> None:
+    """The part of ``check_start`` for which nothing more has to be read. Raises ``InvalidRequestError``."""
     if not 1 <= start.num_choices <= MAX_CHOICES:
         raise InvalidRequestError(f"num_choices must be in [1, {MAX_CHOICES}]", field="num_choices")
     if start.timeout_s is not None:
@@ -282,15 +419,27 @@ def check_start(start: GenerateStart) -> None:
     if _size_bytes(start.client_request_id) > _MAX_CLIENT_REQUEST_ID_BYTES:
         message = f"client_request_id is longer than {_MAX_CLIENT_REQUEST_ID_BYTES} bytes"
         raise InvalidRequestError(message, field="client_request_id")
-    for name in ("tenant", "session_key", "cache_salt"):
-        if len(getattr(start, name)) > _MAX_NAME_LENGTH:
-            raise InvalidRequestError(f"{name} is longer than {_MAX_NAME_LENGTH} characters", field=name)
+    tenant, session_key, cache_salt = start.tenant, start.session_key, start.cache_salt
+    if len(tenant) > MAX_NAME_LENGTH or len(session_key) > MAX_NAME_LENGTH or len(cache_salt) > MAX_NAME_LENGTH:
+        check_name("tenant", tenant)
+        check_name("session_key", session_key)
+        check_name("cache_salt", cache_salt)
+
+
+def check_read(start: GenerateStart) -> None:
+    """The rest of ``check_start``. Raises ``InvalidRequestError``."""
     _check_text_options(start)
     if _is_empty(start.prompt):
         raise InvalidRequestError("the prompt is empty", field=prompt_field(start.prompt))
 
 
-def check_resume(resume: Resume, start: GenerateStart) -> None:
+def check_name(field: str, name: str) -> None:
+    """Refuse a name that is too long to be kept. Raises ``InvalidRequestError`` naming ``field``."""
+    if len(name) > MAX_NAME_LENGTH:
+        raise InvalidRequestError(f"{field} is longer than {MAX_NAME_LENGTH} characters", field=field)
+
+
+def check_resume(resume: Resume, start: AskedStart) -> None:
     """Refuse to resume an attempt that can't have existed. Raises ``InvalidRequestError`` naming the field."""
     if not is_request_id(resume.request_id):
         message = "request_id is not 32 lower-case hexadecimal digits"
@@ -354,7 +503,7 @@ class SessionStart:
     """
 
     slot: int
-    start: GenerateStart
+    start: AskedStart
     resume: Resume | None = None
     traceparent: str = ""
 

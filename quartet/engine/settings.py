@@ -11,8 +11,6 @@ from quartet.engine.mock.model import MockSettings
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import ConfigError
 from quartet.media.items import MediaKind
-from quartet.transfer.base import PoolMemory, TransferWay
-from quartet.transfer.cuda.memory import DeviceMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +52,6 @@ class EngineKind(StrEnum):
     def uses_gpu(self, device: str) -> bool:
         """Whether it runs on a GPU with this ``EngineSettings.device``."""
         return self is EngineKind.TRTLLM or (self is EngineKind.TORCH and device != "cpu")
-
-    def ways(self, device: str) -> tuple[TransferWay, ...]:
-        """The ways by which its blocks can be moved with this ``EngineSettings.device``; none: it moves them itself.
-
-        What is known before it is loaded; ``Engine.memory`` says it afterwards.
-        """
-        if self is EngineKind.TRTLLM:
-            return ()
-        return DeviceMemory.all_ways if self.uses_gpu(device) else PoolMemory.ways
 
 
 class Modality(StrEnum):
@@ -204,11 +193,6 @@ class EngineSettings:
         return self.load_seed if self.load_format is LoadFormat.RANDOM else None
 
     @property
-    def ways(self) -> tuple[TransferWay, ...]:
-        """The ways by which its blocks can be moved; none: it moves them itself."""
-        return self.kind.ways(self.device)
-
-    @property
     def step_bounds(self) -> SchedulerConfig:
         """Bounds of ``torch`` and ``mock``: ``scheduler``, with ``max_batch_size`` and ``max_num_tokens`` over it."""
         bounds = self.scheduler
@@ -255,11 +239,11 @@ class EncoderSettings:
 
 
 def no_hand_offs(settings: EngineSettings) -> str:
-    """Why an engine's blocks can't be moved by the ways that are left to it, and what to do."""
+    """Why an engine's blocks can't be moved, though others move them for it, and what to do."""
     return (
         f"the blocks of the engine {settings.kind} on {settings.device} can't go to another worker, nor another's come "
-        f"to it: that takes one of the ways {', '.join(settings.ways)}, on both sides; run Prefill and Decode workers "
-        "of a model all on GPUs of one host or all on CPUs, or Decode workers alone (configs/agg.yaml)"
+        "to it: the GPU's driver lets no other process open them and pins no host memory; run Decode workers alone "
+        "(configs/agg.yaml)"
     )
 
 

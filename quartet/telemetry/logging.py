@@ -20,7 +20,7 @@ _FIELDS_KEY = "quartet_fields"
 _SEPARATORS = frozenset(' "=')
 
 # Characters of one field, of a message and of a traceback that are written at most.
-_MAX_FIELD_LENGTH, _MAX_MESSAGE_LENGTH, _MAX_TRACE_LENGTH = 256, 4_096, 16_384
+_MAX_FIELD_LENGTH, _MAX_MESSAGE_LENGTH, _MAX_TRACE_LENGTH = 256, 8_192, 16_384
 
 FieldValue: TypeAlias = str | int | float
 

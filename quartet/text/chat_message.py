@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quartet.media.items import MediaFile, MediaPart, MediaUrl
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a chat.
 
@@ -30,11 +30,15 @@ class ChatMessage:
     @property
     def text(self) -> str:
         """All its text in one."""
+        if isinstance(self.content, str):
+            return self.content
         return "".join(piece for piece in self.pieces if isinstance(piece, str))
 
     @property
     def num_characters(self) -> int:
         """Of all its text."""
+        if isinstance(self.content, str):
+            return len(self.content)
         return sum(len(piece) for piece in self.pieces if isinstance(piece, str))
 
 

@@ -167,6 +167,8 @@ class ContentForm:
         Raises:
             InvalidRequestError: there are media in it, and the template takes none.
         """
+        if isinstance(message.content, str) and (self.strings or not self.pieces):
+            return message.content
         has_media = any(not isinstance(piece, str) for piece in message.pieces)
         if has_media and not self.pieces:
             raise InvalidRequestError("the model's chat template takes text only, no media", field="messages")

@@ -24,6 +24,7 @@ class TransferWay(StrEnum):
     """How bytes move, best first where several are possible."""
 
     CUDA_IPC = "cuda_ipc"  # same host, GPU pools
+    STAGED = "staged"  # one of the pools is on a GPU: through pinned host memory, then as shm or grpc
     SHM = "shm"  # same host, CPU pools: the source's memfd is mapped, one copy
     NIXL = "nixl"  # across hosts by RDMA
     GRPC = "grpc"  # always works: bytes ride the Pull stream
@@ -121,9 +122,10 @@ class BlockMemory(Protocol):
 class PoolMemory:
     """A block pool's bytes in host memory, in a memfd so that a process on this host can map it.
 
-    The memory is touched once here: fresh pages cost three times a warm copy. The memfd is sealed: other processes can
-    neither write through it nor shrink the pool while they or others read it. Only the mapping made here, and processes
-    forked from this one, can write.
+    The memory is touched once here, unless ``is_touched`` is false: fresh pages cost three times a warm copy, and
+    touching them keeps the GIL (half a second a GiB, measured). The memfd is sealed: other processes can neither write
+    through it nor shrink the pool while they or others read it. Only the mapping made here, and processes forked from
+    this one, can write.
 
     Attributes:
         ways: by which its blocks can be moved, best first.
@@ -131,14 +133,15 @@ class PoolMemory:
 
     ways: ClassVar[tuple[TransferWay, ...]] = (TransferWay.SHM, TransferWay.GRPC)
 
-    def __init__(self, num_blocks: int, piece_size_bytes: int) -> None:
+    def __init__(self, num_blocks: int, piece_size_bytes: int, *, is_touched: bool = True) -> None:
         """Reserve ``num_blocks * piece_size_bytes`` bytes, zeroed."""
         self.num_blocks = num_blocks
         self.piece_size_bytes = piece_size_bytes
         self.size_bytes = num_blocks * piece_size_bytes
         self.fd = os.memfd_create("quartet-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size_bytes)
-        self._map = mmap.mmap(self.fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        touching = getattr(mmap, "MAP_POPULATE", 0) if is_touched else 0
+        self._map = mmap.mmap(self.fd, self.size_bytes, flags=mmap.MAP_SHARED | touching)
         # The seal on writing leaves mappings alone that exist already: ours.
         seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)

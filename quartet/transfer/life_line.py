@@ -202,7 +202,7 @@ class LivePools(Generic[LentT, OpenT]):
         raise NotImplementedError
 
     def _close(self, pool: OpenT) -> None:
-        """The worker of ``pool`` has ended, or nobody wants the pool any more."""
+        """The worker of ``pool`` has ended, or the pool is wanted no more."""
         raise NotImplementedError
 
     async def _connect(self, owner: PoolOwner, lent: LentT) -> OpenT:

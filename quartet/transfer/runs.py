@@ -43,7 +43,7 @@ def check_runs(runs: Sequence[CopyRun], source_size: int, destination_size: int)
 async def run_to_end(executor: Executor, work: Callable[[], None], stop: Callable[[], None]) -> None:
     """Run ``work`` in ``executor``; returns, raises or is cancelled only once it has ended.
 
-    ``stop`` is called when nobody waits for the outcome any more, so that ``work`` can end sooner; on cancellation, and
+    ``stop`` is called when the outcome is waited for no more, so that ``work`` can end sooner; on cancellation, and
     after the end too.
     """
     working = asyncio.get_running_loop().run_in_executor(executor, work)
@@ -55,4 +55,4 @@ async def run_to_end(executor: Executor, work: Callable[[], None], stop: Callabl
         while not working.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([working])
-        working.exception()  # else asyncio logs the one of a work that nobody waited for
+        working.exception()  # else asyncio logs an error that was not waited for

@@ -77,10 +77,9 @@ class ShmPools(LivePools[SharedPool, memoryview]):
 class ShmReader:
     """A ``PoolReader`` into a pool in host memory."""
 
-    way = TransferWay.SHM
-
-    def __init__(self, memory: PoolMemory) -> None:
-        """Read into ``memory``; nothing is mapped yet."""
+    def __init__(self, memory: PoolMemory, way: TransferWay = TransferWay.SHM) -> None:
+        """Read into ``memory``, by ``way``: pools, or what sources staged; nothing is mapped yet."""
+        self.way = way
         self._memory = memory
         self._executor = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
         self._pools = ShmPools()

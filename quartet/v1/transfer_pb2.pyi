@@ -36,6 +36,10 @@ class _TransferWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferW
     """The puller reads peer GPU memory; same host."""
     TRANSFER_WAY_NIXL: _TransferWay.ValueType  # 4
     """RDMA through NIXL."""
+    TRANSFER_WAY_STAGED: _TransferWay.ValueType  # 5
+    """Through pinned host memory of a source whose blocks are on a GPU. Offered beside shm: the puller may map that memory,
+    and reads it only where `granted` says; else, and where no `shm` comes with `granted`, in `piece` messages.
+    """
 
 class TransferWay(_TransferWay, metaclass=_TransferWayEnumTypeWrapper):
     """How bytes move."""
@@ -50,6 +54,10 @@ TRANSFER_WAY_CUDA_IPC: TransferWay.ValueType  # 3
 """The puller reads peer GPU memory; same host."""
 TRANSFER_WAY_NIXL: TransferWay.ValueType  # 4
 """RDMA through NIXL."""
+TRANSFER_WAY_STAGED: TransferWay.ValueType  # 5
+"""Through pinned host memory of a source whose blocks are on a GPU. Offered beside shm: the puller may map that memory,
+and reads it only where `granted` says; else, and where no `shm` comes with `granted`, in `piece` messages.
+"""
 Global___TransferWay: _TypeAlias = TransferWay  # noqa: Y015
 
 @_typing.final
@@ -276,7 +284,7 @@ class PullResponse(_message.Message):
 
     @_builtins.property
     def piece(self) -> Global___Piece:
-        """One piece, or part of one; way grpc only."""
+        """One piece, or part of one; ways grpc, and staged without `shm`."""
 
     @_builtins.property
     def finished(self) -> Global___PullFinished:
@@ -327,7 +335,7 @@ class PullGranted(_message.Message):
     """For cuda_ipc and nixl: bytes that only that way reads."""
     @_builtins.property
     def shm(self) -> Global___ShmDescriptor:
-        """For shm."""
+        """For shm, and for staged where the puller can map."""
 
     def __init__(
         self,
@@ -349,7 +357,7 @@ Global___PullGranted: _TypeAlias = PullGranted  # noqa: Y015
 
 @_typing.final
 class ShmDescriptor(_message.Message):
-    """Pieces in a pool that the puller can map."""
+    """Pieces in memory that the puller can map: the source's pool, or what it staged them in."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -358,16 +366,16 @@ class ShmDescriptor(_message.Message):
     POOL_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     socket_path: _builtins.str
-    """Abstract or file-system Unix socket that passes the pool's memfd (SCM_RIGHTS) to a peer that sends `token`. Always
+    """Abstract or file-system Unix socket that passes its memfd (SCM_RIGHTS) to a peer that sends `token`. Always
     set.
     """
     token: _builtins.bytes
     """16 bytes that the socket requires. Always set."""
     pool_size_bytes: _builtins.int
-    """Bytes of the whole pool. Always set."""
+    """Bytes of the whole memory. Always set."""
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Offset in the pool of each piece asked for, in bytes, in that order. Empty: no piece was asked for."""
+        """Offset in it of each piece asked for, in bytes, in that order. Empty: no piece was asked for."""
 
     def __init__(
         self,

@@ -163,8 +163,8 @@ class LocalTopology:
             events_key_file = draw_events_key(self._environment.run_dir)
             plans = [with_certificates(plan, self.certificates.processes[plan.name], events_key_file) for plan in plans]
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
-        for number, plan in enumerate(plans):
-            await self._wait_beside(plan, plans[:number])
+        for plan in plans:
+            await self._wait_beside(plan)
             await self._start(plan.name, self._command(plan), self._variables(plan))
 
     async def restart(self, name: str) -> Child:
@@ -247,14 +247,13 @@ class LocalTopology:
         self._children[name], self._commands[name] = child, (command, variables)
         return child
 
-    async def _wait_beside(self, plan: ProcessPlan, earlier: Sequence[ProcessPlan]) -> None:
+    async def _wait_beside(self, plan: ProcessPlan) -> None:
         """Wait until the earlier workers on a GPU of ``plan`` serve: then they have taken their memory."""
-        beside = [other.name for other in earlier if set(other.gpus) & set(plan.gpus)]
-        if not beside:
+        if not plan.after:
             return
-        self._observer.progress(f"{plan.name} waits for {', '.join(beside)} on the same GPU")
-        announced = wait_announced(self._topology.namespaced_discovery, beside)
-        await while_running([self._children[name] for name in beside], announced)
+        self._observer.progress(f"{plan.name} waits for {', '.join(plan.after)} on the same GPU")
+        announced = wait_announced(self._topology.namespaced_discovery, plan.after)
+        await while_running([self._children[name] for name in plan.after], announced)
 
     def _command(self, plan: ProcessPlan) -> list[str]:
         path = self._environment.run_dir / f"{plan.name}.yaml"

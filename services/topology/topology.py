@@ -17,11 +17,10 @@ from quartet.config import build, load_yaml, override
 from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
-from quartet.engine.settings import EngineKind, EngineSettings, Modality, no_hand_offs, refused_fields
+from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
-from quartet.transfer.base import TransferWay
 from services.workers.config import WorkerConfig
 
 #: The model in the repository; relative to the working directory, which is the repository's root.
@@ -141,8 +140,8 @@ class Topology:
         namespace: separates it from other topologies in the same discovery.
         engine: of every worker.
         environment: variables of every process, over those of ``quartet up``.
-        share_gpus: several workers may have the same GPU. They are started one after the other, in their order here,
-            because an engine takes a share of the memory that it finds free.
+        share_gpus: ``gpus`` of several workers may name the same GPU. They are started one after the other, in their
+            order here, because an engine takes a share of the memory that it finds free.
         discovery: the topology's namespace replaces the one in it.
         signing_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
             ``None``: a new key is drawn at each start.
@@ -295,6 +294,7 @@ class ProcessPlan:
         model: the model that it reads, if any.
         gpus: the host's GPUs that it sees; empty: nothing restricts it.
         environment: variables that the topology gives it, including those for ``gpus``.
+        after: workers that must serve before it starts, because they share a GPU's free memory with it.
     """
 
     name: str
@@ -305,6 +305,7 @@ class ProcessPlan:
     model: ModelNeed | None = None
     gpus: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
 
 
 def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
@@ -312,15 +313,14 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
 
     Raises:
         ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
-            engine does not have, or hand-offs between engines whose blocks can't be moved.
+            engine does not have.
     """
     configs = [_group_config(topology, number) for number in range(len(topology.workers))]
-    _check_hand_offs(topology, configs)
     groups = list(zip(topology.workers, configs, strict=True))
     num_sharing = sum(group.replicas for group, config in groups if config.engine.kind.shares_cores)
     num_own_cores = max(1, num_cores // max(1, num_sharing))
     num_of_name: Counter[str] = Counter()
-    plans = []
+    plans, places = list[ProcessPlan](), list[_Place]()
     for group, config in groups:
         engine = config.engine
         if engine.num_threads is None:
@@ -329,6 +329,8 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
             name = f"{group.process_name}-{num_of_name[group.process_name]}"
             num_of_name[group.process_name] += 1
             on_gpus = {_GPUS_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
+            environment = {**topology.environment, **group.environment, **on_gpus}
+            place = _place(name, engine, gpus, environment)
             plan = ProcessPlan(
                 name=name,
                 role=group.role,
@@ -337,9 +339,11 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
                 num_threads=engine.num_threads,
                 model=ModelNeed(config.model_path, has_weights=engine.needs_weights),
                 gpus=gpus,
-                environment={**topology.environment, **group.environment, **on_gpus},
+                environment=environment,
+                after=tuple(other.worker for other in places if other.meets(place)),
             )
             plans.append(plan)
+            places.append(place)
     return plans
 
 
@@ -498,35 +502,31 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
     return config
 
 
-def _check_hand_offs(topology: Topology, configs: Sequence[WorkerConfig]) -> None:
-    """Refuse a Prefill worker that can hand nothing off, or to none of its model's Decode workers."""
-    groups = list(zip(range(len(configs)), topology.workers, configs, strict=True))
-    for number, group, config in groups:
-        if group.role is not Role.PREFILL:
-            continue
-        if config.engine.ways and not _ways(config):
-            message = no_hand_offs(config.engine)
-            raise ConfigError(f"workers[{number}].overrides.transfer.ways: {message}")
-        takers = [
-            (other, taker)
-            for other, taking, taker in groups
-            if taking.role is Role.DECODE and taker.model_path == config.model_path
-        ]
-        if takers and not any(_can_hand_off(config, taker) for _, taker in takers):
-            is_on_gpu = config.engine.kind.uses_gpu(config.engine.device)
-            raise _no_hand_offs(topology, *((number, config) if is_on_gpu else takers[0]))
+@dataclass(frozen=True)
+class _Place:
+    """The GPUs that a worker takes memory of.
+
+    Attributes:
+        gpus: the host's, by number or as ``CUDA_VISIBLE_DEVICES`` names them.
+        takes_share: it takes a share of the memory that it finds free, or may: only the engine knows.
+    """
+
+    worker: str
+    gpus: frozenset[str]
+    takes_share: bool
+
+    def meets(self, other: _Place) -> bool:
+        """Whether one of the two must not start before the other has taken its memory."""
+        return bool(self.gpus & other.gpus) and (self.takes_share or other.takes_share)
 
 
-def _can_hand_off(config: WorkerConfig, taker: WorkerConfig) -> bool:
-    """Whether some way leads from the one's pool into the other's; engines that move blocks themselves know it."""
-    return not (config.engine.ways and taker.engine.ways) or bool(_ways(config) & _ways(taker))
-
-
-def _ways(config: WorkerConfig) -> set[TransferWay]:
-    return set(config.engine.ways) & set(config.transfer.ways)
-
-
-def _no_hand_offs(topology: Topology, number: int, config: WorkerConfig) -> ConfigError:
-    has_own = "device" in _found(topology.workers[number].overrides, "engine")
-    setting = f"workers[{number}].overrides.engine.device" if has_own else "engine.device"
-    return ConfigError(f"{setting}: {no_hand_offs(config.engine)}")
+def _place(worker: str, engine: EngineSettings, gpus: Sequence[int], environment: Mapping[str, str]) -> _Place:
+    if gpus:
+        return _Place(worker, frozenset(map(str, gpus)), takes_share=True)
+    if engine.kind is not EngineKind.TORCH or not engine.kind.uses_gpu(engine.device):
+        return _Place(worker, frozenset(), takes_share=False)
+    number = engine.device.partition(":")[2]
+    visible = [name.strip() for name in environment.get(_GPUS_VARIABLE, "").split(",")]
+    is_named = _GPUS_VARIABLE in environment and number.isdigit() and int(number) < len(visible)
+    gpu = visible[int(number)] if is_named else number
+    return _Place(worker, frozenset([gpu]), takes_share=engine.free_gpu_memory_fraction is not None)

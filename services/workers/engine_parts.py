@@ -50,9 +50,6 @@ class EngineParts:
             epoch=surroundings.epoch,
             on_outcome=lambda outcome: surroundings.metrics.signed_starts.labels(outcome).inc(),
         )
-        ways = config.engine.ways
-        if surroundings.role is Role.PREFILL and ways and not set(ways) & set(config.transfer.ways):
-            raise ConfigError(f"transfer.ways: {no_hand_offs(config.engine)}")  # before a model is loaded
         kind = RequestKind.PREFILL if surroundings.role is Role.PREFILL else RequestKind.DECODE
         self._puller = surroundings.puller()
         self._engine = engine_factory(config, kind, self._puller)
@@ -68,7 +65,8 @@ class EngineParts:
         """
         began = time.monotonic()
         await self._engine.start()
-        if self._surroundings.role is Role.PREFILL and self._engine.memory is None and self._engine.capabilities.layout:
+        has_way = bool(self._config.transfer.ways_of(self._engine.memory))
+        if self._surroundings.role is Role.PREFILL and not has_way and self._engine.capabilities.layout:
             raise ConfigError(f"engine.device: {no_hand_offs(self._config.engine)}")
         metrics = self._surroundings.metrics
         metrics.load_time.set(time.monotonic() - began)

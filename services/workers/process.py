@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
 import uvloop
@@ -34,6 +34,7 @@ from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_eve
 from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
 from quartet.transfer.cuda.lent import CudaServer
 from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.transfer.cuda.staging import StagingArea, StagingServer
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
 from quartet.transfer.shm import ShmServer
@@ -90,6 +91,16 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
         logger.exception("%s: ended by an unexpected error", role)
         _leave(1)
     _leave(0)
+
+
+@dataclass
+class PoolServers:
+    """What lends a pool to other workers; ``None``: not by that way."""
+
+    shm: ShmServer | None = None
+    cuda: CudaServer | None = None
+    staging: StagingArea | None = None
+    staging_server: StagingServer | None = None
 
 
 class WorkerProcess:
@@ -169,10 +180,10 @@ class WorkerProcess:
     async def _serve(self, stack: AsyncExitStack, parts: Parts, http_port: int, stop: asyncio.Event) -> None:
         source = self._source(parts)
         stack.callback(source.close)
-        pool = await self._pool_server(stack, parts.memory)
+        pools = await self._pool_servers(stack, parts.memory)
         serving = parts.serve(source)
         servicer = WorkerServicer(self._served_model.text_files)
-        services = [serving.service, worker_service(servicer), self._transfer_service(source, pool)]
+        services = [serving.service, worker_service(servicer), self._transfer_service(source, pools)]
         # A longer message would delay all requests on a shared stream, so it ends its stream.
         server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
         grpc_port = await server.start()
@@ -265,27 +276,35 @@ class WorkerProcess:
         if self._worker is not None:
             self._worker.poke()
 
-    async def _pool_server(self, stack: AsyncExitStack, memory: BlockMemory | None) -> ShmServer | CudaServer | None:
-        """What lends the pool to other workers on this host, started; ``None``: they take grpc, or nothing."""
-        ways = self._config.transfer.ways_of(memory)
-        server: ShmServer | CudaServer
+    async def _pool_servers(self, stack: AsyncExitStack, memory: BlockMemory | None) -> PoolServers:
+        """What lends the pool to other workers, with its servers started."""
+        config = self._config.transfer
+        ways = config.ways_of(memory)
+        servers = PoolServers()
         if isinstance(memory, PoolMemory) and TransferWay.SHM in ways:
-            server = ShmServer(memory)
-        elif isinstance(memory, DeviceMemory) and TransferWay.CUDA_IPC in ways:
-            server = CudaServer(memory, self._surroundings.epoch)
-        else:
-            return None
-        await server.start()
-        stack.push_async_callback(server.close)
-        return server
+            servers.shm = ShmServer(memory)
+        if isinstance(memory, DeviceMemory) and TransferWay.CUDA_IPC in ways:
+            servers.cuda = CudaServer(memory, self._surroundings.epoch)
+        if isinstance(memory, DeviceMemory) and TransferWay.GRPC in ways:
+            servers.staging = StagingArea(memory, config.staging_size_bytes)
+            stack.push_async_callback(servers.staging.close)
+            if TransferWay.SHM in ways:
+                servers.staging_server = StagingServer(servers.staging)
+        for server in (servers.shm, servers.cuda, servers.staging_server):
+            if server is not None:
+                await server.start()
+                stack.push_async_callback(server.close)
+        return servers
 
-    def _transfer_service(self, source: TransferSource, pool: ShmServer | CudaServer | None) -> Service:
+    def _transfer_service(self, source: TransferSource, servers: PoolServers) -> Service:
         servicer = TransferServicer(
             source,
             host=self._surroundings.host,
             config=self._config.transfer,
-            shm=pool if isinstance(pool, ShmServer) else None,
-            cuda=pool if isinstance(pool, CudaServer) else None,
+            shm=servers.shm,
+            cuda=servers.cuda,
+            staging=servers.staging,
+            staging_server=servers.staging_server,
         )
         return Service(TRANSFER_SERVICE, lambda server: add_transfer_servicer(servicer, server))
 
@@ -311,7 +330,7 @@ class WorkerProcess:
                 http_address=addresses.http,
                 model_name=self._served_model.name,
                 host=surroundings.host,
-                transfer_ways=config.transfer.ways_of(memory),
+                transfer_ways=config.transfer.announced_ways(memory),
                 contract_version=CONTRACT_VERSION,
             )
         except ValueError as error:

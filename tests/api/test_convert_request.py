@@ -53,7 +53,7 @@ def test_an_explanation_survives(explanation: Explanation) -> None:
 
 @given(strategies.GENERATE_STARTS)
 def test_an_explain_request_survives(start: GenerateStart) -> None:
-    assert from_explain_request(over_the_wire(to_explain_request(start))) == start
+    assert from_explain_request(over_the_wire(to_explain_request(start))).read() == start
 
 
 def test_an_explain_request_without_a_start_and_a_rank_option_without_a_role_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Two attacks of ``benchmarks.isolation`` that once left another tenant without any answer."""
+"""Attacks of ``benchmarks.isolation`` that once left another tenant without an answer, or with one a second later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.command import run_benchmark
 
-ATTACKS = ("messages", "choices")
+ATTACKS = ("messages", "choices", "small")
 
 
 @pytest.mark.timeout(200)
@@ -21,5 +21,5 @@ def test_an_attacked_router_answers_every_request_of_another_tenant(tmp_path: Pa
     for outcome in found["outcomes"].values():
         assert outcome["attacked"]["requests"] > 0
         assert outcome["attacked"]["failed"] == {}
-        # In CPU time of its thread, so a busy machine does not count; both attacks once took five seconds or more.
-        assert outcome["attacked"]["router_stall_ms"] < 1000
+        # In CPU time of its thread, so a busy machine does not count; these attacks once took 373 ms to five seconds.
+        assert outcome["attacked"]["router_stall_ms"] < 200

@@ -55,7 +55,7 @@ async def test_every_token_is_counted_and_the_hops_are_shown(stack: Stack, tmp_p
     assert point["itl_ms"]["count"] <= NUM_REQUESTS * (NUM_TOKENS - 1)
     # Prefill is remote here: its hop, the transfer and decode all took some of the time.
     assert all(point["hops"][hop]["mean_ms"] > 0 for hop in ("prefill", "transfer", "decode"))
-    assert sum(hop["share"] for hop in point["hops"].values()) == pytest.approx(1.0)
+    assert sum(hop["share"] for hop in point["hops"].values()) == pytest.approx(1.0, abs=1e-4)  # each is rounded
     assert picture.stat().st_size > 0
 
 

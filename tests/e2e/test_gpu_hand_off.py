@@ -1,4 +1,4 @@
-"""Disaggregation on one GPU: Prefill and Decode in processes of their own, and the blocks never leave the GPU."""
+"""Disaggregation on one GPU, and on a GPU and a CPU: Prefill and Decode in processes of their own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import random
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from quartet.client import Completion, QuartetClient, Rank, Sampling, WorkerState
 from tests import tiny
@@ -27,10 +28,13 @@ LENGTHS = (1, 31, 32, 33, 64, 300, 1000)
 NUM_TOKENS = 24
 #: Pools large enough that one kept for a dead worker shows.
 NUM_BLOCKS = 16384
+FIXED_POOL = {"engine.num_blocks": NUM_BLOCKS}
+#: Twice this share would not fit if both took it of what is free before either has its pool.
+SHARED_POOL = {"engine.num_blocks": "null", "engine.free_gpu_memory_fraction": 0.6}
 SLACK = 256 << 20
 WAIT_S = 90.0
 DEVICE = "cuda:0"
-WAYS = ("cuda_ipc",)
+WAYS = ("cuda_ipc", "staged")
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +44,28 @@ def oracle() -> Iterator[Oracle]:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[tuple[Up, QuartetClient]]:
+async def running(
+    directory: Path,
+    overrides: dict[str, dict[str, object]] | None = None,
+    *,
+    pool: Mapping[str, object] = FIXED_POOL,
+) -> AsyncIterator[tuple[Up, QuartetClient]]:
+    """One Prefill and one Decode worker on the GPU; ``overrides``: other settings, by role."""
+    records = directory / "records"
+    records.mkdir()
     settings = {
         "discovery.kind": "file",
-        "discovery.file.directory": directory,
+        "discovery.file.directory": records,
         "engine.device": DEVICE,
-        "engine.num_blocks": NUM_BLOCKS,
+        **pool,
     }
     options = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
-    topology = str(CONFIGS / "disagg.yaml")
-    async with Up(CONFIGS.parent, topology, "--router-port", "0", *options, python=Path(sys.executable)) as up:
+    topology = yaml.safe_load((CONFIGS / "disagg.yaml").read_text())
+    for worker in topology["workers"]:
+        worker["overrides"] = (overrides or {}).get(worker["role"], {})
+    file = directory / "topology.yaml"
+    file.write_text(yaml.safe_dump(topology))
+    async with Up(CONFIGS.parent, str(file), "--router-port", "0", *options, python=Path(sys.executable)) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             yield up, client
@@ -104,6 +120,31 @@ async def test_blocks_go_from_prefill_to_decode_on_the_gpu(tmp_path: Path, oracl
         await check(client, oracle, seed=1)
         assert await pulled_bytes(client, WAYS[0]) > 0
         await check(client, oracle, seed=1)  # from what is cached, too
+
+
+async def test_two_processes_that_take_a_share_of_one_gpu_each_both_fit(tmp_path: Path, oracle: Oracle) -> None:
+    async with running(tmp_path, pool=SHARED_POOL) as (up, client):
+        assert "decode-0 waits for prefill-0 on the same GPU" in up.log
+        await check(client, oracle, seed=1)
+        assert await pulled_bytes(client, WAYS[0]) > 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"decode": {"engine": {"device": "cpu", "num_blocks": 512}}},
+        {"prefill": {"engine": {"device": "cpu", "num_blocks": 512}}},
+        {"decode": {"transfer": {"ways": ["shm", "grpc"]}}},
+        {"prefill": {"transfer": {"ways": ["grpc"]}}},
+    ],
+)
+async def test_blocks_go_through_host_memory_where_the_gpu_can_not_be_reached_directly(
+    tmp_path: Path, oracle: Oracle, overrides: dict[str, dict[str, object]]
+) -> None:
+    async with running(tmp_path, overrides) as (_up, client):
+        await check(client, oracle, seed=20)
+        assert await pulled_bytes(client, "staged") > 0
+        assert await pulled_bytes(client, "cuda_ipc") == 0
 
 
 async def test_a_prefill_worker_killed_again_and_again_costs_no_token_and_no_memory(

@@ -430,8 +430,9 @@ async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack,
     async with AsyncExitStack() as exits:
         for crowd in crowds.values():
             await exits.enter_async_context(crowd)
-        await asyncio.gather(*(crowd.wait_for(partial(is_decoding, crowd)) for crowd in crowds.values()))
-        chaos.kill("decode-0")
+        find = partial(decode_of_all, tuple(crowds.values()))
+        await asyncio.gather(*(crowd.wait_for(lambda: find() != "") for crowd in crowds.values()))
+        chaos.kill(find())
         for crowd in crowds.values():
             await crowd.finish()
     await returned(chaos)
@@ -441,9 +442,12 @@ async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack,
         assert crowd.token_ids == expected, path
 
 
-def is_decoding(crowd: Crowd) -> bool:
-    """Whether a request of it decodes at ``decode-0``."""
-    return any(len(answer.token_ids) > 2 for answer in crowd.at("decode-0"))
+def decode_of_all(crowds: Sequence[Crowd]) -> str:
+    """The Decode worker at which each of ``crowds`` has a request that decodes; empty: none yet."""
+    for name in DECODES:
+        if all(any(len(answer.token_ids) > 2 for answer in crowd.at(name)) for crowd in crowds):
+            return name
+    return ""
 
 
 async def test_an_encode_worker_that_is_killed_before_its_embeddings_are_pulled(

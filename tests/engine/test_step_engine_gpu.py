@@ -13,7 +13,7 @@ from quartet.discovery.host import host_identity
 from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind
 from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.step_engine import StepEngine
-from quartet.errors import NoHandOffError, RequestCancelledError
+from quartet.errors import RequestCancelledError, TransferError
 from quartet.kvcache.layout import BlocksPayload
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.grpc.puller import TransferPuller
@@ -125,13 +125,17 @@ async def test_blocks_of_a_cancelled_request_stay_until_the_copies_have_ended(st
         await workers.until_free()
 
 
-async def test_a_request_between_gpus_that_cannot_peer_is_refused_as_one_to_prefill_where_it_decodes(
+async def test_between_gpus_that_cannot_peer_one_request_fails_and_the_next_ones_are_staged(
     start_engine: StartEngine,
 ) -> None:
     async with pair(start_engine, FakeHost(2, peers=False)) as workers:
-        for _ in range(2):
-            workers.decode.submit(request := await workers.offer())
-            ended = await workers.decoding.wait_terminal(request)
-            assert isinstance(ended, Failed)
-            assert type(ended.error) is NoHandOffError
-            await workers.until_free()
+        workers.decode.submit(request := await workers.offer())
+        ended = await workers.decoding.wait_terminal(request)
+        assert isinstance(ended, Failed)
+        assert type(ended.error) is TransferError
+        await workers.until_free()
+        for prompt in (PROMPT, range(30, 50)):
+            workers.decode.submit(request := await workers.offer(prompt))
+            assert await workers.decoding.wait_terminal(request) == Finished(request.id, FinishReason.LENGTH, 4)
+            assert workers.decoding.tokens[request.id] == expected_output(request.generation)[1:]
+        await workers.until_free()

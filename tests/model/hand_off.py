@@ -84,7 +84,7 @@ from router.untaken import UntakenBudgets
 from router.workers import WorkerTable
 from services.workers.config import WorkerConfig
 from services.workers.engine_parts import EngineParts
-from services.workers.process import WorkerProcess
+from services.workers.process import PoolServers, WorkerProcess
 from services.workers.worker import Worker
 from tests.engine.fakes import FakeRunner, expected_output
 from tests.model.simulation import (
@@ -432,7 +432,7 @@ class World:
         verifier.on_opened = functools.partial(self._note_opened, life)
         serving = parts.serve(source)
         server = SimServer(life)
-        for service in (serving.service, process._transfer_service(source, None)):
+        for service in (serving.service, process._transfer_service(source, PoolServers())):
             service.register(server)  # type: ignore[arg-type]
         self.net.serve(server)
         engine: Any = parts._engine

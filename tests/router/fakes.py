@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from quartet.api.answer import Answer
-from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, GenerateStart, Placed, Resume
+from quartet.api.request import Accepted, AnswerPart, AskedStart, ChoiceFinished, ChoicePlacement, Placed, Resume
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
@@ -425,7 +425,7 @@ class Fleet:
         """Requests that wait for an encode worker, before or after their media are fetched."""
         return self.encode_waits.length + self.encode_queue.length
 
-    def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
+    def generate(self, start: AskedStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
         return Request(self.pipeline, start, resume=resume, traceparent=traceparent)
 
     def join(self, worker_id: str, **changes: object) -> None:
@@ -508,7 +508,7 @@ class Collected:
 class Request:
     """One request of a pipeline, and its answer."""
 
-    def __init__(self, pipeline: Pipeline, start: GenerateStart, *, resume: Resume | None, traceparent: str) -> None:
+    def __init__(self, pipeline: Pipeline, start: AskedStart, *, resume: Resume | None, traceparent: str) -> None:
         self._answer = Answer()
         self._run = pipeline.generate(start, self._answer, resume=resume, traceparent=traceparent)
         self.cancel = self._run.cancel

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 import pytest
 
 from quartet import errors
-from quartet.api.request import ChatPrompt, Resume, TextPrompt, TokenPrompt
+from quartet.api.convert.unread import UnreadStart
+from quartet.api.request import ChatPrompt, GenerateStart, Resume, TextPrompt, TokenPrompt
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
 from quartet.rpc.message_limits import MAX_NUMBER_BYTES, MAX_TEXT_BYTES, MaxBytes
@@ -18,6 +20,8 @@ from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import SpecialTokens
+from quartet.v1 import router_pb2 as pb
+from quartet.v1 import types_pb2
 from router.prepare import RouterRequest, max_message_bytes
 from router.thread_queue import ThreadQueue
 from tests.router.fakes import EOS_ID, MODEL_TEXT, Fleet, Plan, collect
@@ -36,6 +40,7 @@ async def stop_token_ids(sampling: Sampling, **record: object) -> tuple[int, ...
 
 def make_prepared(text: ModelText, stop_token_ids: tuple[int, ...]) -> RouterRequest:
     request = RouterRequest(make_start(sampling=Sampling(stop_token_ids=stop_token_ids)))
+    request.take(request.asked.read())
     request.pool = Fleet("decode-0").table.pools(0.0)[0]
     request.text = text
     request.prompt_token_ids = (1, 2)
@@ -170,3 +175,115 @@ def test_only_where_a_model_takes_files_a_message_may_hold_them() -> None:
     for workers in (("encode-0", "prefill-0", "decode-0"), ("prefill-0", "decode-0")):
         pools = media_fleet(*workers).table.pools(0.0)
         assert max_message_bytes(pools, lambda _pool: None).has_files, "an encode worker is here, or may come"
+
+
+CHAT = pb.GenerateStart(
+    chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="a")] * 4096),
+    sampling=types_pb2.Sampling(max_tokens=2),
+)
+
+
+class CountedStart(UnreadStart):
+    """Counts the steps in which starts are read."""
+
+    __slots__ = ()
+    num_steps = 0
+
+    def steps(self) -> Generator[int, None, GenerateStart]:
+        """As ``AskedStart`` says."""
+        steps = super().steps()
+        while True:
+            try:
+                yield next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            finally:
+                CountedStart.num_steps += 1
+
+
+def chat_fleet(**record: object) -> Fleet:
+    fleet = Fleet("decode-0", **record)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    fleet.texts.text = replace(MODEL_TEXT, chat_template=ChatTemplate(template, SpecialTokens()))
+    return fleet
+
+
+async def test_few_of_many_long_chats_are_read_in_a_turn_and_another_tenant_goes_between() -> None:
+    fleet = chat_fleet(max_model_len=8192, num_blocks=4096)
+    CountedStart.num_steps = 0
+    attacks = [fleet.generate(CountedStart(CHAT).for_tenant("attacker")) for _ in range(100)]
+    seen = []
+    for _ in range(8):
+        before = CountedStart.num_steps
+        await asyncio.sleep(0)
+        seen.append(CountedStart.num_steps - before)
+    # In the first turn all say what they cost, and the first go on.
+    assert seen[0] <= 100 + 3
+    assert max(seen[1:]) <= 3
+    await collect(fleet.generate(make_start(tenant="other")))
+    assert CountedStart.num_steps < 150, "the others wait"
+    for attack in attacks:
+        attack.cancel()
+    for attack in attacks:
+        await collect(attack)
+    fleet.assert_nothing_left()
+
+
+async def test_what_can_be_refused_at_once_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(UnreadStart, "read")
+    monkeypatch.delattr(UnreadStart, "steps")
+    fleet = Fleet("decode-0", max_model_len=16_384)
+    too_many = pb.GenerateStart()
+    too_many.CopyFrom(CHAT)
+    too_many.num_choices = 65
+    too_long = pb.GenerateStart(token_ids=pb.TokenIds(ids=[1] * 16_385))
+    for message, field in ((too_many, "num_choices"), (too_long, "token_ids.ids")):
+        with pytest.raises(errors.InvalidRequestError) as caught:
+            await collect(fleet.generate(UnreadStart(message)))
+        assert caught.value.field == field
+    fleet.assert_nothing_left()
+
+
+async def test_a_long_chat_is_not_kept_once_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = chat_fleet(max_model_len=32_768, num_blocks=16_384)
+    prompts = []
+    place = RouterRequest.make_outputs
+
+    def note(request: RouterRequest, *args: object) -> object:
+        prompts.append(request.start.prompt)
+        return place(request, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RouterRequest, "make_outputs", note)
+    await collect(fleet.generate(UnreadStart(CHAT)))
+    await collect(fleet.generate(make_start(prompt=TextPrompt("a" * 17_000), sampling=Sampling())))
+    short = ChatPrompt((ChatMessage("user", "a"),))
+    await collect(fleet.generate(make_start(prompt=short)))
+    assert prompts == [ChatPrompt(()), TextPrompt(""), short]
+
+
+async def test_media_of_a_long_chat_are_found_when_it_is_read() -> None:
+    fleet = chat_fleet()
+    start = pb.GenerateStart()
+    start.CopyFrom(CHAT)
+    picture = pb.ContentPart(media=pb.MediaPart(url="https://example.com/a.png"))
+    start.chat.messages.append(pb.ChatMessage(role="user", parts=[picture] * 100))
+    del start.chat.messages[:1000]
+    with pytest.raises(errors.InvalidRequestError, match="media items") as caught:
+        await collect(fleet.generate(UnreadStart(start)))
+    assert caught.value.field.startswith("chat.messages[3096].parts")
+    fleet.assert_nothing_left()
+
+
+async def test_files_of_a_long_chat_count_while_it_waits_to_be_read() -> None:
+    fleet = chat_fleet()
+    file = pb.ContentPart(media=pb.MediaPart(data=b"x" * 1_000_000))
+    messages = [pb.ChatMessage(role="user", parts=[file]), *[pb.ChatMessage(role="user")] * 4095]
+    asked = pb.GenerateStart(chat=pb.ChatPrompt(messages=messages))
+    requests = [fleet.generate(UnreadStart(asked)) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert fleet.media_queue.num_bytes > 20_000_000
+    for request in requests:
+        with pytest.raises(errors.InvalidRequestError, match="no media"):
+            await collect(request)
+    assert fleet.media_queue.num_bytes == 0
+    fleet.assert_nothing_left()

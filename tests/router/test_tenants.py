@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quartet.config import build
-from quartet.errors import ConfigError, PermissionDeniedError
+from quartet.errors import ConfigError, InvalidRequestError, PermissionDeniedError
 from router import tenants as module
 from router.config import RouterConfig
 from router.tenants import UNNAMED, TenantConfig, TenantNames, Tenants, UnannouncedSalts, salt_in_domain
@@ -180,6 +180,16 @@ def test_a_tenant_that_its_identity_may_not_use_is_refused(identity: str, named:
     with pytest.raises(PermissionDeniedError) as caught:
         _NAMES.tenant(identity, named)
     assert caught.value.field == "tenant"
+
+
+def test_nothing_is_kept_by_a_name_that_is_too_long() -> None:
+    tenants = Tenants()
+    names = TenantNames(["gateway"], tenants=tenants)
+    with pytest.raises(InvalidRequestError) as caught:
+        names.tenant("gateway", "x" * 257)
+    assert caught.value.field == "tenant"
+    assert tenants.identity("x" * 257) is None
+    assert tenants.identity(names.tenant("gateway", "x" * 256)) == "gateway"
 
 
 def test_workers_that_announce_no_salted_blocks_are_named_once_for_each_model(

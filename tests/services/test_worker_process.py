@@ -18,7 +18,6 @@ from services.workers.config import WorkerConfig
 from services.workers.process import WorkerProcess
 from services.workers.worker import Worker
 from tests.router.system import TIMEOUT_S, System, running_system
-from tests.services.worker_processes import worker_process
 
 
 async def test_a_registration_that_breaks_is_no_secret_and_its_worker_drains(
@@ -95,15 +94,3 @@ async def test_a_prefill_worker_whose_blocks_no_transfer_reaches_does_not_serve(
     system.start_worker("prefill-0")
     with pytest.raises(ConfigError, match=r"^engine\.device: .*can't go to another worker"):
         await asyncio.wait_for(system.workers["prefill-0"].task, TIMEOUT_S)
-
-
-async def test_a_prefill_worker_on_a_device_without_a_way_is_refused_before_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded: list[WorkerConfig] = []
-    monkeypatch.setattr(worker_processes, "create_engine", lambda config, *_rest: loaded.append(config))
-    with pytest.raises(ConfigError, match=r"^transfer\.ways: the blocks of the engine torch on cuda:0 can't go"):
-        transfer = {"ways": ["shm", "grpc"]}
-        async with worker_process(tmp_path, Role.PREFILL, engine={"device": "cuda:0"}, transfer=transfer):
-            raise AssertionError("it serves")
-    assert loaded == []

@@ -41,7 +41,7 @@ def fill_everything(registry: CollectorRegistry) -> None:
         for role in ("prefill", "decode", "encode"):
             router.set_workers(role, state, 1)
     worker.watch_engine(lambda: [EngineStats()] * 8)
-    for way in ("grpc", "shm", "cuda_ipc", "nixl"):
+    for way in ("grpc", "shm", "cuda_ipc", "staged", "nixl"):
         worker.observe_transfer(way, 1, 0.1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -84,7 +85,7 @@ def transformers_render(source: str, messages: list[ChatMessage], **arguments: A
 
 
 def render_with(tokenizer: Any, messages: list[ChatMessage], **arguments: Any) -> str:
-    plain = [{name: value for name, value in vars(message).items() if value is not None} for message in messages]
+    plain = [{name: value for name, value in asdict(message).items() if value is not None} for message in messages]
     rendered = tokenizer.apply_chat_template(plain, tokenize=False, **arguments)
     assert isinstance(rendered, str)
     return rendered

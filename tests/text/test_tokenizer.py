@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,33 @@ def test_encoding_and_decoding_are_those_of_transformers(text: str) -> None:
         assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
         for skip in (True, False):
             assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer, text = builders.byte_level_tokenizer(), "once upon a time " * 10_000
+    num_turns, runs = 0, True
+
+    def encode() -> bool:
+        before = num_turns
+        tokenizer.encode(text)
+        return num_turns > before
+
+    def take_turns() -> None:
+        nonlocal num_turns
+        while runs:
+            num_turns += 1
+            time.sleep(0)
+
+    interval_s = sys.getswitchinterval()
+    other = threading.Thread(target=take_turns)
+    try:
+        sys.setswitchinterval(1000.0)  # so a thread goes on until it lets others run by itself
+        other.start()
+        assert any(encode() for _ in range(20))  # on a busy machine the other thread may miss its chance
+    finally:
+        runs = False
+        sys.setswitchinterval(interval_s)
+        other.join()
 
 
 def test_special_tokens_come_from_the_tokenizers_configuration() -> None:

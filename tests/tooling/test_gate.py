@@ -29,7 +29,7 @@ def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
         machine.install(name, "")
     assert machine.run(".ci/run").returncode == 0
     assert machine.calls("apt-get") == []
-    assert machine.calls("make") == ["tools", "-k lint", "test", "test-chaos"]
+    assert machine.calls("make") == ["tools", "-k lint", "test", "test-bench", "test-chaos"]
 
 
 def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> None:

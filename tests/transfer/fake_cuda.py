@@ -7,6 +7,7 @@ would crash on is collected in ``FakeHost.faults``.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import threading
@@ -105,7 +106,10 @@ class FakeDriver:
         failing: the error that the call of this name raises next, once.
         may_open: cleared, ``open`` takes until it is set.
         num_opened: how often ``open`` was called, and ``close`` not yet.
+        needs_pinned: copies to and from other memory of the host are faults; a driver only takes longer for them.
     """
+
+    needs_pinned = True
 
     def __init__(self, host: FakeHost, devices: tuple[int, ...] = (0,)) -> None:
         self.host = host
@@ -122,6 +126,18 @@ class FakeDriver:
         self._opened: dict[int, Allocation] = {}
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
+        self._is_killed = False
+        self._pinned: dict[int, int] = {}  # bytes, by the first one's address
+        self._host_buffers: dict[int, tuple[object, bool]] = {}  # and whether it is write-combined
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
+    @property
+    def write_combined(self) -> list[bool]:
+        """Of each piece of pinned memory that is allocated."""
+        return [is_write_combined for _, is_write_combined in self._host_buffers.values()]
 
     @property
     def num_opened(self) -> int:
@@ -154,6 +170,7 @@ class FakeDriver:
                 self.host.release(allocation)
             self._own.clear()
             self._opened.clear()
+            self._is_killed = True
 
     # The driver.
 
@@ -217,6 +234,29 @@ class FakeDriver:
             allocation.num_opened -= 1
             self.host.release(allocation)
 
+    def pin(self, address: int, size_bytes: int) -> None:
+        with self._called("pin"):
+            self._pinned[address] = size_bytes
+
+    def unpin(self, address: int) -> None:
+        with self._called("unpin"):
+            if self._pinned.pop(address, None) is None:
+                self.host.faults.append("unpinned what is not pinned")
+
+    def allocate_host(self, size_bytes: int, *, is_write_combined: bool) -> int:
+        if is_write_combined and "write_combined" in self.failing:
+            raise CudaError("allocate_host", self.failing["write_combined"])
+        with self._called("allocate_host"):
+            buffer = ctypes.create_string_buffer(size_bytes)
+            address = ctypes.addressof(buffer)
+            self._host_buffers[address] = (buffer, is_write_combined)
+            self._pinned[address] = size_bytes
+            return address
+
+    def free_host(self, address: int) -> None:
+        with self._called("free_host"):
+            del self._host_buffers[address], self._pinned[address]
+
     def create_stream(self) -> int:
         with self._called("create_stream"):
             number = next(self._numbers)
@@ -255,6 +295,37 @@ class FakeDriver:
             for address in (target, source):
                 self._find(address, size_bytes)
             self._streams[stream].todo.append(lambda: self._copy_now(target, source, size_bytes))
+
+    def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        self._issue("copy_to_host", source, target, size_bytes, stream)
+
+    def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        self._issue("copy_to_device", target, source, size_bytes, stream)
+
+    def _issue(self, name: str, on_device: int, on_host: int, size_bytes: int, stream: int) -> None:
+        with self._called(name):
+            self._find(on_device, size_bytes)
+            self._streams[stream].todo.append(lambda: self._move(name, on_device, on_host, size_bytes))
+
+    def _move(self, name: str, on_device: int, on_host: int, size_bytes: int) -> None:
+        self.host.num_copies += 1
+        self.host.on_copy(self.host.num_copies)
+        is_pinned = not self.needs_pinned or any(
+            start <= on_host <= start + size - size_bytes for start, size in self._pinned.items()
+        )
+        try:
+            allocation, offset = self._find(on_device, size_bytes)
+        except CudaError as error:
+            is_pinned = self._is_killed  # its copies are gone with it
+            allocation = None
+            if not self._is_killed:
+                self.host.faults.append(f"{name}: no such memory any more: {error}")
+        if not is_pinned:
+            self.host.faults.append(f"{name}: host memory that is not pinned")
+        elif allocation is not None and name == "copy_to_host":
+            ctypes.memmove(on_host, allocation.memory.read(offset, size_bytes), size_bytes)
+        elif allocation is not None:
+            allocation.memory.write(offset, ctypes.string_at(on_host, size_bytes))
 
     def record(self, event: int, stream: int) -> None:
         with self._called("record"):

@@ -20,6 +20,8 @@ from quartet.transfer.config import TransferConfig
         ("ways", (TransferWay.SHM,)),
         ("ways", (TransferWay.GRPC, TransferWay.GRPC)),
         ("ways", (TransferWay.NIXL, TransferWay.GRPC)),
+        ("ways", (TransferWay.STAGED, TransferWay.GRPC)),
+        ("staging_size_bytes", 0),
     ],
 )
 def test_an_impossible_setting_is_refused_by_name(setting: str, value: Any) -> None:

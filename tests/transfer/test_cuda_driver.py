@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from quartet.transfer.cuda.driver import CudaDriver, CudaError
+from quartet.transfer.cuda.survey import CudaSurveyDriver
 
 
 class _Result(IntEnum):
@@ -84,3 +86,54 @@ def test_streams_wait_for_no_other_and_waiters_of_events_sleep(monkeypatch: pyte
     )
     driver = CudaDriver()
     assert (driver.create_stream(), driver.create_event()) == (101, 203)
+
+
+def test_a_survey_names_gpus_and_says_which_reach_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    ok = _Result.CUDA_SUCCESS
+    _install(
+        monkeypatch,
+        _bindings(
+            cuDriverGetVersion=lambda: (ok, 13010),
+            cuDeviceGetCount=lambda: (ok, 2),
+            cuDeviceGet=lambda index: (ok, 10 + index),
+            cuDeviceGetName=lambda size, device: (ok, f"GPU {device}".encode().ljust(size, b"\0")),
+            cuDeviceTotalMem=lambda device: (ok, device << 30),
+            cuDeviceCanAccessPeer=lambda here, there: (ok, int(here < there)),
+        ),
+    )
+    driver = CudaSurveyDriver()
+    assert (driver.cuda_version(), driver.num_devices()) == ((13, 1), 2)
+    assert (driver.name(1), driver.total_size_bytes(1)) == ("GPU 11", 11 << 30)
+    assert [driver.can_reach(0, 1), driver.can_reach(1, 0)] == [True, False]
+
+
+def test_pinned_memory_is_asked_for_as_the_driver_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def take(name: str) -> Callable[..., tuple[object, ...]]:
+        def call(*arguments: object) -> tuple[object, ...]:
+            calls.append((name, *arguments))
+            return (_Result.CUDA_SUCCESS, 900) if name == "cuMemHostAlloc" else (_Result.CUDA_SUCCESS,)
+
+        return call
+
+    both = ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync")
+    names = ("cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister", "cuMemHostUnregister", *both)
+    _install(monkeypatch, _bindings(CU_MEMHOSTALLOC_WRITECOMBINED=4, **{name: take(name) for name in names}))
+    driver = CudaDriver()
+    assert driver.allocate_host(64, is_write_combined=True) == 900
+    driver.allocate_host(64, is_write_combined=False)
+    driver.free_host(900)
+    driver.pin(100, 8)
+    driver.unpin(100)
+    driver.copy_to_host(1, 2, 3, 4)
+    driver.copy_to_device(5, 6, 7, 8)
+    assert calls == [
+        ("cuMemHostAlloc", 64, 4),
+        ("cuMemHostAlloc", 64, 0),
+        ("cuMemFreeHost", 900),
+        ("cuMemHostRegister", 100, 8, 0),
+        ("cuMemHostUnregister", 100),
+        ("cuMemcpyDtoHAsync", 1, 2, 3, 4),
+        ("cuMemcpyHtoDAsync", 5, 6, 7, 8),
+    ]

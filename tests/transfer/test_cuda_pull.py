@@ -12,12 +12,11 @@ import pytest
 from quartet.errors import NoHandOffError, TransferError
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PieceCopy, TransferWay
-from quartet.transfer.config import TransferConfig
-from quartet.transfer.cuda import reader
+from quartet.transfer.cuda import threads
 from quartet.transfer.cuda.memory import DeviceMemory
 from tests.transfer.cuda_workers import GpuPuller, GpuSource, gpu_puller, gpu_source
 from tests.transfer.fake_cuda import FakeDriver, FakeHost
-from tests.transfer.workers import CONFIG, EPOCH, LAYOUT, NUM_BLOCKS, puller_worker, source_worker
+from tests.transfer.workers import CONFIG, EPOCH, LAYOUT, NUM_BLOCKS, puller_worker
 
 COPIES = (PieceCopy(0, 5), PieceCopy(1, 2), PieceCopy(2, 9))
 BLOCKS = (3, 7, 11)
@@ -140,7 +139,7 @@ async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost)
 async def test_a_fetch_cancelled_before_its_copies_begin_issues_no_more(
     host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_NUM_COPY_THREADS", 1)
+    monkeypatch.setattr(threads, "_NUM_THREADS", 1)
     async with gpu_source(host) as source, gpu_puller(host) as here:
         fill(source)
         host.pause()
@@ -271,31 +270,33 @@ async def test_a_failing_call_is_a_failed_transfer(host: FakeHost, call: str) ->
         assert host.num_copies == here.driver.count("copy") - (call == "copy")
 
 
-async def test_gpus_that_cannot_peer_have_no_way_and_are_not_tried_again() -> None:
+async def test_gpus_that_cannot_peer_are_not_tried_again() -> None:
     host = FakeHost(num_devices=2, peers=False)
     async with gpu_source(host) as source, gpu_puller(host, device=1) as here:
-        for holder in range(2):
-            with pytest.raises(NoHandOffError, match="no way"):
-                await here.puller.claim(source.offer(holder, BLOCKS)).fetch(COPIES)
+        with pytest.raises(TransferError, match="PEER_ACCESS_UNSUPPORTED"):
+            await here.puller.claim(source.offer(0, BLOCKS)).fetch(COPIES)
+        assert (await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)).way is TransferWay.STAGED
         assert here.driver.count("open") == 1
         # Nothing to move needs no way.
         assert (await here.puller.claim(source.offer(3, BLOCKS)).fetch([])).way is TransferWay.GRPC
 
 
-async def test_a_pool_in_host_memory_and_one_on_a_gpu_have_no_way(host: FakeHost) -> None:
-    async with gpu_source(host) as source, puller_worker() as here:
+async def test_pools_that_no_host_memory_is_pinned_for_have_no_way_but_the_direct_one() -> None:
+    host = FakeHost(num_devices=2, peers=False)
+    drivers = [FakeDriver(host, (device,)) for device in (0, 1)]
+    for driver in drivers:
+        driver.failing |= {"write_combined": "CUDA_ERROR_NOT_SUPPORTED", "allocate_host": "CUDA_ERROR_OUT_OF_MEMORY"}
+    memory = DeviceMemory(drivers[0], 0, NUM_BLOCKS, LAYOUT.piece_size_bytes)
+    async with gpu_source(host, memory=memory) as source, gpu_puller(host, driver=drivers[1]) as here:
+        source.servicer.staging = None  # as a worker does with such a pool
+        for holder in range(2):
+            with pytest.raises(NoHandOffError, match="no way"):
+                await here.puller.claim(source.offer(holder, BLOCKS)).fetch(COPIES)
+        assert here.driver.count("open") == 1
+    async with gpu_source(host) as source, puller_worker() as on_cpu:
+        source.servicer.staging = None
         with pytest.raises(NoHandOffError):
-            await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
-    async with source_worker() as on_cpu, gpu_puller(host) as on_gpu:
-        with pytest.raises(NoHandOffError):
-            await on_gpu.puller.claim(on_cpu.offer(1, BLOCKS)).fetch(COPIES)
-
-
-async def test_without_the_way_a_gpu_has_none(host: FakeHost) -> None:
-    config = TransferConfig(ways=(TransferWay.SHM, TransferWay.GRPC))
-    async with gpu_source(host) as source, gpu_puller(host, config=config) as here:
-        with pytest.raises(NoHandOffError):
-            await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
+            await on_cpu.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
 
 
 @pytest.mark.parametrize("change", ["handle", "epoch", "size_bytes", "token", "socket_path", "size_too_large"])
@@ -315,11 +316,11 @@ async def test_a_pool_that_is_not_what_was_granted_is_not_read(host: FakeHost, c
         assert host.num_copies == 0
 
 
-async def test_a_driver_that_exports_no_memory_leaves_no_way(host: FakeHost) -> None:
+async def test_a_driver_that_exports_no_memory_leaves_what_is_staged(host: FakeHost) -> None:
     driver = FakeDriver(host)
     driver.failing["export"] = "CUDA_ERROR_NOT_SUPPORTED"
     memory = DeviceMemory(driver, 0, 4, 1024)
-    assert CONFIG.ways_of(memory) == ()
+    assert CONFIG.announced_ways(memory) == (TransferWay.STAGED,)
     memory.close()
     memory.close()
 

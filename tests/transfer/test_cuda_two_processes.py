@@ -77,8 +77,10 @@ async def peer(*arguments: object, seed: int = 0) -> AsyncIterator[Peer]:
 
 
 @asynccontextmanager
-async def source(num_blocks: int = NUM_BLOCKS, seed: int = 1, address: str = "127.0.0.1:0") -> AsyncIterator[Peer]:
-    async with peer("source", num_blocks, seed, address, seed=seed) as found:
+async def source(
+    num_blocks: int = NUM_BLOCKS, seed: int = 1, address: str = "127.0.0.1:0", kind: str = "source"
+) -> AsyncIterator[Peer]:
+    async with peer(kind, num_blocks, seed, address, seed=seed) as found:
         yield found
 
 
@@ -114,7 +116,7 @@ async def test_scattered_blocks_go_where_they_belong() -> None:
 async def test_the_driver_knows_the_size_of_a_pool_that_was_opened() -> None:
     async with puller_on_gpu(4) as (puller, _memory), source() as there:
         await puller.claim(await there.offer()).fetch([PieceCopy(0, 0)])
-        reader = puller._pool.reader
+        reader = puller._pool.inputs.readers[TransferWay.CUDA_IPC]
         [live] = reader._pools._pools.values()
         assert cuda_driver().size_of(live.pool.address) >= NUM_BLOCKS * PIECE
 

@@ -20,6 +20,8 @@ from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.servicer import TransferServicer
 from quartet.v1 import transfer_pb2 as pb
 from quartet.v1.transfer_pb2_grpc import TransferServiceServicer, add_TransferServiceServicer_to_server
+from tests.transfer.cuda_workers import gpu_puller
+from tests.transfer.fake_cuda import FakeHost
 from tests.transfer.workers import CONFIG, LAYOUT, Ended, puller_worker, source_worker
 
 SIZE = LAYOUT.piece_size_bytes
@@ -118,12 +120,21 @@ LIES: dict[str, tuple[pb.PullResponse, ...]] = {
     "shm at a path that no socket can have": (
         granted(way=2, shm=pb.ShmDescriptor(socket_path="@" + "x" * 500, pool_size_bytes=9, offsets=[0, 1])),
     ),
+    "grpc with places": (granted(shm=pb.ShmDescriptor(offsets=[0, 1])), piece(7)),
+    "staged without pieces": (granted(way=pb.TRANSFER_WAY_STAGED), FINISHED),
+    "a staged piece that is too long": (granted(way=pb.TRANSFER_WAY_STAGED), piece(0, b"\7" * (SIZE + 1))),
+    "staged at no place": (granted(way=pb.TRANSFER_WAY_STAGED, shm=pb.ShmDescriptor(socket_path="@nothing")),),
+    "staged at a socket that nobody serves": (
+        granted(way=pb.TRANSFER_WAY_STAGED, shm=pb.ShmDescriptor(socket_path="@nothing", offsets=[0, 1])),
+    ),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_lies_are_transfer_errors_and_the_source_is_left(lie: str) -> None:
-    async with scripted(RECEIVE, *LIES[lie]) as (source, hand_off), puller_worker() as here:
+@pytest.mark.parametrize("memory", ["cpu", "gpu"])
+async def test_lies_are_transfer_errors_and_the_source_is_left(lie: str, memory: str) -> None:
+    pullers = gpu_puller(FakeHost()) if memory == "gpu" else puller_worker()
+    async with scripted(RECEIVE, *LIES[lie]) as (source, hand_off), pullers as here:
         with pytest.raises(TransferError) as caught:
             await here.puller.claim(hand_off).fetch(COPIES)
         assert not isinstance(caught.value, TransferTimeoutError), "the lie was believed, and more was waited for"
@@ -142,6 +153,20 @@ async def test_shared_memory_with_places_for_fewer_pieces_than_asked_for_is_a_tr
         async with scripted(RECEIVE, granted(way=pb.TRANSFER_WAY_SHM, shm=shm)) as (_source, hand_off):
             with pytest.raises(TransferError):
                 await here.puller.claim(hand_off).fetch(COPIES)
+
+
+async def test_staged_memory_that_is_left_is_not_read() -> None:
+    async with source_worker() as owner, gpu_puller(FakeHost()) as here:
+        shm = pb.ShmDescriptor(
+            socket_path=owner.shm.socket_path,
+            token=owner.shm.token,
+            pool_size_bytes=owner.memory.size_bytes,
+            offsets=[0, owner.memory.size_bytes - SIZE + 1],
+        )
+        async with scripted(RECEIVE, granted(way=pb.TRANSFER_WAY_STAGED, shm=shm)) as (_source, hand_off):
+            with pytest.raises(TransferError, match="offsets are wrong"):
+                await here.puller.claim(hand_off).fetch(COPIES)
+        assert here.driver.count("copy_to_device") == 0
 
 
 async def test_pieces_of_another_size_are_a_layout_mismatch() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from quartet.api.convert.request import from_generate_start, from_resume, to_generate_start, to_resume
+from quartet.api.convert.request import from_resume, to_generate_start, to_resume
+from quartet.api.convert.unread import UnreadStart
 from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import (
     Accepted,
     AnswerPart,
+    AskedStart,
     ChoiceFinished,
     ChoicePlacement,
     Delta,
@@ -212,7 +214,7 @@ def from_session_start(message: pb.SessionStart) -> SessionStart:
     """The request. Raises ``InvalidRequestError``; ``field`` is its path within ``start``, or ``resume``'s."""
     return SessionStart(
         slot=message.slot,
-        start=from_generate_start(message.start),
+        start=UnreadStart(message.start),
         resume=from_resume(message.resume) if message.HasField("resume") else None,
         traceparent=message.traceparent,
     )
@@ -294,11 +296,11 @@ def to_place_request(start: GenerateStart, resume: Resume | None = None) -> rout
     return router_pb2.PlaceRequest(start=to_generate_start(start), resume=None if resume is None else to_resume(resume))
 
 
-def from_place_request(message: router_pb2.PlaceRequest) -> tuple[GenerateStart, Resume | None]:
+def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Resume | None]:
     """The request, and what it resumes. Raises ``InvalidRequestError``; ``field`` is its path within ``start``."""
     if not message.HasField("start"):
         raise InvalidRequestError("start is missing", field="start")
-    return from_generate_start(message.start), from_resume(message.resume) if message.HasField("resume") else None
+    return UnreadStart(message.start), from_resume(message.resume) if message.HasField("resume") else None
 
 
 def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:

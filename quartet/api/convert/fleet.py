@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from quartet.api.convert.answer import from_rank, put_rank
-from quartet.api.convert.request import from_generate_start, to_generate_start
+from quartet.api.convert.request import to_generate_start
+from quartet.api.convert.unread import UnreadStart
 from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
-from quartet.api.request import GenerateStart
+from quartet.api.request import AskedStart, GenerateStart
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.events.wire import from_worker_load, to_worker_load
 from quartet.rpc.errors import to_duration, to_seconds
@@ -78,11 +79,11 @@ def to_explain_request(start: GenerateStart) -> router_pb2.ExplainRequest:
     return router_pb2.ExplainRequest(start=to_generate_start(start))
 
 
-def from_explain_request(message: router_pb2.ExplainRequest) -> GenerateStart:
+def from_explain_request(message: router_pb2.ExplainRequest) -> AskedStart:
     """The request. Raises ``InvalidRequestError``; ``field`` is its path within ``start``."""
     if not message.HasField("start"):
         raise InvalidRequestError("start is missing", field="start")
-    return from_generate_start(message.start)
+    return UnreadStart(message.start)
 
 
 def to_explain_response(explanation: Explanation) -> router_pb2.ExplainResponse:

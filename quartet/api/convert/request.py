@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence, Sized
 from functools import lru_cache
@@ -37,9 +38,13 @@ _MAX_UINT64 = 2**64 - 1
 
 _NO_TEXT_OPTIONS = TextOptions()
 
-# Most messages, parts of all messages, and token ids of a request. They are counted before any of them is converted: so
-# many take 20 ms.
-_MAX_MESSAGES, _MAX_PARTS, _MAX_TOKEN_IDS = 4096, 4096, 1 << 20
+#: Most messages, parts of all messages, and token ids of a request. They are counted before any of them is converted:
+#: so many take 20 ms.
+MAX_MESSAGES, MAX_PARTS, MAX_TOKEN_IDS = 4096, 4096, 1 << 20
+
+#: What it costs to convert a message and a part of a chat, and to go through them on the event loop later, in token ids
+#: of a prompt: 0.1 microseconds each.
+MESSAGE_WORK, PART_WORK = 12, 12
 
 # Larger ones, with a bias for many tokens, are rare and would fill the memory.
 _MAX_KNOWN_BYTES = 256
@@ -78,8 +83,12 @@ def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
     return message
 
 
-def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
+def from_generate_start(
+    message: router_pb2.GenerateStart, *, tenant: str | None = None, prompt: Prompt | None = None
+) -> GenerateStart:
     """The request; what depends on the model or on the router's limits is not checked yet.
+
+    A ``tenant`` or ``prompt`` given is taken in place of the message's.
 
     Raises:
         InvalidRequestError: an impossible field, or more items than any request has; ``field`` is its path.
@@ -87,14 +96,14 @@ def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
     """
     return GenerateStart(
         model=message.model,
-        prompt=_from_prompt(message),
+        prompt=_from_prompt(message) if prompt is None else prompt,
         sampling=_from_sampling(message.sampling),
         seed=message.seed if message.HasField("seed") else None,
         output=from_output_options(message.output),
         text_options=_from_text_options(message.text_options) if message.HasField("text_options") else _NO_TEXT_OPTIONS,
         adapter=message.adapter,
         cache_salt=message.cache_salt,
-        tenant=message.tenant,
+        tenant=message.tenant if tenant is None else tenant,
         priority=message.priority,
         session_key=message.session_key,
         timeout_s=to_seconds(message.timeout) if message.HasField("timeout") else None,
@@ -109,14 +118,33 @@ def _to_array(token_ids: Sequence[int]) -> array[int]:
     return array("I", token_ids[:])
 
 
-def _check_count(items: Sized, limit: int, field: str, what: str) -> None:
+def check_prompt(message: router_pb2.GenerateStart) -> str:
+    """The kind of the prompt. Parts of a chat are not counted, nor is anything looked at.
+
+    Raises:
+        InvalidRequestError: there is none, or more messages, token ids or media than any request has; ``field`` is
+            the path.
+    """
+    kind = message.WhichOneof("prompt")
+    if kind == "token_ids":
+        check_count(message.token_ids.ids, MAX_TOKEN_IDS, "token_ids.ids", "token ids")
+    elif kind == "chat":
+        check_count(message.chat.messages, MAX_MESSAGES, "chat.messages", "messages")
+    elif kind is None:
+        raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
+    if message.media:
+        check_count(message.media, MAX_PARTS, "media", "media items")
+    return kind
+
+
+def check_count(items: Sized, limit: int, field: str, what: str) -> None:
     """Refuse more than ``limit`` items without a look at any. Raises ``InvalidRequestError`` naming ``field``."""
     if len(items) > limit:
         raise InvalidRequestError(f"a request has at most {limit} {what}, not {len(items)}", field=field)
 
 
 def _from_media(media: Sequence[router_pb2.MediaPart]) -> tuple[MediaPart, ...]:
-    _check_count(media, _MAX_PARTS, "media", "media items")
+    check_count(media, MAX_PARTS, "media", "media items")
     return tuple([from_media_part(part, "media") for part in media])
 
 
@@ -152,12 +180,14 @@ def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
         return TextPrompt(message.text)
     if kind == "token_ids":
         ids = message.token_ids.ids
-        _check_count(ids, _MAX_TOKEN_IDS, "token_ids.ids", "token ids")
+        check_count(ids, MAX_TOKEN_IDS, "token_ids.ids", "token ids")
         return TokenPrompt(_to_array(ids))
     if kind == "chat":
         chat = message.chat
         has_choice = chat.HasField("add_generation_prompt")
-        return ChatPrompt(_from_chat_messages(chat.messages), chat.add_generation_prompt if has_choice else True)
+        converter = ChatConverter(chat.messages)
+        converter.convert()
+        return ChatPrompt(tuple(converter.converted), chat.add_generation_prompt if has_choice else True)
     raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
 
 
@@ -169,45 +199,90 @@ def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
     return router_pb2.ChatMessage(role=message.role, parts=map(_to_content_part, message.content))
 
 
-def _from_chat_messages(messages: Sequence[router_pb2.ChatMessage]) -> tuple[ChatMessage, ...]:
-    _check_count(messages, _MAX_MESSAGES, "chat.messages", "messages")
-    converted, num_parts = [], 0
-    for number, message in enumerate(messages):
-        if parts := message.parts:
-            num_parts += len(parts)
-            if num_parts > _MAX_PARTS:
-                text = f"the messages of a request have at most {_MAX_PARTS} parts"
-                raise InvalidRequestError(text, field=f"chat.messages[{number}].parts")
-        converted.append(_from_chat_message(message, parts, f"chat.messages[{number}]"))
-    return tuple(converted)
+class ChatConverter:
+    """Converts the messages of a chat, as many at a time as so much work allows.
+
+    Attributes:
+        converted: so far.
+    """
+
+    def __init__(self, messages: Sequence[router_pb2.ChatMessage]) -> None:
+        """Raises ``InvalidRequestError``: there are too many ``messages``."""
+        check_count(messages, MAX_MESSAGES, "chat.messages", "messages")
+        self.converted: list[ChatMessage] = []
+        self._messages = iter(messages)
+        self._num_parts = 0
+
+    def convert(self, max_work: float = math.inf) -> int:
+        """Convert more of them, in work of ``max_work`` and one message more at most.
+
+        Returns:
+            The work that it was, if any may be left; else 0.
+
+        Raises:
+            InvalidRequestError: an impossible message, or too many parts; ``field`` is its path.
+        """
+        work, converted = 0, self.converted
+        for message in self._messages:
+            role, parts = message.role, message.parts
+            content = self._content(message, parts) if parts else message.content
+            if not role:
+                raise InvalidRequestError("a message needs a role", field=f"chat.messages[{len(converted)}].role")
+            converted.append(_make_message(role, content))
+            work += MESSAGE_WORK + PART_WORK * len(parts)
+            if work >= max_work:
+                return work
+        return 0
+
+    def _content(
+        self, message: router_pb2.ChatMessage, parts: Sequence[router_pb2.ContentPart]
+    ) -> str | tuple[str | MediaPart, ...]:
+        number = len(self.converted)
+        self._num_parts += len(parts)
+        if self._num_parts > MAX_PARTS:
+            text = f"the messages of a request have at most {MAX_PARTS} parts"
+            raise InvalidRequestError(text, field=f"chat.messages[{number}].parts")
+        return _from_content(message, parts, number)
 
 
-def _from_chat_message(
-    message: router_pb2.ChatMessage, content_parts: Sequence[router_pb2.ContentPart], field: str
-) -> ChatMessage:
-    if not message.role:
-        raise InvalidRequestError("a message needs a role", field=f"{field}.role")
-    if not content_parts:
-        return ChatMessage(role=message.role, content=message.content)
-    if message.content:
-        raise InvalidRequestError("a message has content or parts, not both", field=f"{field}.content")
-    parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(content_parts))
-    texts = [part for part in parts if isinstance(part, str)]
+# The setters of its fields.
+_SET_ROLE, _SET_CONTENT, _SET_NAME = (vars(ChatMessage)[name].__set__ for name in ("role", "content", "name"))
+
+
+def _make_message(role: str, content: str | tuple[str | MediaPart, ...]) -> ChatMessage:
+    """A message. There are up to 4096, and the constructor of a frozen class takes as long as all the rest."""
+    message = object.__new__(ChatMessage)
+    _SET_ROLE(message, role)
+    _SET_CONTENT(message, content)
+    _SET_NAME(message, None)
+    return message
+
+
+def _from_content(
+    message: router_pb2.ChatMessage, content_parts: Sequence[router_pb2.ContentPart], number: int
+) -> str | tuple[str | MediaPart, ...]:
+    if message.content and message.role:
+        text = "a message has content or parts, not both"
+        raise InvalidRequestError(text, field=f"chat.messages[{number}].content")
+    parts: list[str | MediaPart] = []
+    is_text = True
+    for part in content_parts:
+        kind = part.WhichOneof("part")
+        if kind == "text":
+            parts.append(part.text)
+            continue
+        field, is_text = f"chat.messages[{number}].parts[{len(parts)}]", False
+        if kind is None:
+            raise InvalidRequestError("a part holds text or media", field=f"{field}.part")
+        parts.append(from_media_part(part.media, f"{field}.media"))
     # Templates of models without media take no list of parts.
-    return ChatMessage(role=message.role, content="".join(texts) if len(texts) == len(parts) else parts)
+    return "".join(parts) if is_text else tuple(parts)  # type: ignore[arg-type]  # then each is text
 
 
 def _to_content_part(part: str | MediaPart) -> router_pb2.ContentPart:
     if isinstance(part, str):
         return router_pb2.ContentPart(text=part)
     return router_pb2.ContentPart(media=to_media_part(part))
-
-
-def _from_content_part(part: router_pb2.ContentPart, field: str) -> str | MediaPart:
-    kind = part.WhichOneof("part")
-    if kind is None:
-        raise InvalidRequestError("a part holds text or media", field=f"{field}.part")
-    return from_media_part(part.media, f"{field}.media") if kind == "media" else part.text
 
 
 def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:
@@ -221,7 +296,7 @@ def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:
 
 
 def _from_text_options(message: router_pb2.TextOptions) -> TextOptions:
-    _check_count(message.stop_strings, MAX_STOP_STRINGS, "text_options.stop_strings", "stop strings")
+    check_count(message.stop_strings, MAX_STOP_STRINGS, "text_options.stop_strings", "stop strings")
     return TextOptions(
         stop_strings=tuple(message.stop_strings),
         include_stop_string=message.include_stop_string,
@@ -248,19 +323,19 @@ def to_resume(resume: Resume) -> router_pb2.Resume:
 
 
 def from_resume(message: router_pb2.Resume) -> Resume:
-    """What a request goes on after; not checked yet.
+    """What a request goes on after; not checked yet. Its tokens stay in the message until they are ``read``.
 
     Raises:
         InvalidRequestError: more tokens than any answer has.
     """
     generated = message.generated_token_ids.ids
-    _check_count(generated, _MAX_TOKEN_IDS, "resume.generated_token_ids", "generated tokens")
+    check_count(generated, MAX_TOKEN_IDS, "resume.generated_token_ids", "generated tokens")
     return Resume(
         request_id=message.request_id,
         attempt=message.attempt,
         seed=message.seed,
         choice=message.choice,
-        generated_token_ids=_to_array(generated),
+        generated_token_ids=generated if generated else (),
         num_text_bytes=message.num_text_bytes,
         model_fingerprint=message.model_fingerprint,
     )

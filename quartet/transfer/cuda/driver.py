@@ -73,6 +73,22 @@ class Driver(Protocol):
         """Unmap what ``open`` gave."""
         ...
 
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Make host memory of this process what the GPU copies to and from at full speed, until ``unpin``."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """End ``pin``; before the memory is unmapped."""
+        ...
+
+    def allocate_host(self, size_bytes: int, *, is_write_combined: bool) -> int:
+        """Reserve pinned host memory; returns its address. The CPU reads write-combined memory slowly."""
+        ...
+
+    def free_host(self, address: int) -> None:
+        """Give ``allocate_host``'s memory back."""
+        ...
+
     def create_stream(self) -> int:
         """A stream that no other waits for, nor it for them."""
         ...
@@ -95,6 +111,14 @@ class Driver(Protocol):
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """Have ``stream`` copy between two places that the bound device reaches."""
+        ...
+
+    def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Have ``stream`` copy from the bound device to pinned host memory."""
+        ...
+
+    def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Have ``stream`` copy from pinned host memory to the bound device."""
         ...
 
     def record(self, event: int, stream: int) -> None:
@@ -169,6 +193,23 @@ class CudaDriver:
         """As ``Driver``."""
         self._call("cuIpcCloseMemHandle", address)
 
+    def pin(self, address: int, size_bytes: int) -> None:
+        """As ``Driver``."""
+        self._call("cuMemHostRegister", address, size_bytes, 0)
+
+    def unpin(self, address: int) -> None:
+        """As ``Driver``."""
+        self._call("cuMemHostUnregister", address)
+
+    def allocate_host(self, size_bytes: int, *, is_write_combined: bool) -> int:
+        """As ``Driver``."""
+        flags = int(self._cuda.CU_MEMHOSTALLOC_WRITECOMBINED) if is_write_combined else 0
+        return int(self._call("cuMemHostAlloc", size_bytes, flags))
+
+    def free_host(self, address: int) -> None:
+        """As ``Driver``."""
+        self._call("cuMemFreeHost", address)
+
     def create_stream(self) -> int:
         """As ``Driver``."""
         return int(self._call("cuStreamCreate", int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)))
@@ -193,6 +234,14 @@ class CudaDriver:
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """As ``Driver``."""
         self._call("cuMemcpyDtoDAsync", target, source, size_bytes, stream)
+
+    def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """As ``Driver``."""
+        self._call("cuMemcpyDtoHAsync", target, source, size_bytes, stream)
+
+    def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """As ``Driver``."""
+        self._call("cuMemcpyHtoDAsync", target, source, size_bytes, stream)
 
     def record(self, event: int, stream: int) -> None:
         """As ``Driver``."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
 
-from quartet.transfer.base import TransferWay
+from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.cuda.driver import CudaError, Driver
+from quartet.transfer.cuda.pinned import pinned_kind
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +17,14 @@ class DeviceMemory:
     PyTorch's own allocator gives parts of larger reservations, whose handle would open more than the pool.
 
     Attributes:
-        all_ways: by which blocks in a GPU's memory can be moved, best first.
-        ways: those of this pool; none where the driver exports no memory.
+        ways: by which its blocks can be moved, best first; ``cuda_ipc`` is missing where the driver exports no memory,
+            all others where it pins none of the host's.
         driver: that gave it.
         device: the GPU's index in this process.
         device_uuid: the GPU's 16 bytes.
         address: of its first byte, in this process.
         handle: the 64 bytes by which another process opens it; empty: none can.
     """
-
-    all_ways: ClassVar[tuple[TransferWay, ...]] = (TransferWay.CUDA_IPC,)
 
     def __init__(self, driver: Driver, device: int, num_blocks: int, piece_size_bytes: int) -> None:
         """Reserve ``num_blocks * piece_size_bytes`` bytes, whatever is in them. Raises ``CudaError``."""
@@ -41,9 +39,11 @@ class DeviceMemory:
         try:
             self.handle = driver.export(self.address)
         except CudaError as error:
-            logger.warning("the blocks on GPU %s can't go to other workers: %s", device, error)
+            logger.warning("other processes can't open the blocks on GPU %s: %s", device, error)
             self.handle = b""
-        self.ways: tuple[TransferWay, ...] = self.all_ways if self.handle else ()
+        direct = (TransferWay.CUDA_IPC,) if self.handle else ()
+        staged = PoolMemory.ways if pinned_kind(driver) is not None else ()
+        self.ways: tuple[TransferWay, ...] = (*direct, *staged)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

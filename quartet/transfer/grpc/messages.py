@@ -42,6 +42,7 @@ WAY_TO_PB = {
     TransferWay.SHM: pb.TRANSFER_WAY_SHM,
     TransferWay.CUDA_IPC: pb.TRANSFER_WAY_CUDA_IPC,
     TransferWay.NIXL: pb.TRANSFER_WAY_NIXL,
+    TransferWay.STAGED: pb.TRANSFER_WAY_STAGED,
 }
 
 WAY_FROM_PB = {number: way for way, number in WAY_TO_PB.items()}

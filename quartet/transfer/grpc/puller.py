@@ -34,8 +34,8 @@ from quartet.errors import (
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.rpc.errors import HiddenStatusError
 from quartet.supervision import report_failure
-from quartet.transfer.base import BlockMemory, FetchResult, PieceCopy, PoolMemory, TransferWay
-from quartet.transfer.config import TransferConfig
+from quartet.transfer.base import BlockMemory, FetchResult, PieceCopy, TransferWay
+from quartet.transfer.config import TransferConfig, seen_way
 from quartet.transfer.cuda.lent import from_opaque
 from quartet.transfer.grpc.messages import (
     WAY_FROM_PB,
@@ -48,7 +48,7 @@ from quartet.transfer.grpc.messages import (
 )
 from quartet.transfer.grpc.streams import PeerChannels, PullStream, SpareStreams
 from quartet.transfer.life_line import LentPool, PoolOwner
-from quartet.transfer.reader import PoolReader, pool_reader
+from quartet.transfer.reader import PoolInputs, PoolReader, pool_inputs
 from quartet.transfer.runs import merge_runs
 from quartet.transfer.shm import SharedPool
 from quartet.v1 import transfer_pb2 as pb
@@ -108,7 +108,7 @@ class TransferPuller:
         """Name the pool that is fetched into; called once, before the first ``claim``."""
         assert self._pool is None, "a pool is attached once"
         assert memory.piece_size_bytes == layout.piece_size_bytes, "the pool's pieces are the layout's blocks"
-        self._pool = _LocalPool(memory, layout, pool_reader(memory))
+        self._pool = _LocalPool(memory, layout, pool_inputs(memory))
 
     def claim(self, hand_off: HandOff) -> PullClaim:
         """Accept ``hand_off`` and renew it until it is fetched or released.
@@ -145,8 +145,8 @@ class TransferPuller:
         self._spares.close()
         await asyncio.gather(*self._endings, return_exceptions=True)
         await self._channels.close()
-        if self._pool is not None and self._pool.reader is not None:
-            await self._pool.reader.close()
+        if self._pool is not None:
+            await self._pool.inputs.close()
 
     async def fetch(self, hand_off: HandOff, copies: Sequence[PieceCopy]) -> FetchResult:
         """Take over ``hand_off``; see ``Claim.fetch``."""
@@ -164,7 +164,9 @@ class TransferPuller:
             self._endings.add(ending)
             ending.add_done_callback(report_failure)
             ending.add_done_callback(self._endings.discard)
-        size_bytes = len(copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
+        size_bytes = 0
+        if copies and self._pool is not None:
+            way, size_bytes = seen_way(way, self._pool.memory), len(copies) * self._pool.layout.piece_size_bytes
         result = FetchResult(way, size_bytes, time.monotonic() - started)
         self._on_fetch(result)
         return result
@@ -279,11 +281,11 @@ class PullClaim:
 
 @dataclass(frozen=True)
 class _LocalPool:
-    """Where pieces go, their shape, and what reads other workers' pools into it."""
+    """Where pieces go, their shape, and what brings them there."""
 
     memory: BlockMemory
     layout: PieceLayout
-    reader: PoolReader | None
+    inputs: PoolInputs
 
 
 def _check_layout(theirs: PieceLayout, pool: _LocalPool | None) -> None:
@@ -318,7 +320,6 @@ class _Fetch:
         self._pool = pool
         self._host = host
         self._config = config
-        self._reader = None if pool is None else pool.reader
         self._offered: Sequence[TransferWay] = ()
         self._owner = PoolOwner(hand_off.worker_id, hand_off.epoch)
 
@@ -343,7 +344,7 @@ class _Fetch:
                 way = self._check(granted)
                 if read_ahead is None:
                     await self._move(stream, way, granted)
-                elif read_ahead and not (self._is_read(way) and read_ahead == self._lent(granted)[1]):
+                elif read_ahead and (way, self._lent(granted)[1]) != (read_ahead.way, read_ahead.offsets):
                     raise TransferError("the source granted other blocks than its hand-off names")
                 if read_ahead is None or waits:
                     await stream.send(_FINISH)
@@ -365,19 +366,27 @@ class _Fetch:
         )
 
     def _ways(self) -> Sequence[TransferWay]:
-        """The ways to offer, best first. Raises ``NoHandOffError``: none is left to the local pool."""
+        """The ways to offer, best first. Raises ``NoHandOffError``: none leads to the local pool."""
         if self._pool is None or not self._copies:
             return (TransferWay.GRPC,)  # nothing is moved: messages alone end it, wherever the pools are
-        reader = self._pool.reader
-        may_open = reader is not None and reader.may_open(self._owner)
-        ways = [way for way in self._config.ways_of(self._pool.memory) if may_open or not self._is_read(way)]
+        ways = [way for way in self._config.ways_of(self._pool.memory) if self._may_take(self._pool, way)]
         if not ways:
-            raise NoHandOffError(f"no way leads from the pool of {self._hand_off.worker_id} into this worker's GPU")
+            raise NoHandOffError(f"no way leads from the pool of {self._hand_off.worker_id} into this worker's")
+        # Every worker takes what is staged. A source on a GPU sends it, unless `shm` says that it can be mapped.
+        ways.insert(int(ways[0] is TransferWay.CUDA_IPC), TransferWay.STAGED)
         return ways
 
-    def _is_read(self, way: TransferWay) -> bool:
+    def _may_take(self, pool: _LocalPool, way: TransferWay) -> bool:
+        """False once what ``way`` reads could not be opened; ``shm`` stands for what is staged, too."""
+        readers = pool.inputs.readers
+        opened = (way, TransferWay.STAGED) if way is TransferWay.SHM else (way,)
+        return all(readers[one].may_open(self._owner) for one in opened if one in readers)
+
+    def _is_read(self, granted: pb.PullGranted) -> bool:
         """Whether this worker moves the pieces by itself."""
-        return way is not TransferWay.GRPC
+        if granted.way == pb.TRANSFER_WAY_STAGED:
+            return granted.HasField("shm")
+        return granted.way != pb.TRANSFER_WAY_GRPC
 
     def _check(self, granted: pb.PullGranted) -> TransferWay:
         way = WAY_FROM_PB.get(granted.way)
@@ -387,50 +396,58 @@ class _Fetch:
             raise LayoutMismatchError(
                 f"pieces have {granted.piece_size_bytes} bytes there, {self._pool.layout.piece_size_bytes} here"
             )
-        if self._is_read(way) and self._copies and len(self._lent(granted)[1]) != len(self._copies):
+        if self._is_read(granted) and self._copies and len(self._lent(granted)[1]) != len(self._copies):
             raise TransferError("the source did not say where each piece is")
         return way
 
     async def _move(self, stream: PullStream, way: TransferWay, granted: pb.PullGranted) -> None:
         assert self._pool is not None
-        if self._is_read(way):
-            await self._read(self._pool, granted)
+        if self._is_read(granted):
+            await self._read(self._pool, self._pool.inputs.readers[way], granted)
             return
-        assert isinstance(self._pool.memory, PoolMemory), "grpc is offered for host memory only"
-        receiver = _PieceReceiver(self._pool.memory, self._copies)
+        receiver = _PieceReceiver(self._pool, self._copies)
         while not receiver.is_complete:
-            receiver.accept(await stream.receive())
+            await receiver.accept(await stream.receive())
+        await receiver.end()
 
-    async def _read_ahead(self) -> list[int] | None:
+    async def _read_ahead(self) -> _ReadAhead | None:
         """Copy while `begin` is on the way, where the source's pool is open and the hand-off says where in it.
 
         A source that grants and then finishes has held the blocks from when it made the hand-off until it received
         `finish`, so what was read in between is right.
 
         Returns:
-            The offsets that were read, none where nothing is wanted; ``None``: the source has to be asked first.
+            What was read, nothing where nothing is wanted; ``None``: the source has to be asked first.
         """
         if not self._copies:
-            return []
-        payload, reader = self._hand_off.payload, self._reader
-        if self._pool is None or reader is None or not reader.is_open(self._owner):
+            return _ReadAhead()
+        payload, reader = self._hand_off.payload, self._open_reader()
+        if self._pool is None or reader is None:
             return None
         if isinstance(payload, OpaquePayload) or self._copies[-1].piece >= len(payload.block_ids):
             return None
         size = self._pool.layout.piece_size_bytes
         offsets = [payload.block_ids[copy.piece] * size for copy in self._copies]
         await self._copy(self._pool, reader, offsets)
-        return offsets
+        return _ReadAhead(reader.way, offsets)
 
-    async def _read(self, pool: _LocalPool, granted: pb.PullGranted) -> None:
+    def _open_reader(self) -> PoolReader | None:
+        """What has the source's pool open; what is staged lies elsewhere at each pull."""
+        if self._pool is None:
+            return None
+        readers = self._pool.inputs.readers.values()
+        is_offered = (reader for reader in readers if reader.way in self._offered)
+        can_read = (reader for reader in is_offered if reader.way is not TransferWay.STAGED)
+        return next((reader for reader in can_read if reader.is_open(self._owner)), None)
+
+    async def _read(self, pool: _LocalPool, reader: PoolReader, granted: pb.PullGranted) -> None:
         lent, offsets = self._lent(granted)
-        assert self._reader is not None, "a way was offered by which it reads"
         try:
-            await self._reader.open(self._owner, lent, timeout_s=self._config.stall_timeout_s)
+            await reader.open(self._owner, lent, timeout_s=self._config.stall_timeout_s)
         except TransferError:
             self._ways()  # raises if this was the only way
             raise
-        await self._copy(pool, self._reader, offsets)
+        await self._copy(pool, reader, offsets)
 
     def _lent(self, granted: pb.PullGranted) -> tuple[LentPool, list[int]]:
         """The pool that ``granted`` names, and where in it each piece is. Raises ``TransferError``: it says neither."""
@@ -445,30 +462,42 @@ class _Fetch:
         await reader.copy(self._owner, merge_runs(offsets, [copy.block_id * size for copy in self._copies], size))
 
 
+@dataclass(frozen=True)
+class _ReadAhead:
+    """What was read before it was granted: by which way, and where in the source's pool; false: nothing."""
+
+    way: TransferWay = TransferWay.GRPC
+    offsets: Sequence[int] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.offsets)
+
+
 class _PieceReceiver:
-    """Takes the parts of the pieces asked for, each piece's in order and once, into their blocks.
+    """Takes the parts of the pieces asked for, each piece's in order and once, for their blocks.
 
     It believes nothing that the source says.
     """
 
-    def __init__(self, memory: PoolMemory, copies: Sequence[PieceCopy]) -> None:
+    def __init__(self, pool: _LocalPool, copies: Sequence[PieceCopy]) -> None:
         """Expect every piece of ``copies``, which differ."""
-        self._memory = memory
-        self._block_by_piece = {copy.piece: copy.block_id for copy in copies}
-        self._num_received = dict.fromkeys(self._block_by_piece, 0)  # bytes
-        self._num_missing_bytes = len(copies) * memory.piece_size_bytes
+        self._sink = pool.inputs.sink()
+        self._piece_size_bytes = size = pool.layout.piece_size_bytes
+        self._start_by_piece = {copy.piece: copy.block_id * size for copy in copies}
+        self._num_received = dict.fromkeys(self._start_by_piece, 0)  # bytes
+        self._num_missing_bytes = len(copies) * size
 
     @property
     def is_complete(self) -> bool:
         """Whether every byte has come."""
         return self._num_missing_bytes == 0
 
-    def accept(self, part: PullMessage) -> None:
-        """Write a part into its block.
+    async def accept(self, part: PullMessage) -> None:
+        """Take a part for its block; ends as ``PieceSink.put`` does.
 
         Raises:
-            TransferError: it is no piece, was not asked for, or is not the next part of its piece; nothing was
-                written.
+            TransferError: it is no piece, was not asked for, or is not the next part of its piece, and was not written;
+                or a copy failed.
         """
         if not isinstance(part, PiecePart):
             raise TransferError("the source sent something else than a piece")
@@ -476,11 +505,15 @@ class _PieceReceiver:
         end = part.offset_bytes + size
         if part.offset_bytes != self._num_received.get(part.index) or size == 0:
             raise TransferError("the source sent a piece that was not asked for, or its parts out of order")
-        if end > self._memory.piece_size_bytes:
+        if end > self._piece_size_bytes:
             raise TransferError("the source sent more of a piece than a piece is long")
-        self._memory.piece(self._block_by_piece[part.index])[part.offset_bytes : end] = part.data
         self._num_received[part.index] = end
         self._num_missing_bytes -= size
+        await self._sink.put(self._start_by_piece[part.index] + part.offset_bytes, part.data)
+
+    async def end(self) -> None:
+        """Return once all is written. Raises ``TransferError``: a copy failed."""
+        await self._sink.flush()
 
 
 @contextlib.asynccontextmanager

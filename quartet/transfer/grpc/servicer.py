@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from typing import TypeAlias
 
 import grpc
@@ -21,10 +22,10 @@ from quartet.kvcache.layout import OpaquePayload
 from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.cuda.lent import CudaServer, to_opaque
+from quartet.transfer.cuda.staging import StagingArea, StagingServer
 from quartet.transfer.grpc.messages import (
     SERVICE,
     WAY_FROM_PB,
-    WAY_TO_PB,
     frame_piece,
     host_from_pb,
     keep_freed_memory,
@@ -32,6 +33,7 @@ from quartet.transfer.grpc.messages import (
     split_piece,
     ticket_from_pb,
 )
+from quartet.transfer.life_line import LifeLineServer
 from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 from quartet.v1 import transfer_pb2 as pb
@@ -53,6 +55,8 @@ class TransferServicer:
         config: TransferConfig,
         shm: ShmServer | None = None,
         cuda: CudaServer | None = None,
+        staging: StagingArea | None = None,
+        staging_server: StagingServer | None = None,
     ) -> None:
         """Serve ``source``.
 
@@ -62,12 +66,16 @@ class TransferServicer:
             config: the ways to speak, and bounds.
             shm: passes the pool to peers on this host, started; ``None`` to do without that way.
             cuda: lends a pool in GPU memory likewise.
+            staging: where blocks in GPU memory are read by the CPU; ``None`` where the pool is in host memory.
+            staging_server: passes that memory to peers on this host, started.
         """
         self.source = source
         self.config = config
         self._host = host
         self._shm = shm if TransferWay.SHM in config.ways else None
         self._cuda = cuda if TransferWay.CUDA_IPC in config.ways else None
+        self.staging = staging
+        self._staging_server = staging_server if TransferWay.SHM in config.ways else None
         keep_freed_memory()
 
     async def Pull(self, request_iterator: AsyncIterator[pb.PullRequest], context: _Context) -> None:
@@ -78,11 +86,12 @@ class TransferServicer:
         """Choose the way: the first of the puller's that can be served. ``locate`` adds where the pieces are.
 
         Raises:
-            NoHandOffError: none can: one of the pools is on a GPU, and the other one is not, or not in its reach.
+            NoHandOffError: none can: the source's pool is on a GPU and can't be staged, or the puller knows no staging.
             InvalidRequestError: none can, since the puller left grpc out.
         """
         # A hand-off without pieces ends by messages alone, wherever the pool is.
-        sends = self.source.memory is None or isinstance(self.source.memory, PoolMemory) or not begin.pieces
+        is_on_host = self.source.memory is None or isinstance(self.source.memory, PoolMemory) or not begin.pieces
+        sends = is_on_host or self.staging is not None
         is_here = host_from_pb(begin.host) == self._host
         for number in begin.ways[:_MAX_WAYS] or [pb.TRANSFER_WAY_GRPC]:
             way = WAY_FROM_PB.get(number)
@@ -90,27 +99,37 @@ class TransferServicer:
                 return pb.PullGranted(way=number)
             if way is TransferWay.CUDA_IPC and self._cuda is not None and is_here:
                 return pb.PullGranted(way=number)
+            if way is TransferWay.STAGED and self.staging is not None and not is_on_host:
+                return self._grant_staged(begin, is_here=is_here)
             if way is TransferWay.SHM and self._shm is not None and is_here:
-                shm = pb.ShmDescriptor(
-                    socket_path=self._shm.socket_path,
-                    token=self._shm.token,
-                    pool_size_bytes=self._shm.memory.size_bytes,
-                )
-                return pb.PullGranted(way=number, shm=shm)
+                return pb.PullGranted(way=number, shm=_to_shm(self._shm, self._shm.memory.size_bytes))
         if not sends or pb.TRANSFER_WAY_CUDA_IPC in begin.ways:
             raise NoHandOffError("no way leads from the source's memory to the puller's: one of them is on a GPU")
         raise InvalidRequestError("none of the ways can be served; grpc always can", field="begin.ways")
 
+    def _grant_staged(self, begin: pb.PullBegin, *, is_here: bool) -> pb.PullGranted:
+        """Have the puller map the staging area if it can and the pull has room there; else the pieces are sent."""
+        granted = pb.PullGranted(way=pb.TRANSFER_WAY_STAGED)
+        server, area = self._staging_server, self.staging
+        maps = is_here and pb.TRANSFER_WAY_SHM in begin.ways
+        if maps and server is not None and area is not None and len(begin.pieces) <= area.num_slots:
+            granted.shm.CopyFrom(_to_shm(server, area.size_bytes))
+        return granted
+
     def locate(self, granted: pb.PullGranted, offer: Offer, pieces: Sequence[int]) -> None:
-        """Say in ``granted`` how large a piece is and where each of ``pieces`` begins, unless grpc brings them."""
+        """Say in ``granted`` how large a piece is and where each of ``pieces`` begins, unless it is sent or staged."""
         if isinstance(offer.payload, OpaquePayload):
             return
         size = granted.piece_size_bytes = offer.payload.layout.piece_size_bytes
         offsets = [offer.block_ids[piece] * size for piece in pieces]
-        if granted.HasField("shm"):
+        if granted.way == pb.TRANSFER_WAY_SHM:
             granted.shm.offsets.extend(offsets)
         elif granted.way == pb.TRANSFER_WAY_CUDA_IPC and self._cuda is not None:
             granted.opaque = to_opaque(self._cuda.lent, offsets)
+
+
+def _to_shm(server: LifeLineServer, size_bytes: int) -> pb.ShmDescriptor:
+    return pb.ShmDescriptor(socket_path=server.socket_path, token=server.token, pool_size_bytes=size_bytes)
 
 
 def add_transfer_servicer(servicer: TransferServicer, server: grpc.aio.Server) -> None:
@@ -135,11 +154,12 @@ class _PullStream:
         self._context = context
         self._begun: HandOffTicket | None = None
         self._limit = asyncio.timeout(servicer.config.hand_off_ttl_s)
+        self._staged = AsyncExitStack()
 
     async def run(self) -> None:
-        """Serve until an end. However the stream ends, the pull that it began has ended too."""
+        """Serve until an end. However the stream ends, the pull that it began has ended too, and holds nothing."""
         try:
-            async with self._limit:
+            async with self._limit, self._staged:
                 while not await self._serve_one():
                     pass
         except TimeoutError:
@@ -178,18 +198,33 @@ class _PullStream:
         self._begun = ticket
         self._reschedule(self._servicer.config.max_pull_s)
         self._servicer.locate(granted, offer, begin.pieces)
+        if granted.way == pb.TRANSFER_WAY_STAGED and granted.HasField("shm"):
+            await self._stage(granted.shm, offer, begin.pieces)
         await self._context.write(pb.PullResponse(granted=granted))
-        if granted.way == WAY_TO_PB[TransferWay.GRPC]:
+        if granted.way in (pb.TRANSFER_WAY_GRPC, pb.TRANSFER_WAY_STAGED) and not granted.HasField("shm"):
             await self._send(offer, begin.pieces)
 
+    async def _stage(self, shm: pb.ShmDescriptor, offer: Offer, pieces: Sequence[int]) -> None:
+        """Have the pieces in host memory until the stream ends, and say where."""
+        assert self._servicer.staging is not None, "it was granted"
+        block_ids = [offer.block_ids[piece] for piece in pieces]
+        shm.offsets.extend(await self._staged.enter_async_context(self._servicer.staging.staged(block_ids)))
+        self._source.check_pulling(offer)  # else the blocks may have held another request's KV when they were copied
+
     async def _send(self, offer: Offer, pieces: Sequence[int]) -> None:
-        memory = self._source.memory
-        for piece in pieces:
-            assert isinstance(memory, PoolMemory), "a source of blocks has a pool, and sends from host memory only"
-            for offset, data in split_piece(memory.piece(offer.block_ids[piece])):
+        async def send(number: int, piece: memoryview) -> None:
+            for offset, data in split_piece(piece):
                 # The hand-off may have ended meanwhile, and its block may hold another request's KV by now.
                 self._source.check_pulling(offer)
-                await self._context.write(frame_piece(piece, offset, data))
+                await self._context.write(frame_piece(pieces[number], offset, data))
+
+        memory = self._source.memory
+        if isinstance(memory, PoolMemory):
+            for number, piece in enumerate(pieces):
+                await send(number, memory.piece(offer.block_ids[piece]))
+        elif pieces:
+            assert self._servicer.staging is not None, "a source of blocks sends from host memory"
+            await self._servicer.staging.send([offer.block_ids[piece] for piece in pieces], send)
 
     async def _renew(self, renew: pb.PullRenew) -> None:
         time_to_live = self._source.renew(self._ticket(renew))

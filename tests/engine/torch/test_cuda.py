@@ -12,7 +12,6 @@ import torch
 
 from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling
-from quartet.engine.settings import EngineKind
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.engine.torch.loader import load_model
 from quartet.engine.torch.pool import KvPool
@@ -46,9 +45,8 @@ def run_on(device: str, model_path: Path, requests: Sequence[EngineRequest], dty
 
 def test_the_pool_lies_on_the_device(checkpoint: Checkpoints) -> None:
     runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=4, device="cuda:0"))
-    # What is known of the setting before an engine is loaded is so.
     assert isinstance(runner.memory, DeviceMemory)
-    assert runner.memory.ways == EngineKind.TORCH.ways("cuda:0") == (TransferWay.CUDA_IPC,)
+    assert runner.memory.ways == (TransferWay.CUDA_IPC, TransferWay.SHM, TransferWay.GRPC)
     pool = runner._pool.tensor
     assert (pool.device, pool.data_ptr()) == (torch.device("cuda:0"), runner.memory.address)
     runner.close()

@@ -13,6 +13,7 @@ import yaml
 from quartet.config import build, override
 from quartet.discovery.base import Role
 from quartet.errors import ConfigError
+from quartet.transfer.base import TransferWay
 from router.config import RouterConfig
 from services.topology.certificates import issue_run_certificates
 from services.topology.topology import (
@@ -79,8 +80,75 @@ def test_each_of_the_ten_comes_for_a_laptop_and_for_gpus_with_the_same_workers(n
     assert all(plan.gpus or "embeddings" in str(plan.settings["encoder"]) for plan in host)
 
 
+ON_GPUS = {
+    "agg": {"decode-0": (0,)},
+    "disagg": {"prefill-0": (0,), "decode-0": (1,)},
+    "disagg_2p2d": {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (2,), "decode-1": (3,)},
+}
+
+
+def test_each_topology_of_the_folder_for_gpus_is_known() -> None:
+    assert {file.stem for file in (CONFIGS / "gpu").iterdir()} == set(ON_GPUS)
+
+
+@pytest.mark.parametrize("weights", ["auto", "random"])
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_workers_of_the_embedded_engine_have_a_gpu_each_and_a_way_between_them(name: str, weights: str) -> None:
+    topology = load_topology(CONFIGS / "gpu" / f"{name}.yaml", [f"engine.load_format={weights}"])
+    plans = plan_workers(topology, num_cores=4)
+    assert {plan.name: plan.gpus for plan in plans} == ON_GPUS[name]
+    assert [plan.environment for plan in plans] == [{"CUDA_VISIBLE_DEVICES": f"{plan.gpus[0]}"} for plan in plans]
+    assert [plan.after for plan in plans] == [()] * len(plans)
+    assert {plan.model for plan in plans} == {ModelNeed("Qwen/Qwen3-8B", has_weights=weights == "auto")}
+    for plan in plans:
+        config = build(WorkerConfig, plan.settings)
+        assert (config.engine.kind.value, config.engine.device, config.engine.dtype) == ("torch", "cuda:0", "auto")
+        assert config.transfer.ways[0] is TransferWay.CUDA_IPC
+        assert config.engine.free_gpu_memory_fraction
+    assert plan_router(topology).settings["server"] == {"address": "127.0.0.1:50050", "namespace": topology.namespace}
+
+
+def after(topology: Topology) -> list[tuple[str, ...]]:
+    return [plan.after for plan in plan_workers(topology, num_cores=1)]
+
+
+def test_workers_that_take_shares_of_one_gpu_s_memory_start_one_after_the_other() -> None:
+    disagg = CONFIGS / "disagg.yaml"
+    assert after(load_topology(disagg)) == [(), ()]
+    on_a_gpu = "engine.device=cuda:0"
+    assert after(load_topology(disagg, [on_a_gpu])) == [(), ()]  # 512 blocks each, whatever is free
+    shares = [on_a_gpu, "engine.num_blocks=null", "engine.free_gpu_memory_fraction=0.4"]
+    assert after(load_topology(disagg, shares)) == [(), ("prefill-0",)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"),
+    [
+        ({"device": "cuda:0", "free_gpu_memory_fraction": 0.5}, {"device": "cuda:1"}, False),
+        ({"device": "cuda:0", "free_gpu_memory_fraction": 0.5}, {"device": "cuda:0", "num_blocks": 4}, True),
+        ({"device": "cuda:0", "num_blocks": 4}, {"device": "cuda:0", "free_gpu_memory_fraction": 0.5}, True),
+        ({"device": "cpu"}, {"device": "cuda:0", "free_gpu_memory_fraction": 0.5}, False),
+    ],
+)
+def test_only_workers_of_one_gpu_wait(first: dict[str, object], second: dict[str, object], *, waits: bool) -> None:
+    roles = [{"role": "decode", "overrides": {"engine": engine}} for engine in (first, second)]
+    assert after(build(Topology, {"workers": roles})) == [(), ("decode-0",) if waits else ()]
+
+
+def test_a_gpu_is_the_same_by_whatever_setting_a_worker_gets_it() -> None:
+    share = {"engine": {"device": "cuda:0", "free_gpu_memory_fraction": 0.5}}
+    hidden = {"CUDA_VISIBLE_DEVICES": "2, 1"}
+    roles = [
+        {"role": "decode", "gpus": [[1]], "overrides": share},
+        {"role": "decode", "environment": hidden, "overrides": share},
+        {"role": "decode", "environment": hidden, "overrides": {"engine": {**share["engine"], "device": "cuda:1"}}},
+        {"role": "decode", "overrides": {"engine": {**share["engine"], "device": "cuda:2"}}},
+    ]
+    assert after(build(Topology, {"workers": roles})) == [(), (), ("decode-0",), ("decode-1",)]
+
+
 def test_the_namespaces_of_topologies_are_their_own() -> None:
-    files = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("trtllm/*.yaml")]
+    files = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("trtllm/*.yaml"), *CONFIGS.glob("gpu/*.yaml")]
     assert len({load_topology(file).namespace for file in files}) == len(files)
 
 
@@ -146,23 +214,20 @@ _ON_A_GPU = {"engine": {"device": "cuda:0"}}
 
 
 @pytest.mark.parametrize(
-    ("engine", "prefill", "decode", "setting"),
+    ("engine", "prefill", "decode"),
     [
-        ({"device": "cuda:0"}, {"transfer": {"ways": ["grpc"]}}, {}, "workers[1].overrides.transfer.ways"),
-        ({"device": "cuda:0"}, {}, {"transfer": {"ways": ["grpc"]}}, "engine.device"),
-        ({}, _ON_A_GPU, {}, "workers[1].overrides.engine.device"),
-        ({}, {}, _ON_A_GPU, "workers[0].overrides.engine.device"),
-        ({"device": "cuda:0"}, {"engine": {"device": "cpu"}}, {}, "engine.device"),
-        ({"device": "cuda:0"}, {"engine": {"kind": "mock"}}, {"engine": {"dtype": "float32"}}, "engine.device"),
+        ({"device": "cuda:0"}, {"transfer": {"ways": ["grpc"]}}, {}),
+        ({"device": "cuda:0"}, {}, {"transfer": {"ways": ["grpc"]}}),
+        ({}, _ON_A_GPU, {}),
+        ({}, {}, _ON_A_GPU),
+        ({"device": "cuda:0"}, {"engine": {"device": "cpu"}}, {}),
     ],
 )
-def test_hand_offs_between_engines_whose_blocks_no_transfer_reaches_are_refused(
-    engine: dict[str, object], prefill: dict[str, object], decode: dict[str, object], setting: str
+def test_prefill_and_decode_may_be_on_gpus_and_cpus_by_any_ways(
+    engine: dict[str, object], prefill: dict[str, object], decode: dict[str, object]
 ) -> None:
     workers = [{"role": "decode", "overrides": decode}, {"role": "prefill", "overrides": prefill}]
-    topology = build(Topology, {"engine": engine, "workers": workers})
-    with pytest.raises(ConfigError, match=rf"^{re.escape(setting)}: the blocks of the engine torch on cuda:0 can't go"):
-        plan_workers(topology, num_cores=2)
+    assert len(plan_workers(build(Topology, {"engine": engine, "workers": workers}), num_cores=2)) == 2
 
 
 def test_workers_that_need_no_hand_offs_may_be_on_any_device() -> None:
