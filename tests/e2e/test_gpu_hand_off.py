@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from quartet.client import Completion, QuartetClient, Rank, Sampling, WorkerState
+from quartet.client import Completion, QuartetClient, Rank, Sampling, TransferWay, WorkerState
 from tests import tiny
 from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
@@ -93,6 +93,13 @@ async def pulled_bytes(client: QuartetClient, way: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
+async def way_told(client: QuartetClient, seed: int) -> TransferWay | None:
+    """By which way an answer says that its blocks came."""
+    time = (await complete(client, prompt_of(700, seed))).choices[0].finished.time
+    print(f"{time.transfer_bytes} bytes by {time.transfer_way}, {time.transfer_gb_per_s} GB/s")
+    return time.transfer_way
+
+
 async def until_back(client: QuartetClient, epoch: int) -> int:
     """Wait for another epoch of the Prefill worker than this one, and return it."""
     async with asyncio.timeout(WAIT_S):
@@ -131,6 +138,7 @@ async def test_blocks_go_from_prefill_to_decode_on_the_gpu(tmp_path: Path, oracl
         await check(client, oracle, seed=1)
         assert await pulled_bytes(client, WAYS[0]) > 0
         await check(client, oracle, seed=1)  # from what is cached, too
+        assert await way_told(client, seed=2) is TransferWay.CUDA_IPC
 
 
 async def test_two_processes_that_take_a_share_of_one_gpu_each_both_fit(tmp_path: Path, oracle: Oracle) -> None:
@@ -155,6 +163,7 @@ async def test_blocks_go_through_host_memory_where_the_gpu_can_not_be_reached_di
     async with running(tmp_path, overrides) as (_up, client):
         await check(client, oracle, seed=20)
         assert await pulled_bytes(client, "staged") > 0
+        assert await way_told(client, seed=21) is TransferWay.STAGED
         assert await pulled_bytes(client, "cuda_ipc") == 0
 
 
