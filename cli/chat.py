@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import readline
 import secrets
+import sys
 from typing import Annotated
 
 import typer
 
-from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption
-from cli.output import complain, describe
+from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption, TimeOption
+from cli.output import complain, describe, time_line
 from cli.prompt import ImageOption, MediaError, read_images, to_media
-from quartet.client import ChatMessage, Delta, GenerateFields, MediaPart, RequestPath
+from quartet.client import ChatMessage, ChoiceFinished, Delta, GenerateFields, MediaPart, RequestPath
 from quartet.client.sync import SyncClient
 from quartet.errors import RouterUnavailableError, ServingError
 
@@ -28,6 +29,7 @@ def chat(
     image: ImageOption = None,
     sampling: SamplingOptions,
     seed: SeedOption = None,
+    shows_time: TimeOption = False,
 ) -> None:
     """Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves.
 
@@ -46,7 +48,7 @@ def chat(
     with SyncClient(router.router, tls=router.tls) as client:
         # Fail before the user types anything if no router answers.
         client.list_models()
-        _Conversation(client, path, fields, system, media).run()
+        _Conversation(client, path, fields, system, media, shows_time=shows_time).run()
 
 
 class _Conversation:
@@ -57,10 +59,13 @@ class _Conversation:
         fields: GenerateFields,
         system: str | None,
         media: list[MediaPart],
+        *,
+        shows_time: bool,
     ) -> None:
         self._client = client
         self._path = path
         self._fields = fields
+        self._shows_time = shows_time
         self._messages = [] if system is None else [ChatMessage("system", system)]
         #: For the next message.
         self._media = media
@@ -100,12 +105,17 @@ class _Conversation:
         fields: GenerateFields = {**self._fields, "messages": messages}
         stream = self._client.generate(path=self._path, **fields)
         texts: list[str] = []
+        line = ""
         try:
             for part in stream:
                 if isinstance(part, Delta):
                     print(part.text, end="", flush=True)
                     texts.append(part.text)
+                elif isinstance(part, ChoiceFinished):
+                    line = time_line(part.time)
             print()
+            if self._shows_time:
+                print(line, file=sys.stderr)
         except KeyboardInterrupt:
             typer.secho(" (cancelled)", fg=typer.colors.YELLOW)
         finally:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Annotated
 
 import typer
 
-from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption, TimeoutOption
-from cli.output import json_value
+from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption, TimeOption, TimeoutOption
+from cli.output import json_value, time_line
 from cli.prompt import PromptOptions
-from quartet.client import Completion, Delta, GenerateFields, RequestPath
+from quartet.client import ChoiceFinished, Completion, Delta, GenerateFields, RequestPath
 
 
 def generate(
@@ -26,6 +27,7 @@ def generate(
         list[str] | None, typer.Option("--stop", help="Text that ends the answer. May be given several times.")
     ] = None,
     timeout_s: TimeoutOption = None,
+    shows_time: TimeOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
 ) -> None:
     """Continue a text. Tokens are printed as they come.
@@ -41,20 +43,31 @@ def generate(
         "stop": stop or (),
         "timeout_s": timeout_s,
     }
-    asyncio.run(_run(router, path, text, fields, as_json=as_json))
+    asyncio.run(_run(router, path, text, fields, shows_time=shows_time, as_json=as_json))
 
 
 async def _run(
-    router: RouterOptions, path: RequestPath, prompt: str | None, fields: GenerateFields, *, as_json: bool
+    router: RouterOptions,
+    path: RequestPath,
+    prompt: str | None,
+    fields: GenerateFields,
+    *,
+    shows_time: bool,
+    as_json: bool,
 ) -> None:
     async with router.client() as client:
         if as_json:
             print(json.dumps(_to_json(await client.complete(prompt, path=path, **fields)), ensure_ascii=False))
             return
+        line = ""
         async for part in client.generate(prompt, path=path, **fields):
             if isinstance(part, Delta):
                 print(part.text, end="", flush=True)
+            elif isinstance(part, ChoiceFinished):
+                line = time_line(part.time)
         print()
+        if shows_time:
+            print(line, file=sys.stderr)
 
 
 def _to_json(completion: Completion) -> dict[str, object]:
@@ -69,5 +82,5 @@ def _to_json(completion: Completion) -> dict[str, object]:
         "encode": json_value(completion.accepted.encode),
         "placements": json_value(completion.accepted.choices),
         "usage": json_value(choice.finished.usage),
-        "time": json_value(choice.finished.time),
+        "time": {**json_value(choice.finished.time), "transfer_gb_per_s": choice.finished.time.transfer_gb_per_s},
     }

@@ -35,6 +35,9 @@ SeedOption: TypeAlias = Annotated[
 TimeoutOption: TypeAlias = Annotated[
     float | None, typer.Option("--timeout", metavar="SECONDS", help="Time for the whole answer.")
 ]
+TimeOption: TypeAlias = Annotated[
+    bool, typer.Option("--time", help="Print where the time went, too, and how blocks were moved, on standard error.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ from quartet.rpc.errors import status_code
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from quartet.client import TimeBreakdown
+
 
 @contextmanager
 def reporting_errors(*errors: type[Exception]) -> Iterator[None]:
@@ -66,6 +68,21 @@ def json_value(value: object) -> Any:
     return value
 
 
+def gb_per_s(way: str, speed: float | None) -> str:
+    """A way by which blocks were moved, and how fast: ``shm 1.25 GB/s``, in 10^9 bytes."""
+    return way if speed is None else f"{way} {_short(speed)} GB/s"
+
+
+def time_line(time: TimeBreakdown) -> str:
+    """Where an answer's time went, in one line; parts that did not happen are left out."""
+    parts = []
+    for name, value in vars(time).items():
+        if name.endswith("_s") and value is not None:
+            moved = _moved(time) if name == "transfer_s" else ""
+            parts.append(f"{name.removesuffix('_s').replace('_', ' ')} {_short(1e3 * value)} ms{moved}")
+    return "time: " + ", ".join(parts)
+
+
 def open_console(*, pipe_width: int, stderr: bool = False, highlight: bool = False) -> Console:
     """A console on standard output or standard error.
 
@@ -76,6 +93,17 @@ def open_console(*, pipe_width: int, stderr: bool = False, highlight: bool = Fal
 
     console = Console(stderr=stderr, highlight=highlight)
     return console if console.is_terminal else Console(stderr=stderr, highlight=highlight, width=pipe_width)
+
+
+def _moved(time: TimeBreakdown) -> str:
+    if not time.transfer_bytes:
+        return ""
+    return f" ({_short(time.transfer_bytes / 1e6)} MB by {gb_per_s(time.transfer_way or '?', time.transfer_gb_per_s)})"
+
+
+def _short(value: float) -> str:
+    """Three digits, and all before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _failed(message: str) -> typer.Exit:

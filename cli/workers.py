@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.options import RouterOptions
-from cli.output import open_console
+from cli.output import gb_per_s, open_console
 from quartet.client import WorkerState, WorkerStatus
 
 # Wide enough for whole lines where the output is no terminal.
@@ -50,9 +50,13 @@ async def _run(router: RouterOptions, model: str, *, is_watching: bool) -> None:
 
 
 def worker_table(workers: Sequence[WorkerStatus]) -> Table:
-    """One row a worker, with the ways by which its blocks can be pulled. Counts are sums over data-parallel ranks."""
+    """One row a worker. Counts are sums over data-parallel ranks.
+
+    ``ways``: by which its blocks can be pulled. ``pulled``: by which it has pulled blocks and embeddings itself, the
+    way used last first, and how fast one pull was, over all since the worker started.
+    """
     table = Table()
-    for name in ("worker", "role", "model", "address", "ways", "state"):
+    for name in ("worker", "role", "model", "address", "ways", "pulled", "state"):
         table.add_column(name, no_wrap=name == "worker")
     for name in ("running", "waiting", "blocks used", "held", "cached", "free", "heartbeat"):
         table.add_column(name, justify="right")
@@ -73,6 +77,7 @@ def _cells(worker: WorkerStatus) -> list[str]:
         escape(record.model_name),
         record.grpc_address,
         ways,
+        _pulled(worker),
         f"[{style}]{state}[/]",
     ]
     if worker.load is None or worker.load_age_s is None:
@@ -87,3 +92,8 @@ def _cells(worker: WorkerStatus) -> list[str]:
         sum(rank.num_free_blocks for rank in ranks),
     ]
     return [*cells, *map(str, sums), f"{worker.load_age_s:.1f} s ago"]
+
+
+def _pulled(worker: WorkerStatus) -> str:
+    totals = () if worker.load is None else worker.load.transfers
+    return ", ".join(gb_per_s(total.way, total.gb_per_s) for total in reversed(totals)) or "-"

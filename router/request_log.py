@@ -6,11 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from operator import attrgetter
 
 from quartet.api.output import ChoiceOutput
-from quartet.api.request import ChoiceFinished, TimeBreakdown, Usage
+from quartet.api.request import TIMES, ChoiceFinished, TimeBreakdown, Usage
 from quartet.errors import ServingError
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import RouterMetrics
@@ -21,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 # The outcome of a choice that its client continues.
 _PLACED = "placed"
-_TIMES = tuple(item.name for item in fields(TimeBreakdown))
 
 
 class RequestLog:
@@ -137,5 +135,6 @@ def _longest(times: Sequence[TimeBreakdown]) -> TimeBreakdown:
     """For each part of the time, the longest that any choice took."""
     if len(times) == 1:
         return times[0]
-    durations = {name: [vars(time)[name] for time in times if vars(time)[name] is not None] for name in _TIMES}
-    return TimeBreakdown(**{name: max(found, default=None) for name, found in durations.items()})
+    durations = {name: [vars(time)[name] for time in times if vars(time)[name] is not None] for name in TIMES}
+    longest = {name: max(found, default=None) for name, found in durations.items()}
+    return TimeBreakdown(**longest, transfer_bytes=0, transfer_way=None)

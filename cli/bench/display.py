@@ -18,6 +18,7 @@ from cli.bench.load import Load, Window
 from cli.bench.measure import Recorder, Totals
 from cli.bench.result import LatencyMs, PointResult
 from cli.bench.run import Point, RunObserver
+from cli.output import gb_per_s
 
 _LIVE_INTERVAL_S = 0.5
 _PLAIN_INTERVAL_S = 5.0
@@ -138,6 +139,9 @@ def _print_point(console: Console, result: PointResult) -> None:
     console.print(_latency_table(result))
     if result.hops:
         console.print(_hop_table(result))
+    for way, speed in result.transfers.items():
+        moved = f"{speed.size_bytes / 1e6:.3g} MB of {speed.num_requests} requests"
+        console.print(f"transfer by {gb_per_s(way, speed.gb_per_s)}: {moved}")
     console.print(f"own CPU: {result.client.cpu_share:.0%} of a core")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -91,6 +91,15 @@ def split_time(seen: TimeBreakdown, e2e_s: float) -> Mapping[Hop, float]:
     return parts
 
 
+@dataclass
+class Moved:
+    """What the transfers of requests moved by one way; ``duration_s``: of all of them, those at once counted each."""
+
+    num_requests: int = 0
+    size_bytes: int = 0
+    duration_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class ErrorKind:
     """How a request failed; ``reason`` is empty if the router cancelled it without an error."""
@@ -139,6 +148,7 @@ class Measured:
         e2e: of requests that ended well.
         send_delay: from when a request was due until it was sent.
         hop_s: seconds by hop, of requests that ended well.
+        moved: by way, of those among them whose blocks were moved; of a request with several attempts, the last's way.
         examples: a message for each kind of error.
     """
 
@@ -156,6 +166,7 @@ class Measured:
     examples: dict[ErrorKind, str] = field(default_factory=dict)
     finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
     hop_s: dict[Hop, float] = field(default_factory=lambda: dict.fromkeys(Hop, 0.0))
+    moved: defaultdict[str, Moved] = field(default_factory=lambda: defaultdict(Moved))
 
 
 class Recorder:
@@ -266,6 +277,11 @@ class RequestRecord:
         measured.e2e.add(e2e_s)
         for hop, duration_s in split_time(end.time, e2e_s).items():
             measured.hop_s[hop] += duration_s
+        if end.time.transfer_bytes:
+            moved = measured.moved[end.time.transfer_way or "unknown"]
+            moved.num_requests += 1
+            moved.size_bytes += end.time.transfer_bytes
+            moved.duration_s += end.time.transfer_s or 0.0
 
     def _fail(self, kind: ErrorKind, message: str) -> None:
         self._recorder.num_running -= 1

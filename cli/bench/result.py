@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cli.bench.load import Load
-from cli.bench.measure import DurationHistogram, Hop, Measured, Recorder
+from cli.bench.measure import DurationHistogram, Hop, Measured, Moved, Recorder
 
 #: CPU seconds a second above which the figures are probably those of this client, whose event loop has one core.
 BOTTLENECK_CPU_SHARE = 0.85
@@ -53,6 +53,15 @@ class HopTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WaySpeed:
+    """Blocks moved by one way: of how many requests, bytes, and 10^9 bytes a second of one transfer."""
+
+    num_requests: int
+    size_bytes: int
+    gb_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClientUse:
     """What this process used: CPU seconds a second within the window, and whether that is near a whole core."""
 
@@ -72,6 +81,7 @@ class PointResult:
         prompt_tokens, cached_tokens, output_tokens: of requests that ended well, as the router reports.
         send_delay_ms: from when a request was due until it was sent.
         hops: of requests that ended well; empty if none did.
+        transfers: by the way that their answers name.
     """
 
     load: Load
@@ -91,6 +101,7 @@ class PointResult:
     errors: tuple[ErrorCount, ...]
     finish_reasons: Mapping[str, int]
     hops: Mapping[Hop, HopTime]
+    transfers: Mapping[str, WaySpeed]
     client: ClientUse
 
 
@@ -122,6 +133,7 @@ def make_result(load: Load, recorder: Recorder, *, is_interrupted: bool) -> Poin
         errors=_errors(measured),
         finish_reasons={reason.value: count for reason, count in measured.finish_reasons.most_common()},
         hops=_hops(measured),
+        transfers={way: _speed(moved) for way, moved in measured.moved.items()},
         client=ClientUse(cpu_share=cpu_share, is_near_limit=cpu_share >= BOTTLENECK_CPU_SHARE),
     )
 
@@ -154,3 +166,8 @@ def _hops(measured: Measured) -> Mapping[Hop, HopTime]:
         hop: HopTime(mean_ms=1e3 * duration_s / measured.finished, share=duration_s / whole_s)
         for hop, duration_s in measured.hop_s.items()
     }
+
+
+def _speed(moved: Moved) -> WaySpeed:
+    gb_per_s = moved.size_bytes / moved.duration_s / 1e9 if moved.duration_s else None
+    return WaySpeed(num_requests=moved.num_requests, size_bytes=moved.size_bytes, gb_per_s=gb_per_s)

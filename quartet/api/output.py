@@ -18,6 +18,9 @@ from quartet.errors import InvalidRequestError, RequestCancelledError, ServingEr
 from quartet.streams.messages import DecodeStarted
 from quartet.text.text_stream import TextDelta, TextStream
 from quartet.text.tokenizer import Tokenizer
+from quartet.transfer.base import TransferWay
+
+_MAX_BYTES = 2**64 - 1
 
 
 class Durations(Protocol):
@@ -95,6 +98,8 @@ class ChoiceOutput:
         "_stop_string",
         "_text",
         "_times",
+        "_transfer_bytes",
+        "_transfer_way",
         "num_attempts",
         "token_ids",
     )
@@ -127,6 +132,8 @@ class ChoiceOutput:
         self._num_cached_tokens: int | None = None
         self._num_prompt_tokens, self._num_media_tokens = settings.num_prompt_tokens, settings.num_media_tokens
         self._times: dict[str, float] = {}
+        self._transfer_bytes = 0
+        self._transfer_way: TransferWay | None = None
 
     @property
     def has_stopped(self) -> bool:
@@ -224,6 +231,10 @@ class ChoiceOutput:
             self.note_prompt(started.num_prompt_tokens, num_media_tokens)
         if is_handed_off:
             self.add_time("transfer_s", started.transfer_s)
+            if started.transfer_bytes:
+                # Bounded as the message's field is: workers may say anything.
+                self._transfer_bytes = min(self._transfer_bytes + started.transfer_bytes, _MAX_BYTES)
+                self._transfer_way = started.transfer_way
         else:
             self._note_cached(started.num_cached_tokens)
 
@@ -254,7 +265,12 @@ class ChoiceOutput:
     def time_breakdown(self) -> TimeBreakdown:
         """Where the choice's time went: until its end, or until now if it still runs."""
         total_s = time.monotonic() - self._settings.arrived_at
-        return TimeBreakdown(tokenize_s=self._settings.tokenize_s, **{"total_s": total_s, **self._times})
+        return TimeBreakdown(
+            tokenize_s=self._settings.tokenize_s,
+            transfer_bytes=self._transfer_bytes,
+            transfer_way=self._transfer_way,
+            **{"total_s": total_s, **self._times},
+        )
 
     @property
     def _num_shown(self) -> int:

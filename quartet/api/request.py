@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, TypeAlias
 
 from quartet.discovery.base import Rank
@@ -18,6 +18,7 @@ from quartet.errors import ConfigError, InvalidRequestError, ServingError
 from quartet.media.items import MediaPart
 from quartet.streams.messages import is_request_id
 from quartet.text.chat_message import ChatMessage
+from quartet.transfer.base import TransferWay
 
 
 @dataclass(frozen=True)
@@ -351,6 +352,8 @@ class TimeBreakdown:
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
         media_s: fetching media, and encoding them at an encode worker, before ``router_queue_s``.
+        transfer_bytes: what was moved in ``transfer_s``, of all attempts together.
+        transfer_way: how the last attempt that moved any moved them; ``None``: none did, or the worker does not say.
     """
 
     tokenize_s: float | None = None
@@ -362,6 +365,17 @@ class TimeBreakdown:
     first_token_s: float | None = None
     total_s: float | None = None
     media_s: float | None = None
+    transfer_bytes: int = 0
+    transfer_way: TransferWay | None = None
+
+    @property
+    def transfer_gb_per_s(self) -> float | None:
+        """How fast blocks were moved, in 10^9 bytes a second; ``None``: none were."""
+        return self.transfer_bytes / self.transfer_s / 1e9 if self.transfer_bytes and self.transfer_s else None
+
+
+#: The parts of a ``TimeBreakdown`` that are times.
+TIMES = tuple(item.name for item in fields(TimeBreakdown) if item.name.endswith("_s"))
 
 
 @dataclass(kw_only=True)

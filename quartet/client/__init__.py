@@ -19,6 +19,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.text.chat_message import ChatMessage
+from quartet.transfer.base import TransferWay
 
 __all__ = [
     "Accepted",
@@ -46,6 +47,7 @@ __all__ = [
     "Sampling",
     "TimeBreakdown",
     "TokenLogprobs",
+    "TransferWay",
     "Usage",
     "WorkerState",
     "WorkerStatus",

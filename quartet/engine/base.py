@@ -18,7 +18,7 @@ from quartet.events.load import RankCounts
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.media.items import MediaFile
-from quartet.transfer.base import BlockMemory, EmbeddingMemory
+from quartet.transfer.base import BlockMemory, EmbeddingMemory, TransferWay
 
 if TYPE_CHECKING:
     # Only a type here, and clients import this module.
@@ -99,6 +99,7 @@ class Started:
         queue_s: seconds from ``submit`` until it was scheduled, without ``transfer_s``.
         transfer_s: seconds spent pulling blocks, 0 without a hand-off.
         transfer_bytes: bytes pulled.
+        transfer_way: how they were moved; ``None``: nothing was, or the engine moved them by itself.
         num_prompt_tokens: of a prompt with media that the engine laid out itself, else 0.
     """
 
@@ -107,6 +108,7 @@ class Started:
     queue_s: float
     transfer_s: float = 0.0
     transfer_bytes: int = 0
+    transfer_way: TransferWay | None = None
     num_prompt_tokens: int = 0
 
 

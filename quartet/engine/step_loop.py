@@ -29,7 +29,7 @@ from quartet.engine.validation import limits_of
 from quartet.errors import MediaLostError, RequestCancelledError, ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.kvcache.block_pool import BlockManager
-from quartet.transfer.base import FetchResult
+from quartet.transfer.base import FetchResult, TransferWay
 
 # A step loop is one rank.
 _RANK = 0
@@ -306,8 +306,9 @@ class OutputBuilder:
 
     def take_fetch(self, id: int, result: FetchResult) -> None:
         """Remember what was pulled for a request."""
-        self._times[id].transfer_s = result.duration_s
-        self._times[id].transfer_bytes = result.size_bytes
+        times = self._times[id]
+        times.transfer_s, times.transfer_bytes = result.duration_s, result.size_bytes
+        times.transfer_way = result.way if result.size_bytes else None
 
     def start(self, started: Iterable[RunningRequest]) -> None:
         """These requests are in a step for the first time."""
@@ -316,7 +317,14 @@ class OutputBuilder:
             times = self._times[running.id]
             times.started_at = now
             self._started.append(
-                Started(running.id, running.num_cached_tokens, times.queue_s, times.transfer_s, times.transfer_bytes)
+                Started(
+                    running.id,
+                    running.num_cached_tokens,
+                    times.queue_s,
+                    times.transfer_s,
+                    times.transfer_bytes,
+                    times.transfer_way,
+                )
             )
 
     def fail(self, id: int, error: ServingError) -> None:
@@ -410,6 +418,7 @@ class _Times:
     started_at: float = 0.0
     transfer_s: float = 0.0
     transfer_bytes: int = 0
+    transfer_way: TransferWay | None = None
 
     @property
     def queue_s(self) -> float:

@@ -90,6 +90,25 @@ class PlacementProgress:
     num_output_tokens: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class TransferTotal:
+    """What a worker has pulled by one way since it started.
+
+    Attributes:
+        way: a name of ``TransferWay``.
+        duration_s: of all pulls, each from its first message to its end; those at the same time count each.
+    """
+
+    way: str
+    size_bytes: int
+    duration_s: float
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """How fast one pull was, over all of them, in 10^9 bytes a second; ``None``: they took no time."""
+        return self.size_bytes / self.duration_s / 1e9 if self.duration_s else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerLoad:
     """A worker's report.
@@ -104,6 +123,7 @@ class WorkerLoad:
         placements: by router id, what became of its placements; a router without news is left out.
         is_draining: nothing new is taken.
         is_healthy: false once health is NOT_SERVING for another reason than draining.
+        transfers: what it has pulled, by way; the way used last comes last. Empty: nothing, or it does not say.
     """
 
     worker_id: str
@@ -114,6 +134,7 @@ class WorkerLoad:
     placements: Mapping[str, PlacementProgress] = field(default_factory=dict)
     is_draining: bool = False
     is_healthy: bool = True
+    transfers: tuple[TransferTotal, ...] = ()
 
     @property
     def num_queued_prefill_tokens(self) -> int:

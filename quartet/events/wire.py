@@ -13,8 +13,17 @@ from google.protobuf.message import DecodeError
 
 from quartet.errors import ProtocolError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
-from quartet.events.load import NumberedLoad, PlacementProgress, RankCounts, RankLoad, StepTime, WorkerLoad
+from quartet.events.load import (
+    NumberedLoad,
+    PlacementProgress,
+    RankCounts,
+    RankLoad,
+    StepTime,
+    TransferTotal,
+    WorkerLoad,
+)
 from quartet.v1 import kv_events_pb2 as pb
+from quartet.v1 import transfer_pb2
 
 #: Topic of ``WorkerLoad`` frames.
 LOAD_TOPIC = b"load"
@@ -26,8 +35,8 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_EVENTS = 8192
 #: And a load report that is longer, or has more entries: each is read by itself.
 MAX_LOAD_BYTES = 1 << 18
-#: Ranks that a worker may have, as discovery allows, and routers that it may report to.
-MAX_RANKS, MAX_ROUTERS = 1024, 4096
+#: Ranks that a worker may have, as discovery allows, routers that it may report to, and ways that it may have used.
+MAX_RANKS, MAX_ROUTERS, MAX_WAYS = 1024, 4096, 16
 
 _NUM_FRAMES = 3
 _NUMBER_BYTES = 8
@@ -41,6 +50,11 @@ _COUNTS = tuple(field.name for field in fields(RankCounts) if field.name != "ste
 _counts = attrgetter(*_COUNTS)
 
 MessageT = TypeVar("MessageT", pb.WorkerLoad, pb.KvEventBatch)
+
+# Names of ways are those of the enumerators, without the prefix and in lower case.
+_WAY_PREFIX = "TRANSFER_WAY_"
+_WAYS = {name.removeprefix(_WAY_PREFIX).lower(): number for name, number in transfer_pb2.TransferWay.items() if number}
+_WAYS_BACK = {number: way for way, number in _WAYS.items()}
 
 _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_DISK}
 _TIERS_BACK = {value: tier for tier, value in _TIERS.items()}
@@ -70,8 +84,9 @@ def decode_load(frames: Sequence[bytes]) -> NumberedLoad:
     if sum(map(len, frames)) > MAX_LOAD_BYTES:
         raise MalformedFrameError(f"a load report is longer than {MAX_LOAD_BYTES} bytes")
     number, message = _parse(frames, LOAD_TOPIC, pb.WorkerLoad)
-    if len(message.ranks) > MAX_RANKS or len(message.routers) > MAX_ROUTERS:
-        raise MalformedFrameError(f"a load report of more than {MAX_RANKS} ranks or {MAX_ROUTERS} routers")
+    if len(message.ranks) > MAX_RANKS or len(message.routers) > MAX_ROUTERS or len(message.transfers) > MAX_WAYS:
+        most = f"{MAX_RANKS} ranks, {MAX_ROUTERS} routers or {MAX_WAYS} ways"
+        raise MalformedFrameError(f"a load report of more than {most}")
     return NumberedLoad(from_worker_load(message), number)
 
 
@@ -139,6 +154,7 @@ def to_worker_load(load: WorkerLoad) -> pb.WorkerLoad:
         ),
         is_draining=load.is_draining,
         is_healthy=load.is_healthy,
+        transfers=map(_to_transfer_total, load.transfers),
     )
 
 
@@ -165,7 +181,16 @@ def from_worker_load(message: pb.WorkerLoad) -> WorkerLoad:
         placements=placements,
         is_draining=message.is_draining,
         is_healthy=message.is_healthy,
+        transfers=tuple(_from_transfer_total(total) for total in message.transfers if total.way in _WAYS_BACK),
     )
+
+
+def _to_transfer_total(total: TransferTotal) -> pb.TransferTotal:
+    return pb.TransferTotal(way=_WAYS[total.way], size_bytes=total.size_bytes, duration_s=total.duration_s)
+
+
+def _from_transfer_total(message: pb.TransferTotal) -> TransferTotal:
+    return TransferTotal(_WAYS_BACK[message.way], message.size_bytes, _seconds(message.duration_s))
 
 
 def _to_router_progress(load: WorkerLoad, router_id: str) -> pb.RouterProgress:

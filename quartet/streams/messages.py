@@ -19,6 +19,7 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.transfer.base import TransferWay
 
 #: What isn't sent in chunks, as an engine's own state, has to fit into one message, beside its other fields.
 MAX_UNCHUNKED_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
@@ -147,6 +148,7 @@ class DecodeStarted:
     """A decode joined its worker's running batch.
 
     Attributes:
+        transfer_way: how ``transfer_bytes`` were moved; ``None``: nothing was, or the worker does not say.
         num_prompt_tokens: of the prompt with its media's tokens in it, where files came with the start; else 0.
     """
 
@@ -154,6 +156,7 @@ class DecodeStarted:
     queue_s: float
     transfer_s: float
     transfer_bytes: int
+    transfer_way: TransferWay | None = None
     num_prompt_tokens: int = 0
 
 

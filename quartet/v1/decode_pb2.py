@@ -23,34 +23,35 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from quartet.v1 import transfer_pb2 as quartet_dot_v1_dot_transfer__pb2
 from quartet.v1 import types_pb2 as quartet_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/decode.proto\x12\nquartet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16quartet/v1/types.proto\"\xf7\x01\n\rDecodeRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.quartet.v1.DecodeStartH\x00\x12\x35\n\x0csigned_start\x18\x02 \x01(\x0b\x32\x1d.quartet.v1.SignedDecodeStartH\x00\x12\'\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x16.quartet.v1.StartChunkH\x00\x12+\n\nstart_done\x18\x04 \x01(\x0b\x32\x15.quartet.v1.StartDoneH\x00\x12$\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x12.quartet.v1.CancelH\x00\x42\t\n\x07message\"\xd3\x01\n\x0b\x44\x65\x63odeStart\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.RequestContext\x12*\n\ngeneration\x18\x03 \x01(\x0b\x32\x16.quartet.v1.Generation\x12%\n\x08hand_off\x18\x04 \x01(\x0b\x32\x13.quartet.v1.HandOff\x12\x0f\n\x07\x63hunked\x18\x05 \x01(\x08\x12%\n\x05media\x18\x06 \x03(\x0b\x32\x16.quartet.v1.MediaInput\"T\n\x11SignedDecodeStart\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0csigned_start\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x0b\n\x03mac\x18\x04 \x01(\x0c\"s\n\x0bSignedStart\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x17.quartet.v1.DecodeStart\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x1a\n\x12\x65xpires_at_unix_ms\x18\x04 \x01(\x04\"\x8a\x02\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x15\n\rtoken_offsets\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.quartet.v1.SlotLogprobs\x12(\n\x07started\x18\x06 \x03(\x0b\x32\x17.quartet.v1.SlotStarted\x12*\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x18.quartet.v1.SlotFinished\x12)\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32\x17.quartet.v1.SlotFailure\"G\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.quartet.v1.TokenLogprobs\"\xc0\x01\n\x0bSlotStarted\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12(\n\x05queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08transfer\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\"a\n\x0cSlotFinished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\"A\n\x0bSlotFailure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.quartet.v1.Failure2T\n\rDecodeService\x12\x43\n\x06\x44\x65\x63ode\x12\x19.quartet.v1.DecodeRequest\x1a\x1a.quartet.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/decode.proto\x12\nquartet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19quartet/v1/transfer.proto\x1a\x16quartet/v1/types.proto\"\xf7\x01\n\rDecodeRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.quartet.v1.DecodeStartH\x00\x12\x35\n\x0csigned_start\x18\x02 \x01(\x0b\x32\x1d.quartet.v1.SignedDecodeStartH\x00\x12\'\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x16.quartet.v1.StartChunkH\x00\x12+\n\nstart_done\x18\x04 \x01(\x0b\x32\x15.quartet.v1.StartDoneH\x00\x12$\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x12.quartet.v1.CancelH\x00\x42\t\n\x07message\"\xd3\x01\n\x0b\x44\x65\x63odeStart\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.RequestContext\x12*\n\ngeneration\x18\x03 \x01(\x0b\x32\x16.quartet.v1.Generation\x12%\n\x08hand_off\x18\x04 \x01(\x0b\x32\x13.quartet.v1.HandOff\x12\x0f\n\x07\x63hunked\x18\x05 \x01(\x08\x12%\n\x05media\x18\x06 \x03(\x0b\x32\x16.quartet.v1.MediaInput\"T\n\x11SignedDecodeStart\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x14\n\x0csigned_start\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x0b\n\x03mac\x18\x04 \x01(\x0c\"s\n\x0bSignedStart\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x17.quartet.v1.DecodeStart\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x1a\n\x12\x65xpires_at_unix_ms\x18\x04 \x01(\x04\"\x8a\x02\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x15\n\rtoken_offsets\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.quartet.v1.SlotLogprobs\x12(\n\x07started\x18\x06 \x03(\x0b\x32\x17.quartet.v1.SlotStarted\x12*\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x18.quartet.v1.SlotFinished\x12)\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32\x17.quartet.v1.SlotFailure\"G\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.quartet.v1.TokenLogprobs\"\xef\x01\n\x0bSlotStarted\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12(\n\x05queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08transfer\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12-\n\x0ctransfer_way\x18\x07 \x01(\x0e\x32\x17.quartet.v1.TransferWay\"a\n\x0cSlotFinished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\"A\n\x0bSlotFailure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.quartet.v1.Failure2T\n\rDecodeService\x12\x43\n\x06\x44\x65\x63ode\x12\x19.quartet.v1.DecodeRequest\x1a\x1a.quartet.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECODEREQUEST']._serialized_start=96
-  _globals['_DECODEREQUEST']._serialized_end=343
-  _globals['_DECODESTART']._serialized_start=346
-  _globals['_DECODESTART']._serialized_end=557
-  _globals['_SIGNEDDECODESTART']._serialized_start=559
-  _globals['_SIGNEDDECODESTART']._serialized_end=643
-  _globals['_SIGNEDSTART']._serialized_start=645
-  _globals['_SIGNEDSTART']._serialized_end=760
-  _globals['_DECODERESPONSE']._serialized_start=763
-  _globals['_DECODERESPONSE']._serialized_end=1029
-  _globals['_SLOTLOGPROBS']._serialized_start=1031
-  _globals['_SLOTLOGPROBS']._serialized_end=1102
-  _globals['_SLOTSTARTED']._serialized_start=1105
-  _globals['_SLOTSTARTED']._serialized_end=1297
-  _globals['_SLOTFINISHED']._serialized_start=1299
-  _globals['_SLOTFINISHED']._serialized_end=1396
-  _globals['_SLOTFAILURE']._serialized_start=1398
-  _globals['_SLOTFAILURE']._serialized_end=1463
-  _globals['_DECODESERVICE']._serialized_start=1465
-  _globals['_DECODESERVICE']._serialized_end=1549
+  _globals['_DECODEREQUEST']._serialized_start=123
+  _globals['_DECODEREQUEST']._serialized_end=370
+  _globals['_DECODESTART']._serialized_start=373
+  _globals['_DECODESTART']._serialized_end=584
+  _globals['_SIGNEDDECODESTART']._serialized_start=586
+  _globals['_SIGNEDDECODESTART']._serialized_end=670
+  _globals['_SIGNEDSTART']._serialized_start=672
+  _globals['_SIGNEDSTART']._serialized_end=787
+  _globals['_DECODERESPONSE']._serialized_start=790
+  _globals['_DECODERESPONSE']._serialized_end=1056
+  _globals['_SLOTLOGPROBS']._serialized_start=1058
+  _globals['_SLOTLOGPROBS']._serialized_end=1129
+  _globals['_SLOTSTARTED']._serialized_start=1132
+  _globals['_SLOTSTARTED']._serialized_end=1371
+  _globals['_SLOTFINISHED']._serialized_start=1373
+  _globals['_SLOTFINISHED']._serialized_end=1470
+  _globals['_SLOTFAILURE']._serialized_start=1472
+  _globals['_SLOTFAILURE']._serialized_end=1537
+  _globals['_DECODESERVICE']._serialized_start=1539
+  _globals['_DECODESERVICE']._serialized_end=1623
 # @@protoc_insertion_point(module_scope)

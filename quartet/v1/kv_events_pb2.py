@@ -22,33 +22,36 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from quartet.v1 import transfer_pb2 as quartet_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/kv_events.proto\x12\nquartet.v1\"q\n\x0cKvEventBatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x03 \x01(\r\x12#\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x13.quartet.v1.KvEvent\"\x9d\x01\n\x07KvEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.quartet.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.quartet.v1.BlocksRemovedH\x00\x12/\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1c.quartet.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"q\n\x0c\x42locksStored\x12\x18\n\x0bparent_hash\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x17\n\x0fsequence_hashes\x18\x02 \x03(\x06\x12\x1e\n\x04tier\x18\x03 \x01(\x0e\x32\x10.quartet.v1.TierB\x0e\n\x0c_parent_hash\"H\n\rBlocksRemoved\x12\x17\n\x0fsequence_hashes\x18\x01 \x03(\x06\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.quartet.v1.Tier\"\x12\n\x10\x41llBlocksCleared\"\xa9\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.quartet.v1.RankLoad\x12+\n\x07routers\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.RouterProgress\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x12\n\nis_healthy\x18\x06 \x01(\x08\"\xd3\x03\n\x08RankLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_in_use_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\"\n\x1anum_unbegun_prefill_tokens\x18\n \x01(\x04\x12\x16\n\x0estep_ends_in_s\x18\x0b \x01(\x01\x12\x14\n\x0cnum_decoding\x18\x0c \x01(\r\x12\x1a\n\x12num_context_tokens\x18\r \x01(\x04\x12\x17\n\x0fmax_step_tokens\x18\x0e \x01(\r\x12\'\n\tstep_time\x18\x0f \x01(\x0b\x32\x14.quartet.v1.StepTime\x12\x13\n\x0bmax_running\x18\x10 \x01(\r\x12 \n\x18num_spare_prefill_tokens\x18\x11 \x01(\x04\"\x98\x01\n\x08StepTime\x12\x16\n\x0eprefill_base_s\x18\x01 \x01(\x01\x12\x1b\n\x13prefill_s_per_token\x18\x02 \x01(\x01\x12\x1c\n\x14prefill_s_per_token2\x18\x03 \x01(\x01\x12\x15\n\rdecode_base_s\x18\x04 \x01(\x01\x12\"\n\x1a\x64\x65\x63ode_s_per_context_token\x18\x05 \x01(\x01\"\xb5\x01\n\x0eRouterProgress\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15router_request_number\x18\x02 \x01(\x04\x12\x1a\n\x12started_placements\x18\x03 \x03(\x04\x12\x18\n\x10\x65nded_placements\x18\x04 \x03(\x04\x12\x1e\n\x16\x61rrived_request_number\x18\x05 \x01(\x04\x12\x1b\n\x13\x65nded_output_tokens\x18\x06 \x03(\r*K\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/kv_events.proto\x12\nquartet.v1\x1a\x19quartet/v1/transfer.proto\"q\n\x0cKvEventBatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x03 \x01(\r\x12#\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x13.quartet.v1.KvEvent\"\x9d\x01\n\x07KvEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.quartet.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.quartet.v1.BlocksRemovedH\x00\x12/\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1c.quartet.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"q\n\x0c\x42locksStored\x12\x18\n\x0bparent_hash\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x17\n\x0fsequence_hashes\x18\x02 \x03(\x06\x12\x1e\n\x04tier\x18\x03 \x01(\x0e\x32\x10.quartet.v1.TierB\x0e\n\x0c_parent_hash\"H\n\rBlocksRemoved\x12\x17\n\x0fsequence_hashes\x18\x01 \x03(\x06\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.quartet.v1.Tier\"\x12\n\x10\x41llBlocksCleared\"\xd7\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.quartet.v1.RankLoad\x12+\n\x07routers\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.RouterProgress\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x12\n\nis_healthy\x18\x06 \x01(\x08\x12,\n\ttransfers\x18\x07 \x03(\x0b\x32\x19.quartet.v1.TransferTotal\"]\n\rTransferTotal\x12$\n\x03way\x18\x01 \x01(\x0e\x32\x17.quartet.v1.TransferWay\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"\xd3\x03\n\x08RankLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_in_use_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\"\n\x1anum_unbegun_prefill_tokens\x18\n \x01(\x04\x12\x16\n\x0estep_ends_in_s\x18\x0b \x01(\x01\x12\x14\n\x0cnum_decoding\x18\x0c \x01(\r\x12\x1a\n\x12num_context_tokens\x18\r \x01(\x04\x12\x17\n\x0fmax_step_tokens\x18\x0e \x01(\r\x12\'\n\tstep_time\x18\x0f \x01(\x0b\x32\x14.quartet.v1.StepTime\x12\x13\n\x0bmax_running\x18\x10 \x01(\r\x12 \n\x18num_spare_prefill_tokens\x18\x11 \x01(\x04\"\x98\x01\n\x08StepTime\x12\x16\n\x0eprefill_base_s\x18\x01 \x01(\x01\x12\x1b\n\x13prefill_s_per_token\x18\x02 \x01(\x01\x12\x1c\n\x14prefill_s_per_token2\x18\x03 \x01(\x01\x12\x15\n\rdecode_base_s\x18\x04 \x01(\x01\x12\"\n\x1a\x64\x65\x63ode_s_per_context_token\x18\x05 \x01(\x01\"\xb5\x01\n\x0eRouterProgress\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15router_request_number\x18\x02 \x01(\x04\x12\x1a\n\x12started_placements\x18\x03 \x03(\x04\x12\x18\n\x10\x65nded_placements\x18\x04 \x03(\x04\x12\x1e\n\x16\x61rrived_request_number\x18\x05 \x01(\x04\x12\x1b\n\x13\x65nded_output_tokens\x18\x06 \x03(\r*K\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.kv_events_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=1507
-  _globals['_TIER']._serialized_end=1582
-  _globals['_KVEVENTBATCH']._serialized_start=42
-  _globals['_KVEVENTBATCH']._serialized_end=155
-  _globals['_KVEVENT']._serialized_start=158
-  _globals['_KVEVENT']._serialized_end=315
-  _globals['_BLOCKSSTORED']._serialized_start=317
-  _globals['_BLOCKSSTORED']._serialized_end=430
-  _globals['_BLOCKSREMOVED']._serialized_start=432
-  _globals['_BLOCKSREMOVED']._serialized_end=504
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=506
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=524
-  _globals['_WORKERLOAD']._serialized_start=527
-  _globals['_WORKERLOAD']._serialized_end=696
-  _globals['_RANKLOAD']._serialized_start=699
-  _globals['_RANKLOAD']._serialized_end=1166
-  _globals['_STEPTIME']._serialized_start=1169
-  _globals['_STEPTIME']._serialized_end=1321
-  _globals['_ROUTERPROGRESS']._serialized_start=1324
-  _globals['_ROUTERPROGRESS']._serialized_end=1505
+  _globals['_TIER']._serialized_start=1675
+  _globals['_TIER']._serialized_end=1750
+  _globals['_KVEVENTBATCH']._serialized_start=69
+  _globals['_KVEVENTBATCH']._serialized_end=182
+  _globals['_KVEVENT']._serialized_start=185
+  _globals['_KVEVENT']._serialized_end=342
+  _globals['_BLOCKSSTORED']._serialized_start=344
+  _globals['_BLOCKSSTORED']._serialized_end=457
+  _globals['_BLOCKSREMOVED']._serialized_start=459
+  _globals['_BLOCKSREMOVED']._serialized_end=531
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=533
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=551
+  _globals['_WORKERLOAD']._serialized_start=554
+  _globals['_WORKERLOAD']._serialized_end=769
+  _globals['_TRANSFERTOTAL']._serialized_start=771
+  _globals['_TRANSFERTOTAL']._serialized_end=864
+  _globals['_RANKLOAD']._serialized_start=867
+  _globals['_RANKLOAD']._serialized_end=1334
+  _globals['_STEPTIME']._serialized_start=1337
+  _globals['_STEPTIME']._serialized_end=1489
+  _globals['_ROUTERPROGRESS']._serialized_start=1492
+  _globals['_ROUTERPROGRESS']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from quartet.v1 import transfer_pb2 as _transfer_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -223,6 +224,7 @@ class WorkerLoad(_message.Message):
     ROUTERS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     IS_HEALTHY_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker. Always set: a report without it is dropped."""
     epoch: _builtins.int
@@ -239,6 +241,12 @@ class WorkerLoad(_message.Message):
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterProgress]:
         """How far each router's starts are counted in. Empty: no router has sent any."""
 
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferTotal]:
+        """What it has pulled from other workers since it started, by way; the way used last comes last. Empty: it has pulled
+        no bytes, or its version does not say.
+        """
+
     def __init__(
         self,
         *,
@@ -248,14 +256,45 @@ class WorkerLoad(_message.Message):
         routers: _abc.Iterable[Global___RouterProgress] | None = ...,
         is_draining: _builtins.bool = ...,
         is_healthy: _builtins.bool = ...,
+        transfers: _abc.Iterable[Global___TransferTotal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_draining", b"is_draining", "is_healthy", b"is_healthy", "ranks", b"ranks", "routers", b"routers", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_draining", b"is_draining", "is_healthy", b"is_healthy", "ranks", b"ranks", "routers", b"routers", "transfers", b"transfers", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class TransferTotal(_message.Message):
+    """What one worker has pulled by one way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAY_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    way: _transfer_pb2.TransferWay.ValueType
+    """The way. Always set."""
+    size_bytes: _builtins.int
+    """Bytes pulled. Always set."""
+    duration_s: _builtins.float
+    """Seconds of all these pulls, each from its first message to its end; pulls at the same time count each. Always set."""
+    def __init__(
+        self,
+        *,
+        way: _transfer_pb2.TransferWay.ValueType = ...,
+        size_bytes: _builtins.int = ...,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "size_bytes", b"size_bytes", "way", b"way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferTotal: _TypeAlias = TransferTotal  # noqa: Y015
 
 @_typing.final
 class RankLoad(_message.Message):

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quartet.v1 import kv_events_pb2 as _kv_events_pb2
+from quartet.v1 import transfer_pb2 as _transfer_pb2
 from quartet.v1 import types_pb2 as _types_pb2
 from quartet.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
@@ -672,6 +673,14 @@ class TimeBreakdown(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_WAY_FIELD_NUMBER: _builtins.int
+    transfer_bytes: _builtins.int
+    """Bytes of blocks moved in `transfer`, of all attempts together: with it, the speed. 0: nothing was moved, or the
+    worker does not say.
+    """
+    transfer_way: _transfer_pb2.TransferWay.ValueType
+    """The way by which the last attempt that moved any moved them. Unspecified: none did, or the worker does not say."""
     @_builtins.property
     def tokenize(self) -> _duration_pb2.Duration:
         """Time in template and tokenizer. Absent: it ended before."""
@@ -720,10 +729,12 @@ class TimeBreakdown(_message.Message):
         first_token: _duration_pb2.Duration | None = ...,
         total: _duration_pb2.Duration | None = ...,
         media: _duration_pb2.Duration | None = ...,
+        transfer_bytes: _builtins.int = ...,
+        transfer_way: _transfer_pb2.TransferWay.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_way", b"transfer_way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ class _TransferWay:
 class _TransferWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferWay.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TRANSFER_WAY_UNSPECIFIED: _TransferWay.ValueType  # 0
-    """Never sent."""
+    """Never offered nor granted. In reports: nothing was moved, or nobody said how."""
     TRANSFER_WAY_GRPC: _TransferWay.ValueType  # 1
     """In `piece` messages of the Pull stream. Every worker supports it."""
     TRANSFER_WAY_SHM: _TransferWay.ValueType  # 2
@@ -42,10 +42,12 @@ class _TransferWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferW
     """
 
 class TransferWay(_TransferWay, metaclass=_TransferWayEnumTypeWrapper):
-    """How bytes move."""
+    """How bytes move. Where a worker reports the way that it used, `staged` is also what came by shm or grpc into a pool on a
+    GPU.
+    """
 
 TRANSFER_WAY_UNSPECIFIED: TransferWay.ValueType  # 0
-"""Never sent."""
+"""Never offered nor granted. In reports: nothing was moved, or nobody said how."""
 TRANSFER_WAY_GRPC: TransferWay.ValueType  # 1
 """In `piece` messages of the Pull stream. Every worker supports it."""
 TRANSFER_WAY_SHM: TransferWay.ValueType  # 2

@@ -6,7 +6,7 @@ Factories make engines and encoders from a worker's configuration; tests pass ot
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -19,12 +19,13 @@ from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.rpc.channels import Dialer
 from quartet.rpc.server import Service
 from quartet.telemetry.metrics import WorkerMetrics
-from quartet.transfer.base import BlockMemory, EmbeddingMemory, Puller
+from quartet.transfer.base import BlockMemory, EmbeddingMemory, FetchResult, Puller
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.source import TransferSource
 from services.workers.config import WorkerConfig
 from services.workers.kv_events import SnapshotSource
 from services.workers.requests import Computing, RequestBook
+from services.workers.worker import TransferTotals
 
 #: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
 EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
@@ -47,6 +48,7 @@ class Surroundings:
     host: HostIdentity
     registry: CollectorRegistry
     metrics: WorkerMetrics
+    transfers: TransferTotals = field(default_factory=TransferTotals)
 
     def puller(self) -> TransferPuller:
         """A new puller, not attached to a pool yet. Raises ``ConfigError``: a file of ``server.tls`` can't be used."""
@@ -54,8 +56,12 @@ class Surroundings:
             partial(Dialer(self.config.server.tls).open, is_bulk=True),
             host=self.host,
             config=self.config.transfer,
-            on_fetch=lambda result: self.metrics.observe_transfer(result.way, result.size_bytes, result.duration_s),
+            on_fetch=self._fetched,
         )
+
+    def _fetched(self, result: FetchResult) -> None:
+        self.metrics.observe_transfer(result.way, result.size_bytes, result.duration_s)
+        self.transfers.add(result)
 
 
 @dataclass(frozen=True, kw_only=True)

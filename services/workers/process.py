@@ -203,6 +203,7 @@ class WorkerProcess:
             KvEvents(serving.snapshots, publisher),
             drain_timeout_s=self._config.drain_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
+            transfers=self._surroundings.transfers,
         )
         servicer.serve(worker)
         await self._run_worker(worker, publisher, serving, stop)

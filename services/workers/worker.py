@@ -13,11 +13,12 @@ from quartet.discovery.base import Registration, Registry, WorkerRecord
 from quartet.engine.base import Turn
 from quartet.errors import DiscoveryError, DrainingError
 from quartet.events.kv import KvSnapshot
-from quartet.events.load import PlacementProgress, WorkerLoad
+from quartet.events.load import PlacementProgress, TransferTotal, WorkerLoad
 from quartet.events.publisher import PromptQueue
 from quartet.rpc.server import RpcServer
 from quartet.streams.convert.workers import rank_load
 from quartet.supervision import AwakeClock
+from quartet.transfer.base import FetchResult
 from quartet.transfer.source import TransferSource
 from services.workers.kv_events import KvEvents
 from services.workers.requests import Computing, RequestBook
@@ -51,6 +52,28 @@ class Pacer(Protocol):
         ...
 
 
+class TransferTotals:
+    """What a worker has pulled since it started, by way."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._by_way: dict[str, TransferTotal] = {}
+
+    @property
+    def by_way(self) -> tuple[TransferTotal, ...]:
+        """As ``WorkerLoad.transfers``."""
+        return tuple(self._by_way.values())
+
+    def add(self, result: FetchResult) -> None:
+        """Count a fetch; one of no blocks tells nothing of ways."""
+        if not result.size_bytes:
+            return
+        known = self._by_way.pop(result.way, TransferTotal(result.way, 0, 0.0))  # the way used last comes last
+        self._by_way[result.way] = TransferTotal(
+            result.way, known.size_bytes + result.size_bytes, known.duration_s + result.duration_s
+        )
+
+
 class Worker:
     """The state of one worker process, and its two ends: ``drain`` and the engine's death."""
 
@@ -66,8 +89,12 @@ class Worker:
         drain_timeout_s: float,
         stall_timeout_s: float,
         poll_interval_s: float = 1.0,
+        transfers: TransferTotals | None = None,
     ) -> None:
-        """All parts are started; nothing is announced yet. Health is checked every ``poll_interval_s``."""
+        """All parts are started; nothing is announced yet.
+
+        Health is checked every ``poll_interval_s``; ``transfers`` counts what the parts pull.
+        """
         self.record = record
         self._engine = engine
         self._requests = requests
@@ -78,6 +105,7 @@ class Worker:
         self._progress = ProgressWatch(stall_timeout_s)
         self._turns = TurnWatch(stall_timeout_s)
         self._poll_interval_s = poll_interval_s
+        self._transfers = transfers or TransferTotals()
         self._started_at = time.monotonic()
         self._registration: Registration | None = None
         self._registry: Registry | None = None
@@ -167,6 +195,7 @@ class Worker:
             placements=placements,
             is_draining=self._draining is not None,
             is_healthy=self._is_healthy,
+            transfers=self._transfers.by_way,
         )
 
     @property

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import (
+    TIMES,
     Accepted,
     ChatPrompt,
     ChoiceFinished,
@@ -26,6 +27,7 @@ from quartet.discovery.base import Rank, Role
 from quartet.engine.base import FinishReason
 from quartet.media.items import MediaUrl
 from quartet.text.chat_message import ChatMessage
+from quartet.transfer.base import TransferWay
 from tests.events.loads import make_load
 from tests.streams.strategies import (
     LOGPROBS,
@@ -139,7 +141,12 @@ FINISHED = st.builds(
     choice=U32,
     reason=st.sampled_from(FinishReason),
     usage=st.builds(Usage, **{item.name: U32 for item in fields(Usage)}),
-    time=st.builds(TimeBreakdown, **{item.name: st.none() | SECONDS for item in fields(TimeBreakdown)}),
+    time=st.builds(
+        TimeBreakdown,
+        **{name: st.none() | SECONDS for name in TIMES},
+        transfer_bytes=st.integers(1, 2**64 - 1),
+        transfer_way=st.none() | st.sampled_from(TransferWay),
+    ),
     stop_string=st.none() | TEXT.filter(bool),
 )
 ANSWER_PARTS = ACCEPTED | st.builds(Placed, placement=PLACEMENTS) | DELTAS | FINISHED

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from quartet.api.answer import Answer
+from quartet.api.convert.answer import to_generate_response
 from quartet.api.output import ChoiceOutput, OutputSettings
 from quartet.api.request import Accepted, ChoiceFinished, Delta
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.streams.messages import DecodeStarted
 from quartet.text.text_stream import TextStream
+from quartet.transfer.base import TransferWay
+from quartet.transfer.grpc.messages import WAY_FROM_PB
 from tests.text.builders import byte_level_tokenizer
 
 SETTINGS = OutputSettings(num_prompt_tokens=1, arrived_at=0.0, tokenize_s=0.0, omits_token_ids=False)
@@ -74,6 +77,34 @@ def test_the_cached_tokens_of_the_first_attempt_count_whatever_later_ones_report
 
 def started(num_cached_tokens: int) -> DecodeStarted:
     return DecodeStarted(num_cached_tokens=num_cached_tokens, queue_s=0.0, transfer_s=0.0, transfer_bytes=0)
+
+
+def moved(size_bytes: int, way: TransferWay | None) -> DecodeStarted:
+    return replace(started(0), transfer_s=2.0, transfer_bytes=size_bytes, transfer_way=way)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "size_bytes", "way"),
+    [
+        ([moved(3_000_000_000, TransferWay.SHM), moved(5_000_000_000, TransferWay.GRPC)], 8_000_000_000, "grpc"),
+        ([moved(3_000_000_000, TransferWay.SHM), moved(0, None)], 3_000_000_000, "shm"),  # the last had all cached
+        ([moved(0, TransferWay.GRPC)], 0, None),
+        ([moved(7, None)], 7, None),  # an older worker's
+        ([moved(2**64 - 1, TransferWay.SHM)] * 2, 2**64 - 1, "shm"),  # as much as the message holds
+    ],
+)
+def test_what_all_attempts_moved_adds_up_and_the_way_is_the_last_ones(
+    attempts: list[DecodeStarted], size_bytes: int, way: str | None
+) -> None:
+    output = ChoiceOutput(SETTINGS, 0, TextStream(None), Shown())
+    for attempt in attempts:
+        output.begin_attempt()
+        output.note_started(attempt, is_handed_off=True)
+    time = output.finish(FinishReason.LENGTH).time
+    assert (time.transfer_bytes, time.transfer_way, time.transfer_s) == (size_bytes, way, 2.0 * len(attempts))
+    assert time.transfer_gb_per_s == (size_bytes / time.transfer_s / 1e9 if size_bytes else None)
+    message = to_generate_response(output.finish(FinishReason.LENGTH)).finished.time
+    assert (message.transfer_bytes, WAY_FROM_PB.get(message.transfer_way)) == (size_bytes, way)
 
 
 async def test_tokens_that_come_after_the_end_are_neither_shown_nor_counted() -> None:

@@ -104,10 +104,11 @@ async def start_chat() -> AsyncIterator[StartChat]:
 
 async def test_a_conversation_grows_and_ctrl_d_leaves(start_router: StartRouter, start_chat: StartChat) -> None:
     router = FakeRouter()
-    terminal = await start_chat(await start_router(router))
+    terminal = await start_chat(await start_router(router), "--time")
     await terminal.expect("> ")
     terminal.type(b"Hello\n")
     await terminal.expect("one two three")
+    await terminal.expect("time: transfer 125 ms (250 MB by shm 2 GB/s)")
     await terminal.expect("> ")
     terminal.type(b"And?\n")
     await terminal.expect("one two three")

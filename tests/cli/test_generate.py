@@ -70,7 +70,9 @@ async def test_json_holds_the_whole_answer(router: FakeRouter, start_router: Sta
     assert (answer["request_id"], answer["seed"], answer["text"]) == (REQUEST_ID, 3, "one two three")
     assert (answer["token_ids"], answer["finish_reason"]) == ([100, 101, 102], "length")
     assert answer["usage"]["num_output_tokens"] == 3
-    assert answer["time"]["first_token_s"] == 0.25
+    time = answer["time"]
+    assert time["first_token_s"] == 0.25
+    assert (time["transfer_way"], time["transfer_bytes"], time["transfer_gb_per_s"]) == ("shm", 250_000_000, 2.0)
     [placement] = answer["placements"]
     assert placement["prefill"] == {"worker_id": "prefill-0", "data_parallel_rank": 0}
     assert (placement["decode"]["worker_id"], placement["num_matched_tokens"], placement["cost"]) == (
@@ -78,6 +80,14 @@ async def test_json_holds_the_whole_answer(router: FakeRouter, start_router: Sta
         3,
         0.25,
     )
+
+
+async def test_where_the_time_went_is_printed_beside_the_answer(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli
+) -> None:
+    result = await run_cli("generate", "Hi", "--time", "--router", await start_router(router))
+    assert result.stdout == "one two three\n"
+    assert result.stderr == "time: transfer 125 ms (250 MB by shm 2 GB/s), first token 250 ms, total 500 ms\n"
 
 
 async def test_a_prompt_can_come_from_a_file_or_as_token_ids(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.v1 import router_pb2, transfer_pb2, worker_pb2
+from quartet.v1 import kv_events_pb2, router_pb2, transfer_pb2, worker_pb2
 from tests.cli.conftest import RunCli
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter, worker_status
@@ -26,15 +26,22 @@ async def test_every_worker_has_a_row(start_router: StartRouter, run_cli: RunCli
         num_cached_blocks=20,
         num_free_blocks=30,
     )
+    loaded.load.transfers.extend(
+        [
+            kv_events_pb2.TransferTotal(way=transfer_pb2.TRANSFER_WAY_GRPC, size_bytes=10**9, duration_s=2.0),
+            kv_events_pb2.TransferTotal(way=transfer_pb2.TRANSFER_WAY_SHM, size_bytes=10**10, duration_s=3.0),
+        ]
+    )
     loaded.record.transfer_ways.extend([transfer_pb2.TRANSFER_WAY_SHM, transfer_pb2.TRANSFER_WAY_GRPC])
     router.workers = [loaded, joining]
     result = await run_cli("workers", "--router", await start_router(router))
     assert result.exit_code == 0
     decode, prefill = rows(result.stdout)
     assert decode == [
-        long_id, "decode", "tiny", "127.0.0.1:6001", "shm, grpc", "ready", "3", "1", "10", "4", "20", "30", "0.4 s ago"
+        long_id, "decode", "tiny", "127.0.0.1:6001", "shm, grpc", "shm 3.33 GB/s, grpc 0.5 GB/s", "ready",
+        "3", "1", "10", "4", "20", "30", "0.4 s ago"
     ]  # fmt: skip
-    assert prefill == ["prefill-0", "prefill", "tiny", "127.0.0.1:6001", "-", "joining", *["-"] * 7]
+    assert prefill == ["prefill-0", "prefill", "tiny", "127.0.0.1:6001", "-", "-", "joining", *["-"] * 7]
 
 
 async def test_a_worker_that_the_router_does_not_speak_to_shows_its_version(
@@ -47,7 +54,7 @@ async def test_a_worker_that_the_router_does_not_speak_to_shows_its_version(
     router.workers = [newer]
     result = await run_cli("workers", "--router", await start_router(router))
     assert rows(result.stdout) == [
-        ["decode-1", "decode", "[/]", "127.0.0.1:6001", "-", "incompatible (quartet.v2)", *["-"] * 7]
+        ["decode-1", "decode", "[/]", "127.0.0.1:6001", "-", "-", "incompatible (quartet.v2)", *["-"] * 7]
     ]
 
 

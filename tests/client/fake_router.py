@@ -247,7 +247,13 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self, choice: int, num_tokens: int, reason: types_pb2.FinishReason.ValueType
     ) -> router_pb2.GenerateResponse:
         usage = router_pb2.Usage(num_prompt_tokens=4, num_output_tokens=num_tokens, num_attempts=1)
-        time = router_pb2.TimeBreakdown(first_token=to_duration(0.25), total=to_duration(0.5))
+        time = router_pb2.TimeBreakdown(
+            transfer=to_duration(0.125),
+            transfer_bytes=250_000_000,
+            transfer_way=transfer_pb2.TRANSFER_WAY_SHM,
+            first_token=to_duration(0.25),
+            total=to_duration(0.5),
+        )
         finished = router_pb2.ChoiceFinished(choice=choice, reason=reason, usage=usage, time=time)
         return router_pb2.GenerateResponse(finished=finished)
 

@@ -21,6 +21,7 @@ from quartet.client import (
     QuartetClient,
     RequestPath,
     Sampling,
+    TransferWay,
     WorkerState,
 )
 from quartet.client import generate as client_generate
@@ -95,7 +96,9 @@ async def test_an_answer_is_accepted_then_streamed_then_finished(
     assert finished.stop_string is None
     assert finished.usage.num_output_tokens == 3
     if path is not RequestPath.DIRECT:
-        assert (finished.time.first_token_s, finished.time.total_s, finished.time.transfer_s) == (0.25, 0.5, None)
+        time = finished.time
+        assert (time.first_token_s, time.total_s, time.prefill_s) == (0.25, 0.5, None)
+        assert (time.transfer_s, time.transfer_way, time.transfer_bytes) == (0.125, TransferWay.SHM, 250_000_000)
 
 
 async def test_a_request_has_the_values_that_the_caller_gave(

@@ -6,25 +6,29 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from quartet.client import Completion, QuartetClient, Rank, Sampling, WorkerState
+from quartet.client import Completion, QuartetClient, Rank, Sampling, TransferWay, WorkerState
 from tests import tiny
 from tests.e2e.oracle import Oracle, one_oracle
+from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 from tests.e2e.up import CONFIGS, Up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 # Around the block size of 32, and prompts of many blocks.
 LENGTHS = (1, 31, 32, 33, 64, 300, 1000)
+#: Blocks enough for a hand-off to take a moment.
+SOME_LENGTHS = (64, 300, 1000)
 NUM_TOKENS = 24
 #: Pools large enough that one kept for a dead worker shows.
 NUM_BLOCKS = 16384
@@ -89,6 +93,13 @@ async def pulled_bytes(client: QuartetClient, way: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
+async def way_told(client: QuartetClient, seed: int) -> TransferWay | None:
+    """By which way an answer says that its blocks came."""
+    time = (await complete(client, prompt_of(700, seed))).choices[0].finished.time
+    print(f"{time.transfer_bytes} bytes by {time.transfer_way}, {time.transfer_gb_per_s} GB/s")
+    return time.transfer_way
+
+
 async def until_back(client: QuartetClient, epoch: int) -> int:
     """Wait for another epoch of the Prefill worker than this one, and return it."""
     async with asyncio.timeout(WAIT_S):
@@ -101,8 +112,15 @@ async def until_back(client: QuartetClient, epoch: int) -> int:
     raise AssertionError("the router went away")
 
 
-async def check(client: QuartetClient, oracle: Oracle, seed: int, *, is_prefilled_apart: bool = True) -> None:
-    prompts = [prompt_of(length, seed) for length in LENGTHS]
+async def check(
+    client: QuartetClient,
+    oracle: Oracle,
+    seed: int,
+    *,
+    is_prefilled_apart: bool = True,
+    lengths: Sequence[int] = LENGTHS,
+) -> None:
+    prompts = [prompt_of(length, seed) for length in lengths]
     completions = await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.choices[0].token_ids == oracle.generate(prompt, NUM_TOKENS), f"prompt of {len(prompt)} tokens"
@@ -120,6 +138,7 @@ async def test_blocks_go_from_prefill_to_decode_on_the_gpu(tmp_path: Path, oracl
         await check(client, oracle, seed=1)
         assert await pulled_bytes(client, WAYS[0]) > 0
         await check(client, oracle, seed=1)  # from what is cached, too
+        assert await way_told(client, seed=2) is TransferWay.CUDA_IPC
 
 
 async def test_two_processes_that_take_a_share_of_one_gpu_each_both_fit(tmp_path: Path, oracle: Oracle) -> None:
@@ -144,6 +163,7 @@ async def test_blocks_go_through_host_memory_where_the_gpu_can_not_be_reached_di
     async with running(tmp_path, overrides) as (_up, client):
         await check(client, oracle, seed=20)
         assert await pulled_bytes(client, "staged") > 0
+        assert await way_told(client, seed=21) is TransferWay.STAGED
         assert await pulled_bytes(client, "cuda_ipc") == 0
 
 
@@ -162,9 +182,80 @@ async def test_a_prefill_worker_killed_again_and_again_costs_no_token_and_no_mem
             await asking
             epoch = await until_back(client, epoch)
             await check(client, oracle, seed=10 + number)
-        async with asyncio.timeout(30):
-            while _free_size_bytes() < free - SLACK:  # noqa: ASYNC110  # the driver tells nobody
-                await asyncio.sleep(0.1)
+        await until_free(free)
+
+
+class Programs:
+    """Starts each process by itself, as ``ForkServer`` forks it: a process with CUDA can't be forked."""
+
+    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """``python -m ARGUMENTS``; its output is appended to ``log``."""
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=CONFIGS.parent,
+                env=dict(environment),
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+
+@contextmanager
+def two_readers(directory: Path) -> Iterator[Stack]:
+    """One Prefill worker on the GPU and two Decode workers that pull from it in turn, each at an address for life."""
+    records = directory / "records"
+    records.mkdir()
+    discovery = {"discovery.kind": "file", "discovery.file.directory": str(records)}
+    worker = {**discovery, "engine.device": DEVICE, "engine.num_blocks": NUM_BLOCKS, "transfer.hand_off_ttl_s": 5.0}
+    router = {**discovery, **REMOTE_PREFILL, "policy.name": "round_robin"}
+    config = StackConfig(num_decode=2, worker=worker, routers={"router": router})
+    stack = Stack(config, directory, directory / "no-etcd", Programs())  # type: ignore[arg-type]
+    try:
+        for name in stack.processes:
+            stack.spawn(name)
+        stack.wait_ready(WAIT_S)
+        yield stack
+    finally:
+        stack.close()
+
+
+async def kill_while_it_is_asked(stack: Stack, name: str, client: QuartetClient, oracle: Oracle, seed: int) -> None:
+    """Kill a process in the middle of answers, another moment for each seed, and start it again at its address."""
+    asking = asyncio.create_task(check(client, oracle, seed, is_prefilled_apart=False, lengths=SOME_LENGTHS))
+    await asyncio.sleep(0.01 * (seed % 10))
+    await asyncio.to_thread(stack.kill, name)
+    stack.spawn(name)
+    await asking
+    await asyncio.to_thread(stack.wait_ready, WAIT_S)
+
+
+async def test_a_prefill_worker_restarted_ten_times_and_readers_killed_leave_the_gpu_and_the_pools_as_they_were(
+    tmp_path: Path, oracle: Oracle
+) -> None:
+    unused = _free_size_bytes()
+    with two_readers(tmp_path) as stack:
+        async with QuartetClient(stack.router_address) as client:
+            await check(client, oracle, seed=1)
+            free = _free_size_bytes()
+            for number in range(10):
+                await kill_while_it_is_asked(stack, "prefill-0", client, oracle, seed=100 + number)
+                await check(client, oracle, seed=200 + number, lengths=SOME_LENGTHS)
+            for name in ("decode-0", "decode-1"):
+                assert stack.metrics(name).value("quartet_worker_transfer_bytes_total", way="cuda_ipc") > 0
+            for number in range(2):
+                await kill_while_it_is_asked(stack, f"decode-{number}", client, oracle, seed=300 + number)
+                await check(client, oracle, seed=400 + number, lengths=SOME_LENGTHS)
+            await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=WAIT_S)
+            await until_free(free)
+    await until_free(unused)
+
+
+async def until_free(size_bytes: int) -> None:
+    """Wait until the GPU has so much free memory again."""
+    async with asyncio.timeout(30):
+        while _free_size_bytes() < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
+            await asyncio.sleep(0.1)
 
 
 def _free_size_bytes() -> int:

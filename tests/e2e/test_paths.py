@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from quartet.api.request import TIMES
 from quartet.client import (
     Accepted,
     ChatMessage,
@@ -24,6 +25,7 @@ from quartet.client import (
     RequestPath,
     Sampling,
     TimeBreakdown,
+    TransferWay,
 )
 from quartet.client.sync import SyncClient
 from quartet.errors import QueueFullError, RequestTimeoutError, ServingError
@@ -108,7 +110,7 @@ def shown(choice: CompletedChoice) -> tuple[object, ...]:
 
 def measured(time: TimeBreakdown) -> set[str]:
     """Names of the parts of the time that are known."""
-    return {field.name for field in fields(time) if getattr(time, field.name) is not None}
+    return {name for name in TIMES if getattr(time, name) is not None}
 
 
 def check_same(one: Completion, other: Completion) -> None:
@@ -133,6 +135,31 @@ async def test_answers_are_the_same_on_every_path(paths_stack: Stack, router: st
                 except AssertionError as error:
                     raise AssertionError(f"{name} by {path}") from error
         assert generated.choices[0].token_ids, "the last ones answered something"
+
+
+async def test_answers_on_every_path_and_workers_tell_how_blocks_were_moved(
+    client: QuartetClient, path: RequestPath
+) -> None:
+    first = tiny.PLAIN_IDS[100 * (list(RequestPath).index(path) + 1)]  # what nothing has cached
+    answer = await client.complete(token_ids=range(first, first + 100), sampling=GREEDY, path=path)
+    time = answer.choices[0].finished.time
+    assert time.transfer_way is TransferWay.SHM
+    assert time.transfer_bytes > 0
+    assert time.transfer_gb_per_s is not None
+    # Of this and earlier requests.
+    await until_pulled(client, answer.accepted.choices[0].decode.worker_id, TransferWay.SHM, time.transfer_bytes)
+
+
+async def until_pulled(client: QuartetClient, worker_id: str, way: TransferWay, size_bytes: int) -> None:
+    """Wait until that worker reports that it has pulled so much, the last of it by ``way``."""
+    async with asyncio.timeout(RETURN_S):
+        async for workers in client.watch_workers():
+            for worker in workers:
+                if worker.record.worker_id == worker_id and worker.load is not None:
+                    totals = worker.load.transfers
+                    if totals and totals[-1].way == way and totals[-1].size_bytes >= size_bytes:
+                        return
+    raise AssertionError("the router went away")
 
 
 async def test_conversations_and_stop_strings_are_the_same_on_every_path(client: QuartetClient) -> None:

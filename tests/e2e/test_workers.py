@@ -87,7 +87,7 @@ async def test_a_prefill_is_handed_off_and_decoded_elsewhere(prefill: Grpcurl, d
     assert [first, *columns(answer)] == whole
     [joined] = [entry for message in answer.messages for entry in message.get("started", [])]
     num_bytes = int(joined["transfer_bytes"])
-    assert num_bytes > 0 and "transfer" in joined
+    assert num_bytes > 0 and "transfer" in joined and joined["transfer_way"] == "TRANSFER_WAY_SHM"
     # On one host the pool is mapped, nothing is sent.
     assert stack.metrics("decode-0").value("quartet_worker_transfer_bytes_total", way="shm") >= num_bytes
     await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)

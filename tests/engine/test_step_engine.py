@@ -85,7 +85,7 @@ async def test_a_hand_off_goes_from_pool_to_pool(start_engine: StartEngine) -> N
     assert await sink_consumer.wait_terminal(decode) == Finished(decode.id, FinishReason.LENGTH, 4)
     assert sink_consumer.tokens[decode.id] == expected_output(decode.generation)[1:]
     started = sink_consumer.started[decode.id]
-    assert (started.transfer_bytes, started.transfer_s) == (3 * 64, 0.001)
+    assert (started.transfer_bytes, started.transfer_s, started.transfer_way) == (3 * 64, 0.001, "shm")
     assert puller.claims[0].num_releases == 0
 
 

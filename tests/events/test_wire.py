@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
-from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, StepTime, WorkerLoad
+from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, StepTime, TransferTotal, WorkerLoad
 from quartet.events.wire import (
     KV_TOPIC,
     LOAD_TOPIC,
@@ -20,6 +20,7 @@ from quartet.events.wire import (
     MAX_LOAD_BYTES,
     MAX_RANKS,
     MAX_ROUTERS,
+    MAX_WAYS,
     MalformedFrameError,
     decode_kv,
     decode_load,
@@ -79,6 +80,15 @@ _loads = st.builds(
     placements=st.dictionaries(st.text(max_size=4), _placements, max_size=3),
     is_draining=st.booleans(),
     is_healthy=st.booleans(),
+    transfers=st.lists(
+        st.builds(
+            TransferTotal,
+            st.sampled_from(["cuda_ipc", "staged", "shm", "nixl", "grpc"]),
+            st.integers(0, 2**64 - 1),
+            _seconds,
+        ),
+        max_size=5,
+    ).map(tuple),
 )
 _uint64 = st.integers(0, 2**64 - 1)
 _hashes = st.lists(_uint64, min_size=1, max_size=5)
@@ -154,12 +164,25 @@ def test_a_batch_of_so_many_events_that_it_takes_long_to_read_is_refused() -> No
         pb.WorkerLoad(worker_id="w" * MAX_LOAD_BYTES),
         pb.WorkerLoad(worker_id="w", ranks=[pb.RankLoad()] * (MAX_RANKS + 1)),
         pb.WorkerLoad(worker_id="w", routers=[pb.RouterProgress()] * (MAX_ROUTERS + 1)),
+        pb.WorkerLoad(worker_id="w", transfers=[pb.TransferTotal()] * (MAX_WAYS + 1)),
     ],
-    ids=["bytes", "ranks", "routers"],
+    ids=["bytes", "ranks", "routers", "ways"],
 )
 def test_a_report_that_takes_long_to_read_is_refused(load: pb.WorkerLoad) -> None:
     with pytest.raises(MalformedFrameError, match="load report"):
         decode_load([LOAD_TOPIC, bytes(8), load.SerializeToString()])
+
+
+def test_a_way_that_only_newer_workers_know_is_left_out() -> None:
+    totals = [pb.TransferTotal(way=way, size_bytes=3, duration_s=1.0) for way in (99, 2)]  # type: ignore[arg-type]
+    load = pb.WorkerLoad(worker_id="w", transfers=totals)
+    [total] = decode_load([LOAD_TOPIC, bytes(8), load.SerializeToString()]).load.transfers
+    assert total == TransferTotal("shm", 3, 1.0)
+
+
+def test_the_speed_of_pulls_is_their_bytes_over_their_time() -> None:
+    assert TransferTotal("shm", 3_000_000_000, 2.0).gb_per_s == 1.5
+    assert TransferTotal("shm", 3, 0.0).gb_per_s is None
 
 
 def test_a_report_of_as_many_ranks_as_may_be_is_taken() -> None:
@@ -254,7 +277,8 @@ def test_a_negative_or_infinite_time_is_refused(bad: float) -> None:
         RankLoad(num_total_blocks=1, step_ends_in_s=bad),
         RankLoad(num_total_blocks=1, step_time=StepTime(decode_base_s=bad)),
     )
-    for rank in ranks:
-        frames = encode_load(WorkerLoad(worker_id="decode-0", epoch=7, ranks=(rank,)), 0)
+    loads = [WorkerLoad(worker_id="decode-0", epoch=7, ranks=(rank,)) for rank in ranks]
+    for load in (*loads, replace(make_load(), transfers=(TransferTotal("shm", 1, bad),))):
+        frames = encode_load(load, 0)
         with pytest.raises(MalformedFrameError, match="seconds"):
             decode_load(frames)

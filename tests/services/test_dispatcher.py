@@ -45,6 +45,7 @@ async def test_a_decode_continues_from_the_blocks_of_a_prefill(ways: tuple[Trans
         whole = await collect_all(decode.decodes().start(resumed))
         assert whole.started is not None
         assert whole.started.transfer_bytes > 0
+        assert whole.started.transfer_way is ways[0]
         assert whole.token_offset == 1
         assert [outcome.token_id, *whole.token_ids] == expected(start)
         await prefill.wait_clean()

@@ -20,12 +20,14 @@ from quartet.discovery.base import Registration, Role, WorkerRecord
 from quartet.engine.base import RequestKind, Turn
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import DiscoveryError, DrainingError
+from quartet.events.load import TransferTotal
 from quartet.events.publisher import PromptQueue
 from quartet.supervision import AwakeClock
 from quartet.telemetry.http import Probes, TelemetryServer
+from quartet.transfer.base import FetchResult, TransferWay
 from services.workers import worker as worker_module
 from services.workers.kv_events import KvEvents
-from services.workers.worker import ProgressWatch, TurnWatch, Worker
+from services.workers.worker import ProgressWatch, TransferTotals, TurnWatch, Worker
 from tests.engine.fakes import FakeRunner
 from tests.fakes.memory_registry import MemoryRegistry
 from tests.router.records import make_record
@@ -229,6 +231,18 @@ async def test_the_load_describes_the_running_step() -> None:
         await until(lambda: worker.sample_load().ranks[0].step_time is not None)
         [load] = worker.sample_load().ranks
         assert (load.num_unbegun_prefill_tokens, load.num_decoding, load.step_ends_in_s) == (0, 0, 0.0)
+
+
+def test_what_was_pulled_is_counted_by_way_and_the_way_used_last_comes_last() -> None:
+    totals = TransferTotals()
+    for way, size_bytes in (
+        (TransferWay.SHM, 3),
+        (TransferWay.GRPC, 5),
+        (TransferWay.SHM, 4),
+        (TransferWay.GRPC, 0),  # ended by messages alone: all was cached
+    ):
+        totals.add(FetchResult(way, size_bytes, 0.5))
+    assert totals.by_way == (TransferTotal("grpc", 5, 0.5), TransferTotal("shm", 7, 1.0))
 
 
 async def test_a_drain_refuses_new_requests_and_waits_for_running_ones() -> None:

@@ -150,7 +150,7 @@ def _worker_starts(draw: st.DrawFn) -> WorkerStart:
 
 
 WORKER_STARTS = _worker_starts()
-STARTED = st.builds(Started, st.just(3), U32, SECONDS, SECONDS, U64)
+STARTED = st.builds(Started, st.just(3), U32, SECONDS, SECONDS, U64, st.none() | st.sampled_from(TransferWay))
 PREFILLED = st.builds(
     Prefilled,
     id=st.just(3),

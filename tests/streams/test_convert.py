@@ -131,6 +131,13 @@ def test_a_decodes_started_message_survives(started: Started) -> None:
     assert (rebuilt.num_cached_tokens, rebuilt.transfer_bytes) == (started.num_cached_tokens, started.transfer_bytes)
     assert rebuilt.queue_s == pytest.approx(started.queue_s)
     assert rebuilt.transfer_s == pytest.approx(started.transfer_s)
+    assert rebuilt.transfer_way is started.transfer_way
+
+
+@pytest.mark.parametrize("way", [0, 99])
+def test_a_worker_of_another_version_may_say_no_way_or_one_unknown_here(way: int) -> None:
+    message = decode_pb2.SlotStarted(transfer_bytes=5, transfer_way=way)  # type: ignore[arg-type]
+    assert from_slot_started(over_the_wire(message)).transfer_way is None
 
 
 @given(strategies.PREFILLED, st.none() | strategies.HAND_OFFS)

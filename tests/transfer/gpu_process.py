@@ -1,6 +1,7 @@
 """A worker with a pool on GPU 0, in a process of its own and without PyTorch, which takes seconds to import.
 
-``source NUM_BLOCKS SEED ADDRESS``: for each line that it reads, prints a hand-off of all its blocks.
+``source NUM_BLOCKS SEED ADDRESS``: for each line that it reads, prints a hand-off of all its blocks; for ``counts``,
+how many hand-offs are held and how many are pulled now.
 ``host_source`` with the same: its pool is in host memory.
 ``reader NUM_BLOCKS``: fetches each hand-off that it reads, and prints whether its bytes are those of the seed beside.
 
@@ -138,7 +139,10 @@ async def _source(memory: DeviceMemory | PoolMemory, seed: int, address: str) ->
     server = RpcServer(ServerConfig(address=address), [service])
     source.advertise(f"127.0.0.1:{await server.start()}")
     holder = 0
-    async for _ in _lines():
+    async for line in _lines():
+        if line == "counts":
+            print(source.counts.held, source.counts.pulling, flush=True)
+            continue
         holder += 1
         payload = BlocksPayload(LARGE_LAYOUT, num_blocks * LARGE_LAYOUT.block_size)
         print(pickle.dumps(source.offer(holder, range(num_blocks), payload)).hex(), flush=True)

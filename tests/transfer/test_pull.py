@@ -229,6 +229,33 @@ async def test_a_peer_whose_pool_cannot_be_mapped_is_pulled_from_by_grpc_the_nex
         assert result.way is TransferWay.GRPC
 
 
+@pytest.mark.parametrize("by", ["grpc", "shm", "a mapped pool"])
+async def test_a_fetch_cancelled_at_any_turn_frees_the_source_once_and_writes_no_more(by: str) -> None:
+    config = dataclasses.replace(CONFIG, ways=(TransferWay.GRPC,)) if by == "grpc" else CONFIG
+    copies = (PieceCopy(0, 1), PieceCopy(2, 5))
+    async with source_worker(layout=LARGE_LAYOUT) as source:
+        for num_turns in range(0, 40, 2):
+            async with puller_worker(layout=LARGE_LAYOUT, config=config) as here:
+                if by == "a mapped pool":
+                    await here.puller.claim(source.offer(1000, BLOCKS)).fetch([PieceCopy(0, 0)])
+                    await source.end()
+                claim = here.puller.claim(source.offer(num_turns, BLOCKS))
+                fetching = asyncio.create_task(claim.fetch(copies))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
+                # As an engine does it; a fetch that was never begun would else wait for its time to live.
+                await claim.release()
+                pieces = [here.memory.piece(copy.block_id) for copy in copies]
+                written = [bytes(piece) for piece in pieces]
+                assert (await source.end()).holder == num_turns
+                assert [bytes(piece) for piece in pieces] == written
+        counts = source.source.counts
+        assert (counts.held, counts.pulling) == (0, 0)
+        assert source.ends.empty()
+
+
 async def test_closing_the_source_ends_everything_it_holds() -> None:
     async with source_worker() as source:
         source.offer(1, BLOCKS)

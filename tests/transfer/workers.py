@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -104,25 +104,35 @@ async def source_worker(
 class PullerWorker:
     """A worker that wants: an empty pool, and a puller into it."""
 
-    def __init__(self, layout: KvLayout, config: TransferConfig, host: HostIdentity) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        config: TransferConfig,
+        host: HostIdentity,
+        channel_factory: Callable[[str], grpc.aio.Channel],
+    ) -> None:
         self.memory = PoolMemory(NUM_BLOCKS, layout.piece_size_bytes)
-        self.puller = TransferPuller(open_channel, host=host, config=config)
+        self.puller = TransferPuller(channel_factory, host=host, config=config)
         self.puller.attach(self.memory, layout)
-
-
-@asynccontextmanager
-async def puller_worker(
-    *, layout: KvLayout = LAYOUT, config: TransferConfig = CONFIG, host: HostIdentity | None = None
-) -> AsyncIterator[PullerWorker]:
-    """A puller on this host, unless ``host`` says otherwise."""
-    worker = PullerWorker(layout, config, host or host_identity())
-    try:
-        yield worker
-    finally:
-        await worker.puller.close()
-        worker.memory.close()
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """A plain channel, as a worker without TLS makes it."""
     return create_channel(address, None)
+
+
+@asynccontextmanager
+async def puller_worker(
+    *,
+    layout: KvLayout = LAYOUT,
+    config: TransferConfig = CONFIG,
+    host: HostIdentity | None = None,
+    channel_factory: Callable[[str], grpc.aio.Channel] = open_channel,
+) -> AsyncIterator[PullerWorker]:
+    """A puller on this host, unless ``host`` says otherwise."""
+    worker = PullerWorker(layout, config, host or host_identity(), channel_factory)
+    try:
+        yield worker
+    finally:
+        await worker.puller.close()
+        worker.memory.close()

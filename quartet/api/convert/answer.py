@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 from quartet.api.convert.request import from_resume, to_generate_start, to_resume
 from quartet.api.convert.unread import UnreadStart
 from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import (
+    TIMES,
     Accepted,
     AnswerPart,
     AskedStart,
@@ -33,6 +33,7 @@ from quartet.streams.convert.messages import (
     to_finish_reason,
     to_token_logprobs,
 )
+from quartet.streams.convert.workers import from_transfer_way, to_transfer_way
 from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2, types_pb2
 from quartet.v1 import router_pb2 as pb
@@ -42,7 +43,7 @@ _START_TAG, _SLOT_TAG = b"\x0a", b"\x08"
 _MAX_SLOT = 2**32 - 1
 
 # Our fields, which end in their unit, and those of the message, whose type is the unit.
-_TIMES = {item.name: item.name.removesuffix("_s") for item in fields(TimeBreakdown)}
+_TIMES = {name: name.removesuffix("_s") for name in TIMES}
 
 
 def to_generate_response(part: AnswerPart) -> router_pb2.GenerateResponse:
@@ -200,11 +201,18 @@ def _put_time_breakdown(into: router_pb2.TimeBreakdown, time: TimeBreakdown) -> 
         seconds = spent[ours]
         if seconds is not None:
             put_duration(getattr(into, theirs), seconds)
+    if time.transfer_bytes:
+        into.transfer_bytes = time.transfer_bytes
+        into.transfer_way = to_transfer_way(time.transfer_way)
 
 
 def _from_time_breakdown(message: router_pb2.TimeBreakdown) -> TimeBreakdown:
     spent = {ours: theirs for ours, theirs in _TIMES.items() if message.HasField(theirs)}  # type: ignore[arg-type]
-    return TimeBreakdown(**{ours: to_seconds(getattr(message, theirs)) for ours, theirs in spent.items()})
+    return TimeBreakdown(
+        **{ours: to_seconds(getattr(message, theirs)) for ours, theirs in spent.items()},
+        transfer_bytes=message.transfer_bytes,
+        transfer_way=from_transfer_way(message.transfer_way),
+    )
 
 
 # A session's messages: starts up; columns and side messages down.

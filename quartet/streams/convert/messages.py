@@ -35,6 +35,7 @@ from quartet.streams.convert.media import (
     to_media_input,
     to_media_size,
 )
+from quartet.streams.convert.workers import from_transfer_way, to_transfer_way
 from quartet.streams.messages import (
     DecodeStarted,
     EncodedItem,
@@ -250,6 +251,7 @@ def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> 
         transfer=to_duration(started.transfer_s) if started.transfer_s else None,
         transfer_bytes=started.transfer_bytes,
         num_prompt_tokens=num_prompt_tokens,
+        transfer_way=to_transfer_way(started.transfer_way),
     )
 
 
@@ -260,6 +262,7 @@ def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
         queue_s=to_seconds(message.queue),
         transfer_s=to_seconds(message.transfer),
         transfer_bytes=message.transfer_bytes,
+        transfer_way=from_transfer_way(message.transfer_way),
         num_prompt_tokens=message.num_prompt_tokens,
     )
 

@@ -47,6 +47,16 @@ def from_transfer_ways(values: Iterable[transfer_pb2.TransferWay.ValueType]) -> 
     return tuple(WAY_FROM_PB[value] for value in values if value in WAY_FROM_PB)
 
 
+def to_transfer_way(way: TransferWay | None) -> transfer_pb2.TransferWay.ValueType:
+    """The enum's value, unspecified for ``None``."""
+    return transfer_pb2.TRANSFER_WAY_UNSPECIFIED if way is None else WAY_TO_PB[way]
+
+
+def from_transfer_way(value: transfer_pb2.TransferWay.ValueType) -> TransferWay | None:
+    """The way; ``None`` where none is said, or one that only newer versions know."""
+    return WAY_FROM_PB.get(value)
+
+
 def same_fields(cls: type) -> Mapping[str, object]:
     """By name, the types of those fields of ``cls`` that its message has alike: text, numbers and lists of text."""
     return {name: kind for name, kind in get_type_hints(cls).items() if kind in (str, int, bool, tuple[str, ...])}

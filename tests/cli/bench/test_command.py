@@ -50,7 +50,15 @@ async def test_as_many_requests_as_wanted_are_sent_as_they_were_ordered(
         assert all(100 <= token_id <= 600 for token_id in start.token_ids.ids)
         assert (start.sampling.max_tokens, start.sampling.ignore_eos, start.sampling.temperature) == (3, True, 0.0)
         assert start.timeout.seconds == 9
-    for shown in ("20 finished, 0 failed, 0 cut off", "TTFT", "ITL", "E2E", "own CPU", "decode"):
+    for shown in (
+        "20 finished, 0 failed, 0 cut off",
+        "TTFT",
+        "ITL",
+        "E2E",
+        "transfer by shm 2 GB/s",
+        "own CPU",
+        "decode",
+    ):
         assert shown in result.stdout
 
 
@@ -86,8 +94,10 @@ async def test_json_on_standard_output_is_all_that_is_there(
     assert point["load"] == {"kind": "concurrency", "value": 1}
     assert point["requests"] == {"sent": 5, "finished": 5, "failed": 0, "cut_off": 0}
     assert (point["ttft_ms"]["count"], point["itl_ms"]["count"], point["e2e_ms"]["count"]) == (5, 10, 5)
-    # The fake router says that a request took it half a second.
-    assert point["hops"]["decode"]["mean_ms"] == pytest.approx(500)
+    # The fake router says that a request took it half a second, a quarter of that for moving blocks.
+    assert point["hops"]["decode"]["mean_ms"] == pytest.approx(375)
+    assert point["hops"]["transfer"]["mean_ms"] == pytest.approx(125)
+    assert point["transfers"] == {"shm": {"num_requests": 5, "size_bytes": 1_250_000_000, "gb_per_s": 2.0}}
     assert "5 finished" in result.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from cli.bench.load import Load, LoadKind, Window
 from cli.bench.measure import DurationHistogram, Hop, Recorder, split_time
-from cli.bench.result import PointResult, make_result
-from quartet.client import ChoiceFinished, FinishReason, TimeBreakdown, Usage
+from cli.bench.result import PointResult, WaySpeed, make_result
+from quartet.client import ChoiceFinished, FinishReason, TimeBreakdown, TransferWay, Usage
 from quartet.errors import QueueFullError
 
 LOAD = Load(LoadKind.CONCURRENCY, 2)
@@ -159,6 +160,19 @@ def test_the_shares_of_the_hops_are_of_the_sum_over_all_requests(recorder: Recor
     assert hops[Hop.DECODE].share == pytest.approx(0.5)
     assert hops[Hop.DECODE].mean_ms == pytest.approx(2000)
     assert sum(hop.share for hop in hops.values()) == pytest.approx(1.0)
+
+
+def test_transfers_are_told_apart_by_way(recorder: Recorder, clock: Clock) -> None:
+    recorder.open()
+    answered = [(TransferWay.SHM, 4.0), (TransferWay.SHM, 4.0), (None, 2.0)]
+    for way, transfer_s in answered:
+        time = TimeBreakdown(transfer_s=transfer_s, transfer_bytes=2_000_000_000, transfer_way=way)
+        recorder.begin(clock.now).finished(replace(end(), time=time))
+    recorder.begin(clock.now).finished(end(total_s=1.0))  # one prefilled where it was decoded
+    assert result(recorder).transfers == {
+        "shm": WaySpeed(num_requests=2, size_bytes=4_000_000_000, gb_per_s=0.5),
+        "unknown": WaySpeed(num_requests=1, size_bytes=2_000_000_000, gb_per_s=1.0),
+    }
 
 
 def test_an_empty_measurement_is_no_error(recorder: Recorder) -> None:
