@@ -49,8 +49,9 @@ async def running(
     overrides: dict[str, dict[str, object]] | None = None,
     *,
     pool: Mapping[str, object] = FIXED_POOL,
+    topology_name: str = "disagg",
 ) -> AsyncIterator[tuple[Up, QuartetClient]]:
-    """One Prefill and one Decode worker on the GPU; ``overrides``: other settings, by role."""
+    """A topology whose workers are all on the GPU; ``overrides``: other settings, by role."""
     records = directory / "records"
     records.mkdir()
     settings = {
@@ -60,7 +61,7 @@ async def running(
         **pool,
     }
     options = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
-    topology = yaml.safe_load((CONFIGS / "disagg.yaml").read_text())
+    topology = yaml.safe_load((CONFIGS / f"{topology_name}.yaml").read_text())
     for worker in topology["workers"]:
         worker["overrides"] = (overrides or {}).get(worker["role"], {})
     file = directory / "topology.yaml"
@@ -80,9 +81,9 @@ def prompt_of(length: int, seed: int) -> tuple[int, ...]:
     return tuple(random.Random(f"gpu {seed} {length}").choices(tiny.PLAIN_IDS, k=length))
 
 
-async def pulled_bytes(client: QuartetClient, way: str) -> float:
-    """What the Decode worker says that it pulled."""
-    [address] = [w.record.http_address for w in await client.list_workers() if w.record.worker_id == "decode-0"]
+async def pulled_bytes(client: QuartetClient, way: str, worker_id: str = "decode-0") -> float:
+    """What a worker says that it pulled."""
+    [address] = [w.record.http_address for w in await client.list_workers() if w.record.worker_id == worker_id]
     url = f"http://{address}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
     name = f'quartet_worker_transfer_bytes_total{{way="{way}"}}'
