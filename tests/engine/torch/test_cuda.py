@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -143,6 +144,7 @@ def test_embeddings_have_their_memory_before_the_pool_takes_its_share(checkpoint
     piece_size_bytes = runner.embeddings.layout.piece_size_bytes
     runner.close()
     del runner
+    gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     # Both shares together are more than there is: the pool's is one of what the embeddings leave.
