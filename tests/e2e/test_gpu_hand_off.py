@@ -90,13 +90,13 @@ async def pulled_bytes(client: QuartetClient, way: str, worker_id: str = "decode
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-async def until_back(client: QuartetClient, epoch: int) -> int:
-    """Wait for another epoch of the Prefill worker than this one, and return it."""
+async def until_back(client: QuartetClient, epoch: int, worker_id: str = "prefill-0") -> int:
+    """Wait for another epoch of a worker than this one, and return it."""
     async with asyncio.timeout(WAIT_S):
         async for workers in client.watch_workers():
             for worker in workers:
                 record = worker.record
-                is_new = record.worker_id == "prefill-0" and record.epoch != epoch
+                is_new = record.worker_id == worker_id and record.epoch != epoch
                 if is_new and worker.state is WorkerState.READY:
                     return record.epoch
     raise AssertionError("the router went away")
@@ -153,20 +153,31 @@ async def test_a_prefill_worker_killed_again_and_again_costs_no_token_and_no_mem
 ) -> None:
     async with running(tmp_path) as (up, client):
         await check(client, oracle, seed=2)
-        free, epoch = _free_size_bytes(), await until_back(client, 0)
+        free, epoch = free_size_bytes(), await until_back(client, 0)
         for number in range(3):
             asking = asyncio.create_task(check(client, oracle, seed=3 + number, is_prefilled_apart=False))
             await asyncio.sleep(0.02 * number)
-            for pid, command in up.processes().items():
-                if "-m services.prefill" in command:
-                    os.kill(pid, signal.SIGKILL)
+            kill(up, "prefill")
             await asking
             epoch = await until_back(client, epoch)
             await check(client, oracle, seed=10 + number)
-        async with asyncio.timeout(30):
-            while _free_size_bytes() < free - SLACK:  # noqa: ASYNC110  # the driver tells nobody
-                await asyncio.sleep(0.1)
+        await until_free(free)
 
 
-def _free_size_bytes() -> int:
+def kill(up: Up, role: str) -> None:
+    """Kill the workers of a role, which ``quartet up`` starts again."""
+    for pid, command in up.processes().items():
+        if f"-m services.{role}" in command:
+            os.kill(pid, signal.SIGKILL)
+
+
+async def until_free(size_bytes: int) -> None:
+    """Wait until so much of the GPU's memory is free, or little less."""
+    async with asyncio.timeout(30):
+        while free_size_bytes() < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
+            await asyncio.sleep(0.1)
+
+
+def free_size_bytes() -> int:
+    """Of the GPU's memory."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
