@@ -101,7 +101,7 @@ def reserve_embeddings(layout: EmbeddingLayout, num_blocks: int, device: torch.d
     """
     if device.type == "cpu":
         return make_embedding_memory(layout, num_blocks)
-    memory = _reserve("media embeddings", device, num_blocks, layout.piece_size_bytes)
+    memory = _reserve("media embeddings (num_embedding_blocks)", device, num_blocks, layout.piece_size_bytes)
     if TransferWay.GRPC not in memory.ways:
         memory.close()
         _LOG.warning("media embeddings are kept in host memory: all workers can be given them from there")

@@ -122,7 +122,9 @@ def test_where_the_gpus_driver_pins_no_memory_embeddings_are_where_every_worker_
 
 def test_a_gpu_without_room_for_embeddings_is_named(driver: FakeDriver) -> None:
     driver.failing["allocate"] = "CUDA_ERROR_OUT_OF_MEMORY"
-    with pytest.raises(InvalidRequestError, match=r"media embeddings on cuda:0, 1 MiB: .*OUT_OF_MEMORY") as caught:
+    with pytest.raises(
+        InvalidRequestError, match=r"num_embedding_blocks\) on cuda:0, 1 MiB: .*OUT_OF_MEMORY"
+    ) as caught:
         reserve_embeddings(layout(), (1 << 20) // layout().piece_size_bytes + 1, GPU)
     assert caught.value.field == "device"
 
