@@ -163,7 +163,7 @@ class PoolMemory:
 
 @dataclass(frozen=True)
 class EmbeddingMemory:
-    """A pool of media embeddings; its ``EmbeddingPool`` knows what lies where."""
+    """A pool of media embeddings, in host memory or on a GPU; its ``EmbeddingPool`` knows what lies where."""
 
     layout: EmbeddingLayout
-    memory: PoolMemory
+    memory: BlockMemory

@@ -19,10 +19,12 @@ from quartet.engine.encoder import EncodeTimes
 from quartet.errors import (
     InvalidRequestError,
     LayoutMismatchError,
+    NoHandOffError,
     PromptTooLongError,
     QueueFullError,
     RequestCancelledError,
     ServingError,
+    TransferError,
     UnsupportedFieldError,
 )
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
@@ -267,7 +269,12 @@ class MediaUse:
         self._made.add(index)
 
     async def _pull(self, index: int, block_ids: tuple[int, ...]) -> None:
-        await self.claims[index].fetch([PieceCopy(piece, block_id) for piece, block_id in enumerate(block_ids)])
+        copies = [PieceCopy(piece, block_id) for piece, block_id in enumerate(block_ids)]
+        try:
+            await self.claims[index].fetch(copies)
+        except NoHandOffError as error:
+            # By itself it says that this worker's KV goes nowhere. Here another encode worker may help.
+            raise TransferError(error.message) from error
         del self.claims[index]
         self._made.add(index)
         self._stage.num_pulls += 1

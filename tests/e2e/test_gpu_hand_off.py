@@ -53,8 +53,9 @@ async def running(
     overrides: dict[str, dict[str, object]] | None = None,
     *,
     pool: Mapping[str, object] = FIXED_POOL,
+    topology_name: str = "disagg",
 ) -> AsyncIterator[tuple[Up, QuartetClient]]:
-    """One Prefill and one Decode worker on the GPU; ``overrides``: other settings, by role."""
+    """A topology whose workers are all on the GPU; ``overrides``: other settings, by role."""
     records = directory / "records"
     records.mkdir()
     settings = {
@@ -64,7 +65,7 @@ async def running(
         **pool,
     }
     options = [option for name, value in settings.items() for option in ("--set", f"{name}={value}")]
-    topology = yaml.safe_load((CONFIGS / "disagg.yaml").read_text())
+    topology = yaml.safe_load((CONFIGS / f"{topology_name}.yaml").read_text())
     for worker in topology["workers"]:
         worker["overrides"] = (overrides or {}).get(worker["role"], {})
     file = directory / "topology.yaml"
@@ -84,9 +85,9 @@ def prompt_of(length: int, seed: int) -> tuple[int, ...]:
     return tuple(random.Random(f"gpu {seed} {length}").choices(tiny.PLAIN_IDS, k=length))
 
 
-async def pulled_bytes(client: QuartetClient, way: str) -> float:
-    """What the Decode worker says that it pulled."""
-    [address] = [w.record.http_address for w in await client.list_workers() if w.record.worker_id == "decode-0"]
+async def pulled_bytes(client: QuartetClient, way: str, worker_id: str = "decode-0") -> float:
+    """What a worker says that it pulled."""
+    [address] = [w.record.http_address for w in await client.list_workers() if w.record.worker_id == worker_id]
     url = f"http://{address}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
     name = f'quartet_worker_transfer_bytes_total{{way="{way}"}}'
@@ -100,13 +101,13 @@ async def way_told(client: QuartetClient, seed: int) -> TransferWay | None:
     return time.transfer_way
 
 
-async def until_back(client: QuartetClient, epoch: int) -> int:
-    """Wait for another epoch of the Prefill worker than this one, and return it."""
+async def until_back(client: QuartetClient, epoch: int, worker_id: str = "prefill-0") -> int:
+    """Wait for another epoch of a worker than this one, and return it."""
     async with asyncio.timeout(WAIT_S):
         async for workers in client.watch_workers():
             for worker in workers:
                 record = worker.record
-                is_new = record.worker_id == "prefill-0" and record.epoch != epoch
+                is_new = record.worker_id == worker_id and record.epoch != epoch
                 if is_new and worker.state is WorkerState.READY:
                     return record.epoch
     raise AssertionError("the router went away")
@@ -172,13 +173,11 @@ async def test_a_prefill_worker_killed_again_and_again_costs_no_token_and_no_mem
 ) -> None:
     async with running(tmp_path) as (up, client):
         await check(client, oracle, seed=2)
-        free, epoch = _free_size_bytes(), await until_back(client, 0)
+        free, epoch = free_size_bytes(), await until_back(client, 0)
         for number in range(3):
             asking = asyncio.create_task(check(client, oracle, seed=3 + number, is_prefilled_apart=False))
             await asyncio.sleep(0.02 * number)
-            for pid, command in up.processes().items():
-                if "-m services.prefill" in command:
-                    os.kill(pid, signal.SIGKILL)
+            kill(up, "prefill")
             await asking
             epoch = await until_back(client, epoch)
             await check(client, oracle, seed=10 + number)
@@ -233,11 +232,11 @@ async def kill_while_it_is_asked(stack: Stack, name: str, client: QuartetClient,
 async def test_a_prefill_worker_restarted_ten_times_and_readers_killed_leave_the_gpu_and_the_pools_as_they_were(
     tmp_path: Path, oracle: Oracle
 ) -> None:
-    unused = _free_size_bytes()
+    unused = free_size_bytes()
     with two_readers(tmp_path) as stack:
         async with QuartetClient(stack.router_address) as client:
             await check(client, oracle, seed=1)
-            free = _free_size_bytes()
+            free = free_size_bytes()
             for number in range(10):
                 await kill_while_it_is_asked(stack, "prefill-0", client, oracle, seed=100 + number)
                 await check(client, oracle, seed=200 + number, lengths=SOME_LENGTHS)
@@ -251,12 +250,20 @@ async def test_a_prefill_worker_restarted_ten_times_and_readers_killed_leave_the
     await until_free(unused)
 
 
+def kill(up: Up, role: str) -> None:
+    """Kill the workers of a role, which ``quartet up`` starts again."""
+    for pid, command in up.processes().items():
+        if f"-m services.{role}" in command:
+            os.kill(pid, signal.SIGKILL)
+
+
 async def until_free(size_bytes: int) -> None:
-    """Wait until the GPU has so much free memory again."""
+    """Wait until so much of the GPU's memory is free, or little less."""
     async with asyncio.timeout(30):
-        while _free_size_bytes() < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
+        while free_size_bytes() < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
             await asyncio.sleep(0.1)
 
 
-def _free_size_bytes() -> int:
+def free_size_bytes() -> int:
+    """Of the GPU's memory."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

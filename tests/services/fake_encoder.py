@@ -12,6 +12,8 @@ from quartet.kvcache.layout import EmbeddingLayout
 from quartet.media.items import MediaFile, MediaGrid, MediaKind
 from quartet.media.media_id import media_id
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.cuda.memory import DeviceMemory
+from tests.transfer.fake_cuda import FakeDriver, FakeHost
 
 BLOCK_SIZE = 4
 HIDDEN_SIZE = 2
@@ -42,6 +44,12 @@ def embedding_memory(num_blocks: int = 8, model_fingerprint: str = "fake") -> Em
     return EmbeddingMemory(layout, PoolMemory(num_blocks, layout.piece_size_bytes))
 
 
+def embeddings_on_gpu(host: FakeHost, device: int = 0, num_blocks: int = 8) -> EmbeddingMemory:
+    """A pool of its own on a GPU of ``host``, of a process of its own as far as the driver knows."""
+    layout = embedding_layout()
+    return EmbeddingMemory(layout, DeviceMemory(FakeDriver(host, (device,)), 0, num_blocks, layout.piece_size_bytes))
+
+
 def written(file: MediaFile, index: int) -> bytes:
     """What the fake writes to block ``index`` of a file."""
     digest = hashlib.sha256(file.data + bytes([index])).digest()
@@ -50,7 +58,28 @@ def written(file: MediaFile, index: int) -> bytes:
 
 def read(embeddings: EmbeddingMemory, block_ids: Sequence[int]) -> list[bytes]:
     """What lies in blocks."""
-    return [bytes(embeddings.memory.piece(block_id)) for block_id in block_ids]
+    memory = embeddings.memory
+    if isinstance(memory, PoolMemory):
+        return [bytes(memory.piece(block_id)) for block_id in block_ids]
+    size = memory.piece_size_bytes
+    return [driver_of(embeddings).read(memory.address + block_id * size, size) for block_id in block_ids]
+
+
+def write(embeddings: EmbeddingMemory, block_id: int, data: bytes) -> None:
+    """Put ``data`` into a block."""
+    memory = embeddings.memory
+    if isinstance(memory, PoolMemory):
+        memory.piece(block_id)[:] = data
+    else:
+        driver_of(embeddings).write(memory.address + block_id * memory.piece_size_bytes, data)
+
+
+def driver_of(embeddings: EmbeddingMemory) -> FakeDriver:
+    """Of a pool on a GPU."""
+    memory = embeddings.memory
+    assert isinstance(memory, DeviceMemory)
+    assert isinstance(memory.driver, FakeDriver)
+    return memory.driver
 
 
 class FakeEncoder:
@@ -105,7 +134,7 @@ class FakeEncoder:
         if b" broken" in file.data:
             raise InvalidMediaError("nothing is behind its header", field="file")
         for index, block_id in enumerate(block_ids):
-            self.embeddings.memory.piece(block_id)[:] = written(file, index)
+            write(self.embeddings, block_id, written(file, index))
         self.encoded.append(file)
         return EncodeTimes(0.25, 0.125)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
@@ -21,6 +21,7 @@ from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
+from quartet.transfer.base import EmbeddingMemory, FetchResult
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import decode_pb2
@@ -49,13 +50,18 @@ class NoHolds:
 
 @dataclass
 class MediaWorker:
-    """One dispatcher with one stream."""
+    """One dispatcher with one stream.
+
+    Attributes:
+        fetched: what came from other workers.
+    """
 
     engine: StubEngine
     dispatcher: DecodeDispatcher | PrefillDispatcher
     stage: MediaStage | None
     pool: EmbeddingPool
     outbox: DecodeOutbox | PrefillOutbox
+    fetched: list[FetchResult] = field(default_factory=list)
 
     def submit(self, start: WorkerStart, slot: int = 0) -> int:
         """Run ``start``; the id to cancel it by."""
@@ -105,15 +111,22 @@ async def media_worker(
     max_waiting_items: int = 64,
     max_waiting_pixels: int = 10_000,
     max_size_bytes: int = 1_000,
+    embeddings: EmbeddingMemory | None = None,
 ) -> AsyncIterator[MediaWorker]:
     """One with a pool of embeddings, or of text alone; everything is taken down in the end.
 
     ``sizer`` is of files that the engine reads by itself, ``read_states`` of which engine's hand-offs it does.
+    ``embeddings``: the pool, where it is not the encoder's or a new one.
     """
     registry, config = CollectorRegistry(), TransferConfig(hand_off_ttl_s=10.0)
-    embeddings = encoder.embeddings if encoder is not None else embedding_memory(model_fingerprint=model_fingerprint)
+    if embeddings is None:
+        new = embedding_memory(model_fingerprint=model_fingerprint)
+        embeddings = encoder.embeddings if encoder is not None else new
     engine = StubEngine(embeddings=embeddings)
-    puller = TransferPuller(lambda address: create_channel(address, None), host=host_identity(), config=config)
+    fetched: list[FetchResult] = []
+    puller = TransferPuller(
+        lambda address: create_channel(address, None), host=host_identity(), config=config, on_fetch=fetched.append
+    )
     puller.attach(embeddings.memory, embeddings.layout)
     pool = EmbeddingPool(embeddings.memory.num_blocks, embeddings.layout.block_size)
     store, metrics = EmbeddingStore(pool, field="media"), EncodeMetrics(registry)
@@ -134,7 +147,7 @@ async def media_worker(
         dispatcher = PrefillDispatcher(engine, NoHolds(), "stub", WorkerMetrics(registry), stage)
     else:
         dispatcher = DecodeDispatcher(engine, WorkerMetrics(registry), stage)
-    worker = MediaWorker(engine, dispatcher, stage, pool, dispatcher.new_outbox())
+    worker = MediaWorker(engine, dispatcher, stage, pool, dispatcher.new_outbox(), fetched)
     try:
         yield worker
         await until(worker.is_clean)

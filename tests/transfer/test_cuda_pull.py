@@ -60,7 +60,7 @@ async def test_blocks_arrive_and_the_pool_is_opened_once_and_closed_when_its_wor
                     here.driver.write(here.memory.address + copy.block_id * LAYOUT.piece_size_bytes, b"\0" * 64)
             assert (here.driver.count("open"), here.driver.num_opened) == (1, 1)
         await until(lambda: here.driver.num_opened == 0)
-        assert host.used_bytes == here.memory.size_bytes
+        assert host.used_bytes == here.memory.reserved_size_bytes
         # The event loop's thread is MainThread.
         assert "MainThread" not in here.driver.threads_of("open", "close", "copy", "record", "wait")
 
@@ -215,7 +215,7 @@ async def test_a_source_that_dies_in_the_middle_is_closed_only_after_the_copies(
         with pytest.raises(TransferError):
             await fetching
         await until(lambda: here.driver.num_opened == 0)
-        assert host.used_bytes == here.memory.size_bytes
+        assert host.used_bytes == here.memory.reserved_size_bytes
 
 
 async def is_unreachable(here: GpuPuller, source: GpuSource, holder: int) -> bool:
@@ -305,7 +305,7 @@ async def test_a_pool_that_is_not_what_was_granted_is_not_read(host: FakeHost, c
         "handle": {"handle": bytes(64)},
         "epoch": {"epoch": EPOCH + 1},
         "size_bytes": {"size_bytes": LAYOUT.piece_size_bytes},
-        "size_too_large": {"size_bytes": 2 * NUM_BLOCKS * LAYOUT.piece_size_bytes},
+        "size_too_large": {"size_bytes": (2 << 20) + 1},  # its memory is one page
         "token": {"token": bytes(16)},
         "socket_path": {"socket_path": "@nobody-listens"},
     }[change]
@@ -314,6 +314,14 @@ async def test_a_pool_that_is_not_what_was_granted_is_not_read(host: FakeHost, c
         with pytest.raises((TransferError, NoHandOffError)):
             await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
         assert host.num_copies == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "num_pages"), [(1, 1), (2048, 1), (2049, 2)])
+def test_what_a_handle_opens_is_the_pool_s_alone(host: FakeHost, num_blocks: int, num_pages: int) -> None:
+    memory = DeviceMemory(FakeDriver(host), 0, num_blocks, 1024)
+    assert host.used_bytes == memory.reserved_size_bytes == num_pages << 21
+    assert memory.size_bytes == num_blocks * 1024
+    memory.close()
 
 
 async def test_a_driver_that_exports_no_memory_leaves_what_is_staged(host: FakeHost) -> None:

@@ -293,7 +293,7 @@ def _media_rows(
         device: the model's.
     """
     rows: list[_Ids] = []
-    embeddings: list[torch.Tensor] = []
+    slots: list[_Ids] = []
     for chunk, first_row in zip(chunks, first_rows, strict=True):
         begin, end = chunk.first_position, chunk.first_position + chunk.num_tokens
         if begin >= chunk.running.media_end:
@@ -304,10 +304,10 @@ def _media_rows(
             num_tokens = min(span.first_position + span.num_tokens, end) - first
             if num_tokens > 0:
                 rows.append(np.arange(num_tokens) + (first_row + first - begin))
-                embeddings.append(pool.read(block_ids, first - span.first_position, num_tokens))
+                slots.append(pool.slots(block_ids, first - span.first_position, num_tokens))
     if not rows:
         return None
-    return MediaRows(torch.from_numpy(np.concatenate(rows)).to(device), torch.cat(embeddings).to(device))
+    return MediaRows(_tensor(np.concatenate(rows), device), pool.take(np.concatenate(slots)).to(device))
 
 
 def _group(first_positions: _Ids, sizes: _Ids, block_size: int) -> list[tuple[int, int]]:

@@ -54,10 +54,10 @@ class TorchEngineConfig(TorchModelConfig):
     Attributes:
         num_blocks: KV blocks of the pool; ``None``: ``free_gpu_memory_fraction`` decides.
         free_gpu_memory_fraction: the pool's share of the memory that is free on a CUDA device after the weights are
-            loaded, in (0, 1).
+            loaded and the pool of media embeddings has its own, in (0, 1).
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
-        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, in host memory;
-            a model that takes text only has no such pool.
+        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, on ``device``; a
+            model that takes text only has no such pool.
         takes_media: whether a model that can take media does.
 
     Raises:

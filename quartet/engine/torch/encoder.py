@@ -30,6 +30,7 @@ from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError,
 from quartet.kvcache.layout import EmbeddingLayout
 from quartet.media.items import MediaFile, MediaKind
 from quartet.transfer.base import EmbeddingMemory
+from quartet.transfer.cuda.driver import CudaError
 
 if TYPE_CHECKING:
     from quartet.engine.torch.encoder_tower import Tower
@@ -162,12 +163,17 @@ class TorchEncoder:
                 return
             self._thread.join()
         await asyncio.to_thread(self._readers.shutdown)
-        self._free()
+        tower, self._tower = self._tower, None
+        await asyncio.to_thread(self._free, tower)
 
-    def _free(self) -> None:
-        if self._embeddings is None and self._tower is not None:
-            self._tower.memory.memory.close()
-        self._tower = None
+    def _free(self, tower: Tower | None) -> None:
+        """Not on the event loop: a GPU's memory is freed once the GPU has nothing to do."""
+        if self._embeddings is not None or tower is None:
+            return
+        try:
+            tower.memory.memory.close()
+        except CudaError as error:
+            logger.error("the pool of embeddings was not given back: %s", error)
 
     def _started(self) -> Tower:
         if self._tower is None:
@@ -208,10 +214,12 @@ class TorchEncoder:
         self._advance()
 
     def _on_ready(self, tower: Tower) -> None:
-        self._tower = tower
-        self._has_settled.set()
         if self._is_closed:
-            self._free()
+            freeing = asyncio.get_running_loop().run_in_executor(None, self._free, tower)
+            freeing.add_done_callback(lambda _: self._has_settled.set())
+        else:
+            self._tower = tower
+            self._has_settled.set()
 
     def _on_run(self, times: RunTimes) -> None:
         batch = self._jobs.running()  # none, if ``close`` gave them up
@@ -330,6 +338,8 @@ class TowerThread:
 
 def make_rows_parts(config: TorchEncoderConfig) -> RowsParts:
     """The pool and capabilities of an encode worker that takes embeddings only, so that its tower is not loaded.
+
+    The pool is in host memory, whatever ``config.device`` says: such a worker needs no GPU.
 
     Raises:
         ModelFilesError: a file is missing or malformed.

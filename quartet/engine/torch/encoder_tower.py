@@ -20,9 +20,9 @@ from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.media.file_sizer import FileSizer
 from quartet.engine.media.rows_encoder import RowsReader, check_blocks
-from quartet.engine.media_config import make_embedding_memory
 from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.encoder_jobs import Passenger, Prepared, RunTimes
+from quartet.engine.torch.pool import reserve_embeddings
 from quartet.engine.torch.vision import Pixels, create_vision
 from quartet.errors import EngineError, InvalidRequestError
 from quartet.kvcache.layout import EmbeddingLayout
@@ -73,7 +73,7 @@ class Tower:
     capabilities: EncoderCapabilities
 
     def run(self, batch: Sequence[Passenger]) -> RunTimes:
-        """Encode the pictures of ``batch`` at once, and write all items to their blocks.
+        """Encode the pictures of ``batch`` at once, and write all items to their blocks: they are there at the end.
 
         If the device has no room for that, items are run one by one; ``RunTimes.unfit`` names those that do not fit
         even alone, which are not written.
@@ -107,7 +107,7 @@ class Tower:
 def load_tower(
     config: TorchEncoderConfig, embeddings: EmbeddingMemory | None, load: LoadVision = create_vision
 ) -> Tower:
-    """Load on the calling thread; reserve a pool if none is given.
+    """Load on the calling thread; reserve a pool on the tower's device if none is given.
 
     Raises:
         InvalidRequestError: field ``model``, ``device`` or ``num_blocks``: it can't run with this value.
@@ -129,7 +129,7 @@ def load_tower(
             f"{num_blocks} blocks hold {num_blocks * config.block_size} tokens, one item may fill {max_item_tokens}"
         )
         raise InvalidRequestError(message, field="num_blocks")
-    memory = embeddings or make_embedding_memory(layout, num_blocks)
+    memory = embeddings or reserve_embeddings(layout, num_blocks, torch.device(config.device))
     return Tower(
         vision=vision,
         reader=FileReader(

@@ -1,6 +1,7 @@
 """The block pool as tensors: block-major, so that one block is one contiguous piece to move.
 
 ``num_pool_blocks`` says how many blocks a pool gets; ``Buffers`` keeps memory for intermediate results between steps.
+``reserve_embeddings`` makes the pool of media embeddings, which ``quartet.engine.media.embeddings`` shows as a tensor.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from quartet.engine.media_config import make_embedding_memory
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.errors import InvalidRequestError
-from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import BlockMemory, PoolMemory
+from quartet.kvcache.layout import EmbeddingLayout, KvLayout
+from quartet.transfer.base import BlockMemory, EmbeddingMemory, PoolMemory, TransferWay
 from quartet.transfer.cuda.driver import CudaError, cuda_driver
 from quartet.transfer.cuda.memory import DeviceMemory
 
@@ -42,7 +44,7 @@ class KvPool:
             self._memory = PoolMemory(num_blocks, layout.piece_size_bytes)
             self.tensor = torch.frombuffer(self._memory.view, dtype=dtype).view(shape)
         else:
-            self._memory = _reserve(device, num_blocks, layout.piece_size_bytes)
+            self._memory = _reserve("KV blocks", device, num_blocks, layout.piece_size_bytes)
             self.tensor = torch.as_tensor(self._memory, device=device).view(dtype).view(shape).zero_()
         # Row (block * num_layers + layer) * 2 holds a block's keys of a layer, the next one its values.
         self._blocks = self.tensor.view(num_blocks * layout.num_layers * 2, -1)
@@ -88,18 +90,42 @@ class KeysValues:
     values: torch.Tensor
 
 
-def _reserve(device: torch.device, num_blocks: int, piece_size_bytes: int) -> DeviceMemory:
+def reserve_embeddings(layout: EmbeddingLayout, num_blocks: int, device: torch.device) -> EmbeddingMemory:
+    """A pool of media embeddings, zeroed, on ``device``.
+
+    A GPU whose driver pins no host memory could give embeddings to some workers only, or take them from some. There the
+    pool is in host memory, which every worker reaches.
+
+    Raises:
+        InvalidRequestError: field ``device``: the GPU's driver can't be called, or has no room; the message says.
+    """
+    if device.type == "cpu":
+        return make_embedding_memory(layout, num_blocks)
+    memory = _reserve("media embeddings (num_embedding_blocks)", device, num_blocks, layout.piece_size_bytes)
+    if TransferWay.GRPC not in memory.ways:
+        memory.close()
+        _LOG.warning("media embeddings are kept in host memory: all workers can be given them from there")
+        return make_embedding_memory(layout, num_blocks)
+    torch.as_tensor(memory, device=device).zero_()
+    torch.cuda.current_stream(device).synchronize()  # transfers write on streams of their own
+    return EmbeddingMemory(layout, memory)
+
+
+def _reserve(what: str, device: torch.device, num_blocks: int, piece_size_bytes: int) -> DeviceMemory:
     torch.cuda.empty_cache()  # PyTorch frees what it caches for its own allocations only
     try:
         return DeviceMemory(cuda_driver(), device.index, num_blocks, piece_size_bytes)
     except CudaError as error:
-        raise InvalidRequestError(f"the pool of KV blocks on {device}: {error}", field="device") from error
+        size = f"{num_blocks * piece_size_bytes >> 20} MiB"
+        raise InvalidRequestError(f"the pool of {what} on {device}, {size}: {error}", field="device") from error
 
 
 def num_pool_blocks(
     config: TorchEngineConfig, layout: KvLayout, free_size_bytes: Callable[[], int] | None = None
 ) -> int:
-    """Blocks of the pool of ``config``; call it once the weights are loaded: it divides the memory that is still free.
+    """Blocks of the pool of ``config``.
+
+    It divides the memory that is still free: call it once weights and embeddings have theirs.
 
     Args:
         config: gives the number of blocks, or the share of free memory.

@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
-from quartet.engine.media_config import make_embedding_memory
 from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.torch.attention import PagedStep
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.decoder import fuse
 from quartet.engine.torch.loader import LoadedModel, check_device, load_model
-from quartet.engine.torch.pool import KvPool, num_pool_blocks
+from quartet.engine.torch.pool import KvPool, num_pool_blocks, reserve_embeddings
 from quartet.engine.torch.sampler import Sampler
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
@@ -44,7 +43,7 @@ class TorchRunner:
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and output together.
         placeholder_id: the token that stands for media in prompts; ``None``: text only is taken.
-        embeddings: where embeddings of media are read, in host memory on every device; ``None``: text only.
+        embeddings: where embeddings of media are read, on the model's device; ``None``: text only.
     """
 
     def __init__(self, config: TorchEngineConfig) -> None:
@@ -66,14 +65,14 @@ class TorchRunner:
             head_dim=loaded.shape.head_dim,
             block_size=config.block_size,
         )
-        self.num_blocks = num_pool_blocks(config, self.layout)
+        self._device = torch.device(config.device)
         self.eos_token_ids = loaded.eos_token_ids
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
         self.placeholder_id = loaded.placeholder_id if config.takes_media else None
         self.embeddings = self._reserve_embeddings(config, loaded)
         self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
-        self._device = torch.device(config.device)
+        self.num_blocks = num_pool_blocks(config, self.layout)
         self._pool = KvPool(self.layout, self.num_blocks, self._device)
         self._sampler = Sampler()
         self._compute = self._choose(loaded)
@@ -118,7 +117,7 @@ class TorchRunner:
             hidden_size=loaded.hidden_size,
             block_size=config.block_size,
         )
-        return make_embedding_memory(layout, config.num_embedding_blocks)
+        return reserve_embeddings(layout, config.num_embedding_blocks, self._device)
 
     @torch.inference_mode()
     def _choose(self, loaded: LoadedModel) -> _Compute:

@@ -166,4 +166,6 @@ def create_vision(config: TorchEncoderConfig) -> VisionModel:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    # As in matrix products: float32 is no TF32. A picture's embeddings have one name, whichever device computed them.
+    torch.backends.cudnn.allow_tf32 = False
     return VisionModel(config, load_vision(config))

@@ -10,6 +10,10 @@ from quartet.transfer.cuda.pinned import pinned_kind
 
 logger = logging.getLogger(__name__)
 
+#: The driver puts smaller allocations into one page together, and a handle opens whole pages (CUDA Programming Guide,
+#: "Interprocess Communication").
+_PAGE_SIZE_BYTES = 2 << 20
+
 
 class DeviceMemory:
     """A block pool's bytes on one GPU.
@@ -17,6 +21,7 @@ class DeviceMemory:
     PyTorch's own allocator gives parts of larger reservations, whose handle would open more than the pool.
 
     Attributes:
+        reserved_size_bytes: what it takes of the GPU's memory: whole pages, so that its handle opens nothing else.
         ways: by which its blocks can be moved, best first; ``cuda_ipc`` is missing where the driver exports no memory,
             all others where it pins none of the host's.
         driver: that gave it.
@@ -35,7 +40,8 @@ class DeviceMemory:
         self.size_bytes = num_blocks * piece_size_bytes
         driver.bind(device)
         self.device_uuid = driver.uuid(device)
-        self.address = driver.allocate(self.size_bytes)
+        self.reserved_size_bytes = -(-self.size_bytes // _PAGE_SIZE_BYTES) * _PAGE_SIZE_BYTES
+        self.address = driver.allocate(self.reserved_size_bytes)
         try:
             self.handle = driver.export(self.address)
         except CudaError as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling
@@ -17,15 +19,19 @@ from quartet.engine.torch.loader import load_model
 from quartet.engine.torch.pool import KvPool
 from quartet.engine.torch.sampler import gumbel_noise, noise_key
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import TransferWay
+from quartet.media.items import MediaFile, MediaKind
+from quartet.transfer.base import PoolMemory, TransferWay
+from quartet.transfer.cuda import memory as cuda_memory
 from quartet.transfer.cuda.memory import DeviceMemory
 from tests.engine.fakes import make_request
 from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES
 from tests.engine.torch.driving import Outcome, run_all, torch_engine
 from tests.engine.torch.oracle import Oracle
 from tests.engine.torch.seeing import Album, SeeingOracle
+from tests.engine.torch.seeing_encoder import encoded, encoder_config, running_encoder
 from tests.engine.torch.test_oracle import NUM_TOKENS, greedy, ragged_prompts
 from tests.engine.torch.test_seeing_oracle import ragged_prompts as prompts_with_pictures
+from tests.engine.torch.vision_checkpoints import Reference, image_file, make_picture, make_vision_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,20 +106,68 @@ def test_a_ragged_batch_equals_generate(family: str, checkpoint: Checkpoints, or
         oracle(family).check(prompt, token_ids, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("family", SEEING_FAMILIES)
-def test_pictures_in_host_memory_are_seen_from_the_device(
-    family: str, checkpoint: Checkpoints, seeing_oracle: Callable[[str], SeeingOracle]
-) -> None:
-    oracle = seeing_oracle(family)
+def check_pictures(oracle: SeeingOracle, model_path: Path, memory_type: type) -> None:
+    """That prompts with pictures get the tokens of ``generate``, on the device, from a pool of this type."""
     prompts = prompts_with_pictures(oracle)
 
     async def run() -> list[Outcome]:
-        async with torch_engine(checkpoint(family), device="cuda:0", max_num_batched_tokens=30) as engine:
+        async with torch_engine(model_path, device="cuda:0", max_num_batched_tokens=30) as engine:
+            assert engine.embeddings is not None
+            assert isinstance(engine.embeddings.memory, memory_type)
             album = Album(oracle, engine)
             return await run_all(engine, [album.request(prompt, NUM_TOKENS) for prompt in prompts])
 
     for prompt, outcome in zip(prompts, asyncio.run(run()), strict=True):
         oracle.check(prompt, outcome, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_pictures_in_the_devices_memory_are_seen(
+    family: str, checkpoint: Checkpoints, seeing_oracle: Callable[[str], SeeingOracle]
+) -> None:
+    check_pictures(seeing_oracle(family), checkpoint(family), DeviceMemory)
+
+
+def test_pictures_in_host_memory_are_seen_from_a_device_whose_driver_pins_none(
+    checkpoint: Checkpoints, seeing_oracle: Callable[[str], SeeingOracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_memory, "pinned_kind", lambda _driver: None)
+    check_pictures(seeing_oracle("llava_clip_llama"), checkpoint("llava_clip_llama"), PoolMemory)
+
+
+def test_embeddings_have_their_memory_before_the_pool_takes_its_share(checkpoint: Checkpoints) -> None:
+    config = TorchEngineConfig(
+        model_path=str(checkpoint("llava_clip_llama")), free_gpu_memory_fraction=0.5, device="cuda:0"
+    )
+    runner = create_runner(config)
+    assert runner.embeddings is not None
+    piece_size_bytes = runner.embeddings.layout.piece_size_bytes
+    runner.close()
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    # Both shares together are more than there is: the pool's is one of what the embeddings leave.
+    num_blocks = int(0.4 * free) // piece_size_bytes
+    runner = create_runner(dataclasses.replace(config, free_gpu_memory_fraction=0.9, num_embedding_blocks=num_blocks))
+    left = free - num_blocks * piece_size_bytes
+    assert 0.8 * left < runner.num_blocks * runner.layout.piece_size_bytes <= 0.9 * left
+    runner.close()
+
+
+@pytest.mark.parametrize("name", ["llava_clip", "llava_next_clip"])
+async def test_a_tower_on_the_device_leaves_a_pictures_embeddings_there(name: str, tmp_path: Path) -> None:
+    picture = make_picture(200, 150)
+    model_path = make_vision_checkpoint(tmp_path, name)
+    async with running_encoder(encoder_config(model_path, device="cuda:0")) as encoder:
+        assert isinstance(encoder.embeddings.memory, DeviceMemory)
+        rows = await encoded(encoder, image_file(picture), range(20, 0, -1))
+        assert rows.device == torch.device("cuda:0")
+        given = torch.randn(13, rows.shape[1])
+        file = MediaFile(MediaKind.EMBEDDINGS, save({"embeddings": given}))
+        assert torch.equal((await encoded(encoder, file, [21, 30])).cpu(), given)
+    # Not TF32, which would be 1e-3 off.
+    torch.testing.assert_close(rows.cpu(), Reference(model_path).features(picture), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -119,6 +119,8 @@ def test_workers_that_take_shares_of_one_gpu_s_memory_start_one_after_the_other(
     assert after(load_topology(disagg, [on_a_gpu])) == [(), ()]  # 512 blocks each, whatever is free
     shares = [on_a_gpu, "engine.num_blocks=null", "engine.free_gpu_memory_fraction=0.4"]
     assert after(load_topology(disagg, shares)) == [(), ("prefill-0",)]
+    pictures = load_topology(CONFIGS / "epd_multimodal_image.yaml", shares)
+    assert after(pictures) == [(), ("encode-0",), ("encode-0", "prefill-0")]
 
 
 @pytest.mark.parametrize(
