@@ -367,7 +367,10 @@ def _gpu_names(num_gpus: int) -> Sequence[str]:
     if not num_gpus:
         return ()
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--device: nvidia-smi finds no GPU here ({error}); try --device cpu --shape tiny") from error
     names = tuple(line.strip() for line in done.stdout.splitlines()[:num_gpus])
     if len(names) < num_gpus:
         raise ConfigError(f"--gpus: this machine has {len(names)}, not {num_gpus}")
@@ -390,6 +393,7 @@ def _plot(rows: Sequence[Mapping[str, Any]], num_gpus: int, path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.axhline(0.01, color="grey", lw=0.5, ls="--")
+    axes.set_title({0: "on the CPU", 1: "one GPU, shared", 2: "two GPUs"}[num_gpus])
     axes.set_xlabel("milliseconds between two tokens of a request")
     axes.set_ylabel("share of all waits that are longer")
     axes.grid(alpha=0.3)

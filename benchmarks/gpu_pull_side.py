@@ -206,7 +206,7 @@ class _Reader(_Side):
     async def plain_copies(self, handle: str, count: int) -> Sequence[float]:
         """Seconds of each of ``count`` copies of the whole pool as one piece: the owner's, or on a CPU one here."""
         if isinstance(self._memory, DeviceMemory):
-            return await asyncio.to_thread(_copy_on_gpu, self._memory, bytes.fromhex(handle), count)
+            return await asyncio.to_thread(copy_on_gpu, self._memory, bytes.fromhex(handle), count)
         local = PoolMemory(self._memory.num_blocks, self._memory.piece_size_bytes)
         source, target = (np.frombuffer(pool.view, np.uint8) for pool in (local, self._memory))
         local.close()  # the mapping lives on
@@ -271,7 +271,8 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _copy_on_gpu(memory: DeviceMemory, handle: bytes, count: int) -> list[float]:
+def copy_on_gpu(memory: DeviceMemory, handle: bytes, count: int) -> list[float]:
+    """Seconds of each of ``count`` copies of another process's whole pool, opened by ``handle``, into ``memory``."""
     driver = memory.driver
     driver.bind(memory.device)
     source, stream, event = driver.open(handle), driver.create_stream(), driver.create_event()

@@ -61,7 +61,7 @@ class PoolShape:
         """A layout with blocks of this size."""
         if self.holds_embeddings:
             return self._embedding_layout
-        return self._kv_layout
+        return self.kv_layout
 
     @property
     def payload(self) -> PiecesPayload:
@@ -69,10 +69,11 @@ class PoolShape:
         num_tokens = self.num_blocks * _BLOCK_SIZE
         if self.holds_embeddings:
             return EmbeddingsPayload(self._embedding_layout, num_tokens)
-        return BlocksPayload(self._kv_layout, num_tokens)
+        return BlocksPayload(self.kv_layout, num_tokens)
 
     @property
-    def _kv_layout(self) -> KvLayout:
+    def kv_layout(self) -> KvLayout:
+        """Of its blocks, if they are of KV."""
         return KvLayout(
             model_fingerprint=_FINGERPRINT,
             dtype="uint8",

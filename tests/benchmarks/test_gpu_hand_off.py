@@ -27,7 +27,9 @@ from cli.bench.workload import BenchRequest
 from quartet.client import QuartetClient
 from quartet.errors import WorkerUnavailableError
 from quartet.rpc.server import RpcServer, ServerConfig
+from quartet.transfer.cuda.memory import DeviceMemory
 from tests.client.fake_router import FakeRouter
+from tests.transfer.fake_cuda import FakeDriver, FakeHost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -198,6 +200,20 @@ async def test_only_what_comes_within_the_window_counts() -> None:
     assert counts == (2 * num_words, 2 * num_words, 1, 0)
     assert (seen.gaps.count, seen.stream_gaps.count, seen.prompt_ttft.count) == (2 * num_words - 2, num_words - 1, 1)
     assert (seen.failed, seen.num_waiting) == ({"WorkerUnavailableError": 1}, 0)
+
+
+def test_the_plain_copy_is_of_the_whole_pool_and_leaves_nothing_open() -> None:
+    from benchmarks.gpu_pull_side import copy_on_gpu  # it imports torch
+
+    host = FakeHost(num_devices=2)
+    owner, reader = (DeviceMemory(FakeDriver(host, (device,)), 0, 4, 1 << 12) for device in (0, 1))
+    assert isinstance(owner.driver, FakeDriver) and isinstance(reader.driver, FakeDriver)
+    data = bytes(range(256)) * 64
+    owner.driver.write(owner.address, data)
+    assert len(copy_on_gpu(reader, owner.handle, 3)) == 3
+    assert reader.driver.read(reader.address, len(data)) == data
+    assert (reader.driver.num_opened, reader.driver.num_streams, reader.driver.num_events) == (0, 0, 0)
+    assert host.faults == []
 
 
 #: The command, with services that are forked.
