@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu_serving import Fleet, serving
+from benchmarks.gpu_serving import Fleet, bytes_by_way, serving
 from benchmarks.progress import LiveLine
+from benchmarks.stack import Stack
 from cli.bench.load import Window, poisson_schedule, run_closed_loop, run_open_loop
 from cli.bench.measure import DurationHistogram
 from cli.bench.workload import BenchRequest, IntRange, WorkloadConfig, make_workload
@@ -92,7 +93,8 @@ class MixedSide:
         prompt_ttft: from when a prompt was due until its first token.
         num_prompts: that were due within the window.
         num_waiting: prompts without a first token when the window closed.
-        failed: requests by status.
+        failed: requests by error.
+        transfer_bytes: of blocks that were pulled since the workers began, by the way that they took.
     """
 
     name: str
@@ -105,6 +107,7 @@ class MixedSide:
     num_prompts: int
     num_waiting: int
     failed: Mapping[str, int]
+    transfer_bytes: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,7 @@ async def measure_mixed(
         tokens_per_s = await _prefill_rate(plan, stack.router_address, line)
         prompts_per_s = plan.load * num_gpus / num_workers * tokens_per_s / plan.num_prompt_tokens
         line.say(f"one GPU prefills {tokens_per_s:.0f} tokens/s: {prompts_per_s:.2f} prompts arrive a second")
-        sides = [await _run_side(DISAGG, plan, prompts_per_s, stack.router_address, line)]
+        sides = [await _run_side(DISAGG, plan, prompts_per_s, stack, line)]
     make_row = partial(
         compare,
         num_streams=plan.num_streams,
@@ -159,7 +162,7 @@ async def measure_mixed(
     on_side(make_row(sides))
     for num_tokens in plan.step_tokens:
         async with serving(agg(num_tokens), model_path, line) as stack:
-            sides.append(await _run_side(f"agg_{num_tokens}", plan, prompts_per_s, stack.router_address, line))
+            sides.append(await _run_side(f"agg_{num_tokens}", plan, prompts_per_s, stack, line))
         on_side(make_row(sides))
     return make_row(sides)
 
@@ -256,7 +259,7 @@ class Seen:
         elif not is_stream:
             self.prompt_ttft.add(now - due_at)
 
-    def side(self, name: str, window_s: float, num_waiting: int) -> MixedSide:
+    def side(self, name: str, window_s: float, num_waiting: int, transfer_bytes: Mapping[str, float]) -> MixedSide:
         """The figures of a window of this length, which is closed."""
         return MixedSide(
             name=name,
@@ -269,13 +272,14 @@ class Seen:
             num_prompts=self.num_prompts,
             num_waiting=num_waiting,
             failed=dict(self.failed),
+            transfer_bytes=transfer_bytes,
         )
 
 
-async def _run_side(name: str, plan: MixedPlan, prompts_per_s: float, address: str, line: LiveLine) -> MixedSide:
+async def _run_side(name: str, plan: MixedPlan, prompts_per_s: float, stack: Stack, line: LiveLine) -> MixedSide:
     window = Window(None)
     seen = Seen(window)
-    async with QuartetClient(address) as client:
+    async with QuartetClient(stack.router_address) as client:
         loops = [
             run_closed_loop(
                 partial(seen.send, client, True),
@@ -292,7 +296,9 @@ async def _run_side(name: str, plan: MixedPlan, prompts_per_s: float, address: s
         ]
         with line.showing(lambda elapsed, _: f"{name}: {elapsed:.0f} s, {seen.num_tokens} tokens"):
             window_s, num_waiting = await _run_loops(loops, seen, plan)
-    side = seen.side(name, window_s, num_waiting)
+    side = seen.side(name, window_s, num_waiting, await bytes_by_way(stack))
+    if name == DISAGG and not side.transfer_bytes:
+        raise RuntimeError("no prompt was handed off")
     line.say(describe(side))
     return side
 

@@ -25,6 +25,7 @@ OWNER, READER = "owner", "reader"
 _SIDE = "benchmarks.gpu_pull_side"
 # Loading a model of 8 billion parameters, and the first steps, in which kernels are chosen.
 _DECODE_TIMEOUT_S = 300.0
+_STEP_TIMEOUT_S = 60.0
 _NUM_WARM_UP_PULLS = 2
 # Pulls between two looks at the clock.
 _NUM_AT_ONCE = 8
@@ -192,20 +193,20 @@ class _Sides:
     async def steps_of_window(self, window_s: float, pulled: _Pulled | None = None) -> Mapping[str, float]:
         """The median step of each side, in seconds, in a window of this length; it pulls meanwhile into ``pulled``.
 
-        Raises:
-            RuntimeError: a side took no step.
+        The window is longer where a side takes no step in it. Raises ``TimeoutError``: that does not change.
         """
         for child in self._all.values():
             await child.ask({"do": "clear"})
-        ends_at = time.monotonic() + window_s
-        if pulled is None:
-            await asyncio.sleep(window_s)
-        else:
-            while time.monotonic() < ends_at:
-                pulled.add(await self.pull(_NUM_AT_ONCE))
-        steps = {name: await child.ask({"do": "steps"}) for name, child in self._all.items()}
-        if not all(steps.values()):
-            raise RuntimeError(f"a side took no step of all streams within {window_s} s")
+        steps: Mapping[str, Sequence[float]] = {OWNER: ()}
+        async with asyncio.timeout(_STEP_TIMEOUT_S + window_s):
+            while not all(steps.values()):
+                ends_at = time.monotonic() + window_s
+                while (left_s := ends_at - time.monotonic()) > 0:
+                    if pulled is None:
+                        await asyncio.sleep(left_s)
+                    else:
+                        pulled.add(await self.pull(_NUM_AT_ONCE))
+                steps = {name: await child.ask({"do": "steps"}) for name, child in self._all.items()}
         return {name: median(of_side) for name, of_side in steps.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -41,6 +42,8 @@ from quartet.v1 import types_pb2
 _Memory: TypeAlias = PoolMemory | DeviceMemory
 
 _CPU = "cpu"
+# As workers have it, so that the event loop lags no more behind the engine's thread than there.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 class Streams:
@@ -235,6 +238,7 @@ class _Reader(_Side):
 
 def main() -> None:
     """Follow orders until the standard input ends."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvloop.run(_serve(argument(0), argument(1)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -82,6 +83,14 @@ async def serving(
             yield stack
 
 
+async def bytes_by_way(stack: Stack) -> Mapping[str, float]:
+    """Bytes of blocks that the workers have pulled so far, by the way that they took."""
+    found: Counter[str] = Counter()
+    for metrics in (await stack.metrics()).values():
+        found.update(metrics.by_label("quartet_worker_transfer_bytes_total", "way"))
+    return {way: size_bytes for way, size_bytes in found.items() if size_bytes}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FirstStepPlan:
     """Prompts, one after the other.
@@ -100,6 +109,7 @@ class FirstStepRow:
     """The row ``first_step``: medians, in milliseconds.
 
     Attributes:
+        way: by which the blocks moved.
         wait_ms: from the end of the prefill's last step to the beginning of the first decode step; of each request.
         wait_ms_p50, wait_ms_p99: p99 of few requests is about the slowest.
         until_submit_ms: the part of it until the decode worker's engine had the request.
@@ -110,6 +120,7 @@ class FirstStepRow:
     """
 
     num_prompt_tokens: int
+    way: str
     wait_ms: Sequence[float]
     wait_ms_p50: float
     wait_ms_p99: float
@@ -136,11 +147,12 @@ async def measure_first_step(
                 got = await send(stub, make_start(prompt, seed=number))
                 if number >= plan.num_warm_up:
                     answered[str(number)] = got
+            way = ", ".join(await bytes_by_way(stack))
         found = [read_request(read_traces(Path(folder)), key) for key in answered]
-    row = summarize_first_steps(plan, found, list(answered.values()), block_bytes_per_token)
+    row = summarize_first_steps(plan, found, list(answered.values()), way, block_bytes_per_token)
     line.say(
         f"first step: {row.wait_ms_p50:.2f} ms after the prefill's end, p99 {row.wait_ms_p99:.2f}; "
-        f"transfer {row.transfer_ms:.2f} ms, {row.transfer_gb_per_s:.1f} GB/s"
+        f"transfer by {row.way} {row.transfer_ms:.2f} ms, {row.transfer_gb_per_s:.1f} GB/s"
     )
     return row
 
@@ -174,13 +186,18 @@ def read_request(traces: Sequence[Traced], key: str) -> TracedRequest:
 
 
 def summarize_first_steps(
-    plan: FirstStepPlan, found: Sequence[TracedRequest], answered: Sequence[Answered], bytes_per_token: float
+    plan: FirstStepPlan,
+    found: Sequence[TracedRequest],
+    answered: Sequence[Answered],
+    way: str,
+    bytes_per_token: float,
 ) -> FirstStepRow:
     """The figures of at least two requests that were handed off."""
     waits = [1e3 * (one.step_began_at - one.prefill_ended_at) for one in found]
     transfer_ms = median(one.transfer_ms or 0.0 for one in answered)
     return FirstStepRow(
         num_prompt_tokens=plan.num_prompt_tokens,
+        way=way,
         wait_ms=waits,
         wait_ms_p50=median(waits),
         wait_ms_p99=quantiles(waits, n=100, method="inclusive")[98],

@@ -496,6 +496,7 @@ _GPU_SIDE_COLUMNS: Columns = {
     "prompts": "{num_prompts}",
     "waiting at the end": "{num_waiting}",
     "failed": lambda side: sum(side["failed"].values()),
+    "moved, GB": lambda side: ", ".join(f"{way} {size / 1e9:.1f}" for way, size in side["transfer_bytes"].items()),
 }
 
 

@@ -77,7 +77,7 @@ def test_the_wait_is_from_the_prefills_last_step_to_the_first_decode_step() -> N
     request = read_request(HANDED_OFF, "5")
     later = replace(request, step_began_at=8.0)
     plan = FirstStepPlan(num_prompt_tokens=1000, num_requests=2, num_warm_up=0)
-    row = summarize_first_steps(plan, [request, later], [ANSWERED] * 2, bytes_per_token=4e6)
+    row = summarize_first_steps(plan, [request, later], [ANSWERED] * 2, "cuda_ipc", bytes_per_token=4e6)
     assert row.wait_ms == [500, 2000]
     assert (row.wait_ms_p50, row.wait_ms_p99) == (1250, pytest.approx(1985))
     assert (row.until_submit_ms, row.prefill_ms) == (250, 2000)
@@ -108,6 +108,7 @@ def side(name: str, p99: float, tokens_per_s: float) -> MixedSide:
         num_prompts=3,
         num_waiting=0,
         failed={"WorkerUnavailableError": 2},
+        transfer_bytes={"cuda_ipc": 2.5e9},
     )
 
 
@@ -166,7 +167,10 @@ def test_the_file_keeps_the_last_two_measurements_of_each_row_and_the_table_show
     assert "| pull of 4 GiB in blocks of 2.25 MiB, GB/s | 100; 200 | not run | >= 365 | NVLink 397 |\n" in table
     assert "| p99 between tokens, disaggregated over aggregated | not run | 0.25 | <= 0.33 |  |\n" in table
     assert "| reader's step: longer by, % | not run | not run | <= 6 |  |\n" in table
-    assert "| **aggregated, steps of 512 tokens** | 900 | 1.0, 80.0, 80 | 80.0 | 1, 80 | 3 | 0 | 2 |\n" in table
+    assert (
+        "| **aggregated, steps of 512 tokens** | 900 | 1.0, 80.0, 80 | 80.0 | 1, 80 | 3 | 0 | 2 | cuda_ipc 2.5 |\n"
+        in table
+    )
     assert "- pull, two GPUs (NVIDIA H200): `python -m benchmarks.gpu_hand_off --number=2` on 20" in table
 
 
@@ -249,8 +253,10 @@ def test_all_rows_are_measured(tmp_path: Path, request: pytest.FixtureRequest, d
     assert [pool["way"] for pool in figures["pull"]["pools"]] == [way] * 3
     assert all(pool["reader"]["quiet_ms"] > 0 for pool in figures["busy"]["pools"])
     assert all(wait > 0 for wait in figures["first_step"]["wait_ms"])
+    assert figures["first_step"]["way"] == way
     sides = figures["mixed"]["sides"]
     assert [side["name"] for side in sides] == ["disagg", "agg_64"]
+    assert [list(side["transfer_bytes"]) for side in sides] == [[way], []]
     assert all(side["tokens_per_s"] > 0 and side["itl"]["count"] and not side["failed"] for side in sides)
     assert plot.read_bytes().startswith(b"\x89PNG")
     # As if it had been measured on a GPU: the table finds all that it shows.
