@@ -2,7 +2,7 @@
 
     python -m benchmarks
 
-Run the long forms, and ``overload``, ``profile``, ``index``, ``routing`` and ``encode``, by name.
+Run the long forms, and ``overload``, ``profile``, ``index``, ``routing``, ``encode`` and ``gpu_hand_off``, by name.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+#: The environment variable that names a worker's role where a module of this package runs it.
+ROLE_VARIABLE = "QUARTET_BENCHMARK_ROLE"
+
 _ANSWER_TIMEOUT_S = 90.0
 _QUIT_TIMEOUT_S = 15.0
 # A window of a minute with a thousand streams takes 16 MB.

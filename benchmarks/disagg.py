@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -27,13 +27,13 @@ import uvloop
 from benchmarks.disagg_client import Answered, ask, median_parts, split
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
-from benchmarks.stack import Stack
-from benchmarks.stub_engine import ROLE_VARIABLE, STEP_S, stub_layout
+from benchmarks.stack import Stack, run_by
+from benchmarks.stub_engine import STEP_S, stub_layout
 from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.transfer.base import PoolMemory
 from quartet.v1 import router_pb2_grpc
-from services.topology.topology import DEFAULT_MODEL_PATH, ProcessPlan, Topology
+from services.topology.topology import DEFAULT_MODEL_PATH, Topology
 
 _PROMPT_LENGTHS = (128, 1024, 4096)
 _NUM_WARM_UP_ROUNDS = 2
@@ -281,7 +281,7 @@ def _make_stack(engine: EngineName, side: Side, discovery_directory: Path, on_pr
         "drain_timeout_s": 0.5,
     }
     log = _LOGS / f"benchmark-disagg-{engine}-{side}.log"
-    adapt = _stub_plan if engine is EngineName.STUB else (lambda plan: plan)
+    adapt = run_by("benchmarks.stub_engine") if engine is EngineName.STUB else (lambda plan: plan)
     return Stack(build(Topology, settings), log, on_progress, adapt=adapt)
 
 
@@ -299,11 +299,6 @@ def _tiny_block_bytes() -> int:
     config = json.loads((DEFAULT_MODEL_PATH / "config.json").read_text(encoding="utf-8"))["text_config"]
     num_values = config["num_hidden_layers"] * 2 * _BLOCK_SIZE * config["num_key_value_heads"] * config["head_dim"]
     return int(num_values * _DTYPE_BYTES)
-
-
-def _stub_plan(plan: ProcessPlan) -> ProcessPlan:
-    variables = {**plan.environment, ROLE_VARIABLE: plan.role.value}
-    return replace(plan, module="benchmarks.stub_engine", environment=variables)
 
 
 def _by_side(rounds: Sequence[Round], value: Callable[[Answered], float]) -> Mapping[str, float]:

@@ -52,7 +52,11 @@ async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, 
 
 
 def make_start(
-    prompt: Sequence[int], *, media: Sequence[router_pb2.MediaPart] = (), cache_salt: str = ""
+    prompt: Sequence[int],
+    *,
+    media: Sequence[router_pb2.MediaPart] = (),
+    cache_salt: str = "",
+    seed: int | None = None,
 ) -> router_pb2.GenerateStart:
     """A request for two tokens."""
     return router_pb2.GenerateStart(
@@ -60,6 +64,7 @@ def make_start(
         sampling=types_pb2.Sampling(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True),
         media=media,
         cache_salt=cache_salt,
+        seed=seed,
     )
 
 

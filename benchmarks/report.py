@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from quartet.telemetry.provenance import read_commit, read_machine, read_versions, write_report
+from quartet.telemetry.provenance import Commit, read_commit, read_machine, read_versions, write_report
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,20 +31,28 @@ class LoadAverage:
 class Report:
     """One benchmark's run, from its construction to ``finish``."""
 
-    def __init__(self, name: str, *, arguments: Sequence[str] | None = None, packages: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        arguments: Sequence[str] | None = None,
+        packages: Sequence[str] = (),
+        revision: str | None = None,
+    ) -> None:
         """Start the clock.
 
         Args:
             name: the module, without ``benchmarks.``.
             arguments: of the command line; ``None``: this process's own.
             packages: packages whose versions matter, besides gRPC's and protobuf's.
+            revision: the commit, as the caller knows it; ``None``: git says it.
         """
         self._name = name
         self._command = shlex.join(
             ["python", "-m", f"benchmarks.{name}", *(sys.argv[1:] if arguments is None else arguments)]
         )
         self._packages = (*_PACKAGES, *packages)
-        self._commit = read_commit()
+        self._commit = read_commit() if revision is None else Commit(revision=revision, is_dirty=False)
         self._started_at = datetime.now(UTC)
         self._began = time.monotonic()
         self._load_before = os.getloadavg()[0]

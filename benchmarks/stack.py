@@ -13,6 +13,7 @@ from typing import TextIO
 
 import grpc
 
+from benchmarks.children import ROLE_VARIABLE
 from benchmarks.processes import Metrics, scrape
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
@@ -135,6 +136,15 @@ class Stack:
         self._http_addresses = {_ROUTER: self._router_http, **{item.worker_id: item.http_address for item in ready}}
         self.worker_addresses = {item.worker_id: item.grpc_address for item in ready}
         return self.worker_addresses.keys() >= set(self._running.worker_ids)
+
+
+def run_by(module: str) -> Callable[[ProcessPlan], ProcessPlan]:
+    """For ``Stack``'s ``adapt``: each worker is run by ``module``, which finds its role in ``ROLE_VARIABLE``."""
+
+    def adapt(plan: ProcessPlan) -> ProcessPlan:
+        return replace(plan, module=module, environment={**plan.environment, ROLE_VARIABLE: plan.role.value})
+
+    return adapt
 
 
 @dataclass(frozen=True)

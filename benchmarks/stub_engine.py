@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 
+from benchmarks.children import ROLE_VARIABLE
 from quartet.discovery.base import Role
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.mock import SAMPLING_FIELDS, MockEngineConfig, MockRunner, MockSettings, SharedByRanks, StepTiming
@@ -21,8 +22,6 @@ from quartet.transfer.base import PoolMemory, Puller
 from services.workers.config import WorkerConfig
 from services.workers.process import main
 
-#: The environment variable that names the worker's role.
-ROLE_VARIABLE = "QUARTET_BENCHMARK_ROLE"
 #: Seconds of every step, whatever it holds.
 STEP_S = 0.010
 

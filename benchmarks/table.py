@@ -403,6 +403,103 @@ _DISAGG_PART_COLUMNS: Columns = {
 }
 
 
+# Measurements of other shapes only show that the benchmark works.
+_GPU_SHAPE = "qwen3-8b"
+_GPU_FORMS = {2: "two GPUs", 1: "one GPU, shared"}
+_NOT_RUN = "not run"
+
+
+def gpu_hand_off_tables(report: Report) -> str:
+    """A row for each figure, with all its measurements; the newest mixed load of each form; what measured them."""
+    rows = [row for row in report["rows"] if row["shape"] == _GPU_SHAPE]
+    figures = markdown_table(
+        ["figure", *_GPU_FORMS.values(), "wanted", "measured before by hand"],
+        [
+            [what, *(_gpu_cell(rows, name, num_gpus, form) for num_gpus in _GPU_FORMS), *others]
+            for name, what, form, *others in _GPU_FIGURES
+        ],
+    )
+    mixed = {num_gpus: _gpu_figures(rows, "mixed", num_gpus)[-1:] for num_gpus in _GPU_FORMS}
+    loads = [_gpu_load(num_gpus, found[0]) for num_gpus, found in mixed.items() if found]
+    sources = "".join(
+        f"- {row['row']}, {_GPU_FORMS[row['num_gpus']]} ({row['gpus'][0]}): {_describe(row)}" for row in rows
+    )
+    return "\n".join([figures, *loads, sources])
+
+
+def _gpu_figures(rows: Sequence[Row], name: str, num_gpus: int) -> list[Row]:
+    """Of all measurements of a row, the newest last."""
+    return [row["figures"] for row in rows if (row["row"], row["num_gpus"]) == (name, num_gpus)]
+
+
+def _gpu_cell(rows: Sequence[Row], name: str, num_gpus: int, form: str) -> str:
+    found = _gpu_figures(rows, name, num_gpus)
+    return "; ".join(form.format_map(_finished(figures)) for figures in found) or _NOT_RUN
+
+
+def _finished(figures: Row) -> Row:
+    """With words for the ratios of a mixed load that was cut before it had any."""
+    ratios = ("itl_ratio", "tokens_ratio")
+    return {
+        **figures,
+        **{name: f"{figures[name]:.2f}" if figures[name] else _NOT_RUN for name in ratios if name in figures},
+    }
+
+
+# The row, what the figure is, its form; what is wanted with two GPUs; what was measured before by hand.
+_GPU_FIGURES = (
+    ("pull", "pull of 4 GiB in blocks of 2.25 MiB, GB/s", "{pools[0][gb_per_s]:.0f}", ">= 365", "NVLink 397"),
+    ("pull", "its copying alone", "{pools[0][copy_gb_per_s]:.0f}", "", ""),
+    ("pull", "one plain copy of it, in the same process", "{pools[0][plain_gb_per_s]:.0f}", "", ""),
+    ("pull", "pull of the 500 blocks of 8,000 tokens", "{pools[1][gb_per_s]:.0f}", "", ""),
+    ("pull", "its copying alone", "{pools[1][copy_gb_per_s]:.0f}", "", ""),
+    ("pull", "pull of 1 GiB in pieces of 64 KiB", "{pools[2][gb_per_s]:.0f}", "", "NIXL 13"),
+    ("pull", "its copying alone", "{pools[2][copy_gb_per_s]:.0f}", "", ""),
+    ("busy", "pull of the 500 blocks while both decode 64 streams", "{pools[0][pulls][gb_per_s]:.0f}", ">= 180", ""),
+    ("busy", "one plain copy meanwhile", "{pools[0][pulls][plain_gb_per_s]:.0f}", "", ""),
+    ("busy", "reader's step: longer by, %", "{pools[0][reader][slower_percent]:.1f}", "<= 6", ""),
+    ("busy", "owner's step: longer by, %", "{pools[0][owner][slower_percent]:.1f}", "", ""),
+    ("busy", "pull in pieces of 64 KiB while both decode", "{pools[1][pulls][gb_per_s]:.0f}", "", ""),
+    ("busy", "reader's step: longer by, %", "{pools[1][reader][slower_percent]:.1f}", "", ""),
+    ("busy", "owner's step: longer by, %", "{pools[1][owner][slower_percent]:.1f}", "", ""),
+    ("busy", "reader's step without pulls, ms", "{pools[0][reader][quiet_ms]:.1f}", "", ""),
+    ("first_step", "8,000 tokens: prefill's end to first decode step, ms", "{wait_ms_p50:.1f}", "<= 15, goal 8", ""),
+    ("first_step", "p99", "{wait_ms_p99:.1f}", "", ""),
+    ("first_step", "moving its blocks: ms, GB/s", "{transfer_ms:.1f}, {transfer_gb_per_s:.0f}", "", ""),
+    ("mixed", "p99 between tokens, disaggregated over aggregated", "{itl_ratio}", "<= 0.33", ""),
+    ("mixed", "tokens/s, disaggregated over aggregated", "{tokens_ratio}", ">= 0.97", ""),
+)
+
+
+def _gpu_load(num_gpus: int, mixed: Row) -> str:
+    columns = {_GPU_FORMS[num_gpus]: lambda side: _gpu_side(side["name"], mixed["best"]), **_GPU_SIDE_COLUMNS}
+    return f"{_table(columns, mixed['sides'])}\n{_GPU_LOAD.format_map(mixed)}"
+
+
+_GPU_LOAD = (
+    "{num_streams} streams, and {prompts_per_s:.2f} prompts of {num_prompt_tokens:,} tokens a second; one GPU prefills "
+    "{prefill_tokens_per_s:,.0f} tokens/s. The aggregated one that counts is bold.\n"
+)
+
+
+def _gpu_side(name: str, best: str | None) -> str:
+    num_tokens = name.partition("_")[2]
+    what = f"aggregated, steps of {int(num_tokens):,} tokens" if num_tokens else "disaggregated"
+    return f"**{what}**" if name == best else what
+
+
+_GPU_SIDE_COLUMNS: Columns = {
+    "tok/s": "{tokens_per_s:.0f}",
+    "between tokens p50, p99, longest (ms)": "{itl[p50]:.1f}, {itl[p99]:.1f}, {itl[max]:.0f}",
+    "of the streams alone p99": "{stream_itl[p99]:.1f}",
+    "first token of prompts p50, p99 (ms)": "{prompt_ttft[p50]:.0f}, {prompt_ttft[p99]:.0f}",
+    "prompts": "{num_prompts}",
+    "waiting at the end": "{num_waiting}",
+    "failed": lambda side: sum(side["failed"].values()),
+    "moved, GB": lambda side: ", ".join(f"{way} {size / 1e9:.1f}" for way, size in side["transfer_bytes"].items()),
+}
+
+
 _LOADS = {"batch_1": "one after the other", "batch_8": "three streams of eight at a time"}
 _PROMPTS = {
     "new": "image and text are new",
@@ -816,6 +913,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "index": index_tables,
     "transfer": transfer_tables,
     "disagg": disagg_tables,
+    "gpu_hand_off": gpu_hand_off_tables,
     "encode": encode_tables,
     "engine": engine_tables,
     "routing": routing_tables,

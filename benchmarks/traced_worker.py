@@ -1,9 +1,12 @@
-"""A worker that traces what its engine computes, for ``benchmarks.cancel_storm``: the product's own, with hooks.
+"""A worker that traces what its engine computes, for ``benchmarks.cancel_storm`` and ``gpu_hand_off``.
 
-Each submit, each cancel and each step of the engine, or of the vision tower, becomes a line of JSON in a file of the
-folder that the environment variable names. Requests are known by their seeds, items of media by their content.
+It is the product's own, with hooks. Each submit, each cancel and each step of the engine, or of the vision tower,
+becomes a line of JSON in a file of the folder that the environment variable names. Requests are known by their seeds,
+items of media by their content.
 
     QUARTET_BENCHMARK_TRACE=FOLDER python -m benchmarks.traced_worker ROLE --config FILE
+
+``QUARTET_BENCHMARK_ROLE`` may say the role instead.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.children import ROLE_VARIABLE
 from quartet.discovery.base import Role
 from quartet.engine.base import Engine, EngineRequest, RequestKind
 from quartet.engine.mock.runner import MockRunner
@@ -158,8 +162,8 @@ def _replace(owner: type[Any], name: str, by: Callable[..., Any]) -> None:
 
 
 def main() -> None:
-    """Run a worker of the role that the first argument names."""
-    role = Role(sys.argv.pop(1))
+    """Run a worker of the role that the environment or the first argument names."""
+    role = Role(os.environ.get(ROLE_VARIABLE) or sys.argv.pop(1))
     tracer = Tracer(Path(os.environ[TRACE_VARIABLE]), role)
 
     def create(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:

@@ -1,6 +1,7 @@
 """The sending side of ``benchmarks.transfer``, in a process of its own: a pool, and the server that sends its blocks.
 
 It answers two orders: ``offer`` holds the blocks for one fetch; ``cpu`` gives the CPU seconds of this process so far.
+``benchmarks.gpu_pull_side`` lends pools on GPUs by the same ``lending``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from quartet.rpc.server import RpcServer, ServerConfig, Service
 from quartet.streams.convert.hand_off import to_hand_off
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.config import TransferConfig
+from quartet.transfer.cuda.lent import CudaServer
+from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.grpc.messages import SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
 from quartet.transfer.shm import ShmServer
@@ -36,6 +39,8 @@ from quartet.transfer.source import TransferSource
 _BLOCK_SIZE = 32
 _FINGERPRINT = "0" * 64
 _EPOCH = 1
+# The puller's last stream ends by itself.
+_GRACE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class PoolShape:
         """A layout with blocks of this size."""
         if self.holds_embeddings:
             return self._embedding_layout
-        return self._kv_layout
+        return self.kv_layout
 
     @property
     def payload(self) -> PiecesPayload:
@@ -64,10 +69,11 @@ class PoolShape:
         num_tokens = self.num_blocks * _BLOCK_SIZE
         if self.holds_embeddings:
             return EmbeddingsPayload(self._embedding_layout, num_tokens)
-        return BlocksPayload(self._kv_layout, num_tokens)
+        return BlocksPayload(self.kv_layout, num_tokens)
 
     @property
-    def _kv_layout(self) -> KvLayout:
+    def kv_layout(self) -> KvLayout:
+        """Of its blocks, if they are of KV."""
         return KvLayout(
             model_fingerprint=_FINGERPRINT,
             dtype="uint8",
@@ -99,14 +105,12 @@ def fill(memory: PoolMemory, block_id: int, piece: int) -> None:
     memory.piece(block_id)[:] = pattern * (memory.piece_size_bytes // len(pattern))
 
 
-class _Source:
+class Lender:
     """All blocks of one pool, held again and again."""
 
-    def __init__(self, shape: PoolShape, memory: PoolMemory) -> None:
+    def __init__(self, shape: PoolShape, memory: PoolMemory | DeviceMemory) -> None:
         self._shape = shape
-        self._block_ids = shape.scattered(seed=1)
-        for piece, block_id in enumerate(self._block_ids):
-            fill(memory, block_id, piece)
+        self.block_ids = shape.scattered(seed=1)
         self._next_holder = 1
         self.source = TransferSource(
             worker_id="source",
@@ -116,13 +120,11 @@ class _Source:
             memory=memory,
         )
 
-    def answer(self, order: str) -> dict[str, object]:
-        """The answer to one order."""
-        if order == "cpu":
-            return {"cpu_s": time.process_time()}
-        hand_off = self.source.offer(self._next_holder, self._block_ids, self._shape.payload)
+    def offer(self) -> str:
+        """Hold all blocks for one fetch; returns the hand-off as hexadecimal bytes."""
+        hand_off = self.source.offer(self._next_holder, self.block_ids, self._shape.payload)
         self._next_holder += 1
-        return {"hand_off": to_hand_off(hand_off).SerializeToString().hex(), "cpu_s": time.process_time()}
+        return to_hand_off(hand_off).SerializeToString().hex()
 
 
 def main() -> None:
@@ -131,28 +133,42 @@ def main() -> None:
 
 
 async def _serve(shape: PoolShape) -> None:
-    async with _serving(shape) as source:
-        answer("ready")
-        async for order in orders():
-            answer(source.answer(order))
+    memory = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
+    try:
+        async with lending(shape, memory) as lender:
+            for piece, block_id in enumerate(lender.block_ids):
+                fill(memory, block_id, piece)
+            answer("ready")
+            async for order in orders():
+                answer(_answer(lender, order))
+    finally:
+        memory.close()
+
+
+def _answer(lender: Lender, order: str) -> dict[str, object]:
+    offered = {} if order == "cpu" else {"hand_off": lender.offer()}
+    return {**offered, "cpu_s": time.process_time()}
 
 
 @asynccontextmanager
-async def _serving(shape: PoolShape) -> AsyncIterator[_Source]:
-    memory = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
-    source = _Source(shape, memory)
-    shm = ShmServer(memory)
-    servicer = TransferServicer(source.source, host=host_identity(), config=TransferConfig(), shm=shm)
+async def lending(shape: PoolShape, memory: PoolMemory | DeviceMemory) -> AsyncIterator[Lender]:
+    """Serve pulls out of ``memory``, a pool of this shape, as a worker does; the caller closes it."""
+    lender = Lender(shape, memory)
+    shm = ShmServer(memory) if isinstance(memory, PoolMemory) else None
+    cuda = CudaServer(memory, _EPOCH) if isinstance(memory, DeviceMemory) else None
+    servicer = TransferServicer(lender.source, host=host_identity(), config=TransferConfig(), shm=shm, cuda=cuda)
     server = RpcServer(ServerConfig(), [Service(SERVICE, lambda server: add_transfer_servicer(servicer, server))])
-    source.source.advertise(f"127.0.0.1:{await server.start()}")
-    await shm.start()
+    lender.source.advertise(f"127.0.0.1:{await server.start()}")
+    pool_servers = [pool_server for pool_server in (shm, cuda) if pool_server is not None]
+    for pool_server in pool_servers:
+        await pool_server.start()
     try:
-        yield source
+        yield lender
     finally:
-        await server.drain(0.0)
-        await shm.close()
-        source.source.close()
-        memory.close()
+        await server.drain(_GRACE_S)
+        for pool_server in pool_servers:
+            await pool_server.close()
+        lender.source.close()
 
 
 if __name__ == "__main__":

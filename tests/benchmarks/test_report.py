@@ -55,6 +55,11 @@ def test_results_cannot_hide_what_every_report_says() -> None:
         Report("overload", arguments=[]).finish(Liar("not measured"))
 
 
+def test_a_copy_without_git_is_told_its_commit() -> None:
+    report = Report("overload", arguments=[], revision="c0ffee").finish(RESULTS)
+    assert report["commit"] == {"revision": "c0ffee", "is_dirty": False}
+
+
 def test_the_commit_is_the_one_that_is_checked_out() -> None:
     commit = read_commit()
     assert (commit.revision is None and commit.is_dirty) or re.fullmatch(r"[0-9a-f]{40}", commit.revision or "")

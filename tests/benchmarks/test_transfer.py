@@ -9,8 +9,14 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.transfer import Mover, Plan, Sample, Temperature, measure_samples, summarize
-from benchmarks.transfer_source import PoolShape
+from benchmarks.transfer_source import PoolShape, lending
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload
+from quartet.streams.convert.hand_off import from_hand_off
+from quartet.transfer.base import PieceCopy, TransferWay
+from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.v1 import types_pb2
+from tests.transfer.cuda_workers import gpu_puller
+from tests.transfer.fake_cuda import FakeDriver, FakeHost
 
 
 def sample(mover: Mover, duration_s: float, temperature: Temperature = Temperature.WARM) -> Sample:
@@ -32,6 +38,24 @@ async def test_both_processes_move_every_way_warm_and_cold(shape: PoolShape) -> 
     assert seen == sorted([(temperature, mover) for temperature in Temperature for mover in Mover] * 2)
     assert {item["size_bytes"] for item in samples} == {8 << 16}
     assert all(item["duration_s"] > 0 for item in samples)
+
+
+async def test_a_pool_on_a_gpu_is_lent_as_workers_lend_theirs() -> None:
+    host, shape = FakeHost(num_devices=2), PoolShape(6, 1 << 12)
+    driver = FakeDriver(host)
+    memory = DeviceMemory(driver, 0, shape.num_blocks, shape.piece_size_bytes)
+    async with (
+        gpu_puller(host, device=1, num_blocks=shape.num_blocks, layout=shape.kv_layout) as here,
+        lending(shape, memory) as lender,
+    ):
+        for piece, block_id in enumerate(lender.block_ids):
+            driver.write(memory.address + block_id * shape.piece_size_bytes, bytes([piece]) * shape.piece_size_bytes)
+        hand_off = from_hand_off(types_pb2.HandOff.FromString(bytes.fromhex(lender.offer())))
+        result = await here.puller.claim(hand_off).fetch([PieceCopy(piece, piece) for piece in range(6)])
+        assert result.way is TransferWay.CUDA_IPC
+        assert [here.block(piece) for piece in range(6)] == [bytes([piece]) * (1 << 12) for piece in range(6)]
+    memory.close()
+    assert host.used_bytes == 0
 
 
 def test_speeds_are_medians_and_shares_are_taken_within_a_round() -> None:
