@@ -479,8 +479,10 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         async def serve(request: Any, context: _Context) -> Any:
             try:
                 return await answer(request, context)
-            except grpc.aio.InternalError:
-                # What was sent to a client that has gone. gRPC soon cancels this task, or knows the error by then.
+            except grpc.aio.InternalError:  # from what was sent to a client that has gone
+                if context.done():  # It was a status, and gRPC cancels no task that has sent one.
+                    return None
+                # gRPC soon cancels this task, or knows the error by then.
                 await asyncio.sleep(_CANCEL_FOLLOWS_S)
                 raise
 
