@@ -44,6 +44,7 @@ from quartet.rpc.errors import abort, is_or_holds
 from quartet.rpc.health import HealthServicer
 from quartet.rpc.message_limits import MAX_STANDARD_BYTES, MessageLimits, limited_parser
 from quartet.rpc.open_calls import OpenCalls
+from quartet.rpc.refusal_pace import RefusalPace
 
 logger = logging.getLogger(__name__)
 
@@ -435,6 +436,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._limits = limits
         self._stalled = StalledCalls(_REQUEST_TIMEOUT_S)
+        self._refusals = RefusalPace()
         self._untaken = OpenCalls("calls whose answers it does not take", max_of_connection=_MAX_UNTAKEN)
         self._wrapped: dict[str, _Handler] = {}
 
@@ -497,6 +499,8 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
             self._gate.check(method, context.auth_context())
 
     async def _abort(self, context: _Context, error: BaseException) -> None:
+        if isinstance(error, MessageTooLargeError):
+            await self._refusals.wait(error)
         if is_or_holds(error, StalledStreamError):
             # gRPC keeps the status, and what was written before, until the client takes it or goes.
             self._untaken.count(context)
