@@ -1,7 +1,7 @@
 """Keeps clients from sending messages that are too large as fast as they can.
 
-gRPC hands over a message whole, however large, and copies it on the event loop: some 10 ms for 12 MB. No tenant pays for
-what is refused. So its sender waits for the refusal, or until more is read, for longer the more of it comes.
+gRPC hands over a message whole, however large, and copies it on the event loop: some 10 ms for 12 MB. No tenant pays
+for what is refused. So its sender waits for the refusal, or until more is read, for longer the more of it comes.
 """
 
 from __future__ import annotations
