@@ -81,11 +81,13 @@ class MessageTooLargeError(ServingError, reason="MESSAGE_TOO_LARGE"):
 
     Attributes:
         head: the first bytes of a message that was refused before it was parsed.
+        size_bytes: of such a message.
     """
 
     def __init__(self, message: str, *, head: bytes = b"", **more: Any) -> None:
         super().__init__(message, **more)
         self.head = head
+        self.size_bytes = 0
 
 
 class ModelNotFoundError(ServingError, reason="MODEL_NOT_FOUND"):

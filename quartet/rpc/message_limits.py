@@ -142,7 +142,11 @@ def limited_parser(deserialize: Callable[[bytes], Any] | None, limits: MessageLi
 
     def parse(message: bytes) -> Any:
         if len(message) > UNCHECKED_BYTES:
-            limits.check(message_type, message)
+            try:
+                limits.check(message_type, message)
+            except MessageTooLargeError as error:
+                error.size_bytes = len(message)
+                raise
         return deserialize(message)
 
     return parse

@@ -44,6 +44,7 @@ from quartet.rpc.errors import abort, is_or_holds
 from quartet.rpc.health import HealthServicer
 from quartet.rpc.message_limits import MAX_STANDARD_BYTES, MessageLimits, limited_parser
 from quartet.rpc.open_calls import OpenCalls
+from quartet.rpc.refusal_pace import RefusalPace
 
 logger = logging.getLogger(__name__)
 
@@ -435,6 +436,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._limits = limits
         self._stalled = StalledCalls(_REQUEST_TIMEOUT_S)
+        self._refusals = RefusalPace()
         self._untaken = OpenCalls("calls whose answers it does not take", max_of_connection=_MAX_UNTAKEN)
         self._wrapped: dict[str, _Handler] = {}
 
@@ -479,8 +481,10 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         async def serve(request: Any, context: _Context) -> Any:
             try:
                 return await answer(request, context)
-            except grpc.aio.InternalError:
-                # What was sent to a client that has gone. gRPC soon cancels this task, or knows the error by then.
+            except grpc.aio.InternalError:  # from what was sent to a client that has gone
+                if context.done():  # It was a status, and gRPC cancels no task that has sent one.
+                    return None
+                # gRPC soon cancels this task, or knows the error by then.
                 await asyncio.sleep(_CANCEL_FOLLOWS_S)
                 raise
 
@@ -495,6 +499,8 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
             self._gate.check(method, context.auth_context())
 
     async def _abort(self, context: _Context, error: BaseException) -> None:
+        if isinstance(error, MessageTooLargeError):
+            await self._refusals.wait(error)
         if is_or_holds(error, StalledStreamError):
             # gRPC keeps the status, and what was written before, until the client takes it or goes.
             self._untaken.count(context)

@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from quartet.errors import MessageTooLargeError
+from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import StalledCalls
 
 RequestT = TypeVar("RequestT", bound=Message)
@@ -50,6 +51,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         self._max_owed_ends = max_owed_ends
         self._stalled = stalled
         self._was_taken = asyncio.Event()
+        self._refusals = RefusalPace()
         self._idle_timeout_s = idle_timeout_s
         self._idle_timer: asyncio.TimerHandle | None = None
         self._num_idle_polls = 0
@@ -139,6 +141,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
                 except MessageTooLargeError as error:
                     self._count_start(until_start)
                     self._refused(error)
+                    await self._refusals.wait(error)
                     continue
                 if not isinstance(request, Message):
                     break  # end of stream

@@ -11,7 +11,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, QueueFullError, ServingError
+from quartet.errors import (
+    DrainingError,
+    HandOffNotFoundError,
+    InvalidRequestError,
+    ProtocolError,
+    QueueFullError,
+    ServingError,
+)
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import Service
@@ -141,6 +148,29 @@ async def test_a_write_to_a_client_that_has_gone_is_no_error_of_ours(
         call.cancel()
         await server.drain(30)  # returns after the last call
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_an_error_that_a_client_is_too_late_for_holds_up_no_drain(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaving(Worker):
+        async def GetModelFiles(
+            self, request: worker_pb2.GetModelFilesRequest, context: Context
+        ) -> AsyncIterator[worker_pb2.GetModelFilesResponse]:
+            yield worker_pb2.GetModelFilesResponse(data=b"1")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise DrainingError("the worker is going away") from None
+
+    monkeypatch.setattr("quartet.rpc.server._CANCEL_FOLLOWS_S", 3600)
+    server, address = await start_server([worker_service(Leaving(None))])
+    async with create_channel(address, None) as channel:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(worker_pb2.GetModelFilesRequest())
+        await call.read()
+        call.cancel()
+        await server.drain(30)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_method_of_a_standard_service_that_is_left_out_is_unimplemented(
