@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from itertools import pairwise
 
 import pytest
 
@@ -65,6 +66,17 @@ async def test_long_prompts_count_for_more() -> None:
     turns = [await entering.turn() for _ in range(30)]
     assert max(map(len, turns)) == 1
     assert len(await entering.all()) == 10
+
+
+async def test_after_long_ones_turns_pass_in_which_grpc_hands_over_calls() -> None:
+    entering = Entering()
+    entering.enter("acme", 20_000, count=10)
+    turns = [len(await entering.turn()) for _ in range(60)]
+    assert sum(turns) == 10
+    begun_in = [turn for turn, number in enumerate(turns) if number]
+    assert min(after - before for before, after in pairwise(begun_in)) >= 4
+    entering.enter("acme")
+    assert await entering.turn() == ["acme"], "nothing is owed for long"
 
 
 async def test_a_tenant_that_comes_later_does_not_wait_for_all_of_another() -> None:
