@@ -40,7 +40,7 @@ from tests.transfer.fake_cuda import NUM_THREADS, FakeDriver, FakeHost
 from tests.transfer.workers import EPOCH, LAYOUT
 
 OWNER = PoolOwner("source", EPOCH)
-IMAGE = KernelImage("pull", NUM_THREADS, b"code")
+IMAGE = KernelImage("3.9.0", "pull", NUM_THREADS, b"code")
 LARGE = SMALL_RUN_SIZE_BYTES
 POOL_BLOCKS = 4 * NUM_TABLE_PARTS * PART_SIZE_BYTES // LAYOUT.piece_size_bytes
 

@@ -18,11 +18,12 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -72,17 +73,25 @@ class KernelImage:
     """A compiled kernel.
 
     Attributes:
+        version: of Triton.
         name: of the function.
         num_threads: of each program.
         code: for the GPU that it was compiled for.
     """
 
+    version: str
     name: str
     num_threads: int
     code: bytes = field(repr=False)
 
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> KernelImage:
+        """What ``pull_kernel.compile_pull`` returned."""
+        return cls(found["version"], found["name"], found["num_threads"], base64.b64decode(found["code"]))
 
-Compile = Callable[[int], Awaitable[KernelImage]]
+
+#: As ``compile_kernel``.
+Compile: TypeAlias = Callable[[int], Awaitable[KernelImage]]
 
 
 def prefers_kernel(mean_size_bytes: float, *, is_busy: bool) -> bool:
@@ -186,7 +195,7 @@ class PullKernel:
         except (NoKernelError, CudaError, TransferError, OSError) as error:
             logger.warning("the copy engine pulls blocks, no kernel does, which is faster for small ones: %s", error)
         else:
-            logger.info("a kernel pulls blocks while the engine takes no steps, and small ones at any time")
+            logger.info("a kernel pulls blocks while the engine has no steps to take, and small ones at any time")
 
     def _load(self, image: KernelImage) -> None:
         driver = self._memory.driver
@@ -277,7 +286,6 @@ def _are_in_words(runs: Sequence[CopyRun]) -> bool:
 def _image(exit_code: int | None, output: bytes, errors: bytes) -> KernelImage:
     for line in output.splitlines():
         if exit_code == 0 and line.startswith(_MARK):
-            found = json.loads(line.removeprefix(_MARK))
-            return KernelImage(found["name"], found["num_threads"], base64.b64decode(found["code"]))
+            return KernelImage.of(json.loads(line.removeprefix(_MARK)))
     last = errors.strip().rpartition(b"\n")[2].decode("utf-8", "replace")
     raise NoKernelError(f"the process that compiles it ended with {exit_code}: {last}")

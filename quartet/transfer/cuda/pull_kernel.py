@@ -64,8 +64,9 @@ def compile_pull(architecture: int) -> dict[str, str | int]:
     """The kernel for GPUs of this architecture, such as 90 for sm_90.
 
     Returns:
-        ``name`` of the function; ``num_threads`` of a program; ``code``: machine code (cubin) in base64. Its parameters
-        are those of ``pull``, of 64 bits each, and then pointers to scratch memory, which it does not use.
+        ``version`` of Triton; ``name`` of the function; ``num_threads`` of a program; ``code``: machine code (cubin) in
+        base64. Its parameters are those of ``pull``, of 64 bits each, and then pointers to scratch memory, which it
+        does not use.
 
     Raises:
         Exception: any; Triton can't compile it here.
@@ -76,7 +77,7 @@ def compile_pull(architecture: int) -> dict[str, str | int]:
     if any(scratch):
         raise ValueError(f"the kernel needs memory that nobody gives it: {scratch}")
     code = base64.b64encode(compiled.asm["cubin"]).decode("ascii")
-    return {"name": found.name, "num_threads": 32 * found.num_warps, "code": code}
+    return {"version": triton.__version__, "name": found.name, "num_threads": 32 * found.num_warps, "code": code}
 
 
 def compiled_pull(architecture: int) -> CompiledKernel:
