@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,13 +34,14 @@ from quartet.supervision import report_failure
 from quartet.transfer.cuda.driver import CudaError, Driver
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.pinned import HostWindow, PinnedKind
-from quartet.transfer.cuda.threads import CopyThreads, Lane
+from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, CopyThreads, Lane
 from quartet.transfer.runs import CopyRun
 
 logger = logging.getLogger(__name__)
 
 #: As in ``pull_kernel``, which this process does not import.
 _MARK = b"QUARTET-KERNEL "
+_PROGRAM = Path(__file__).with_name("pull_kernel.py")
 _COMPILE_TIMEOUT_S = 120.0
 
 #: What the kernel moves at a time; offsets and sizes are multiples of it.
@@ -113,7 +115,7 @@ async def compile_kernel(architecture: int) -> KernelImage:
         NoKernelError: Triton is not installed, or does not work here.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quartet.transfer.cuda.pull_kernel", str(architecture)),
+        *(sys.executable, "-P", str(_PROGRAM), str(architecture)),  # -P: files beside it are no modules of their own
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -175,10 +177,10 @@ class PullKernel:
         return KernelPull(loaded, self._give_up, lane, (source, self._memory.address), runs, is_same_gpu)
 
     async def end_preparation(self) -> None:
-        """Compile and load no more; before the threads are closed."""
+        """Compile and load no more, before the threads are closed; a GPU that hangs keeps this for some seconds."""
         if self._preparation is not None:
             self._preparation.cancel()
-            await asyncio.gather(self._preparation, return_exceptions=True)
+            await asyncio.wait({self._preparation}, timeout=CLOSE_TIMEOUT_S)
 
     def unload(self) -> None:
         """Give it back; nothing is copied any more, and the GPU's context is bound."""
