@@ -35,7 +35,7 @@ _NOT_TRIED = "not tried"
 _STAGED = "hand-offs between them go through pinned host memory (staged), which takes longer"
 _WRONG_BYTES = "hand-offs here would bring wrong blocks: leave cuda_ipc out of transfer.ways; see dmesg"
 _PREFILLS = "the router prefills where it decodes"
-_NO_KERNEL = "the copy engine pulls blocks, slower if they are small; pip install 'quartet[cuda]' brings Triton 3.9"
+_NO_KERNEL = "the copy engine pulls blocks, slower if they are small; pip install 'quartet[cuda]' brings Triton"
 _LOCKED = "what the kernel lets a process lock shows in `ulimit -l`"
 
 
