@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.cuda.driver import CudaError
-from quartet.transfer.cuda.kernel_copies import KernelImage, tables
+from quartet.transfer.cuda.kernel_copies import KernelImage, table_of
 from quartet.transfer.cuda.survey import SurveyDriver, cuda_survey_driver
 from quartet.transfer.runs import CopyRun
 
@@ -278,7 +278,7 @@ def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount:
     found: Finding = {"piece": pieces.piece_size_bytes, "copies": lane.rate(by_copies, size_bytes, amount.num_copies)}
     if kernel is None:
         return found
-    [table] = tables(runs)  # of 256 MiB at most
+    table = table_of(runs)
     with _allocated(driver, table.nbytes, is_write_combined=False) as address:
         ctypes.memmove(address, table.tobytes(), table.nbytes)
         arguments = (pieces.source, pieces.target, address, len(table))

@@ -23,13 +23,15 @@ from hypothesis import strategies as st
 from quartet.errors import TransferError
 from quartet.transfer.cuda import kernel_copies
 from quartet.transfer.cuda.kernel_copies import (
+    LAUNCH_SIZE_BYTES,
     NUM_TABLE_PARTS,
     PART_SIZE_BYTES,
     SMALL_RUN_SIZE_BYTES,
     KernelImage,
     NoKernelError,
     compile_kernel,
-    tables,
+    cut,
+    table_of,
 )
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.reader import CudaReader
@@ -42,7 +44,7 @@ from tests.transfer.workers import EPOCH, LAYOUT
 OWNER = PoolOwner("source", EPOCH)
 IMAGE = KernelImage("3.9.0", "pull", NUM_THREADS, b"code")
 LARGE = SMALL_RUN_SIZE_BYTES
-POOL_SIZE_BYTES = 4 * NUM_TABLE_PARTS * PART_SIZE_BYTES
+POOL_SIZE_BYTES = 4 * LAUNCH_SIZE_BYTES
 POOL_BLOCKS = POOL_SIZE_BYTES // LAYOUT.piece_size_bytes
 
 
@@ -59,7 +61,7 @@ def copy_runs(draw: st.DrawFn) -> list[CopyRun]:
 @given(copy_runs())
 @settings(max_examples=50, deadline=None)
 def test_the_parts_of_runs_are_these_runs(runs: list[CopyRun]) -> None:
-    parts = [[int(number) * 16 for number in part] for table in tables(runs) for part in table]
+    parts = [[int(number) * 16 for number in part] for part in table_of(runs)]
     found: list[CopyRun] = []
     for begin, end, size in parts:
         assert 0 < size <= PART_SIZE_BYTES
@@ -73,9 +75,13 @@ def test_the_parts_of_runs_are_these_runs(runs: list[CopyRun]) -> None:
     assert found == runs
 
 
-def test_a_table_has_no_more_lines_than_its_place() -> None:
-    sizes = [len(table) for table in tables([CopyRun(0, 0, (NUM_TABLE_PARTS + 1) * PART_SIZE_BYTES)])]
-    assert sizes == [NUM_TABLE_PARTS, 1]
+def test_long_runs_are_cut_into_what_a_launch_copies() -> None:
+    size = LAUNCH_SIZE_BYTES
+    whole = CopyRun(7, 9, 100)
+    runs = cut([whole, CopyRun(size, 0, size), CopyRun(0, 5 * size, 2 * size + 16)])
+    rest = [CopyRun(0, 5 * size, size), CopyRun(size, 6 * size, size), CopyRun(2 * size, 7 * size, 16)]
+    assert runs == [whole, CopyRun(size, 0, size), *rest]
+    assert [len(table_of([run])) for run in runs[1:]] == [NUM_TABLE_PARTS] * 3 + [1]
 
 
 # The kernel.
@@ -109,9 +115,8 @@ def pull(
 ) -> None:
     import torch
 
-    for table in tables(runs):
-        lines = torch.from_numpy(np.ascontiguousarray(table))
-        module.pull[(num_programs,)](source, target, lines, len(table), CHUNK=chunk)
+    lines = torch.from_numpy(table_of(runs))
+    module.pull[(num_programs,)](source, target, lines, len(lines), CHUNK=chunk)
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 64])
@@ -305,7 +310,7 @@ async def test_the_kernel_copies_while_the_engine_is_idle_and_small_runs_at_any_
 
 async def test_the_choice_is_made_anew_while_a_copy_goes_on() -> None:
     async with reading(FakeHost(2)) as here:
-        num_a_launch = NUM_TABLE_PARTS * PART_SIZE_BYTES // LARGE
+        num_a_launch = LAUNCH_SIZE_BYTES // LARGE
         runs = here.runs(2 * num_a_launch, LARGE, distance=LARGE + 16)
 
         def begin_to_step() -> None:

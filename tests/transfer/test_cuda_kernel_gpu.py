@@ -7,14 +7,14 @@ import random
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.cuda.driver import CudaDriver, CudaError, cuda_driver
-from quartet.transfer.cuda.kernel_copies import PullKernel, compile_kernel
+from quartet.transfer.cuda.kernel_copies import PullKernel, compile_kernel, cut
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.threads import CopyThreads, Lane
 from quartet.transfer.grpc.puller import TransferPuller
@@ -53,14 +53,13 @@ class OnePool:
     memory: DeviceMemory
     threads: CopyThreads
     kernel: PullKernel
-    stop: threading.Event = field(default_factory=threading.Event)
 
     async def copy(self, runs: Sequence[CopyRun], *, is_same_gpu: bool = True, is_busy: bool = False) -> None:
-        def work(lane: Lane, stop: threading.Event) -> None:
-            pull = self.kernel.begin(lane, self.memory.address, runs, is_same_gpu=is_same_gpu)
+        def work(lane: Lane, _stop: threading.Event) -> None:
+            pull = self.kernel.begin(lane, self.memory.address, cut(runs), is_same_gpu=is_same_gpu)
             num_issued = 0
-            while num_issued < len(runs):
-                num_issued += (issued := pull.issue(num_issued, stop, is_busy=is_busy))
+            while num_issued < len(cut(runs)):
+                num_issued += (issued := pull.issue(num_issued, is_busy=is_busy))
                 assert issued, "the launch failed; the log says why"
 
         await self.threads.copy(work, "a copy by the kernel")

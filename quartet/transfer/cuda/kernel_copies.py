@@ -17,8 +17,7 @@ import contextlib
 import json
 import logging
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -50,8 +49,9 @@ WORD_SIZE_BYTES = 16
 #: A run is cut into parts of this size, which the programs of a launch share.
 PART_SIZE_BYTES = 64 << 10
 
-#: Parts of one launch: 256 MiB take 0.7 ms between two H200s.
+#: Parts of one launch, at most: 256 MiB take 0.7 ms between two H200s.
 NUM_TABLE_PARTS = 4096
+LAUNCH_SIZE_BYTES = NUM_TABLE_PARTS * PART_SIZE_BYTES
 
 #: The copy engine moves 243 GB/s between two H200s, and takes 4 us to begin a copy: smaller runs leave it waiting.
 SMALL_RUN_SIZE_BYTES = 1 << 20
@@ -133,13 +133,25 @@ async def compile_kernel(architecture: int) -> KernelImage:
     return _image(process.returncode, output, errors)
 
 
-def tables(runs: Sequence[CopyRun]) -> Iterator[npt.NDArray[np.int64]]:
+def cut(runs: Sequence[CopyRun]) -> Sequence[CopyRun]:
+    """``runs``, those that are longer than one launch copies in parts of that size."""
+    size = LAUNCH_SIZE_BYTES
+    if all(run.size_bytes <= size for run in runs):
+        return runs
+    return [
+        CopyRun(run.source_offset + at, run.destination_offset + at, min(size, run.size_bytes - at))
+        for run in runs
+        for at in range(0, run.size_bytes, size)
+    ]
+
+
+def table_of(runs: Iterable[CopyRun]) -> npt.NDArray[np.int64]:
     """``runs`` as what the kernel reads: lines of where a part begins there and here, and its size, in words.
 
-    Yields:
-        ``[n, 3]``, ``n`` at most ``NUM_TABLE_PARTS``.
+    Returns:
+        ``[num_parts, 3]``.
     """
-    numbers = np.fromiter(chain.from_iterable(map(_FIELDS, runs)), np.int64, 3 * len(runs))
+    numbers = np.fromiter(chain.from_iterable(map(_FIELDS, runs)), np.int64)
     words = numbers.reshape(-1, 3) // WORD_SIZE_BYTES
     size = PART_SIZE_BYTES // WORD_SIZE_BYTES
     num_parts = -(-words[:, 2] // size)
@@ -149,8 +161,7 @@ def tables(runs: Sequence[CopyRun]) -> Iterator[npt.NDArray[np.int64]]:
     parts[:, 0] += before
     parts[:, 1] += before
     parts[:, 2] = np.minimum(parts[:, 2] - before, size)
-    for first in range(0, len(parts), NUM_TABLE_PARTS):
-        yield parts[first : first + NUM_TABLE_PARTS]
+    return parts
 
 
 class PullKernel:
@@ -172,7 +183,7 @@ class PullKernel:
             self._preparation.add_done_callback(report_failure)
 
     def begin(self, lane: Lane, source: int, runs: Sequence[CopyRun], *, is_same_gpu: bool) -> KernelPull:
-        """Copies of one fetch on ``lane``, from the pool at ``source``, into the local one."""
+        """Copies of one fetch on ``lane``, from the pool at ``source``, into the local one; ``runs`` were ``cut``."""
         loaded = None if self._is_given_up else self._loaded
         return KernelPull(loaded, self._give_up, lane, (source, self._memory.address), runs, is_same_gpu)
 
@@ -228,7 +239,7 @@ class KernelPull:
         runs: Sequence[CopyRun],
         is_same_gpu: bool,
     ) -> None:
-        """Made by ``PullKernel``; ``addresses``: of the pools, there and here."""
+        """Made by ``PullKernel``. ``addresses``: of the pools, there and here; ``runs``: as ``cut`` leaves them."""
         self._kernel = kernel if kernel is not None and _are_in_words(runs) else None
         self._give_up = give_up
         self._lane = lane
@@ -242,25 +253,31 @@ class KernelPull:
         """Whether the kernel, not the copy engine, should copy the next runs."""
         return self._kernel is not None and prefers_kernel(self._mean_size_bytes, is_busy=is_busy)
 
-    def issue(self, first: int, stop: threading.Event, *, is_busy: bool) -> int:
-        """Have the lane's stream copy about 256 MiB from run ``first`` on; waits while two launches are under way.
+    def issue(self, first: int, *, is_busy: bool) -> int:
+        """Have the lane's stream copy what one launch copies, from run ``first`` on; waits while two are under way.
 
         Returns:
-            How many runs it copies, or would if ``stop`` were not set; 0: it can't, and will not again.
+            How many runs it copies; 0: it can't, and will not again.
         """
         assert self._kernel is not None, "it is better"
-        num_runs = max(int(NUM_TABLE_PARTS * PART_SIZE_BYTES / max(self._mean_size_bytes, PART_SIZE_BYTES)), 1)
-        some = self._runs[first : first + num_runs]
-        num = num_programs(is_same_gpu=self._is_same_gpu, is_busy=is_busy)
+        num_runs = self._num_launch_runs(first)
+        table = table_of(self._runs[first : first + num_runs])
         try:
-            for table in tables(some):
-                if not stop.is_set():
-                    self._launch(self._kernel, table, num)
+            self._launch(self._kernel, table, num_programs(is_same_gpu=self._is_same_gpu, is_busy=is_busy))
         except CudaError as error:
             self._kernel = None
             self._give_up(error)
             return 0
-        return len(some)
+        return num_runs
+
+    def _num_launch_runs(self, first: int) -> int:
+        """How many runs from ``first`` on fit into a table."""
+        num_parts = 0
+        for number in range(first, len(self._runs)):
+            num_parts += -(-self._runs[number].size_bytes // PART_SIZE_BYTES)
+            if num_parts > NUM_TABLE_PARTS:
+                return number - first
+        return len(self._runs) - first
 
     def _launch(self, kernel: _LoadedKernel, table: npt.NDArray[np.int64], num_programs: int) -> None:
         window = self._window(kernel.driver)

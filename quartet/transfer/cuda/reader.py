@@ -23,7 +23,7 @@ from functools import partial
 from quartet.errors import TransferError
 from quartet.transfer.base import TransferWay
 from quartet.transfer.cuda.driver import CudaError
-from quartet.transfer.cuda.kernel_copies import Compile, PullKernel, compile_kernel
+from quartet.transfer.cuda.kernel_copies import Compile, PullKernel, compile_kernel, cut
 from quartet.transfer.cuda.lent import LentDeviceMemory
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, COPIES_A_LOOK, CopyThreads, Lane
@@ -209,12 +209,13 @@ class _PeerMemory:
         """Issue all copies; look now and then whether to stop, and whether the engine steps."""
         copy, target = self._driver.copy, self._memory.address
         is_same_gpu = pool.lent.device_uuid == self._memory.device_uuid
+        runs = cut(runs)
         by_kernel = self._kernel.begin(lane, pool.address, runs, is_same_gpu=is_same_gpu)
         num_issued = 0
         while num_issued < len(runs) and not stop.is_set():
             is_busy = self._is_busy()
             if by_kernel.is_better(is_busy=is_busy):
-                num_issued += by_kernel.issue(num_issued, stop, is_busy=is_busy)
+                num_issued += by_kernel.issue(num_issued, is_busy=is_busy)
                 continue
             some = runs[num_issued : num_issued + COPIES_A_LOOK]
             for run in some:
