@@ -279,8 +279,8 @@ def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount:
     if kernel is None:
         return found
     table = table_of(runs)
-    with _allocated(driver, table.nbytes, is_write_combined=False) as address:
-        ctypes.memmove(address, table.tobytes(), table.nbytes)
+    with _device_memory(driver, table.nbytes) as address:
+        lane.write(address, table.tobytes())
         arguments = (pieces.source, pieces.target, address, len(table))
         shape = (kernel.handle, kernel.num_programs, kernel.num_threads)
         by_kernel = lambda: driver.launch(*shape, arguments, lane.stream)  # noqa: E731

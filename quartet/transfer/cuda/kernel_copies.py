@@ -32,7 +32,7 @@ from quartet.errors import TransferError
 from quartet.supervision import report_failure
 from quartet.transfer.cuda.driver import CudaError, Driver
 from quartet.transfer.cuda.memory import DeviceMemory
-from quartet.transfer.cuda.pinned import HostWindow, PinnedKind
+from quartet.transfer.cuda.pinned import HostWindow
 from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, CopyThreads, Lane
 from quartet.transfer.runs import CopyRun
 
@@ -280,21 +280,28 @@ class KernelPull:
         return len(self._runs) - first
 
     def _launch(self, kernel: _LoadedKernel, table: npt.NDArray[np.int64], num_programs: int) -> None:
-        window = self._window(kernel.driver)
+        driver, stream, window = kernel.driver, self._lane.stream, self._window(kernel.driver)
         window.data.view(np.int64)[: table.size] = table.reshape(-1)
-        arguments = (*self._addresses, window.address, len(table))
-        kernel.driver.launch(kernel.handle, num_programs, kernel.num_threads, arguments, self._lane.stream)
-        kernel.driver.record(window.event, self._lane.stream)
+        on_gpu = self._table(driver)
+        driver.copy_to_device(on_gpu, window.address, table.nbytes, stream)  # after the launch before has read it
+        arguments = (*self._addresses, on_gpu, len(table))
+        driver.launch(kernel.handle, num_programs, kernel.num_threads, arguments, stream)
+        driver.record(window.event, stream)
         self._num_launches += 1
 
     def _window(self, driver: Driver) -> HostWindow:
-        """Where the GPU reads the next table: host memory, of which it needs a line now and then."""
         windows, number = self._lane.windows, self._num_launches % 2
         if len(windows) <= number:
-            windows.append(HostWindow.allocate(driver, _TABLE_SIZE_BYTES, PinnedKind.PLAIN))
+            windows.append(HostWindow.allocate(driver, _TABLE_SIZE_BYTES))
         elif self._num_launches >= 2:
-            driver.wait(windows[number].event)  # the GPU still reads what was put there before
+            driver.wait(windows[number].event)  # of the launch before the last one
         return windows[number]
+
+    def _table(self, driver: Driver) -> int:
+        tables = self._lane.tables
+        if not tables:
+            tables.append(driver.allocate(_TABLE_SIZE_BYTES))
+        return tables[0]
 
 
 def _are_in_words(runs: Sequence[CopyRun]) -> bool:

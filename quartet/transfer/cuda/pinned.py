@@ -66,12 +66,9 @@ class HostWindow:
     event: int
 
     @classmethod
-    def allocate(cls, driver: Driver, size_bytes: int, kind: PinnedKind | None = None) -> HostWindow:
-        """A new window, with the event; ``None``: of the best kind. Kernels reach plain memory at its address.
-
-        Raises ``CudaError``: it can't be had, and nothing was kept.
-        """
-        is_write_combined = (kind or pinned_kind(driver)) is PinnedKind.WRITE_COMBINED
+    def allocate(cls, driver: Driver, size_bytes: int) -> HostWindow:
+        """A new window, with the event. Raises ``CudaError``: it can't be had, and nothing was kept."""
+        is_write_combined = pinned_kind(driver) is PinnedKind.WRITE_COMBINED
         address = driver.allocate_host(size_bytes, is_write_combined=is_write_combined)
         try:
             event = driver.create_event()

@@ -35,29 +35,16 @@ def pull(source, target, parts, num_parts, CHUNK: tl.constexpr):  # type: ignore
         num_parts: int64.
         CHUNK: numbers of 64 bits a turn.
     """
-    step = tl.num_programs(0)
-    part = tl.program_id(0).to(tl.int64)
-    is_part = part < num_parts
-    begin = tl.load(parts + part * 3, mask=is_part, other=0)
-    end = tl.load(parts + part * 3 + 1, mask=is_part, other=0)
-    size = tl.load(parts + part * 3 + 2, mask=is_part, other=0)
-    while part < num_parts:
-        # The next line of the table comes from the host's memory while this part is copied.
-        following = part + step
-        is_part = following < num_parts
-        next_begin = tl.load(parts + following * 3, mask=is_part, other=0)
-        next_end = tl.load(parts + following * 3 + 1, mask=is_part, other=0)
-        next_size = tl.load(parts + following * 3 + 2, mask=is_part, other=0)
+    for part in range(tl.program_id(0).to(tl.int64), num_parts, tl.num_programs(0)):
+        begin = tl.load(parts + part * 3)
+        end = tl.load(parts + part * 3 + 1)
+        size = tl.load(parts + part * 3 + 2)
         # Twice a number of words: the compiler sees that 16 bytes can be moved at a time.
         for first in range(0, size * 2, CHUNK):
             index = first + tl.arange(0, CHUNK)
             is_inside = index < size * 2
             numbers = tl.load(source + begin * 2 + index, mask=is_inside)
             tl.store(target + end * 2 + index, numbers, mask=is_inside)
-        part = following
-        begin = next_begin
-        end = next_end
-        size = next_size
 
 
 def compile_pull(architecture: int) -> dict[str, str | int]:
