@@ -1,12 +1,15 @@
 """What one process finds out about GPUs for ``quartet doctor gpu``, which starts it: CUDA may hang it or end it.
 
-    python -m cli.doctor.gpu_probe survey              # which GPUs there are, and which reach which
-    python -m cli.doctor.gpu_probe host                # copies between the GPU and three kinds of the host's memory
-    python -m cli.doctor.gpu_probe lend SEED           # lends memory with bytes of this seed, until it is killed
-    python -m cli.doctor.gpu_probe open HANDLE SEED    # opens memory that was lent, and copies it
+    python -m cli.doctor.gpu_probe survey     # which GPUs there are, and which reach which
+    python -m cli.doctor.gpu_probe triton     # compiles the kernel that pulls blocks, and runs it
+    python -m cli.doctor.gpu_probe host       # copies between the GPU and three kinds of the host's memory
+    python -m cli.doctor.gpu_probe lend SEED  # lends memory with bytes of this seed, until it is killed
+    python -m cli.doctor.gpu_probe open HANDLE SEED NUM_PROGRAMS
+                                              # opens memory that was lent, and copies it: whole, in pieces, and by so
+                                              # many programs of the kernel (0: not)
 
 All but ``survey`` use the first GPU that the process sees. What they find out they print as lines of ``MARK`` and a
-JSON object. One with ``error`` says that the driver refused something.
+JSON object. One with ``error`` says that the driver or Triton refused something.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from typing import Any, TypeAlias
 
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.cuda.driver import CudaError
+from quartet.transfer.cuda.kernel_copies import KernelImage, table_of
 from quartet.transfer.cuda.survey import SurveyDriver, cuda_survey_driver
+from quartet.transfer.runs import CopyRun
 
 #: What each line of a probe's findings begins with; libraries print lines of their own.
 MARK = "QUARTET-GPU "
@@ -35,14 +40,24 @@ PINNED, WRITE_COMBINED, SHARED = "pinned", "write-combined", "memfd"
 
 Finding: TypeAlias = dict[str, Any]
 Report: TypeAlias = Callable[[Finding], None]
+CompileHere: TypeAlias = Callable[[int], KernelImage]
+WantedKernel: TypeAlias = Callable[[SurveyDriver], "AbstractContextManager[_Kernel | None]"]
+
+_ANY_ARCHITECTURE = 90
+_FEW_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is copied: ``size_bytes`` once, which is compared, then ``num_copies`` times, which is timed."""
+    """How much is copied: ``size_bytes`` once, which is compared, then ``num_copies`` times, which is timed.
+
+    Attributes:
+        piece_sizes: of pieces, in bytes: a small model's blocks and those of one of 8 billion weights.
+    """
 
     size_bytes: int = 64 << 20
     num_copies: int = 32
+    piece_sizes: tuple[int, ...] = (64 << 10, 2304 << 10)
 
 
 def survey(driver: SurveyDriver) -> Finding:
@@ -78,19 +93,46 @@ def lent(driver: SurveyDriver, seed: int, amount: Amount) -> Iterator[bytes]:
         yield driver.export(address)
 
 
-def open_lent(driver: SurveyDriver, handle: bytes, seed: int, amount: Amount) -> Finding:
-    """Copy what another process lends: whether its bytes come, and GB/s."""
+def open_lent(
+    driver: SurveyDriver, handle: bytes, seed: int, wanted_kernel: WantedKernel, amount: Amount
+) -> Iterator[Finding]:
+    """Copy what another process lends: whether its bytes come, and GB/s; whole, then in pieces of each size."""
     driver.bind(0)
+    there = _bytes_of(seed, amount)
     with _device_memory(driver, amount.size_bytes) as target, _lane(driver) as lane:
         lane.write(target, bytes(amount.size_bytes))
         source = driver.open(handle)
         try:
             copy = lambda: driver.copy(target, source, amount.size_bytes, lane.stream)  # noqa: E731
             lane.run(copy)
-            is_right = lane.read(target, amount.size_bytes) == _bytes_of(seed, amount)
-            return {"is_right": is_right, "gb_s": lane.rate(copy, amount)}
+            is_right = lane.read(target, amount.size_bytes) == there
+            yield {"is_right": is_right, "gb_s": lane.rate(copy, amount.size_bytes, amount.num_copies)}
+            with wanted_kernel(driver) as kernel:
+                for size_bytes in amount.piece_sizes:
+                    yield _try_pieces(lane, _Piecewise(source, target, size_bytes, there), kernel, amount)
         finally:
             driver.close(source)
+
+
+def try_triton(get_driver: Callable[[], SurveyDriver], compile: CompileHere) -> Iterator[Finding]:
+    """Compile the kernel, for the GPU here or else for sm_90, and copy some words with it if there is a GPU."""
+    try:
+        driver = get_driver()
+        driver.bind(0)
+        architecture = driver.architecture(0)
+    except CudaError as error:
+        yield {"version": compile(_ANY_ARCHITECTURE).version, "architecture": _ANY_ARCHITECTURE, "no_gpu": str(error)}
+        return
+    begin = time.perf_counter()
+    image = compile(architecture)
+    yield {"version": image.version, "architecture": architecture, "compile_s": time.perf_counter() - begin}
+    amount = Amount(_FEW_BYTES, 1, (_FEW_BYTES // 8,))
+    there = random.randbytes(amount.size_bytes)
+    with _device_memory(driver, 2 * amount.size_bytes) as source, _lane(driver) as lane:
+        lane.write(source, there)
+        with _kernel(driver, image, num_programs=4) as kernel:
+            pieces = _Piecewise(source, source + amount.size_bytes, amount.piece_sizes[0], there)
+            yield {"is_right": _try_pieces(lane, pieces, kernel, amount)["is_right"]}
 
 
 def main(
@@ -100,27 +142,42 @@ def main(
     report: Report | None = None,
     wait: Callable[[], object] = signal.pause,
     amount: Amount | None = None,
+    compile: CompileHere | None = None,
 ) -> None:
     """Run the probe that ``arguments`` name; ``wait`` returns when ``lend`` is to end."""
-    report, amount = report or _print, amount or Amount()
+    report = report or _print
     try:
-        driver = get_driver()
-        match arguments:
-            case ["survey"]:
-                report(survey(driver))
-            case ["host"]:
-                for finding in try_host(driver, amount):
-                    report(finding)
-            case ["lend", seed]:
-                with lent(driver, int(seed), amount) as handle:
-                    report({"handle": handle.hex()})
-                    wait()
-            case ["open", handle, seed]:
-                report(open_lent(driver, bytes.fromhex(handle), int(seed), amount))
-            case _:
-                raise SystemExit(__doc__)
+        for finding in _findings(arguments, get_driver, wait, amount or Amount(), compile or _compile):
+            report(finding)
     except CudaError as error:
         report({"error": str(error), "name": error.name})
+    except Exception as error:  # noqa: BLE001 - Triton raises any; the process ends here
+        report({"error": f"{type(error).__name__}: {error}", "name": ""})
+
+
+def _findings(
+    arguments: Sequence[str],
+    get_driver: Callable[[], SurveyDriver],
+    wait: Callable[[], object],
+    amount: Amount,
+    compile: CompileHere,
+) -> Iterator[Finding]:
+    match arguments:
+        case ["survey"]:
+            yield survey(get_driver())
+        case ["triton"]:
+            yield from try_triton(get_driver, compile)
+        case ["host"]:
+            yield from try_host(get_driver(), amount)
+        case ["lend", seed]:
+            with lent(get_driver(), int(seed), amount) as handle:
+                yield {"handle": handle.hex()}
+                wait()
+        case ["open", handle, seed, num_programs]:
+            wanted = partial(_wanted_kernel, num_programs=int(num_programs), compile=compile)
+            yield from open_lent(get_driver(), bytes.fromhex(handle), int(seed), wanted, amount)
+        case _:
+            raise SystemExit(__doc__)
 
 
 def _print(finding: Finding) -> None:
@@ -146,12 +203,12 @@ class _Lane:
         self.driver.record(self.event, self.stream)
         self.driver.wait(self.event)
 
-    def rate(self, copy: Callable[[], None], amount: Amount) -> float:
-        """GB/s of ``copy``, many times."""
+    def rate(self, copy: Callable[[], None], size_bytes: int, num_copies: int) -> float:
+        """GB/s of ``copy``, which copies so many bytes, many times."""
         self.run(copy)
         begin = time.perf_counter()
-        self.run(copy, amount.num_copies)
-        return amount.size_bytes * amount.num_copies / max(time.perf_counter() - begin, 1e-9) / 1e9
+        self.run(copy, num_copies)
+        return size_bytes * num_copies / max(time.perf_counter() - begin, 1e-9) / 1e9
 
     def write(self, address: int, data: bytes) -> None:
         """Put ``data`` into the GPU's memory."""
@@ -175,7 +232,87 @@ def _try_copies(lane: _Lane, device: int, host: int, amount: Amount) -> Finding:
     ctypes.memset(host, 0, size)
     lane.run(to_host)
     is_right = ctypes.string_at(host, size) == written
-    return {"is_right": is_right, "to_host": lane.rate(to_host, amount), "from_host": lane.rate(from_host, amount)}
+    rates = [lane.rate(copy, size, amount.num_copies) for copy in (to_host, from_host)]
+    return {"is_right": is_right, "to_host": rates[0], "from_host": rates[1]}
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The kernel that pulls, loaded, and how many programs of it copy."""
+
+    handle: int
+    num_threads: int
+    num_programs: int
+
+
+@dataclass(frozen=True)
+class _Piecewise:
+    """A copy of memory at ``source``, which holds ``data``, piece by piece; the last one goes first."""
+
+    source: int
+    target: int
+    piece_size_bytes: int
+    data: bytes
+
+    @property
+    def runs(self) -> list[CopyRun]:
+        size = self.piece_size_bytes
+        num_pieces = len(self.data) // size
+        return [CopyRun(number * size, (num_pieces - 1 - number) * size, size) for number in range(num_pieces)]
+
+    @property
+    def expected(self) -> bytes:
+        """What is at ``target`` then."""
+        return b"".join(self.data[run.source_offset :][: run.size_bytes] for run in reversed(self.runs))
+
+
+def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount: Amount) -> Finding:
+    """GB/s by the copy engine, a copy for each piece, and by the kernel, whose bytes are compared."""
+    driver, runs, size_bytes = lane.driver, pieces.runs, len(pieces.expected)
+
+    def by_copies() -> None:
+        for run in runs:
+            source, target = pieces.source + run.source_offset, pieces.target + run.destination_offset
+            driver.copy(target, source, run.size_bytes, lane.stream)
+
+    found: Finding = {"piece": pieces.piece_size_bytes, "copies": lane.rate(by_copies, size_bytes, amount.num_copies)}
+    if kernel is None:
+        return found
+    table = table_of(runs)
+    with _device_memory(driver, table.nbytes) as address:
+        lane.write(address, table.tobytes())
+        arguments = (pieces.source, pieces.target, address, len(table))
+        shape = (kernel.handle, kernel.num_programs, kernel.num_threads)
+        by_kernel = lambda: driver.launch(*shape, arguments, lane.stream)  # noqa: E731
+        lane.write(pieces.target, bytes(size_bytes))
+        lane.run(by_kernel)
+        is_right = lane.read(pieces.target, size_bytes) == pieces.expected
+        return {**found, "is_right": is_right, "kernel": lane.rate(by_kernel, size_bytes, amount.num_copies)}
+
+
+def _compile(architecture: int) -> KernelImage:
+    from quartet.transfer.cuda.pull_kernel import compile_pull  # imports Triton
+
+    return KernelImage.of(compile_pull(architecture))
+
+
+@contextmanager
+def _kernel(driver: SurveyDriver, image: KernelImage, num_programs: int) -> Iterator[_Kernel]:
+    handle = driver.load(image.code, image.name)
+    try:
+        yield _Kernel(handle, image.num_threads, num_programs)
+    finally:
+        driver.unload(handle)
+
+
+@contextmanager
+def _wanted_kernel(driver: SurveyDriver, num_programs: int, compile: CompileHere) -> Iterator[_Kernel | None]:
+    if not num_programs:
+        yield None
+        return
+    driver.bind(0)
+    with _kernel(driver, compile(driver.architecture(0)), num_programs) as kernel:
+        yield kernel
 
 
 @contextmanager

@@ -19,28 +19,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cli.doctor.finding import Finding, ProgramRun, Start, ok, run_program, started, warning, wrong
+from cli.doctor.finding import Finding, ProgramRun, Start, Verdict, ok, run_program, started, warning, wrong
 from cli.doctor.gpu_probe import MARK, PINNED, SHARED, WRITE_COMBINED
 from cli.doctor.machine import size
+from quartet.transfer.cuda.kernel_copies import num_programs
 
 _PROBE = (sys.executable, "-m", "cli.doctor.gpu_probe")
 _PROBE_TIMEOUT_S = 30.0
-_TRITON_TIMEOUT_S = 30.0
 _GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NO_GPU = ("no CUDA driver", "CUDA_ERROR_NO_DEVICE")
 _MODULE_VERSION = Path("/proc/driver/nvidia/version")
-_ASK_TRITON = """
-import triton
-from triton.backends import backends
-print("QUARTET-TRITON " + triton.__version__ + " " + ",".join(sorted(backends)))
-"""
-_TRITON_MARK = "QUARTET-TRITON "
 _SEED_BITS = 32
 _NOT_TRIED = "not tried"
 
 _STAGED = "hand-offs between them go through pinned host memory (staged), which takes longer"
 _WRONG_BYTES = "hand-offs here would bring wrong blocks: leave cuda_ipc out of transfer.ways; see dmesg"
 _PREFILLS = "the router prefills where it decodes"
+_NO_KERNEL = "the copy engine pulls blocks, slower if they are small; pip install 'quartet[cuda]' brings Triton"
 _LOCKED = "what the kernel lets a process lock shows in `ulimit -l`"
 
 
@@ -52,10 +47,10 @@ async def check_hand_offs(
 ) -> list[Finding]:
     """Try it on every GPU and every pair of them. What is not tried within ``timeout_s`` seconds is a finding."""
     bindings = _installed("cuda-bindings")
-    findings = [judge_bindings(bindings)]
+    findings, probes = [judge_bindings(bindings)], Probes(timeout_s, start)
     if bindings is not None:
-        findings += await _check_gpus(Probes(timeout_s, start), on_progress)
-    return [*findings, await _triton()]
+        return [*findings, *await _check_gpus(probes, on_progress)]
+    return [*findings, judge_triton(await probes.ask("triton"))]
 
 
 @dataclass(frozen=True)
@@ -191,6 +186,29 @@ def judge_peers(survey: Survey) -> Finding:
     return ok("GPU peers", f"all {len(numbers)} reach each other's memory")
 
 
+def judge_pieces(gpu: int, answers: Mapping[int, Answer]) -> list[Finding]:
+    """How fast pieces came to ``gpu``, by the copy engine and by the kernel."""
+    check, parts, wrongs, failures = f"pieces to {gpu}", list[str](), list[str](), list[str]()
+    for source, found in answers.items():
+        pieces = found.findings[1:]
+        if pieces:
+            engine = ", ".join(f"{piece['copies']:.0f}" for piece in pieces)
+            kernel = ", ".join(f"{piece['kernel']:.0f}" for piece in pieces if "kernel" in piece)
+            parts.append(f"{_named(source, gpu)} {engine}" + (f"; by the kernel {kernel}" if kernel else ""))
+        if any(piece.get("is_right") is False for piece in pieces):
+            wrongs.append(f"{_named(source, gpu)}: the kernel brought other bytes than were lent")
+        if found.findings and found.failure:
+            failures.append(f"{_named(source, gpu)}: {found.failure}")
+    findings = []
+    if parts:
+        sizes = " and ".join(
+            _piece_size(piece["piece"]) for piece in max((a.findings[1:] for a in answers.values()), key=len)
+        )
+        findings.append(ok(check, f"of {sizes}, GB/s: {' | '.join(parts)}"))
+    findings += [wrong(check, message, _WRONG_BYTES) for message in wrongs]
+    return findings + [warning(check, message, "the kernel or Triton fails there; see dmesg") for message in failures]
+
+
 def judge_pulls(gpu: int, survey: Survey, answers: Mapping[int, Answer]) -> list[Finding]:
     """What a process on ``gpu`` got from processes on others and on ``gpu`` itself."""
     check, findings = f"hand-offs to {gpu}", list[Finding]()
@@ -227,32 +245,39 @@ def judge_host(gpu: int, found: Answer) -> Finding:
     return warning(check, message, _without({kind for kind, finding in kinds.items() if "error" in finding}))
 
 
-def judge_triton(run: ProgramRun | None) -> Finding:
-    """What the import of Triton printed; ``None``: it is not installed."""
-    if run is None:
-        return ok("Triton", "not installed; hand-offs need none: the GPU's copy engine moves blocks")
-    for line in run.lines:
-        if line.startswith(_TRITON_MARK):
-            number, _, backends = line.removeprefix(_TRITON_MARK).partition(" ")
-            return ok("Triton", f"{number}, for {backends or 'no GPU'}; hand-offs need none")
-    message = f"its import {run.end}{run.last_words}"
-    return warning("Triton", message, "hand-offs need none; python -c 'import triton' says more")
+def judge_triton(found: Answer) -> Finding:
+    """Whether Triton compiles the kernel that pulls blocks, and whether that copies right."""
+    if not found.findings:
+        advice = _advice(found) if found.name == _NOT_TRIED else _NO_KERNEL
+        return warning("Triton", f"no kernel pulls blocks: {found.failure}", advice)
+    compiled, *ran = found.findings
+    message = f"{compiled['version']}, compiles the kernel that pulls blocks, for sm_{compiled['architecture']}"
+    if "no_gpu" in compiled:
+        return ok("Triton", f"{message}; there is no GPU to run it on")
+    message += f" in {compiled['compile_s']:.1f} s"
+    if not ran:
+        return warning("Triton", f"{message}, but it does not run: {found.failure}", _NO_KERNEL)
+    if not ran[0]["is_right"]:
+        return wrong("Triton", f"{message}, but it copies other bytes than were there", _WRONG_BYTES)
+    return ok("Triton", f"{message}; it copies right")
 
 
 async def _check_gpus(probes: Probes, on_progress: Callable[[str], None]) -> list[Finding]:
     on_progress("asking the driver")
     seen = await probes.ask("survey")
-    if seen.failure:
-        return [judge_no_survey(seen)]
-    survey = Survey.of(seen.findings[0])
+    survey = None if seen.failure else Survey.of(seen.findings[0])
+    on_progress("compiling with Triton")
+    triton = judge_triton(await probes.ask("triton", gpu=0 if survey is not None and survey.names else None))
+    if survey is None:
+        return [judge_no_survey(seen), triton]
     if not survey.names:
-        return [_no_gpus("the driver knows of none")]
+        return [_no_gpus("the driver knows of none"), triton]
     findings = [*judge_gpus(survey, _driver_version()), judge_peers(survey)]
-    findings += await _pulls(probes, survey, on_progress)
+    findings += await _pulls(probes, survey, on_progress, has_kernel=triton.verdict is Verdict.OK)
     for gpu in range(len(survey.names)):
         on_progress(f"copying between GPU {gpu} and the host's memory")
         findings.append(judge_host(gpu, await probes.ask("host", gpu=gpu)))
-    return findings
+    return [*findings, triton]
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -264,7 +289,9 @@ def _parsed(line: str) -> dict[str, Any] | None:
     return found
 
 
-async def _pulls(probes: Probes, survey: Survey, on_progress: Callable[[str], None]) -> list[Finding]:
+async def _pulls(
+    probes: Probes, survey: Survey, on_progress: Callable[[str], None], *, has_kernel: bool
+) -> list[Finding]:
     """Have every GPU lend to every GPU, itself included, one at a time: together they would measure each other."""
     numbers = range(len(survey.names))
     answers: dict[int, dict[int, Answer]] = {gpu: {} for gpu in numbers}
@@ -273,15 +300,16 @@ async def _pulls(probes: Probes, survey: Survey, on_progress: Callable[[str], No
         async with probes.lending(source, seed) as lent:
             for gpu in sorted(numbers, key=lambda number: number != source):
                 on_progress(f"from GPU {source} to GPU {gpu}")
-                asked = ("open", lent.findings[0]["handle"], str(seed)) if not lent.failure else ()
-                answers[gpu][source] = await probes.ask(*asked, gpu=gpu) if asked else lent
-    return [finding for gpu in numbers for finding in judge_pulls(gpu, survey, answers[gpu])]
-
-
-async def _triton() -> Finding:
-    if _installed("triton") is None:
-        return judge_triton(None)
-    return judge_triton(await run_program([sys.executable, "-c", _ASK_TRITON], timeout_s=_TRITON_TIMEOUT_S))
+                if lent.failure:
+                    answers[gpu][source] = lent
+                    continue
+                num = num_programs(is_same_gpu=gpu == source, is_busy=False) if has_kernel else 0
+                handle = lent.findings[0]["handle"]
+                answers[gpu][source] = await probes.ask("open", handle, str(seed), str(num), gpu=gpu)
+    findings: list[Finding] = []
+    for gpu in numbers:
+        findings += [*judge_pulls(gpu, survey, answers[gpu]), *judge_pieces(gpu, answers[gpu])]
+    return findings
 
 
 def _are_peers(survey: Survey, a: int, b: int) -> bool:
@@ -290,7 +318,7 @@ def _are_peers(survey: Survey, a: int, b: int) -> bool:
 
 def _rate_of(found: Answer) -> float | None:
     """GB/s; ``None``: the bytes did not come, or came wrong."""
-    if found.failure or not found.findings[0]["is_right"]:
+    if not found.findings or not found.findings[0]["is_right"]:
         return None
     return float(found.findings[0]["gb_s"])
 
@@ -325,6 +353,10 @@ def _host_part(kind: str, finding: Mapping[str, Any]) -> str:
     if not finding["is_right"]:
         return f"{kind}: other bytes came than were written"
     return f"{kind} {finding['to_host']:.0f} GB/s to the host, {finding['from_host']:.0f} from it"
+
+
+def _piece_size(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):g} MiB" if size_bytes >= 1 << 20 else f"{size_bytes / (1 << 10):g} KiB"
 
 
 def _no_gpus(why: str) -> Finding:

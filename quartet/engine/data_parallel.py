@@ -17,7 +17,7 @@ from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, UnsupportedFieldError
 from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
 from quartet.kvcache.layout import HandOff, PieceLayout
-from quartet.transfer.base import BlockMemory, Claim, FetchResult, PieceCopy, Puller
+from quartet.transfer.base import BlockMemory, Claim, FetchResult, PieceCopy, Puller, never
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class DataParallelEngine:
         assert memory is not None, "transfers reach the ranks' pool"
         assert memory.num_blocks == len(self._ranks) * capabilities.num_blocks, "it has the blocks of all ranks"
         assert capabilities.layout is not None, "the ranks page by themselves"
-        self._puller.attach(memory, capabilities.layout)
+        self._puller.attach(memory, capabilities.layout, lambda: bool(self.turns()))
         self._readers = asyncio.get_running_loop().create_task(self._read_all())
 
     def submit(self, request: EngineRequest) -> None:
@@ -179,7 +179,7 @@ class _RankPuller:
         self.first_block = 0
         self._puller = puller
 
-    def attach(self, memory: BlockMemory, layout: PieceLayout) -> None:
+    def attach(self, memory: BlockMemory, layout: PieceLayout, is_busy: Callable[[], bool] = never) -> None:
         """Does nothing: the engine attaches the ranks' memory once."""
 
     def claim(self, hand_off: HandOff) -> Claim:

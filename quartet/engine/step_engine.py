@@ -111,7 +111,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         """Load, warm up and begin stepping. Raises ``ServingError`` naming what is wrong; ``close`` even then."""
         runner = await self._load()
         if self._puller is not None and runner.memory is not None:
-            self._puller.attach(runner.memory, runner.layout)
+            self._puller.attach(runner.memory, runner.layout, lambda: bool(self.turns()))
         self._memory = runner.memory
         self._embeddings = runner.embeddings
         self._capabilities = EngineCapabilities(

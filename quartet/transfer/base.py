@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -47,6 +47,11 @@ class FetchResult:
     duration_s: float
 
 
+def never() -> bool:
+    """False: what is said of a pool that no engine computes with."""
+    return False
+
+
 class Claim(Protocol):
     """A hand-off that this worker accepted; it is renewed until ``fetch`` or ``release`` ends it."""
 
@@ -74,8 +79,11 @@ class Claim(Protocol):
 class Puller(Protocol):
     """Fetches pieces for one local pool."""
 
-    def attach(self, memory: BlockMemory, layout: PieceLayout) -> None:
-        """Name the pool that is fetched into; called once, before the first ``claim``."""
+    def attach(self, memory: BlockMemory, layout: PieceLayout, is_busy: Callable[[], bool] = never) -> None:
+        """Name the pool that is fetched into; called once, before the first ``claim``.
+
+        ``is_busy``: whether the engine that computes with this pool has steps to take; called on any thread.
+        """
         ...
 
     def claim(self, hand_off: HandOff) -> Claim:

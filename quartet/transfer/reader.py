@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
@@ -83,10 +83,10 @@ class PoolInputs(Protocol):
         ...
 
 
-def pool_inputs(memory: BlockMemory) -> PoolInputs:
-    """What brings pieces into ``memory``."""
+def pool_inputs(memory: BlockMemory, is_busy: Callable[[], bool]) -> PoolInputs:
+    """What brings pieces into ``memory``; ``is_busy`` as ``Puller.attach``."""
     if isinstance(memory, DeviceMemory):
-        return _DeviceInputs(memory)
+        return _DeviceInputs(memory, is_busy)
     assert isinstance(memory, PoolMemory), "a pool is in host memory or on a GPU"
     return _HostInputs(memory)
 
@@ -113,11 +113,11 @@ class _HostInputs:
 class _DeviceInputs:
     """Into a pool on a GPU; pools in host memory and what sources staged are written by one ``DeviceWriter``."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: DeviceMemory, is_busy: Callable[[], bool]) -> None:
         self._writer = DeviceWriter(memory)
         ways = (TransferWay.SHM, TransferWay.STAGED)
         self.readers: Mapping[TransferWay, PoolReader] = {
-            TransferWay.CUDA_IPC: CudaReader(memory),
+            TransferWay.CUDA_IPC: CudaReader(memory, is_busy),
             **{way: StagedReader(memory, self._writer, way) for way in ways},
         }
 

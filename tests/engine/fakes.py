@@ -12,7 +12,7 @@ import asyncio
 import struct
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -23,7 +23,7 @@ from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import LayoutMismatchError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import BlocksPayload, EmbeddingLayout, HandOff, KvLayout
-from quartet.transfer.base import EmbeddingMemory, FetchResult, PieceCopy, PoolMemory, TransferWay
+from quartet.transfer.base import EmbeddingMemory, FetchResult, PieceCopy, PoolMemory, TransferWay, never
 
 WAIT_S = 20.0  # bounds every wait; nothing takes that long
 
@@ -248,14 +248,15 @@ class FakePuller:
     error: Exception | None = None
     memory: PoolMemory | None = None
     layout: KvLayout | None = None
+    is_busy: Callable[[], bool] = never
 
     def __post_init__(self) -> None:
         self.may_copy.set()
         self.copy_stopped.set()
 
-    def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
+    def attach(self, memory: PoolMemory, layout: KvLayout, is_busy: Callable[[], bool] = never) -> None:
         assert self.memory is None, "attached once"
-        self.memory, self.layout = memory, layout
+        self.memory, self.layout, self.is_busy = memory, layout, is_busy
 
     def claim(self, hand_off: HandOff) -> FakeClaim:
         assert isinstance(hand_off.payload, BlocksPayload)

@@ -66,6 +66,25 @@ async def test_blocks_are_fetched_during_the_step_that_allocated_them(start_engi
         assert isinstance(await consumer.wait_terminal(request), Finished)
 
 
+async def test_the_puller_learns_whether_the_engine_has_steps_to_take(start_engine: StartEngine) -> None:
+    puller, gate = FakePuller(), threading.Semaphore(0)
+    runner = FakeRunner(step_gate=gate)
+    engine = await start_engine(runner, puller=puller)
+    await _until_idle(puller)
+    engine.submit(request := make_request(range(5)))
+    await asyncio.to_thread(runner.step_began.wait, WAIT_S)
+    assert puller.is_busy()
+    gate.release(100)
+    await Consumer(engine).wait_terminal(request)
+    await _until_idle(puller)
+
+
+async def _until_idle(puller: FakePuller) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while puller.is_busy():  # noqa: ASYNC110  # the engine's thread says so
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

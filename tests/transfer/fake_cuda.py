@@ -10,12 +10,16 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quartet.transfer.cuda.driver import CudaError
+
+ARCHITECTURE = 90
+NUM_THREADS = 256
 
 _PAGE = 4096
 
@@ -107,9 +111,12 @@ class FakeDriver:
         may_open: cleared, ``open`` takes until it is set.
         num_opened: how often ``open`` was called, and ``close`` not yet.
         needs_pinned: copies to and from other memory of the host are faults; a driver only takes longer for them.
+        runs_kernels: that one which pulls, whatever its code is.
+        launches: how many programs each launch had.
     """
 
     needs_pinned = True
+    runs_kernels = False
 
     def __init__(self, host: FakeHost, devices: tuple[int, ...] = (0,)) -> None:
         self.host = host
@@ -119,6 +126,8 @@ class FakeDriver:
         self.may_open = threading.Event()
         self.may_open.set()
         self.num_streams = self.num_events = 0
+        self.launches: list[int] = []
+        self._kernels: dict[int, bytes] = {}
         self._bound = threading.local()
         self._addresses = itertools.count(0x7F00_0000_0000, 1 << 40)
         self._numbers = itertools.count(1)
@@ -142,6 +151,10 @@ class FakeDriver:
     @property
     def num_opened(self) -> int:
         return len(self._opened)
+
+    @property
+    def num_kernels(self) -> int:
+        return len(self._kernels)
 
     def threads_of(self, *names: str) -> set[str]:
         return {thread for name, thread in self.calls if name in names}
@@ -182,6 +195,12 @@ class FakeDriver:
 
     def uuid(self, device: int) -> bytes:
         return self.host.uuids[self.devices[device]]
+
+    def architecture(self, device: int) -> int:
+        self._called("architecture", needs_context=False)
+        if not self.runs_kernels:
+            raise CudaError("architecture", "CUDA_ERROR_NOT_SUPPORTED")
+        return ARCHITECTURE
 
     def allocate(self, size_bytes: int) -> int:
         with self._called("allocate"):
@@ -326,6 +345,28 @@ class FakeDriver:
             ctypes.memmove(on_host, allocation.memory.read(offset, size_bytes), size_bytes)
         elif allocation is not None:
             allocation.memory.write(offset, ctypes.string_at(on_host, size_bytes))
+
+    def load(self, code: bytes, name: str) -> int:
+        with self._called("load"):
+            number = next(self._numbers)
+            self._kernels[number] = code
+            return number
+
+    def unload(self, kernel: int) -> None:
+        with self._called("unload"):
+            del self._kernels[kernel]
+
+    def launch(self, kernel: int, num_programs: int, num_threads: int, arguments: Sequence[int], stream: int) -> None:
+        with self._called("launch"):
+            assert kernel in self._kernels and num_threads == NUM_THREADS
+            source, target, table, num_parts = arguments
+            self.launches.append(num_programs)
+            self._streams[stream].todo.append(lambda: self._pull(source, target, table, num_parts))
+
+    def _pull(self, source: int, target: int, table: int, num_parts: int) -> None:
+        """What the kernel does when the stream comes to it."""
+        for begin, end, size in struct.iter_unpack("3q", self.read(table, 24 * num_parts)):
+            self._copy_now(target + 16 * end, source + 16 * begin, 16 * size)
 
     def record(self, event: int, stream: int) -> None:
         with self._called("record"):

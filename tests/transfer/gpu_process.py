@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -21,9 +21,9 @@ import numpy as np
 from quartet.discovery.host import host_identity
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.rpc.server import RpcServer, ServerConfig, Service
-from quartet.transfer.base import PieceCopy, PoolMemory
+from quartet.transfer.base import PieceCopy, PoolMemory, never
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.cuda.driver import cuda_driver
+from quartet.transfer.cuda.driver import Driver, cuda_driver
 from quartet.transfer.cuda.lent import CudaServer
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.staging import StagingArea, StagingServer
@@ -36,8 +36,8 @@ from tests.transfer.workers import CONFIG, EPOCH, LARGE_LAYOUT, open_channel
 PIECE = LARGE_LAYOUT.piece_size_bytes
 
 
-def make_pool(num_blocks: int) -> DeviceMemory:
-    return DeviceMemory(cuda_driver(), 0, num_blocks, PIECE)
+def make_pool(num_blocks: int, driver: Driver | None = None) -> DeviceMemory:
+    return DeviceMemory(driver or cuda_driver(), 0, num_blocks, PIECE)
 
 
 def block_bytes(seed: int, block_id: int) -> bytes:
@@ -76,10 +76,14 @@ def wrong_blocks(memory: DeviceMemory | PoolMemory, seed: int, blocks: dict[int,
 
 @asynccontextmanager
 async def puller_on_gpu(
-    num_blocks: int, config: TransferConfig = CONFIG
+    num_blocks: int,
+    config: TransferConfig = CONFIG,
+    *,
+    driver: Driver | None = None,
+    is_busy: Callable[[], bool] = never,
 ) -> AsyncIterator[tuple[TransferPuller, DeviceMemory]]:
-    memory = make_pool(num_blocks)
-    async with _puller_into(memory, config) as puller:
+    memory = make_pool(num_blocks, driver)
+    async with _puller_into(memory, config, is_busy) as puller:
         yield puller, memory
 
 
@@ -93,9 +97,11 @@ async def puller_on_host(
 
 
 @asynccontextmanager
-async def _puller_into(memory: DeviceMemory | PoolMemory, config: TransferConfig) -> AsyncIterator[TransferPuller]:
+async def _puller_into(
+    memory: DeviceMemory | PoolMemory, config: TransferConfig, is_busy: Callable[[], bool] = never
+) -> AsyncIterator[TransferPuller]:
     puller = TransferPuller(open_channel, host=host_identity(), config=config)
-    puller.attach(memory, LARGE_LAYOUT)
+    puller.attach(memory, LARGE_LAYOUT, is_busy)
     try:
         yield puller
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -137,3 +138,75 @@ def test_pinned_memory_is_asked_for_as_the_driver_names_it(monkeypatch: pytest.M
         ("cuMemcpyDtoHAsync", 1, 2, 3, 4),
         ("cuMemcpyHtoDAsync", 5, 6, 7, 8),
     ]
+
+
+def test_an_architecture_is_the_compute_capability_without_its_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    major, minor = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR", "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR"
+    values = {(major, 11): 12, (minor, 11): 1}
+    _install(
+        monkeypatch,
+        _bindings(
+            CUdevice_attribute=SimpleNamespace(**{major: major, minor: minor}),
+            cuDeviceGet=lambda index: (_Result.CUDA_SUCCESS, 10 + index),
+            cuDeviceGetAttribute=lambda name, device: (_Result.CUDA_SUCCESS, values[name, device]),
+        ),
+    )
+    assert CudaDriver().architecture(1) == 121
+
+
+class _Handle:
+    """As the bindings' classes: an object that is a number too."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __int__(self) -> int:
+        return self.number
+
+
+def test_a_kernel_is_launched_with_its_arguments_and_zeros_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[object, ...]] = []
+    unloaded: list[object] = []
+    module, function = _Handle(7), _Handle(70)
+
+    def launch(*arguments: object) -> tuple[_Result]:
+        *shape, places, extra = arguments
+        assert isinstance(places, int)
+        pointers = ctypes.cast(places, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
+        launches.append((*shape, [pointers[number][0] for number in range(6)], extra))
+        return (_Result.CUDA_SUCCESS,)
+
+    def unload(found: object) -> tuple[_Result]:
+        unloaded.append(found)
+        return (_Result.CUDA_SUCCESS,)
+
+    _install(
+        monkeypatch,
+        _bindings(
+            cuModuleLoadData=lambda code: (_Result.CUDA_SUCCESS, {b"code": module}[code]),
+            cuModuleGetFunction=lambda found, name: (_Result.CUDA_SUCCESS, {(module, b"pull"): function}[found, name]),
+            cuLaunchKernel=launch,
+            cuModuleUnload=unload,
+        ),
+    )
+    driver = CudaDriver()
+    kernel = driver.load(b"code", "pull")
+    driver.launch(kernel, 32, 256, (1 << 40, 3), 5)
+    assert launches == [(function, 32, 1, 1, 256, 1, 1, 0, 5, [1 << 40, 3, 0, 0, 0, 0], 0)]
+    driver.unload(kernel)
+    assert unloaded == [module]
+
+
+def test_code_without_the_kernel_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    unloaded: list[object] = []
+    _install(
+        monkeypatch,
+        _bindings(
+            cuModuleLoadData=lambda _code: (_Result.CUDA_SUCCESS, 7),
+            cuModuleGetFunction=lambda _module, _name: (_Result.CUDA_ERROR_OUT_OF_MEMORY, None),
+            cuModuleUnload=lambda module: (unloaded.append(module), (_Result.CUDA_SUCCESS,))[1],
+        ),
+    )
+    with pytest.raises(CudaError, match="cuModuleGetFunction"):
+        CudaDriver().load(b"code", "pull")
+    assert unloaded == [7]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +17,9 @@ from typing import Any, Protocol
 HANDLE_SIZE_BYTES = 64
 
 UUID_SIZE_BYTES = 16
+
+#: A driver reads as many arguments as the kernel has; compilers add some for memory that ours do not use.
+_NUM_ZERO_ARGUMENTS = 4
 
 
 class CudaError(Exception):
@@ -47,6 +50,10 @@ class Driver(Protocol):
 
     def uuid(self, device: int) -> bytes:
         """The 16 bytes that name a GPU in every process."""
+        ...
+
+    def architecture(self, device: int) -> int:
+        """For which machine code a GPU runs: 90 for compute capability 9.0."""
         ...
 
     def allocate(self, size_bytes: int) -> int:
@@ -121,6 +128,21 @@ class Driver(Protocol):
         """Have ``stream`` copy from pinned host memory to the bound device."""
         ...
 
+    def load(self, code: bytes, name: str) -> int:
+        """Load a kernel on the bound device; returns what ``launch`` takes."""
+        ...
+
+    def unload(self, kernel: int) -> None:
+        """End ``load``; nothing runs the kernel any more."""
+        ...
+
+    def launch(self, kernel: int, num_programs: int, num_threads: int, arguments: Sequence[int], stream: int) -> None:
+        """Have ``stream`` run so many programs of so many threads.
+
+        All parameters of the kernel are of 64 bits; those after ``arguments``, at most four, are 0.
+        """
+        ...
+
     def record(self, event: int, stream: int) -> None:
         """Have ``event`` tell when all is done that ``stream`` has to do by now."""
         ...
@@ -142,6 +164,7 @@ class CudaDriver:
         self._cuda: Any = driver
         self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}
+        self._kernels: dict[int, tuple[Any, Any]] = {}  # function and module
         try:
             self._call("cuInit", 0)
         except RuntimeError as error:  # what cuda-bindings raises where it finds no libcuda
@@ -160,6 +183,13 @@ class CudaDriver:
         """As ``Driver``."""
         found = self._call("cuDeviceGetUuid", self._call("cuDeviceGet", device))
         return ctypes.string_at(found.getPtr(), UUID_SIZE_BYTES)
+
+    def architecture(self, device: int) -> int:
+        """As ``Driver``."""
+        found, names = self._call("cuDeviceGet", device), self._cuda.CUdevice_attribute
+        major = self._call("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, found)
+        minor = self._call("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, found)
+        return 10 * int(major) + int(minor)
 
     def allocate(self, size_bytes: int) -> int:
         """As ``Driver``."""
@@ -242,6 +272,31 @@ class CudaDriver:
     def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """As ``Driver``."""
         self._call("cuMemcpyHtoDAsync", target, source, size_bytes, stream)
+
+    def load(self, code: bytes, name: str) -> int:
+        """As ``Driver``."""
+        module = self._call("cuModuleLoadData", code)
+        try:
+            function = self._call("cuModuleGetFunction", module, name.encode())
+        except CudaError:
+            self._call("cuModuleUnload", module)
+            raise
+        self._kernels[int(function)] = (function, module)
+        return int(function)
+
+    def unload(self, kernel: int) -> None:
+        """As ``Driver``."""
+        _, module = self._kernels.pop(kernel)
+        self._call("cuModuleUnload", module)
+
+    def launch(self, kernel: int, num_programs: int, num_threads: int, arguments: Sequence[int], stream: int) -> None:
+        """As ``Driver``."""
+        values = (ctypes.c_uint64 * (len(arguments) + _NUM_ZERO_ARGUMENTS))(*arguments)
+        begin = ctypes.addressof(values)
+        places = (ctypes.c_void_p * len(values))(*(begin + 8 * number for number in range(len(values))))
+        function, _ = self._kernels[kernel]
+        shape = (num_programs, 1, 1, num_threads, 1, 1, 0)
+        self._call("cuLaunchKernel", function, *shape, stream, ctypes.addressof(places), 0)
 
     def record(self, event: int, stream: int) -> None:
         """As ``Driver``."""

@@ -1,7 +1,8 @@
 """Way ``cuda_ipc``: open a peer's pool in GPU memory and copy out of it, on the same GPU or another one.
 
-Each run of blocks is one copy by the GPU's copy engine, on a stream beside the engine's. An event after the last one
-tells the end, and a thread sleeps until then: the event loop makes no call of CUDA.
+The GPU's copy engine copies each run of blocks while the worker's engine steps; a kernel copies many of them at once
+while it does not, and small ones always (``kernel_copies``). Both work on a stream beside the engine's. An event after
+the last copy tells the end, and a thread sleeps until then: the event loop makes no call of CUDA.
 
 A pool stays readable when its worker is killed or frees it, until it is closed here; so the end of a worker breaks no
 copy, and its pool is closed once copies from it have ended. GPUs that can't reach each other, and processes that hide
@@ -14,7 +15,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from functools import partial
 from quartet.errors import TransferError
 from quartet.transfer.base import TransferWay
 from quartet.transfer.cuda.driver import CudaError
+from quartet.transfer.cuda.kernel_copies import Compile, PullKernel, compile_kernel, cut
 from quartet.transfer.cuda.lent import LentDeviceMemory
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, COPIES_A_LOOK, CopyThreads, Lane
@@ -36,10 +38,18 @@ class CudaReader:
 
     way = TransferWay.CUDA_IPC
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        """Read into ``memory``; nothing is opened yet."""
+    def __init__(
+        self, memory: DeviceMemory, is_busy: Callable[[], bool], compile_kernel: Compile = compile_kernel
+    ) -> None:
+        """Read into ``memory``; nothing is opened yet.
+
+        Args:
+            memory: the local pool.
+            is_busy: whether the engine whose pool it is has steps to take; called on any thread.
+            compile_kernel: as the function of this name.
+        """
         self._memory = memory
-        self._peers = _PeerMemory(memory)
+        self._peers = _PeerMemory(memory, is_busy, compile_kernel)
         self._pools = _CudaPools(self._peers)
 
     def may_open(self, owner: PoolOwner) -> bool:
@@ -68,7 +78,7 @@ class CudaReader:
         except ValueError as error:
             raise TransferError(f"the source's offsets are wrong: {error}") from None
         with self._pools.used(pool):
-            await self._peers.copy(pool.address, runs)
+            await self._peers.copy(pool, runs)
 
     async def close(self) -> None:
         """As ``PoolReader``."""
@@ -151,10 +161,12 @@ class _CudaPools(LivePools[LentDeviceMemory, _OpenPool]):
 class _PeerMemory:
     """Opens peers' pools on the local pool's GPU and copies out of them, on threads of its own."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: DeviceMemory, is_busy: Callable[[], bool], compile_kernel: Compile) -> None:
         self._memory = memory
+        self._is_busy = is_busy
         self._threads = CopyThreads(memory, "cuda-copy")
         self._driver = memory.driver
+        self._kernel = PullKernel(memory, self._threads, compile_kernel)
 
     async def open(self, lent: LentDeviceMemory) -> int:
         """Map a peer's pool and return its address. Raises ``TransferError``: it can't be had."""
@@ -167,11 +179,12 @@ class _PeerMemory:
             for address in opened:
                 self.close_pool(address)
             raise
+        self._kernel.prepare()
         return opened[0]
 
-    async def copy(self, source: int, runs: Sequence[CopyRun]) -> None:
-        """Copy ``runs`` from the pool at ``source``; ends when nothing writes any more. Raises ``TransferError``."""
-        await self._threads.copy(partial(self._copy, source, runs), "a copy out of the peer's GPU memory")
+    async def copy(self, pool: _OpenPool, runs: Sequence[CopyRun]) -> None:
+        """Copy ``runs`` from ``pool``; ends when nothing writes any more. Raises ``TransferError``."""
+        await self._threads.copy(partial(self._copy, pool, runs), "a copy out of the peer's GPU memory")
 
     def close_pool(self, address: int) -> None:
         """Unmap a pool from which nothing is copied; returns at once."""
@@ -179,7 +192,8 @@ class _PeerMemory:
 
     async def close(self) -> None:
         """End the threads, once they have done what they were given. May be called twice."""
-        await self._threads.close()
+        await self._kernel.end_preparation()
+        await self._threads.close(last=self._kernel.unload)
 
     def _open(self, lent: LentDeviceMemory, opened: list[int]) -> None:
         address = self._driver.open(lent.handle)
@@ -191,10 +205,19 @@ class _PeerMemory:
         where = "this GPU" if lent.device_uuid == self._memory.device_uuid else "another GPU"
         logger.info("opened a peer's pool of %s MiB on %s", lent.size_bytes >> 20, where)
 
-    def _copy(self, source: int, runs: Sequence[CopyRun], lane: Lane, stop: threading.Event) -> None:
+    def _copy(self, pool: _OpenPool, runs: Sequence[CopyRun], lane: Lane, stop: threading.Event) -> None:
+        """Issue all copies; look now and then whether to stop, and whether the engine steps."""
         copy, target = self._driver.copy, self._memory.address
-        for first in range(0, len(runs), COPIES_A_LOOK):
-            if stop.is_set():
-                return
-            for run in runs[first : first + COPIES_A_LOOK]:
-                copy(target + run.destination_offset, source + run.source_offset, run.size_bytes, lane.stream)
+        is_same_gpu = pool.lent.device_uuid == self._memory.device_uuid
+        runs = cut(runs)
+        by_kernel = self._kernel.begin(lane, pool.address, runs, is_same_gpu=is_same_gpu)
+        num_issued = 0
+        while num_issued < len(runs) and not stop.is_set():
+            is_busy = self._is_busy()
+            if by_kernel.is_better(is_busy=is_busy):
+                num_issued += by_kernel.issue(num_issued, is_busy=is_busy)
+                continue
+            some = runs[num_issued : num_issued + COPIES_A_LOOK]
+            for run in some:
+                copy(target + run.destination_offset, pool.address + run.source_offset, run.size_bytes, lane.stream)
+            num_issued += len(some)

@@ -37,11 +37,13 @@ class Lane:
         stream: beside the engine's and the other lanes'.
         event: one on it.
         windows: pinned memory that the lane's user keeps from work to work.
+        tables: addresses of memory on the GPU that it keeps so.
     """
 
     stream: int
     event: int
     windows: list[HostWindow] = field(default_factory=list)
+    tables: list[int] = field(default_factory=list)
 
 
 #: Issues copies on a lane; it looks at ``stop`` now and then, and ends soon once that is set.
@@ -146,6 +148,8 @@ class CopyThreads:
             _, lane = self._lanes.popitem()
             for window in lane.windows:
                 window.free(self.driver)
+            for address in lane.tables:
+                self.driver.free(address)
             self.driver.destroy_event(lane.event)
             self.driver.destroy_stream(lane.stream)
 

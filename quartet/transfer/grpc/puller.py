@@ -34,7 +34,7 @@ from quartet.errors import (
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.rpc.errors import HiddenStatusError
 from quartet.supervision import report_failure
-from quartet.transfer.base import BlockMemory, FetchResult, PieceCopy, TransferWay
+from quartet.transfer.base import BlockMemory, FetchResult, PieceCopy, TransferWay, never
 from quartet.transfer.config import TransferConfig, seen_way
 from quartet.transfer.cuda.lent import from_opaque
 from quartet.transfer.grpc.messages import (
@@ -104,11 +104,11 @@ class TransferPuller:
         self._closing = asyncio.Event()
         keep_freed_memory()
 
-    def attach(self, memory: BlockMemory, layout: PieceLayout) -> None:
-        """Name the pool that is fetched into; called once, before the first ``claim``."""
+    def attach(self, memory: BlockMemory, layout: PieceLayout, is_busy: Callable[[], bool] = never) -> None:
+        """As ``Puller``."""
         assert self._pool is None, "a pool is attached once"
         assert memory.piece_size_bytes == layout.piece_size_bytes, "the pool's pieces are the layout's blocks"
-        self._pool = _LocalPool(memory, layout, pool_inputs(memory))
+        self._pool = _LocalPool(memory, layout, pool_inputs(memory, is_busy))
 
     def claim(self, hand_off: HandOff) -> PullClaim:
         """Accept ``hand_off`` and renew it until it is fetched or released.

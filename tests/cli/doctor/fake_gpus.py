@@ -10,9 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from cli.doctor.gpu_probe import MARK, Amount, Finding, main
-from tests.transfer.fake_cuda import FakeDriver, FakeHost
+from quartet.transfer.cuda.driver import CudaError
+from quartet.transfer.cuda.kernel_copies import KernelImage
+from tests.transfer.fake_cuda import NUM_THREADS, FakeDriver, FakeHost
 
-AMOUNT = Amount(size_bytes=8192, num_copies=2)
+AMOUNT = Amount(size_bytes=8192, num_copies=2, piece_sizes=(1024, 3072))
 SIZE_BYTES = 140 << 30
 
 
@@ -20,6 +22,7 @@ class FakeSurveyDriver(FakeDriver):
     """A ``SurveyDriver``."""
 
     needs_pinned = False  # for what is no hand-off, and not timed
+    runs_kernels = True
 
     def cuda_version(self) -> tuple[int, int]:
         return 13, 0
@@ -45,6 +48,8 @@ class Machine:
         failing: the error that a call raises in the probe of this name, once a process.
         ends: exit codes of probes that end before they say a thing.
         hangs: probes that never say a thing.
+        no_triton: the error that its import raises.
+        probes: names of those that were started.
         drivers: of all probes that ran.
     """
 
@@ -52,6 +57,8 @@ class Machine:
     failing: dict[str, dict[str, str]] = field(default_factory=dict)
     ends: dict[str, int] = field(default_factory=dict)
     hangs: set[str] = field(default_factory=set)
+    no_triton: Exception | None = None
+    probes: list[str] = field(default_factory=list)
     drivers: list[FakeSurveyDriver] = field(default_factory=list)
 
     @asynccontextmanager
@@ -65,6 +72,17 @@ class Machine:
         driver = FakeSurveyDriver(self.host, tuple(range(len(self.host.uuids))) if visible is None else (int(visible),))
         driver.failing |= self.failing.get(probe, {})
         self.drivers.append(driver)
+        self.probes.append(probe)
+
+        def get_driver() -> FakeSurveyDriver:
+            if not driver.devices:
+                raise CudaError("cuInit", "CUDA_ERROR_NO_DEVICE")
+            return driver
+
+        def compile(architecture: int) -> KernelImage:
+            if self.no_triton is not None:
+                raise self.no_triton
+            return KernelImage("3.9.0", "pull", NUM_THREADS, b"code")
 
         def report(finding: Finding) -> None:
             loop.call_soon_threadsafe(on_line, MARK + json.dumps(finding))
@@ -73,7 +91,7 @@ class Machine:
             if probe in self.hangs:
                 may_end.wait()
             elif probe not in self.ends:
-                main(arguments, lambda: driver, report=report, wait=may_end.wait, amount=AMOUNT)
+                main(arguments, get_driver, report=report, wait=may_end.wait, amount=AMOUNT, compile=compile)
             return self.ends.get(probe, 0)
 
         task = asyncio.create_task(asyncio.to_thread(run))

@@ -24,10 +24,12 @@ from cli.doctor.hand_offs import (
     check_hand_offs,
     judge_gpus,
     judge_host,
+    judge_pieces,
     judge_triton,
 )
 from tests.cli.conftest import RunCli
-from tests.cli.doctor.fake_gpus import Machine
+from tests.cli.doctor import fake_gpus
+from tests.cli.doctor.fake_gpus import FakeSurveyDriver, Machine
 from tests.transfer.fake_cuda import FakeHost
 
 RATES = {"to_host": 50.0, "from_host": 50.0}
@@ -58,13 +60,57 @@ async def test_gpus_that_reach_each_other_exchange_bytes_in_all_directions() -> 
     findings = await check(Machine(FakeHost(2)))
     assert [finding.check for finding in findings] == [
         "cuda-bindings", "GPU 0", "GPU 1", "GPU peers",
-        "hand-offs to 0", "hand-offs to 1", "host, GPU 0", "host, GPU 1", "Triton",
+        "hand-offs to 0", "pieces to 0", "hand-offs to 1", "pieces to 1", "host, GPU 0", "host, GPU 1", "Triton",
     ]  # fmt: skip
     assert worst(findings) is Verdict.OK
     [into_0], [into_1], [host] = (of(findings, name) for name in ("hand-offs to 0", "hand-offs to 1", "host, GPU 1"))
     assert "from itself" in into_0.message and "from 1 " in into_0.message
     assert "from 0 " in into_1.message and "from itself" in into_1.message
     assert [part.split()[0] for part in host.message.split("; ")] == ["pinned", "write-combined", "memfd"]
+
+
+async def test_pieces_come_by_copies_and_by_the_kernel() -> None:
+    machine = Machine(FakeHost(2))
+    findings = await check(machine)
+    [pieces] = of(findings, "pieces to 1")
+    assert pieces.message.startswith("of 1 KiB and 3 KiB, GB/s: from 0 ")
+    assert pieces.message.count("by the kernel") == 2
+    assert {number for driver in machine.drivers for number in driver.launches} == {4, 32, 256}
+    assert of(findings, "Triton")[0].message.startswith("3.9.0, compiles the kernel that pulls blocks, for sm_90 in ")
+
+
+async def test_without_triton_the_copy_engine_is_measured_alone() -> None:
+    machine = Machine(FakeHost(1), no_triton=ImportError("no libtriton here"))
+    findings = await check(machine)
+    [pieces], [triton] = of(findings, "pieces to 0"), of(findings, "Triton")
+    assert pieces.verdict is Verdict.OK and "kernel" not in pieces.message
+    assert triton.verdict is Verdict.WARNING and "ImportError: no libtriton here" in triton.message
+    assert "pip install 'quartet[cuda]'" in triton.advice
+
+
+async def test_a_kernel_that_does_not_run_is_no_reason_against_hand_offs() -> None:
+    findings = await check(Machine(FakeHost(1), failing={"triton": {"launch": "CUDA_ERROR_LAUNCH_FAILED"}}))
+    assert worst(findings) is Verdict.WARNING
+    assert "but it does not run: launch: CUDA_ERROR_LAUNCH_FAILED" in of(findings, "Triton")[0].message
+    findings = await check(Machine(FakeHost(1), failing={"open": {"load": "CUDA_ERROR_NO_BINARY_FOR_GPU"}}))
+    assert worst(findings) is Verdict.WARNING
+    assert of(findings, "hand-offs to 0")[0].verdict is Verdict.OK
+    assert "NO_BINARY_FOR_GPU" in of(findings, "pieces to 0")[0].message
+
+
+async def test_a_kernel_that_brings_other_bytes_is_wrong() -> None:
+    class Wrong(FakeSurveyDriver):
+        def _pull(self, source: int, target: int, table: int, num_parts: int) -> None:
+            super()._pull(source, target, table, num_parts)
+            self.write(target + 17, b"other")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_gpus, "FakeSurveyDriver", Wrong)
+        findings = await check(Machine(FakeHost(1)))
+    [triton] = of(findings, "Triton")
+    assert triton.verdict is Verdict.WRONG and "copies other bytes" in triton.message
+    answer = Answer([{"is_right": True, "gb_s": 1.0}, {"piece": 1024, "copies": 1.0, "kernel": 1.0, "is_right": False}])
+    assert [found.verdict for found in judge_pieces(0, {0: answer})] == [Verdict.OK, Verdict.WRONG]
 
 
 async def test_a_host_with_one_gpu_needs_no_peers() -> None:
@@ -143,6 +189,7 @@ async def test_a_kind_of_the_host_s_memory_that_is_refused_hides_no_other_and_wh
     ("probe", "check_name", "verdict"),
     [
         ("survey", "GPUs", Verdict.WRONG),
+        ("triton", "Triton", Verdict.WARNING),
         ("lend", "hand-offs to 0", Verdict.WRONG),
         ("open", "hand-offs to 0", Verdict.WRONG),
         ("host", "host, GPU 0", Verdict.WARNING),
@@ -156,7 +203,7 @@ async def test_a_process_that_dies_is_a_finding(probe: str, check_name: str, ver
     assert findings[-1].check == "Triton"
 
 
-@pytest.mark.parametrize("probe", ["survey", "lend", "open", "host"])
+@pytest.mark.parametrize("probe", ["survey", "triton", "lend", "open", "host"])
 async def test_a_process_that_hangs_is_a_finding(probe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hand_offs, "_PROBE_TIMEOUT_S", 0.2)
     findings = await check(Machine(FakeHost(1), hangs={probe}))
@@ -182,17 +229,19 @@ async def test_what_there_is_no_time_for_is_said(monkeypatch: pytest.MonkeyPatch
         "hand-offs to 1",
         "host, GPU 0",
         "host, GPU 1",
+        "Triton",
     ]
     assert len(machine.drivers) == 1
 
 
-async def test_without_the_bindings_nothing_is_asked(packages: dict[str, str]) -> None:
+async def test_without_the_bindings_only_triton_is_asked(packages: dict[str, str]) -> None:
     packages.clear()
-    machine = Machine(FakeHost(1))
+    machine = Machine(FakeHost(0))
     bindings, triton = await check(machine)
-    assert machine.drivers == []
+    assert machine.probes == ["triton"]
     assert (bindings.verdict, bindings.advice) == (Verdict.WRONG, "pip install 'quartet[cuda]'")
     assert triton.verdict is Verdict.OK
+    assert triton.message == ("3.9.0, compiles the kernel that pulls blocks, for sm_90; there is no GPU to run it on")
 
 
 @pytest.mark.parametrize("failing", [{"num_devices": "CUDA_ERROR_NO_DEVICE"}, {}])
@@ -215,12 +264,19 @@ def test_a_gpu_s_line_has_its_memory_and_the_driver(tmp_path: Path) -> None:
     assert line.message == "NVIDIA H200, 150.0 GiB, CUDA up to 13.0"
 
 
-def test_triton_is_optional_and_one_that_can_t_be_imported_is_a_warning() -> None:
-    assert judge_triton(None).verdict is Verdict.OK
-    found = judge_triton(ProgramRun(0, ("a warning", "QUARTET-TRITON 3.6.0 amd,nvidia")))
-    assert (found.verdict, found.message) == (Verdict.OK, "3.6.0, for amd,nvidia; hand-offs need none")
-    broken = judge_triton(ProgramRun(1, ("ImportError: libstdc++",)))
-    assert broken.verdict is Verdict.WARNING and "libstdc++" in broken.message
+async def test_triton_is_imported_whatever_its_package_says_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "triton.py").write_text("raise ImportError('libstdc++ is too old')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken = judge_triton(await Probes(60.0).ask("triton"))
+    assert (broken.verdict, broken.message) == (
+        Verdict.WARNING,
+        "no kernel pulls blocks: ImportError: libstdc++ is too old",
+    )
+    (tmp_path / "triton.py").write_text("import os; os.abort()")
+    crashed = judge_triton(await Probes(60.0).ask("triton"))
+    assert crashed.verdict is Verdict.WARNING and "SIGABRT" in crashed.message
 
 
 def test_a_line_that_was_cut_off_is_none() -> None:
@@ -277,3 +333,6 @@ async def test_the_command_on_a_real_gpu() -> None:
     assert pulls.verdict is Verdict.OK and "from itself" in pulls.message
     [host] = of(findings, "host, GPU 0")
     assert host.message.startswith("pinned ")
+    [pieces], [triton] = of(findings, "pieces to 0"), of(findings, "Triton")
+    assert pieces.message.startswith("of 64 KiB and 2.25 MiB, GB/s: from itself ")
+    assert triton.message.endswith("; it copies right") and "by the kernel" in pieces.message

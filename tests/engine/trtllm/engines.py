@@ -18,7 +18,7 @@ from quartet.engine.trtllm import feeds
 from quartet.engine.trtllm.engine import TrtllmEngine
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
-from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay
+from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay, never
 from tests.engine.consumer import Consumer
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.specs import spec_of
@@ -57,7 +57,7 @@ class OpaquePuller:
 
     claims: list[OpaqueClaim] = field(default_factory=list)
 
-    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
+    def attach(self, memory: PoolMemory, layout: PieceLayout, is_busy: Callable[[], bool] = never) -> None:
         raise AssertionError("an engine that moves its own cache has no pool")
 
     def claim(self, hand_off: HandOff) -> OpaqueClaim:

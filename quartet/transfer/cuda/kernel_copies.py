@@ -1,0 +1,317 @@
+"""Copies out of a peer's pool by a kernel (``pull_kernel``) in place of the GPU's copy engine.
+
+The copy engine takes 4 us to begin each copy, and the GPU's processors are free for the engine's steps meanwhile. The
+kernel copies thousands of runs in one launch, at the full speed of NVLink, and slows steps that run beside it. So it
+copies while the engine has nothing to do, and what consists of small runs at any time (``prefers_kernel``).
+
+A process of its own compiles the kernel once the first pool is opened; until it is loaded, and where it can't be, the
+copy engine does all. A launch copies at most 256 MiB, and two are under way at a time, so that a copy that is cancelled
+ends soon and the choice is made anew while a long one goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quartet.errors import TransferError
+from quartet.supervision import report_failure
+from quartet.transfer.cuda.driver import CudaError, Driver
+from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.transfer.cuda.pinned import HostWindow
+from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, CopyThreads, Lane
+from quartet.transfer.runs import CopyRun
+
+logger = logging.getLogger(__name__)
+
+#: As in ``pull_kernel``, which this process does not import.
+_MARK = b"QUARTET-KERNEL "
+_PROGRAM = Path(__file__).with_name("pull_kernel.py")
+_COMPILE_TIMEOUT_S = 120.0
+
+#: What the kernel moves at a time; offsets and sizes are multiples of it.
+WORD_SIZE_BYTES = 16
+
+#: A run is cut into parts of this size, which the programs of a launch share.
+PART_SIZE_BYTES = 64 << 10
+
+#: Parts of one launch, at most: 256 MiB take 0.7 ms between two H200s.
+NUM_TABLE_PARTS = 4096
+LAUNCH_SIZE_BYTES = NUM_TABLE_PARTS * PART_SIZE_BYTES
+
+#: The copy engine moves 243 GB/s between two H200s, and takes 4 us to begin a copy: smaller runs leave it waiting.
+SMALL_RUN_SIZE_BYTES = 1 << 20
+
+#: Measured on H200s: 32 programs fill NVLink; 16 slow a step that runs beside them least for each byte that they move.
+_NUM_PROGRAMS_BETWEEN_GPUS = 32
+_NUM_PROGRAMS_WITHIN_A_GPU = 256
+_NUM_PROGRAMS_BESIDE_STEPS = 16
+
+_TABLE_SIZE_BYTES = NUM_TABLE_PARTS * 3 * 8
+
+_FIELDS = attrgetter("source_offset", "destination_offset", "size_bytes")
+
+
+class NoKernelError(Exception):
+    """The kernel can't be had here; the message says why."""
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """A compiled kernel.
+
+    Attributes:
+        version: of Triton.
+        name: of the function.
+        num_threads: of each program.
+        code: for the GPU that it was compiled for.
+    """
+
+    version: str
+    name: str
+    num_threads: int
+    code: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> KernelImage:
+        """What ``pull_kernel.compile_pull`` returned."""
+        return cls(found["version"], found["name"], found["num_threads"], base64.b64decode(found["code"]))
+
+
+#: As ``compile_kernel``.
+Compile: TypeAlias = Callable[[int], Awaitable[KernelImage]]
+
+
+def prefers_kernel(mean_size_bytes: float, *, is_busy: bool) -> bool:
+    """Whether the kernel is better than the copy engine for runs of this size, while the engine steps or not."""
+    return not is_busy or mean_size_bytes < SMALL_RUN_SIZE_BYTES
+
+
+def num_programs(*, is_same_gpu: bool, is_busy: bool) -> int:
+    """How many programs of the kernel copy out of a pool on the same GPU or another one."""
+    if is_busy:
+        return _NUM_PROGRAMS_BESIDE_STEPS
+    return _NUM_PROGRAMS_WITHIN_A_GPU if is_same_gpu else _NUM_PROGRAMS_BETWEEN_GPUS
+
+
+async def compile_kernel(architecture: int) -> KernelImage:
+    """Compile in a process of its own, for GPUs of this architecture, such as 90 for sm_90.
+
+    Raises:
+        NoKernelError: Triton is not installed, or does not work here.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", str(_PROGRAM), str(architecture)),  # -P: files beside it are no modules of their own
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_COMPILE_TIMEOUT_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        raise NoKernelError(f"its compilation takes more than {_COMPILE_TIMEOUT_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    return _image(process.returncode, output, errors)
+
+
+def cut(runs: Sequence[CopyRun]) -> Sequence[CopyRun]:
+    """``runs``, those that are longer than one launch copies in parts of that size."""
+    size = LAUNCH_SIZE_BYTES
+    if all(run.size_bytes <= size for run in runs):
+        return runs
+    return [
+        CopyRun(run.source_offset + at, run.destination_offset + at, min(size, run.size_bytes - at))
+        for run in runs
+        for at in range(0, run.size_bytes, size)
+    ]
+
+
+def table_of(runs: Iterable[CopyRun]) -> npt.NDArray[np.int64]:
+    """``runs`` as what the kernel reads: lines of where a part begins there and here, and its size, in words.
+
+    Returns:
+        ``[num_parts, 3]``.
+    """
+    numbers = np.fromiter(chain.from_iterable(map(_FIELDS, runs)), np.int64)
+    words = numbers.reshape(-1, 3) // WORD_SIZE_BYTES
+    size = PART_SIZE_BYTES // WORD_SIZE_BYTES
+    num_parts = -(-words[:, 2] // size)
+    parts = np.repeat(words, num_parts, axis=0)
+    # How many words of its run lie before each part.
+    before = (np.arange(len(parts)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * size
+    parts[:, 0] += before
+    parts[:, 1] += before
+    parts[:, 2] = np.minimum(parts[:, 2] - before, size)
+    return parts
+
+
+class PullKernel:
+    """The kernel on the GPU of one pool. Lives on one event loop; ``begin`` is called on copy threads."""
+
+    def __init__(self, memory: DeviceMemory, threads: CopyThreads, compile: Compile = compile_kernel) -> None:
+        """Compile nothing yet; ``threads`` stay the caller's."""
+        self._memory = memory
+        self._threads = threads
+        self._compile = compile
+        self._preparation: asyncio.Task[None] | None = None
+        self._loaded: _LoadedKernel | None = None
+        self._is_given_up = False
+
+    def prepare(self) -> None:
+        """Have it compiled and loaded, some time; the first call does."""
+        if self._preparation is None:
+            self._preparation = asyncio.create_task(self._prepare(), name="prepare-pull-kernel")
+            self._preparation.add_done_callback(report_failure)
+
+    def begin(self, lane: Lane, source: int, runs: Sequence[CopyRun], *, is_same_gpu: bool) -> KernelPull:
+        """Copies of one fetch on ``lane``, from the pool at ``source``, into the local one; ``runs`` were ``cut``."""
+        loaded = None if self._is_given_up else self._loaded
+        return KernelPull(loaded, self._give_up, lane, (source, self._memory.address), runs, is_same_gpu)
+
+    async def end_preparation(self) -> None:
+        """Compile and load no more, before the threads are closed; a GPU that hangs keeps this for some seconds."""
+        if self._preparation is not None:
+            self._preparation.cancel()
+            await asyncio.wait({self._preparation}, timeout=CLOSE_TIMEOUT_S)
+
+    def unload(self) -> None:
+        """Give it back; nothing is copied any more, and the GPU's context is bound."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.driver.unload(loaded.handle)
+
+    async def _prepare(self) -> None:
+        driver, found = self._memory.driver, list[int]()
+        try:
+            await self._threads.call(lambda: found.append(driver.architecture(self._memory.device)))
+            image = await self._compile(found[0])
+            await self._threads.call(partial(self._load, image))
+        except (NoKernelError, CudaError, TransferError, OSError) as error:
+            logger.warning("the copy engine pulls blocks, no kernel does, which is faster for small ones: %s", error)
+        else:
+            logger.info("a kernel pulls blocks while the engine has no steps to take, and small ones at any time")
+
+    def _load(self, image: KernelImage) -> None:
+        driver = self._memory.driver
+        self._loaded = _LoadedKernel(driver, driver.load(image.code, image.name), image.num_threads)
+
+    def _give_up(self, error: CudaError) -> None:
+        if not self._is_given_up:
+            self._is_given_up = True
+            logger.warning("the copy engine pulls blocks from now on, no kernel does: %s", error)
+
+
+@dataclass(frozen=True)
+class _LoadedKernel:
+    driver: Driver
+    handle: int
+    num_threads: int
+
+
+class KernelPull:
+    """Copies of one fetch by the kernel, on one lane. Used on the lane's thread."""
+
+    def __init__(
+        self,
+        kernel: _LoadedKernel | None,
+        give_up: Callable[[CudaError], None],
+        lane: Lane,
+        addresses: tuple[int, int],
+        runs: Sequence[CopyRun],
+        is_same_gpu: bool,
+    ) -> None:
+        """Made by ``PullKernel``. ``addresses``: of the pools, there and here; ``runs``: as ``cut`` leaves them."""
+        self._kernel = kernel if kernel is not None and _are_in_words(runs) else None
+        self._give_up = give_up
+        self._lane = lane
+        self._addresses = addresses
+        self._runs = runs
+        self._is_same_gpu = is_same_gpu
+        self._mean_size_bytes = sum(run.size_bytes for run in runs) / max(len(runs), 1)
+        self._num_launches = 0
+
+    def is_better(self, *, is_busy: bool) -> bool:
+        """Whether the kernel, not the copy engine, should copy the next runs."""
+        return self._kernel is not None and prefers_kernel(self._mean_size_bytes, is_busy=is_busy)
+
+    def issue(self, first: int, *, is_busy: bool) -> int:
+        """Have the lane's stream copy what one launch copies, from run ``first`` on; waits while two are under way.
+
+        Returns:
+            How many runs it copies; 0: it can't, and will not again.
+        """
+        assert self._kernel is not None, "it is better"
+        num_runs = self._num_launch_runs(first)
+        table = table_of(self._runs[first : first + num_runs])
+        try:
+            self._launch(self._kernel, table, num_programs(is_same_gpu=self._is_same_gpu, is_busy=is_busy))
+        except CudaError as error:
+            self._kernel = None
+            self._give_up(error)
+            return 0
+        return num_runs
+
+    def _num_launch_runs(self, first: int) -> int:
+        """How many runs from ``first`` on fit into a table."""
+        num_parts = 0
+        for number in range(first, len(self._runs)):
+            num_parts += -(-self._runs[number].size_bytes // PART_SIZE_BYTES)
+            if num_parts > NUM_TABLE_PARTS:
+                return number - first
+        return len(self._runs) - first
+
+    def _launch(self, kernel: _LoadedKernel, table: npt.NDArray[np.int64], num_programs: int) -> None:
+        driver, stream, window = kernel.driver, self._lane.stream, self._window(kernel.driver)
+        window.data.view(np.int64)[: table.size] = table.reshape(-1)
+        on_gpu = self._table(driver)
+        driver.copy_to_device(on_gpu, window.address, table.nbytes, stream)  # after the launch before has read it
+        arguments = (*self._addresses, on_gpu, len(table))
+        driver.launch(kernel.handle, num_programs, kernel.num_threads, arguments, stream)
+        driver.record(window.event, stream)
+        self._num_launches += 1
+
+    def _window(self, driver: Driver) -> HostWindow:
+        windows, number = self._lane.windows, self._num_launches % 2
+        if len(windows) <= number:
+            windows.append(HostWindow.allocate(driver, _TABLE_SIZE_BYTES))
+        elif self._num_launches >= 2:
+            driver.wait(windows[number].event)  # of the launch before the last one
+        return windows[number]
+
+    def _table(self, driver: Driver) -> int:
+        tables = self._lane.tables
+        if not tables:
+            tables.append(driver.allocate(_TABLE_SIZE_BYTES))
+        return tables[0]
+
+
+def _are_in_words(runs: Sequence[CopyRun]) -> bool:
+    rest = WORD_SIZE_BYTES - 1
+    return not any((run.source_offset | run.destination_offset | run.size_bytes) & rest for run in runs)
+
+
+def _image(exit_code: int | None, output: bytes, errors: bytes) -> KernelImage:
+    for line in output.splitlines():
+        if exit_code == 0 and line.startswith(_MARK):
+            return KernelImage.of(json.loads(line.removeprefix(_MARK)))
+    last = errors.strip().rpartition(b"\n")[2].decode("utf-8", "replace")
+    raise NoKernelError(f"the process that compiles it ended with {exit_code}: {last}")
