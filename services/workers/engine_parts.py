@@ -154,6 +154,7 @@ class MediaParts:
         """
         self._surroundings = surroundings
         self._config = surroundings.config
+        self._is_busy = lambda: bool(engine.turns())
         self._placeholder_id = engine.capabilities.placeholder_id
         self._embeddings = None if self._config.engine.modality is Modality.TEXT else engine.embeddings
         self._reads_media = engine.capabilities.reads_media
@@ -208,7 +209,7 @@ class MediaParts:
 
     def _make_stage(self, embeddings: EmbeddingMemory, placeholder_id: int) -> MediaStage:
         puller = self._puller = self._surroundings.puller()
-        puller.attach(embeddings.memory, embeddings.layout)
+        puller.attach(embeddings.memory, embeddings.layout, self._is_busy)
         pool = EmbeddingPool(embeddings.memory.num_blocks, embeddings.layout.block_size)
         store = EmbeddingStore(pool, field="media")
         metrics = EncodeMetrics(self._surroundings.registry)
