@@ -27,6 +27,8 @@ _SIDE = "benchmarks.gpu_pull_side"
 _DECODE_TIMEOUT_S = 300.0
 _STEP_TIMEOUT_S = 60.0
 _NUM_WARM_UP_PULLS = 2
+# A kernel that pulls is compiled once a pool on a GPU has been opened; until then the copy engine pulls.
+_COMPILE_S = 5.0
 # Pulls between two looks at the clock.
 _NUM_AT_ONCE = 8
 
@@ -132,10 +134,9 @@ async def measure_idle(plan: PullPlan, devices: tuple[str, str], line: LiveLine)
         for shape in plan.idle:
             async with _pool(sides, shape) as handle:
                 pulled = _Pulled(shape, await sides.plain_copies(handle, plan.num_pulls))
-                for number in line.rounds(_name(shape), _NUM_WARM_UP_PULLS + plan.num_pulls):
-                    pulls = await sides.pull(1)
-                    if number >= _NUM_WARM_UP_PULLS:
-                        pulled.add(pulls)
+                await sides.warm_up()
+                for _ in line.rounds(_name(shape), plan.num_pulls):
+                    pulled.add(await sides.pull(1))
                 await sides.reader.ask({"do": "check"})
             pools.append(pulled.figures())
             line.say(f"pull: {describe(pools[-1])}")
@@ -152,7 +153,7 @@ async def measure_busy(plan: PullPlan, streams: Mapping[str, StreamsPlan], line:
         for shape in plan.busy:
             async with _pool(sides, shape) as handle:
                 pulled = _Pulled(shape, await sides.plain_copies(handle, plan.num_pulls))
-                await sides.pull(_NUM_WARM_UP_PULLS)
+                await sides.warm_up()
                 quiet, busy = [await sides.steps_of_window(plan.window_s)], []
                 for _ in line.rounds(f"{_name(shape)}, both decode", plan.num_rounds):
                     busy.append(await sides.steps_of_window(plan.window_s, pulled))
@@ -168,8 +169,9 @@ async def measure_busy(plan: PullPlan, streams: Mapping[str, StreamsPlan], line:
 class _Sides:
     """Both processes."""
 
-    def __init__(self, owner: Child, reader: Child) -> None:
+    def __init__(self, owner: Child, reader: Child, *, compiles: bool) -> None:
         self.owner, self.reader = owner, reader
+        self._compiles = compiles
         self._all = {OWNER: owner, READER: reader}
 
     async def decode(self, streams: Mapping[str, StreamsPlan]) -> None:
@@ -183,6 +185,13 @@ class _Sides:
         """Seconds of each of ``count`` copies of a whole pool as one piece; needs to be done before any pull."""
         copies: Sequence[float] = await self.reader.ask({"do": "plain_copies", "handle": handle, "count": count})
         return copies
+
+    async def warm_up(self) -> None:
+        """Pull until the pool is open and what pulls is compiled."""
+        await self.pull(_NUM_WARM_UP_PULLS)
+        if self._compiles:
+            await asyncio.sleep(_COMPILE_S)
+            await self.pull(_NUM_WARM_UP_PULLS)
 
     async def pull(self, count: int) -> Sequence[Mapping[str, Any]]:
         """Pull everything ``count`` times."""
@@ -275,7 +284,7 @@ async def _sides(devices: tuple[str, str]) -> AsyncIterator[_Sides]:
     async with start_child(_SIDE, OWNER, owner_device) as owner, start_child(_SIDE, READER, reader_device) as reader:
         for child in (owner, reader):
             await child.read()
-        yield _Sides(owner, reader)
+        yield _Sides(owner, reader, compiles=reader_device != "cpu")
 
 
 @asynccontextmanager

@@ -77,6 +77,11 @@ class Streams:
         if self._reading.done():
             self._reading.result()
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the engine takes a step."""
+        return bool(self._engine.turns())
+
     def clear(self) -> None:
         """Forget the steps so far."""
         self.steps_s = []
@@ -144,6 +149,9 @@ class _Side:
         """Seconds of each step since ``clear``."""
         return [] if self._streams is None else self._streams.steps_s
 
+    def _decodes(self) -> bool:
+        return self._streams is not None and self._streams.is_stepping
+
     async def drop_pool(self) -> None:
         """Give the pool back."""
         await self._pool.aclose()
@@ -202,7 +210,7 @@ class _Reader(_Side):
             lambda address: create_channel(address, None, is_bulk=True), host=host_identity(), config=TransferConfig()
         )
         self._pool.push_async_callback(puller.close)
-        puller.attach(memory, pool.layout)
+        puller.attach(memory, pool.layout, self._decodes)
         self._block_ids = pool.scattered(seed=2)
         self._copies = [PieceCopy(piece, block_id) for piece, block_id in enumerate(self._block_ids)]
 
