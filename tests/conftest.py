@@ -61,6 +61,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter free at its end what it keeps of Triton, or nanobind prints dozens of lines of leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def free_port() -> Callable[[], int]:
     """A function that returns a free TCP port of 127.0.0.1, a new one at each call."""
