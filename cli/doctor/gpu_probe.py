@@ -263,7 +263,8 @@ class _Piecewise:
     @property
     def expected(self) -> bytes:
         """What is at ``target`` then."""
-        return b"".join(self.data[run.source_offset :][: run.size_bytes] for run in reversed(self.runs))
+        data = memoryview(self.data)  # whose slices copy nothing
+        return b"".join(data[run.source_offset : run.source_offset + run.size_bytes] for run in reversed(self.runs))
 
 
 def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount: Amount) -> Finding:
