@@ -9,7 +9,8 @@
                                               # many programs of the kernel (0: not)
 
 All but ``survey`` use the first GPU that the process sees. What they find out they print as lines of ``MARK`` and a
-JSON object. One with ``error`` says that the driver or Triton refused something.
+JSON object. One with ``error`` says that the driver or Triton refused something, and one with ``at`` what the process
+begins to do, so that whoever ends it for being late knows.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def try_host(driver: SurveyDriver, amount: Amount) -> Iterator[Finding]:
     driver.bind(0)
     with _device_memory(driver, amount.size_bytes) as device, _lane(driver) as lane:
         for kind, reserve in _HOST_MEMORY.items():
+            yield _at(f"copying between the GPU and {kind} memory")
             try:
                 with reserve(driver, amount.size_bytes) as host:
                     yield {"kind": kind, **_try_copies(lane, device, host, amount)}
@@ -97,25 +99,29 @@ def open_lent(
     driver: SurveyDriver, handle: bytes, seed: int, wanted_kernel: WantedKernel, amount: Amount
 ) -> Iterator[Finding]:
     """Copy what another process lends: whether its bytes come, and GB/s; whole, then in pieces of each size."""
+    yield _at("opening the memory that was lent")
     driver.bind(0)
     there = _bytes_of(seed, amount)
     with _device_memory(driver, amount.size_bytes) as target, _lane(driver) as lane:
         lane.write(target, bytes(amount.size_bytes))
         source = driver.open(handle)
         try:
+            yield _at("copying it whole")
             copy = lambda: driver.copy(target, source, amount.size_bytes, lane.stream)  # noqa: E731
             lane.run(copy)
             is_right = lane.read(target, amount.size_bytes) == there
             yield {"is_right": is_right, "gb_s": lane.rate(copy, amount.size_bytes, amount.num_copies)}
+            yield _at("compiling and loading the kernel")
             with wanted_kernel(driver) as kernel:
                 for size_bytes in amount.piece_sizes:
-                    yield _try_pieces(lane, _Piecewise(source, target, size_bytes, there), kernel, amount)
+                    yield from _try_pieces(lane, _Piecewise(source, target, size_bytes, there), kernel, amount)
         finally:
             driver.close(source)
 
 
 def try_triton(get_driver: Callable[[], SurveyDriver], compile: CompileHere) -> Iterator[Finding]:
     """Compile the kernel, for the GPU here or else for sm_90, and copy some words with it if there is a GPU."""
+    yield _at("importing Triton and compiling the kernel")
     try:
         driver = get_driver()
         driver.bind(0)
@@ -126,13 +132,15 @@ def try_triton(get_driver: Callable[[], SurveyDriver], compile: CompileHere) -> 
     begin = time.perf_counter()
     image = compile(architecture)
     yield {"version": image.version, "architecture": architecture, "compile_s": time.perf_counter() - begin}
+    yield _at("running the kernel")
     amount = Amount(_FEW_BYTES, 1, (_FEW_BYTES // 8,))
     there = random.randbytes(amount.size_bytes)
     with _device_memory(driver, 2 * amount.size_bytes) as source, _lane(driver) as lane:
         lane.write(source, there)
         with _kernel(driver, image, num_programs=4) as kernel:
             pieces = _Piecewise(source, source + amount.size_bytes, amount.piece_sizes[0], there)
-            yield {"is_right": _try_pieces(lane, pieces, kernel, amount)["is_right"]}
+            *_, found = _try_pieces(lane, pieces, kernel, amount)
+            yield {"is_right": found["is_right"]}
 
 
 def main(
@@ -162,6 +170,8 @@ def _findings(
     amount: Amount,
     compile: CompileHere,
 ) -> Iterator[Finding]:
+    if arguments[:1] != ["triton"]:
+        yield _at("initialising the driver")
     match arguments:
         case ["survey"]:
             yield survey(get_driver())
@@ -178,6 +188,10 @@ def _findings(
             yield from open_lent(get_driver(), bytes.fromhex(handle), int(seed), wanted, amount)
         case _:
             raise SystemExit(__doc__)
+
+
+def _at(step: str) -> Finding:
+    return {"at": step}
 
 
 def _print(finding: Finding) -> None:
@@ -267,8 +281,8 @@ class _Piecewise:
         return b"".join(data[run.source_offset : run.source_offset + run.size_bytes] for run in reversed(self.runs))
 
 
-def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount: Amount) -> Finding:
-    """GB/s by the copy engine, a copy for each piece, and by the kernel, whose bytes are compared."""
+def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount: Amount) -> Iterator[Finding]:
+    """Steps, and last GB/s by the copy engine, a copy for each piece, and by the kernel, whose bytes are compared."""
     driver, runs, size_bytes = lane.driver, pieces.runs, len(pieces.expected)
 
     def by_copies() -> None:
@@ -276,9 +290,12 @@ def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount:
             source, target = pieces.source + run.source_offset, pieces.target + run.destination_offset
             driver.copy(target, source, run.size_bytes, lane.stream)
 
+    yield _at(f"copying pieces of {pieces.piece_size_bytes} bytes by the copy engine")
     found: Finding = {"piece": pieces.piece_size_bytes, "copies": lane.rate(by_copies, size_bytes, amount.num_copies)}
     if kernel is None:
-        return found
+        yield found
+        return
+    yield _at(f"copying pieces of {pieces.piece_size_bytes} bytes by the kernel")
     table = table_of(runs)
     with _device_memory(driver, table.nbytes) as address:
         lane.write(address, table.tobytes())
@@ -288,7 +305,7 @@ def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount:
         lane.write(pieces.target, bytes(size_bytes))
         lane.run(by_kernel)
         is_right = lane.read(pieces.target, size_bytes) == pieces.expected
-        return {**found, "is_right": is_right, "kernel": lane.rate(by_kernel, size_bytes, amount.num_copies)}
+        yield {**found, "is_right": is_right, "kernel": lane.rate(by_kernel, size_bytes, amount.num_copies)}
 
 
 def _compile(architecture: int) -> KernelImage:

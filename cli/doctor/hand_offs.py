@@ -118,7 +118,7 @@ class Probes:
 
         def on_line(line: str) -> None:
             lines.append(line)
-            if line.startswith(MARK):
+            if _found((line,)):
                 has_said.set()
 
         async with self._start([*_PROBE, "lend", str(seed)], _only(gpu), on_line) as program:
@@ -142,12 +142,15 @@ class Probes:
 
 def answer(run: ProgramRun) -> Answer:
     """What the probe said before it ended."""
-    findings = [found for line in run.lines if line.startswith(MARK) and (found := _parsed(line)) is not None]
+    findings = _found(run.lines)
     if findings and "error" in findings[-1] and "name" in findings[-1]:
         *rest, refused = findings
         return Answer(tuple(rest), refused["error"], refused["name"])
     if run.exit_code != 0 or not findings:
-        return Answer(tuple(findings), f"the process that tried it {run.end}{run.last_words}")
+        steps = [said["at"] for said in _said(run.lines) if "at" in said]
+        where = f" while {steps[-1]}" if steps else ""
+        words = [line for line in run.lines if not line.startswith(MARK)]
+        return Answer(tuple(findings), ": ".join([f"the process that tried it {run.end}{where}", *words[-1:]]))
     return Answer(tuple(findings))
 
 
@@ -280,8 +283,18 @@ async def _check_gpus(probes: Probes, on_progress: Callable[[str], None]) -> lis
     return [*findings, triton]
 
 
+def _found(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """The findings among a probe's lines."""
+    return [said for said in _said(lines) if "at" not in said]
+
+
+def _said(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Its findings, and the steps that it began."""
+    return [said for line in lines if line.startswith(MARK) and (said := _parsed(line)) is not None]
+
+
 def _parsed(line: str) -> dict[str, Any] | None:
-    """The finding; ``None``: its process was ended in the middle of it."""
+    """What the line says; ``None``: its process was ended in the middle of it."""
     try:
         found: dict[str, Any] = json.loads(line.removeprefix(MARK))
     except ValueError:

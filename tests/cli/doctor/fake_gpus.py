@@ -50,6 +50,7 @@ class Machine:
         hangs: probes that never say a thing.
         no_triton: the error that its import raises.
         probes: names of those that were started.
+        steps: what each probe that was started said that it began to do, the latest one of each name.
         drivers: of all probes that ran.
     """
 
@@ -59,6 +60,7 @@ class Machine:
     hangs: set[str] = field(default_factory=set)
     no_triton: Exception | None = None
     probes: list[str] = field(default_factory=list)
+    steps: dict[str, list[str]] = field(default_factory=dict)
     drivers: list[FakeSurveyDriver] = field(default_factory=list)
 
     @asynccontextmanager
@@ -73,6 +75,7 @@ class Machine:
         driver.failing |= self.failing.get(probe, {})
         self.drivers.append(driver)
         self.probes.append(probe)
+        steps = self.steps[probe] = list[str]()
 
         def get_driver() -> FakeSurveyDriver:
             if not driver.devices:
@@ -85,6 +88,7 @@ class Machine:
             return KernelImage("3.9.0", "pull", NUM_THREADS, b"code")
 
         def report(finding: Finding) -> None:
+            steps.extend([finding["at"]] if "at" in finding else [])
             loop.call_soon_threadsafe(on_line, MARK + json.dumps(finding))
 
         def run() -> int:

@@ -211,6 +211,34 @@ async def test_a_process_that_hangs_is_a_finding(probe: str, monkeypatch: pytest
     assert findings[-1].check == "Triton"
 
 
+async def test_probes_say_what_they_begin() -> None:
+    machine = Machine(FakeHost(1))
+    await check(machine)
+    assert machine.steps["open"] == [
+        "initialising the driver",
+        "opening the memory that was lent",
+        "copying it whole",
+        "compiling and loading the kernel",
+        "copying pieces of 1024 bytes by the copy engine",
+        "copying pieces of 1024 bytes by the kernel",
+        "copying pieces of 3072 bytes by the copy engine",
+        "copying pieces of 3072 bytes by the kernel",
+    ]
+    assert machine.steps["triton"] == ["importing Triton and compiling the kernel", "running the kernel"]
+    assert [len(machine.steps[probe]) for probe in ("survey", "lend", "host")] == [1, 1, 4]
+
+
+@pytest.mark.parametrize(("code", "end"), [(None, "did not end in time"), (-11, "was killed by SIGSEGV")])
+def test_what_a_process_was_at_when_it_was_late_or_died_is_said(code: int | None, end: str) -> None:
+    steps = ['{"at": "copying it whole"}', '{"is_right": true, "gb_s": 7.0}', '{"at": "loading the kernel"}']
+    lines = ("from Triton", *(MARK + step for step in steps))
+    found = answer(ProgramRun(code, lines))
+    assert found.findings == ({"is_right": True, "gb_s": 7.0},)
+    assert found.failure == f"the process that tried it {end} while loading the kernel: from Triton"
+    [pieces] = judge_pieces(0, {0: found})
+    assert "while loading the kernel" in pieces.message
+
+
 async def test_what_there_is_no_time_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(FakeHost(2))
 
