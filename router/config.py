@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,14 +58,14 @@ class TokenizeConfig:
     """Limits of tokenizing. Short texts are tokenized at once; the rest of them wait for a thread.
 
     Attributes:
-        num_threads: threads that tokenize; one tenant's texts use all but one of them. By default one less than there
-            are cores, from 2 to 8.
+        num_threads: threads that tokenize; one tenant's texts use all but one of them. Each slows the event loop:
+            templates are laid out in Python, and one lock lets one thread at a time run Python.
         max_queued_characters: of all texts that wait for a thread, each counting as 16,384 at least. Of more, the last
             text of the tenant that has most of it is refused.
         retry_delay_s: the delay that refused clients are asked to wait.
     """
 
-    num_threads: int = field(default_factory=lambda: min(max((os.cpu_count() or 1) - 1, 2), 8))
+    num_threads: int = 2
     max_queued_characters: int = 64 << 20
     retry_delay_s: float = 1.0
 

@@ -19,8 +19,11 @@ _REQUEST_TOKENS = 8_192
 _TURN_TOKENS = 4 * _REQUEST_TOKENS
 
 # gRPC hands over one call in about six turns, in order of arrival, whoever's it is. So that calls wait here, where
-# tenants have shares, and not there, what takes longer than a short request lets turns pass: one for so many tokens.
-_PASSED_TURN_TOKENS = 4_096
+# tenants have shares, and not there, the loop is left to others for twice as long as what began took beyond a short
+# request.
+_PAUSE_S_PER_TOKEN = 2e-7
+# A timer is no finer than a millisecond.
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.0005, 0.01
 
 # There is one line for all models.
 _POOL = PoolKey("", "")
@@ -34,7 +37,7 @@ class Intake:
         self._share = share
         self._waiting: FairQueue[Turn] = FairQueue(share)
         self._num_entered = 0
-        self._num_passed_turns = 0
+        self._pause_s = 0.0
         self._num_left_tokens = _TURN_TOKENS
         self._next_turn: asyncio.Handle | None = None
 
@@ -62,7 +65,7 @@ class Intake:
     def _begin(self, tenant: str, num_tokens: int) -> None:
         self._share.serve(tenant, num_tokens)
         self._num_left_tokens -= num_tokens
-        self._num_passed_turns += _num_passed_turns(num_tokens)
+        self._pause_s += _pause_s(num_tokens)
         self._plan_turn()
 
     def _plan_turn(self) -> None:
@@ -72,9 +75,9 @@ class Intake:
     def _turn(self) -> None:
         """The next turn of the event loop has come."""
         self._next_turn = None
-        if self._num_passed_turns > 0:
-            self._num_passed_turns -= 1
-            self._plan_turn()
+        if self._pause_s >= _MIN_PAUSE_S:
+            pause_s, self._pause_s = min(self._pause_s, _MAX_PAUSE_S), 0.0
+            self._next_turn = asyncio.get_running_loop().call_later(pause_s, self._turn)
             return
         self._num_left_tokens = _TURN_TOKENS
         begun: list[Turn] = []
@@ -84,18 +87,18 @@ class Intake:
                 break
             begun.append(turn)
             num_tokens += turn.standing.num_tokens
-        if begun:
-            self._plan_turn()
         for turn in begun:
             self._waiting.serve(turn)
             self._num_left_tokens -= turn.standing.num_tokens
-            self._num_passed_turns += _num_passed_turns(turn.standing.num_tokens)
+            self._pause_s += _pause_s(turn.standing.num_tokens)
             turn.placed.set_result(None)
+        if begun:
+            self._plan_turn()  # after what begins: the pause follows the work
 
 
-def _num_passed_turns(num_tokens: int) -> int:
-    """Turns in which nothing begins after a request, or a step of one, of so much work."""
-    return (num_tokens - _REQUEST_TOKENS) // _PASSED_TURN_TOKENS
+def _pause_s(num_tokens: int) -> float:
+    """The time for which nothing begins after a request, or a step of one, of so much work."""
+    return (num_tokens - _REQUEST_TOKENS) * _PAUSE_S_PER_TOKEN
 
 
 def _is_kept(_lane: Lane[Turn]) -> bool:

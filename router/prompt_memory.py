@@ -205,9 +205,9 @@ def _prompt_bytes(prompt: Prompt) -> int:
         return _TOKEN_BYTES * len(prompt.token_ids)
     if isinstance(prompt, TextPrompt):
         return getsizeof(prompt.text)
-    num_bytes = 0
-    for message in prompt.messages:
-        num_bytes += _MESSAGE_BYTES + getsizeof(message.role)
-        for piece in message.pieces:
-            num_bytes += getsizeof(piece)
+    num_bytes = _MESSAGE_BYTES * len(prompt.messages)
+    for message in prompt.messages:  # up to 4096
+        content = message.content
+        num_bytes += getsizeof(message.role)
+        num_bytes += getsizeof(content) if isinstance(content, str) else sum(map(getsizeof, content))
     return num_bytes
