@@ -16,7 +16,7 @@ import grpc
 
 from quartet.errors import DrainingError, ProtocolError, ServingError, StreamIdleError, WorkerUnavailableError
 from quartet.limited_log import LimitedLog
-from quartet.rpc.errors import from_rpc_error
+from quartet.rpc.errors import from_rpc_error, is_connection_lost
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ _IDLE_POLL_S = 60.0
 
 RequestT = TypeVar("RequestT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest, router_pb2.SessionRequest)
 ResponseT = TypeVar("ResponseT", decode_pb2.DecodeResponse, prefill_pb2.PrefillResponse, router_pb2.SessionResponse)
+
+
+class PeerLostError(WorkerUnavailableError):
+    """The connection to a worker broke, which had requests by then: its process may have ended, for one of them."""
 
 
 class SlotCall(Protocol):
@@ -52,6 +56,7 @@ class _Stream(Generic[RequestT, CallT]):
     has_pending: asyncio.Event = field(default_factory=asyncio.Event)
     idle_timer: asyncio.TimerHandle | None = None
     was_idle: bool = False  # at the last poll, and no call has begun since
+    has_written: bool = False  # the peer was reached
 
     def send(self, messages: Iterable[RequestT]) -> None:
         self.pending.extend(messages)
@@ -72,17 +77,20 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         on_broken: Callable[[ServingError], None],
         *,
         lost_error: type[ServingError] = WorkerUnavailableError,
+        broken_error: type[ServingError] = PeerLostError,
         ends_with_calls: bool = False,
     ) -> None:
         """``on_broken`` is called when the stream breaks, and at ``close``, after its calls have failed.
 
-        ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream breaks. With
+        ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream
+        breaks, ``broken_error`` when that is because the connection did, once the peer had something. With
         ``ends_with_calls`` the stream is ended as soon as no call is left on it. The end of a stream without calls,
         so or because it was idle, does not call ``on_broken``.
         """
         self._peer = peer
         self._nonsense_log = LimitedLog(logger)
         self._lost_error = lost_error
+        self._broken_error = broken_error
         self._ends_with_calls = ends_with_calls
         self._response_type: type[ResponseT] = response_type
         self._on_broken = on_broken
@@ -107,7 +115,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
             task.cancel()
             await asyncio.wait([task])
         if stream is not None and stream is self._stream:  # the task never ran
-            self._break(stream, self._closed_error())
+            self._break(stream, self._closed_error(stream))
 
     @abstractmethod
     def _open(self) -> _Rpc[RequestT, ResponseT]:
@@ -169,7 +177,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
             stream.send([self._cancel_message(slot)])
 
     async def _run(self, stream: _Stream[RequestT, CallT]) -> None:
-        error = self._closed_error()
+        error: ServingError | None = None
         try:
             with ExitStack() as ends:
                 rpc = self._open()
@@ -178,14 +186,14 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
                 await self._read(rpc, stream)
             error = self._lost_error(f"{self._peer} ended its stream")
         except grpc.aio.AioRpcError as rpc_error:
-            error = self._stream_error(rpc_error)
+            error = self._stream_error(rpc_error, stream)
         except (LookupError, ValueError, ServingError) as nonsense:
             self._nonsense_log.warning("%s broke the protocol: %s", self._peer, nonsense)
             error = self._lost_error(f"{self._peer} broke the protocol of its stream")
         except grpc.aio.UsageError:  # the channel was closed before it could be opened
             logger.debug("the channel to %s is closed", self._peer)
         finally:
-            self._break(stream, error)
+            self._break(stream, error or self._closed_error(stream))
 
     async def _read(self, rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT]) -> None:
         while True:
@@ -223,12 +231,17 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         if task is not None:
             task.cancel()
 
-    def _closed_error(self) -> ServingError:
-        return self._lost_error(f"the stream to {self._peer} was closed")
+    def _closed_error(self, stream: _Stream[RequestT, CallT] | None = None) -> ServingError:
+        return self._break_error(stream)(f"the stream to {self._peer} was closed")
 
-    def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
+    def _break_error(self, stream: _Stream[RequestT, CallT] | None) -> type[ServingError]:
+        return self._broken_error if stream is not None and stream.has_written else self._lost_error
+
+    def _stream_error(self, rpc_error: grpc.aio.AioRpcError, stream: _Stream[RequestT, CallT]) -> ServingError:
         """The error of a broken stream's calls. It says nothing about any one request: all may be tried elsewhere."""
         error = from_rpc_error(rpc_error)
+        if is_connection_lost(rpc_error):
+            return self._break_error(stream)(error.message)
         if isinstance(error, (self._lost_error, DrainingError)):
             return error
         return self._lost_error(f"the stream to {self._peer} broke: {error.message}")
@@ -240,6 +253,7 @@ async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT
             await stream.has_pending.wait()
             while stream.pending:
                 await rpc.write(stream.pending.popleft())
+                stream.has_written = True
             stream.has_pending.clear()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader sees why
