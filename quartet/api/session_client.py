@@ -92,11 +92,7 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
     ) -> None:
         """``to_error`` turns a broken stream's status into the error of its requests."""
         super().__init__(
-            f"the router at {address}",
-            router_pb2.SessionResponse,
-            _nothing,
-            lost_error=RouterUnavailableError,
-            broken_error=RouterUnavailableError,
+            f"the router at {address}", router_pb2.SessionResponse, _nothing, lost_error=RouterUnavailableError
         )
         self._stub = stub
         self._to_error = to_error

@@ -77,20 +77,18 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         on_broken: Callable[[ServingError], None],
         *,
         lost_error: type[ServingError] = WorkerUnavailableError,
-        broken_error: type[ServingError] = PeerLostError,
         ends_with_calls: bool = False,
     ) -> None:
         """``on_broken`` is called when the stream breaks, and at ``close``, after its calls have failed.
 
-        ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream
-        breaks, ``broken_error`` when that is because the connection did, once the peer had something. With
-        ``ends_with_calls`` the stream is ended as soon as no call is left on it. The end of a stream without calls,
-        so or because it was idle, does not call ``on_broken``.
+        ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream breaks; those
+        to a worker that was reached fail with ``PeerLostError`` if its connection broke. With ``ends_with_calls`` the
+        stream is ended as soon as no call is left on it. The end of a stream without calls, so or because it was idle,
+        does not call ``on_broken``.
         """
         self._peer = peer
         self._nonsense_log = LimitedLog(logger)
         self._lost_error = lost_error
-        self._broken_error = broken_error
         self._ends_with_calls = ends_with_calls
         self._response_type: type[ResponseT] = response_type
         self._on_broken = on_broken
@@ -186,7 +184,9 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
                 await self._read(rpc, stream)
             error = self._lost_error(f"{self._peer} ended its stream")
         except grpc.aio.AioRpcError as rpc_error:
-            error = self._stream_error(rpc_error, stream)
+            error = self._stream_error(rpc_error)
+            if self._may_be_lost(stream) and is_connection_lost(rpc_error):
+                error = PeerLostError(error.message)
         except (LookupError, ValueError, ServingError) as nonsense:
             self._nonsense_log.warning("%s broke the protocol: %s", self._peer, nonsense)
             error = self._lost_error(f"{self._peer} broke the protocol of its stream")
@@ -232,16 +232,16 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
             task.cancel()
 
     def _closed_error(self, stream: _Stream[RequestT, CallT] | None = None) -> ServingError:
-        return self._break_error(stream)(f"the stream to {self._peer} was closed")
+        kind = PeerLostError if self._may_be_lost(stream) else self._lost_error
+        return kind(f"the stream to {self._peer} was closed")
 
-    def _break_error(self, stream: _Stream[RequestT, CallT] | None) -> type[ServingError]:
-        return self._broken_error if stream is not None and stream.has_written else self._lost_error
+    def _may_be_lost(self, stream: _Stream[RequestT, CallT] | None) -> bool:
+        """Whether calls on the stream may be why a worker is gone."""
+        return stream is not None and stream.has_written and self._lost_error is WorkerUnavailableError
 
-    def _stream_error(self, rpc_error: grpc.aio.AioRpcError, stream: _Stream[RequestT, CallT]) -> ServingError:
+    def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
         """The error of a broken stream's calls. It says nothing about any one request: all may be tried elsewhere."""
         error = from_rpc_error(rpc_error)
-        if is_connection_lost(rpc_error):
-            return self._break_error(stream)(error.message)
         if isinstance(error, (self._lost_error, DrainingError)):
             return error
         return self._lost_error(f"the stream to {self._peer} broke: {error.message}")
