@@ -15,14 +15,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
-from benchmarks.children import start_child
+from benchmarks.children import Child, start_child
 from benchmarks.isolation_attack import MAX_MODEL_LEN, Attack
 from benchmarks.processes import process_cpu_s
 from benchmarks.progress import LiveLine
@@ -59,6 +60,8 @@ class Window:
         other_share: cores that the process beside it used.
         router_stall_ms: the longest time for which the router's event loop ran no timer, in its thread's CPU time.
         ended: choices of both tenants that ended, by outcome, as the router counts them.
+        waiting: of the requests, how many had no answer when the last one was made.
+        overtaken: requests of the other tenant by Generate that were answered from then on until the last of those.
     """
 
     requests: int
@@ -68,6 +71,8 @@ class Window:
     other_share: float
     router_stall_ms: float
     ended: Mapping[str, int]
+    waiting: int
+    overtaken: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +143,40 @@ async def _window(stack: Stack, attack: Attack, duration_s: float, share: float 
             await child.read()
             await asyncio.sleep(_SETTLE_S)
             cpu_s, began = process_cpu_s(child.pid), time.monotonic()
-            await victim.run(duration_s)
+            backlog = _Backlog(victim, child)
+            await victim.run(duration_s, backlog.note)
+            overtaken = await backlog.overtaken()
             share = (process_cpu_s(child.pid) - cpu_s) / (time.monotonic() - began)
     metrics = (await stack.metrics())["router"]
     ended = {outcome: int(count) for outcome, count in metrics.by_label(_ENDED, "outcome").items() if count}
-    return victim.window(share, metrics.total(_LONGEST_STALL), ended)
+    return Window(
+        **victim.times(),
+        other_share=round(share, 3),
+        router_stall_ms=round(1e3 * metrics.total(_LONGEST_STALL), 1),
+        ended=ended,
+        waiting=backlog.num_waiting,
+        overtaken=overtaken,
+    )
+
+
+class _Backlog:
+    """What the victim has waiting when it has asked for the last time, and what the other tenant gets meanwhile."""
+
+    def __init__(self, victim: _Victim, child: Child) -> None:
+        self._victim = victim
+        self._child = child
+        self._num_before = 0
+        self.num_waiting = 0
+
+    async def note(self) -> None:
+        """The last request was made."""
+        self.num_waiting = self._victim.num_waiting
+        self._num_before = await self._child.ask("count")
+
+    async def overtaken(self) -> int:
+        """The last one was answered."""
+        num_after: int = await self._child.ask("count")
+        return num_after - self._num_before
 
 
 class _Victim:
@@ -151,6 +185,7 @@ class _Victim:
     def __init__(self, stub: router_pb2_grpc.RouterServiceAsyncStub) -> None:
         self._stub = stub
         self._rng = random.Random(0)
+        self.num_waiting = 0  # for their answers
         self.clear()
 
     def clear(self) -> None:
@@ -158,27 +193,27 @@ class _Victim:
         self._ttft_s: list[float] = []
         self._failed: Counter[str] = Counter()
 
-    async def run(self, duration_s: float) -> None:
-        """Ask for ``duration_s`` seconds, and wait for all answers."""
+    async def run(self, duration_s: float, on_asked: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Ask for ``duration_s`` seconds, call ``on_asked``, and wait for all answers."""
         ends_at = time.monotonic() + duration_s
         async with asyncio.TaskGroup() as group:
             due = time.monotonic()
             while (due := due + self._rng.expovariate(_RATE_PER_S)) < ends_at:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 group.create_task(self._ask())
+                self.num_waiting += 1
+            if on_asked is not None:
+                await on_asked()
 
-    def window(self, other_share: float, router_stall_s: float, ended: Mapping[str, int]) -> Window:
-        """What was measured."""
+    def times(self) -> dict[str, Any]:
+        """What was measured, by the names of ``Window``."""
         times_ms = sorted(1e3 * seconds for seconds in self._ttft_s)
-        return Window(
-            requests=len(times_ms),
-            failed=dict(self._failed),
-            ttft_ms_p50=round(times_ms[len(times_ms) // 2], 2),
-            ttft_ms_p99=round(times_ms[int(0.99 * len(times_ms))], 2),
-            other_share=round(other_share, 3),
-            router_stall_ms=round(1e3 * router_stall_s, 1),
-            ended=ended,
-        )
+        return {
+            "requests": len(times_ms),
+            "failed": dict(self._failed),
+            "ttft_ms_p50": round(times_ms[len(times_ms) // 2], 2),
+            "ttft_ms_p99": round(times_ms[int(0.99 * len(times_ms))], 2),
+        }
 
     async def _ask(self) -> None:
         token_ids = self._rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=_NUM_PROMPT_TOKENS)
@@ -199,6 +234,7 @@ class _Victim:
             self._failed[error.code().name] += 1
         except TimeoutError:
             self._failed["no answer"] += 1
+        self.num_waiting -= 1
         self._ttft_s.append(time.monotonic() - began if first_s is None else first_s)
 
 

@@ -1,5 +1,7 @@
 """One tenant's attacks on a router, each as a process: ``isolation`` starts it, and ends it by closing its input.
 
+Each line that it reads it answers with the number of requests that the router has answered so far.
+
 python -m benchmarks.isolation_attack '{"attack": ..., "router": "host:port", "share": 0.5}'
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 from typing import TypeAlias
@@ -43,9 +46,13 @@ class Attack(StrEnum):
     PROMPTS = "prompts"  # 64 clients with prompts of 8,000 tokens
     REFUSED = "refused"  # 64 clients with prompts that are too long
     SMALL = "small"  # 100 clients with chats of 4,096 tiny messages, 45 KB each, and every other one impossible
+    TINY = "tiny"  # 64 clients with prompts of one token and answers of one
 
 
 _Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
+
+# Requests by Generate that were answered to the end, of this process.
+_answered: Counter[str] = Counter()
 
 
 def main() -> None:
@@ -61,7 +68,7 @@ async def _run(attack: str, router: str, share: float) -> None:
     working = asyncio.ensure_future(work)
     answer("begun")
     async for _ in orders():
-        pass
+        answer(_answered.total())
     working.cancel()
     await asyncio.wait([working])
 
@@ -101,6 +108,7 @@ async def _generate(stub: _Stub, start: router_pb2.GenerateStart, timeout_s: flo
     await call.done_writing()
     async for _ in call:
         pass
+    _answered[ATTACKER] += 1
 
 
 async def _messages(stub: _Stub) -> None:
@@ -176,6 +184,10 @@ async def _small(stub: _Stub) -> None:
     await _repeat(100, lambda: _generate(stub, starts[next(turn) % len(starts)]))
 
 
+async def _tiny(stub: _Stub) -> None:
+    await _repeat(64, lambda: _generate(stub, _short(1, num_tokens=1)))
+
+
 def _short(num_prompt_tokens: int, *, num_tokens: int) -> router_pb2.GenerateStart:
     ids = random.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_prompt_tokens)
     return router_pb2.GenerateStart(
@@ -195,6 +207,7 @@ _ATTACKS: Mapping[Attack, Callable[[_Stub], Awaitable[None]]] = {
     Attack.PROMPTS: _prompts,
     Attack.REFUSED: _refused,
     Attack.SMALL: _small,
+    Attack.TINY: _tiny,
 }
 
 

@@ -172,6 +172,10 @@ class WorkerUnavailableError(ServingError, reason="WORKER_UNAVAILABLE"):
     """No worker that can serve the request is reachable, or the one that did is gone."""
 
 
+class WorkersLostError(ServingError, reason="WORKERS_LOST"):
+    """As many workers were lost while they ran the request as one request may take with it: it may be the cause."""
+
+
 class StreamIdleError(WorkerUnavailableError, reason="STREAM_IDLE"):
     """The worker ended a stream on which no request ran for a long time; the next one opens another."""
 

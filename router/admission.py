@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,7 +14,7 @@ from quartet.streams.wakeable import result_if_done
 from quartet.telemetry.metrics import AdmissionOutcome, RouterMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
-from router.fair_queue import FairQueue, FairShare, Lane, Position, Standing
+from router.fair_queue import FIXED_TOKENS, FairQueue, FairShare, Lane, Position, Standing
 from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
@@ -65,7 +66,7 @@ class Admission:
         self._config = config
         self._index = index
         self._metrics = metrics
-        self.share = FairShare(tenants)
+        self.share = FairShare(tenants, num_fixed_tokens=FIXED_TOKENS)
         self._queue: FairQueue[QueuedRequest] = FairQueue(self.share)
         self._num_standings = 0
         self._num_coming = 0  # choices of admitted requests that have still to be queued
@@ -283,6 +284,7 @@ class Admission:
             waiting.append(with_way(queued, snapshot))
         decision = self._policy.assign(waiting, snapshot)
         placed = list(zip(head, decision.placements, strict=True))
+        note_overtaken(placed, self.share)
         # Gangs with a member that must wait.
         torn = {queued.gang for queued, placement in placed if placement is None and queued.gang is not None}
         for queued, placement in placed:
@@ -318,7 +320,8 @@ class Admission:
 class QueuedRequest(Pending):
     """One choice on its way through the queue: what the policy sees of it, and how it waits.
 
-    ``Admission`` sets ``num_cached_tokens``, ``binds_at_once``, ``priority`` and the fields without a default here.
+    ``Admission`` sets ``num_cached_tokens``, ``binds_at_once``, ``priority``, ``is_overtaken`` and the fields without a
+    default here.
 
     Attributes:
         is_retry: an attempt was made before, so a full queue never refuses it.
@@ -328,6 +331,7 @@ class QueuedRequest(Pending):
         placed: the result of its wait, or its error.
         since: when it arrived, in monotonic seconds.
         ready_at: when a decode worker was last ready, in monotonic seconds.
+        overtaken_by: work of other tenants' requests that went before it from behind it, as ``FairShare`` has it.
         lane, position: see ``router.fair_queue.Entry``.
     """
 
@@ -339,6 +343,7 @@ class QueuedRequest(Pending):
     placed: asyncio.Future[Reservation] = field(init=False, repr=False)
     since: float = field(init=False, repr=False)
     ready_at: float = field(init=False, repr=False)
+    overtaken_by: float = field(default=0.0, init=False, repr=False)
     lane: Lane[QueuedRequest] | None = field(default=None, init=False, repr=False)
     position: Position = field(init=False, repr=False)
 
@@ -361,3 +366,22 @@ def note_levels(head: Sequence[QueuedRequest]) -> None:
             levels[tenant, priority] = -min(level, _MAX_LEVELS - 1)
     for queued in head:
         queued.priority = levels[queued.standing.tenant, queued.standing.priority]
+
+
+def note_overtaken(placed: Sequence[tuple[QueuedRequest, Placement | None]], share: FairShare) -> None:
+    """Note what the policy did with the head of the queue, ``placed``, to those that it kept waiting.
+
+    One that choices of other tenants behind it have overtaken with as much work as its own is to go before those behind
+    it. Else the short requests of one tenant would go before a long one of another for as long as they keep coming.
+    """
+    behind = 0.0
+    behind_of: defaultdict[str, float] = defaultdict(float)
+    for queued, placement in reversed(placed):
+        standing = queued.standing
+        if placement is not None and not queued.is_retry:
+            length = share.request_length(standing.tenant, standing.num_tokens)
+            behind += length
+            behind_of[standing.tenant] += length
+        elif placement is None and behind > behind_of[standing.tenant]:
+            queued.overtaken_by += behind - behind_of[standing.tenant]
+            queued.is_overtaken = queued.overtaken_by >= share.request_length(standing.tenant, standing.num_tokens)

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 from quartet import errors
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import ChoicePlacement, prompt_field
-from quartet.discovery.base import Rank
+from quartet.discovery.base import Rank, Role, WorkerKey
 from quartet.engine.base import FinishReason, Generation
 from quartet.errors import PromptTooLongError, ServingError, WorkerUnavailableError
 from quartet.kvcache.block_hash import MediaSpan
@@ -28,6 +28,7 @@ from router.book import Booking, Reservation, numbering
 from router.config import AttemptConfig
 from router.context import RouterContext
 from router.fair_queue import Standing
+from router.lost_workers import LostWorkers
 from router.media.encode import ReadyInputs
 from router.media.request import RequestMedia
 from router.policy.base import Placement
@@ -97,6 +98,7 @@ class ChoiceRun:
         self._standing = standing
         self._on_placed = on_placed
         self._hints = RetryHints(avoid=set(avoid))
+        self._lost = LostWorkers(context.table, context.config.max_lost_workers)
         self._num_begun = 0
         self._num_charged_tokens = 0
         self._signer: Signer | None = None
@@ -159,11 +161,19 @@ class ChoiceRun:
                     pause_s = self._hints.note(failure, reservation.placement)
                     if self._hints.num_failures >= self._context.config.max_attempts:
                         raise failure.error from failure
+                    self._note_lost(failure, reservation)
                 finally:
                     reservation.release()
                     self._context.admission.wake()
             await self._context.sleep(pause_s)
         return reason
+
+    def _note_lost(self, failure: HopFailedError, reservation: Reservation) -> None:
+        """Raises ``WorkersLostError`` as ``LostWorkers.note`` does."""
+        booking, key = reservation.decode, WorkerKey(Role.DECODE, reservation.placement.decode.worker_id)
+        if failure.hop is Hop.PREFILL and reservation.prefill is not None:
+            booking, key = reservation.prefill, WorkerKey(Role.PREFILL, reservation.placement.prefills_at.worker_id)
+        self._lost.note(failure.error, key, booking.epoch)
 
     @property
     def _num_tokens(self) -> int:

@@ -25,6 +25,8 @@ class AttemptConfig:
     Attributes:
         max_attempts: after so many failed attempts the choice fails with the last one's error. One that ended because
             its worker was drained, or had a full queue, does not count.
+        max_lost_workers: once so many workers' processes have ended while they had the choice, it fails, because it may
+            be the cause. One that went away in order, or is back in the same life, does not count. So with encodes.
         reserve_tokens: a decode worker must have room for the prompt, the generated tokens, and this many tokens
             more (or the remaining tokens, if fewer).
         encode_timeout_s: longest encode of a request's media at one worker, the worker's queue included.
@@ -34,6 +36,7 @@ class AttemptConfig:
     """
 
     max_attempts: int = 5
+    max_lost_workers: int = 3
     reserve_tokens: int = 512
     encode_timeout_s: float = 60.0
     prefill_timeout_s: float = 120.0
@@ -42,7 +45,7 @@ class AttemptConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        for name in ("max_attempts", "reserve_tokens"):
+        for name in ("max_attempts", "max_lost_workers", "reserve_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
         for name in ("encode_timeout_s", "prefill_timeout_s", "decode_start_timeout_s", "decode_stall_timeout_s"):

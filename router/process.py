@@ -245,6 +245,7 @@ class RouterProcess:
             queue=EncodeQueue(table, index, share, random.Random(), max_length=max_length, retry_delay_s=retry_delay_s),
             timeout_s=attempts.encode_timeout_s,
             max_attempts=attempts.max_attempts,
+            max_lost_workers=attempts.max_lost_workers,
         )
 
     def _untaken_budgets(self, table: WorkerTable) -> UntakenBudgets[PoolKey]:

@@ -20,8 +20,8 @@ from router.fair_queue import FairShare
 
 ResultT = TypeVar("ResultT")
 
-# A job counts as so much at least of what may wait: a line of 4096 jobs is as much as can be looked through in a
-# millisecond.
+# A job counts as so much at least: of its tenant's share, because a thread takes its time for a small one too, and of
+# what may wait, because a line of 4096 jobs is as much as can be looked through in a millisecond.
 _MIN_SIZE = 16_384
 
 #: Tells a thread whether a caller still waits for what it does.
@@ -83,7 +83,7 @@ class ThreadQueue:
         job = _Job(tenant=tenant, size=size, work=work)
         if tenant not in self._waiting:
             self._waiting[tenant] = deque()
-            self._share.waits(tenant, size)
+            self._share.waits(tenant, job.counted_size)
         self._waiting[tenant].append(job)
         self._waiting_size += job.counted_size
         self._poll()
@@ -106,7 +106,7 @@ class ThreadQueue:
             if not tenants:
                 return
             job = self._waiting[min(tenants, key=self._share.start)][0]
-            self._share.serve(job.tenant, job.size)
+            self._share.serve(job.tenant, job.counted_size)
             self._leave(job)
             self._running[job.tenant] += 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.run)

@@ -194,6 +194,12 @@ class WorkerTable:
         worker = self._of_epoch(key, epoch)
         return worker is not None and worker.silence_s(now) > self._heartbeat_timeout_s
 
+    def is_well(self, key: WorkerKey, epoch: int, now: float) -> bool:
+        """Whether the worker is there in that epoch, and ready or draining."""
+        worker = self._of_epoch(key, epoch)
+        state = None if worker is None else worker.state(now, self._heartbeat_timeout_s)
+        return state in (WorkerState.READY, WorkerState.DRAINING)
+
     def hanging(self, now: float) -> list[WorkerRecord]:
         """Workers that report that their work does not move, if a ready one of their pool and role can take it."""
         stuck = [worker for worker in self._workers.values() if worker.is_stuck]

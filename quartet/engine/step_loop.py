@@ -6,6 +6,7 @@ posts to the engine thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from quartet.engine.runner import ModelRunner, RequestState, RunningRequest, Sch
 from quartet.engine.scheduler import Pull, Schedule, Scheduler, SchedulerConfig, TokenOut
 from quartet.engine.step_time import Backlog, StepClock, StepWork, backlog, step_work
 from quartet.engine.validation import limits_of
-from quartet.errors import MediaLostError, RequestCancelledError, ServingError
+from quartet.errors import EngineError, MediaLostError, RequestCancelledError, ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import FetchResult, TransferWay
+
+logger = logging.getLogger(__name__)
 
 # A step loop is one rank.
 _RANK = 0
@@ -238,6 +241,11 @@ class StepLoop:
             self._scheduler.add(request)
         except ServingError as error:
             self._outputs.fail(request.id, error)
+        except Exception:
+            if request.id in self._scheduler.live:
+                raise  # half of it is in: nothing is certain any more
+            logger.exception("a request could not be taken in")
+            self._outputs.fail(request.id, EngineError("the engine could not take the request in"))
         else:
             self._outputs.submit(request.id, submitted_at)
 

@@ -68,6 +68,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
     errors.PlacementBudgetError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
+    errors.WorkersLostError: StatusCode.INTERNAL,  # not UNAVAILABLE: trying again may cost another worker
     errors.StreamIdleError: StatusCode.UNAVAILABLE,
     errors.RouterUnavailableError: StatusCode.UNAVAILABLE,
     errors.SessionIdleError: StatusCode.UNAVAILABLE,
@@ -216,6 +217,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServingError:
     details = _read_details(error)
     message = error.details() or error.code().name
     return _rebuild(details.reason, error.code(), message, details.field, details.retry_delay_s)
+
+
+def is_connection_lost(error: grpc.aio.AioRpcError) -> bool:
+    """Whether gRPC itself ended the call because the connection broke, or there was none: no server said so."""
+    return error.code() is StatusCode.UNAVAILABLE and not _read_details(error).reason
 
 
 def from_pull_error(error: grpc.aio.AioRpcError) -> ServingError:

@@ -54,6 +54,7 @@ FINAL = (
     errors.UnauthenticatedError,
     errors.UnimplementedError,
     errors.RequestTimeoutError,
+    errors.WorkersLostError,
 )
 
 #: No room just now.

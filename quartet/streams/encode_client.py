@@ -14,10 +14,11 @@ from quartet.errors import ProtocolError, RequestCancelledError, ServingError, W
 from quartet.kvcache.layout import HandOff
 from quartet.limited_log import LimitedLog
 from quartet.media.items import MediaSize
-from quartet.rpc.errors import from_rpc_error
+from quartet.rpc.errors import from_rpc_error, is_connection_lost
 from quartet.streams.chunks import StartRest, take_chunks
 from quartet.streams.convert.messages import from_encode_sized, from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart
+from quartet.streams.slots import PeerLostError
 from quartet.v1 import encode_pb2, encode_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class EncodeCall:
         self._error: ServingError | None = None
         self._is_taken = False
         self._has_sizes, self._has_ended = asyncio.Event(), asyncio.Event()
+        #: The worker was reached.
+        self.has_written = False
         #: Set once it was cancelled.
         self.is_cancelled = asyncio.Event()
 
@@ -176,7 +179,7 @@ class EncodeClient:
                 ends.callback(asyncio.create_task(_end_soon(rpc, call)).cancel)
                 await self._read(rpc, call)
         except grpc.aio.AioRpcError as rpc_error:
-            call.fail(self._stream_error(rpc_error))
+            call.fail(self._stream_error(rpc_error, call))
         except grpc.aio.UsageError:  # the channel was closed before it could be opened
             call.fail(self._closed_error())
         except ServingError as error:
@@ -201,8 +204,10 @@ class EncodeClient:
         if not call.is_over:
             call.fail(self._closed_error())
 
-    def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
+    def _stream_error(self, rpc_error: grpc.aio.AioRpcError, call: EncodeCall) -> ServingError:
         error = from_rpc_error(rpc_error)
+        if call.has_written and is_connection_lost(rpc_error):
+            return PeerLostError(error.message)
         if type(error) is ServingError and rpc_error.code() is grpc.StatusCode.INTERNAL:
             # A refusal that overtakes the start's last chunks becomes this status; its reason is lost.
             return WorkerUnavailableError(f"the stream to worker {self._worker_id} broke: {error.message}")
@@ -228,6 +233,7 @@ async def _write(rpc: _Rpc, call: EncodeCall, messages: Sequence[encode_pb2.Enco
     try:
         for message in messages:
             await rpc.write(message)
+            call.has_written = True
         await call.is_cancelled.wait()
         await rpc.write(encode_pb2.EncodeRequest(cancel=types_pb2.Cancel()))
         await rpc.done_writing()

@@ -16,7 +16,7 @@ import grpc
 
 from quartet.errors import DrainingError, ProtocolError, ServingError, StreamIdleError, WorkerUnavailableError
 from quartet.limited_log import LimitedLog
-from quartet.rpc.errors import from_rpc_error
+from quartet.rpc.errors import from_rpc_error, is_connection_lost
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ _IDLE_POLL_S = 60.0
 
 RequestT = TypeVar("RequestT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest, router_pb2.SessionRequest)
 ResponseT = TypeVar("ResponseT", decode_pb2.DecodeResponse, prefill_pb2.PrefillResponse, router_pb2.SessionResponse)
+
+
+class PeerLostError(WorkerUnavailableError):
+    """The connection to a worker broke, which had requests by then: its process may have ended, for one of them."""
 
 
 class SlotCall(Protocol):
@@ -52,6 +56,7 @@ class _Stream(Generic[RequestT, CallT]):
     has_pending: asyncio.Event = field(default_factory=asyncio.Event)
     idle_timer: asyncio.TimerHandle | None = None
     was_idle: bool = False  # at the last poll, and no call has begun since
+    has_written: bool = False  # the peer was reached
 
     def send(self, messages: Iterable[RequestT]) -> None:
         self.pending.extend(messages)
@@ -76,9 +81,10 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
     ) -> None:
         """``on_broken`` is called when the stream breaks, and at ``close``, after its calls have failed.
 
-        ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream breaks. With
-        ``ends_with_calls`` the stream is ended as soon as no call is left on it. The end of a stream without calls,
-        so or because it was idle, does not call ``on_broken``.
+        ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream breaks; those
+        to a worker that was reached fail with ``PeerLostError`` if its connection broke. With ``ends_with_calls`` the
+        stream is ended as soon as no call is left on it. The end of a stream without calls, so or because it was idle,
+        does not call ``on_broken``.
         """
         self._peer = peer
         self._nonsense_log = LimitedLog(logger)
@@ -107,7 +113,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
             task.cancel()
             await asyncio.wait([task])
         if stream is not None and stream is self._stream:  # the task never ran
-            self._break(stream, self._closed_error())
+            self._break(stream, self._closed_error(stream))
 
     @abstractmethod
     def _open(self) -> _Rpc[RequestT, ResponseT]:
@@ -169,7 +175,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
             stream.send([self._cancel_message(slot)])
 
     async def _run(self, stream: _Stream[RequestT, CallT]) -> None:
-        error = self._closed_error()
+        error: ServingError | None = None
         try:
             with ExitStack() as ends:
                 rpc = self._open()
@@ -179,13 +185,15 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
             error = self._lost_error(f"{self._peer} ended its stream")
         except grpc.aio.AioRpcError as rpc_error:
             error = self._stream_error(rpc_error)
+            if self._may_be_lost(stream) and is_connection_lost(rpc_error):
+                error = PeerLostError(error.message)
         except (LookupError, ValueError, ServingError) as nonsense:
             self._nonsense_log.warning("%s broke the protocol: %s", self._peer, nonsense)
             error = self._lost_error(f"{self._peer} broke the protocol of its stream")
         except grpc.aio.UsageError:  # the channel was closed before it could be opened
             logger.debug("the channel to %s is closed", self._peer)
         finally:
-            self._break(stream, error)
+            self._break(stream, error or self._closed_error(stream))
 
     async def _read(self, rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT]) -> None:
         while True:
@@ -223,8 +231,13 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         if task is not None:
             task.cancel()
 
-    def _closed_error(self) -> ServingError:
-        return self._lost_error(f"the stream to {self._peer} was closed")
+    def _closed_error(self, stream: _Stream[RequestT, CallT] | None = None) -> ServingError:
+        kind = PeerLostError if self._may_be_lost(stream) else self._lost_error
+        return kind(f"the stream to {self._peer} was closed")
+
+    def _may_be_lost(self, stream: _Stream[RequestT, CallT] | None) -> bool:
+        """Whether calls on the stream may be why a worker is gone."""
+        return stream is not None and stream.has_written and self._lost_error is WorkerUnavailableError
 
     def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
         """The error of a broken stream's calls. It says nothing about any one request: all may be tried elsewhere."""
@@ -240,6 +253,7 @@ async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT
             await stream.has_pending.wait()
             while stream.pending:
                 await rpc.write(stream.pending.popleft())
+                stream.has_written = True
             stream.has_pending.clear()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reader sees why

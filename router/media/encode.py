@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from quartet.discovery.base import Rank
+from quartet.discovery.base import Rank, Role, WorkerKey
 from quartet.errors import QueueFullError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaItem, MediaSize
@@ -22,8 +22,10 @@ from quartet.media.media_id import media_hash
 from quartet.streams.client import FINAL, pause_s
 from quartet.streams.messages import EncodeStart, MediaInput, RequestContext
 from router.book import Booking, numbering
+from router.config import AttemptConfig
 from router.fleet import Hops, RenewedHandOff
 from router.kv_index.index import PrefixIndex
+from router.lost_workers import LostWorkers
 from router.media.encode_queue import EncodeNeed, EncodePlaces, EncodeQueue
 from router.workers import PoolKey, WorkerTable
 
@@ -176,6 +178,7 @@ class EncodeTools:
         queue: where requests with fetched media wait for places at a worker.
         timeout_s: longest encode, the worker's queue included.
         max_attempts: failed attempts for one request, in all.
+        max_lost_workers: so many workers may be lost while they encode one request's items.
         sleep: pauses between attempts, in seconds.
     """
 
@@ -186,6 +189,7 @@ class EncodeTools:
     queue: EncodeQueue
     timeout_s: float
     max_attempts: int
+    max_lost_workers: int = AttemptConfig.max_lost_workers
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     sizes: KnownSizes = field(default_factory=KnownSizes)
 
@@ -279,6 +283,7 @@ class Encoding:
 
     async def _run(self) -> None:
         num_failures, began, places = 0, time.monotonic(), None
+        lost = LostWorkers(self._tools.table, self._tools.max_lost_workers)
         while True:
             places = await self._tools.queue.enter(self._need(), after=places)
             try:
@@ -293,6 +298,7 @@ class Encoding:
                 num_failures += 1
                 if isinstance(error, FINAL) or num_failures >= self._tools.max_attempts:
                     raise client_error(error, self._order.fields) from error
+                lost.note(error, WorkerKey(Role.ENCODE, places.rank.worker_id), places.booking.epoch)
                 pause = pause_s(error, num_failures)
             finally:
                 places.release()

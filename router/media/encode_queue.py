@@ -19,7 +19,7 @@ from quartet.discovery.base import Rank
 from quartet.errors import QueueFullError
 from quartet.streams.wakeable import result_if_done
 from router.book import ItemsBooking
-from router.fair_queue import FairQueue, FairShare, Lane, Position, Standing
+from router.fair_queue import FIXED_TOKENS, FairQueue, FairShare, Lane, Position, Standing
 from router.kv_index.index import PrefixIndex
 from router.workers import EncodeCandidate, PoolKey, WorkerTable
 
@@ -54,20 +54,28 @@ class EncodePlaces:
     """
 
     def __init__(
-        self, queue: EncodeQueue, rank: Rank, booking: ItemsBooking, standing: Standing, *, is_new: bool
+        self,
+        queue: EncodeQueue,
+        rank: Rank,
+        booking: ItemsBooking,
+        standing: Standing,
+        num_guessed_tokens: int,
+        *,
+        is_new: bool,
     ) -> None:
-        """Made by ``EncodeQueue.enter``; ``is_new``: its tenant was charged for these places."""
+        """Made by ``EncodeQueue.enter``; ``is_new``: its tenant was charged for these places, and so many tokens."""
         self.rank = rank
         self.booking = booking
         self.standing = standing
         self._queue = queue
+        self._num_guessed_tokens = num_guessed_tokens
         self._is_guess = is_new
 
     def sized(self, num_tokens: int) -> None:
         """The vision tower computes ``num_tokens`` tokens for them."""
         if self._is_guess:
             self._is_guess = False
-            self._queue.charge(self.standing.tenant, num_tokens - self.standing.num_tokens)
+            self._queue.charge(self.standing.tenant, num_tokens - self._num_guessed_tokens)
 
     def leave_one(self) -> None:
         """An item is encoded: its place is free."""
@@ -175,7 +183,8 @@ class EncodeQueue:
                 full.add((need.pool, queued.adapter))
         for queued, rank, booking in placed:
             self._queue.serve(queued)
-            places = EncodePlaces(self, rank, booking, queued.standing, is_new=not queued.is_retry)
+            num_tokens = queued.need.num_tokens
+            places = EncodePlaces(self, rank, booking, queued.standing, num_tokens, is_new=not queued.is_retry)
             queued.placed.set_result(places)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
@@ -189,7 +198,8 @@ class EncodeQueue:
             tenant=need.tenant,
             priority=need.priority,
             number=self._num_arrived,
-            num_tokens=max(need.num_tokens, 1),
+            # Each item takes a place, however small it is, and even if a worker has it cached.
+            num_tokens=need.num_tokens + FIXED_TOKENS * len(need.hashes),
         )
 
     def _num_cached(self, need: EncodeNeed) -> Mapping[Rank, int]:

@@ -38,6 +38,7 @@ class Pending:
         prefer_prefill: where its blocks are probably cached.
         priority: higher first. The queue gives 0 to each tenant's most urgent ones, whatever number the tenant gave.
         arrived_at: monotonic seconds.
+        is_overtaken: requests of other tenants behind it have been served before it, of as much work as its own.
         binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.
         sequence_hashes: names of its full blocks, first to last; empty if nothing is known of what is cached.
@@ -55,6 +56,7 @@ class Pending:
     prefer_prefill: Rank | None = None
     priority: int = 0
     arrived_at: float = 0.0
+    is_overtaken: bool = False
     binds_at_once: bool = False
     session_key: str = field(default="", repr=False)
     sequence_hashes: Sequence[int] = field(default=(), repr=False)

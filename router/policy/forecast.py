@@ -58,7 +58,8 @@ class Job:
         num_tokens: prompt and generated tokens.
         age_s: seconds that it has waited so far.
         priority: higher first.
-        is_due: it, or one behind it in the queue, has waited so long that none behind it may go first.
+        is_due: it, or one behind it in the queue, has waited so long, or others overtook it so often, that none behind
+            it may go first.
         num_missing: by forecast, tokens to compute there; ``None``: it can't go there.
         num_shared: by the other job's number, leading tokens that both have.
         deferral: for how long it is not sent to which rank.

@@ -73,7 +73,8 @@ class KvAwareConfig:
             prefill them; ``None``: only the cost decides.
         transfer_s_per_token: seconds to move a token's KV from where it is prefilled to where it is decoded. The
             default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
-        overtaken_s: no request behind it in the queue overtakes a request that has waited for so long.
+        overtaken_s: no request behind it in the queue overtakes a request that has waited for so long. (Nor one that
+            those of other tenants have overtaken with as much work as its own.)
         gather_s: a request waits at most so long for others that come with it, to be planned together,
         gather_share: but for no more than this share of the time by which its prefill is longer than a short one.
         peers: how several routers keep out of each other's way.
@@ -199,7 +200,7 @@ class KvAwarePolicy:
         waits = PeerWaits([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
         jobs: list[Job] = []
         due_by = snapshot.now - self._config.overtaken_s
-        last_due = max([number for number, one in enumerate(planned) if one.pending.arrived_at <= due_by], default=-1)
+        last_due = max([number for number, one in enumerate(planned) if _is_due(one.pending, due_by)], default=-1)
         for number, one in enumerate(planned):
             pending = one.pending
             age_s = max(snapshot.now - pending.arrived_at, 0.0)
@@ -420,6 +421,10 @@ class PeerWaits:
             until_s.append(least_s if is_free else max(wait_s - age_s, least_s))
             starts_in_s.append(until_s[-1] if is_free else until_s[-1] + self._config.doubt_s)
         return Deferral(until_s, starts_in_s)
+
+
+def _is_due(pending: Pending, due_by: float) -> bool:
+    return pending.arrived_at <= due_by or pending.is_overtaken
 
 
 def _routes(snapshot: Snapshot) -> list[_Route]:

@@ -8,7 +8,10 @@ import pytest
 
 from tests.chaos.command import run_benchmark
 
-ATTACKS = ("messages", "choices", "small")
+ATTACKS = ("messages", "choices", "small", "tiny")
+
+# Clients of the attack with tiny requests.
+NUM_CLIENTS = 64
 
 
 @pytest.mark.timeout(200)
@@ -23,3 +26,8 @@ def test_an_attacked_router_answers_every_request_of_another_tenant(tmp_path: Pa
         assert outcome["attacked"]["failed"] == {}
         # In CPU time of its thread, so a busy machine does not count; these attacks once took 373 ms to five seconds.
         assert outcome["attacked"]["router_stall_ms"] < 200
+    # Shares, in counts. A request of the other tenant, of 128 tokens and 2, costs as much as two tiny ones. What the
+    # clients had running when it asked for the last time, and what ran when it had its last answer, comes on top.
+    tiny = found["outcomes"]["tiny"]["attacked"]
+    assert tiny["ended"]["length"] > tiny["requests"], "the attack was answered, too"
+    assert tiny["overtaken"] <= 2 * tiny["waiting"] + 4 * NUM_CLIENTS

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from quartet.engine import scheduler
 from quartet.engine.base import EngineRequest, EngineStats, RequestKind, StepOutput
 from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import Cancel, FetchFailed, Message, StepLoop, StepReport, Submit
-from quartet.errors import MediaLostError, TransferError
+from quartet.engine.validation import EngineLimits, check_request
+from quartet.errors import EngineError, MediaLostError, TransferError
 from quartet.kvcache.block_hash import MediaSpan
 from tests.engine.fakes import FakePuller, FakeRunner, make_request
 
@@ -109,6 +111,23 @@ def test_a_request_decodes_while_another_one_is_pulled() -> None:
     assert not loop.is_idle
     loop.run_until_idle([])
     assert loop.ended == [decoding.id]
+
+
+def test_a_request_that_can_not_be_taken_in_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, bad, good = Loop(), make_request(range(5)), make_request(range(9), kind=RequestKind.PREFILL)
+
+    def check(request: EngineRequest, limits: EngineLimits) -> None:
+        if request is bad:
+            raise TypeError("a bug that this request brings out")
+        check_request(request, limits)
+
+    monkeypatch.setattr(scheduler, "check_request", check)
+    report = loop.step(submit(bad), submit(good))
+    assert report.output is not None
+    [failed] = report.output.failed
+    assert (failed.id, type(failed.error)) == (bad.id, EngineError)
+    assert loop.ended == [good.id, bad.id]
+    assert loop.is_idle
 
 
 def test_a_request_that_lost_its_media_fails_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,9 +12,12 @@ import pytest
 
 from quartet.discovery.base import Rank
 from quartet.errors import QueueFullError, WorkerUnavailableError
+from quartet.events.load import StepTime
 from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
+from router.book import Reservation
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import RoundRobinPolicy
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from router.tenants import TenantConfig
 from tests.router.admission_scene import POOL, RECORD, TIMEOUT_S, AdmissionScene
 from tests.router.records import make_load
@@ -123,6 +127,47 @@ async def test_a_policy_is_shown_which_requests_come_behind_others_of_their_tena
     await scene.settle()
     assert policy.seen[:4] == [0, 0, 0, 0], "the most urgent one of a is placed, or gone"
     await scene.close()
+
+
+async def test_kv_aware_lets_tiny_prompts_overtake_another_tenants_long_one_by_no_more_than_its_own_work() -> None:
+    scene = AdmissionScene(KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0)))
+    step_time = StepTime(prefill_base_s=1e-3, prefill_s_per_token=1e-3)
+
+    async def ask(tenant: str, num_tokens: int, first: int) -> Reservation:
+        queued = QueuedRequest(
+            standing=scene.admission.standing(POOL, tenant=tenant, num_tokens=num_tokens),
+            num_tokens=num_tokens,
+            num_reserved_tokens=num_tokens,
+            num_most_tokens=num_tokens,
+            arrived_at=time.monotonic(),
+            sequence_hashes=range(first, first + num_tokens // 10),
+        )
+        return await scene.admission.admit(queued)
+
+    busy = make_load(RECORD, step_time=step_time, max_running=1, num_running=1)
+    free = make_load(RECORD, step_time=step_time, max_running=2, num_running=0)
+    scene.table.report(busy, 0.0)
+    long = asyncio.create_task(ask("long", 60, 1))
+    await scene.settle()
+    overtakers: list[asyncio.Task[Reservation]] = []
+    while not long.done():
+        overtakers += [asyncio.create_task(ask("tiny", 10, 10 * len(overtakers) + 100)) for _ in range(2)]
+        await scene.settle()
+        scene.table.report(free, 0.0)
+        await scene.settle()
+        scene.table.report(busy, 0.0)
+        for task in overtakers:
+            if task.done():
+                task.result().release()
+        await scene.settle()
+        assert len(overtakers) < 100
+    num_overtaken = sum(task.done() for task in overtakers)
+    # It pays as much as 1.4 of them; more than one may be bound at a time.
+    assert num_overtaken <= 4
+    long.result().release()
+    for task in overtakers:
+        task.cancel()
+    await asyncio.gather(*overtakers, return_exceptions=True)
 
 
 async def test_waits_that_end_without_a_placement_are_counted_by_cause() -> None:

@@ -12,7 +12,7 @@ import pytest
 from quartet.api.request import TokenPrompt
 from quartet.errors import ModelNotFoundError, QueueFullError
 from router.explain import ExplainTurns
-from router.fair_queue import FairShare, Standing
+from router.fair_queue import FIXED_TOKENS, FairShare, Standing
 from router.workers import PoolKey
 from tests.router.fakes import TIMEOUT_S, Fleet
 from tests.router.test_explain import explain
@@ -54,8 +54,8 @@ async def test_explained_tokens_are_charged_to_the_tenant() -> None:
     for _ in range(3):
         await explain(fleet, start)
     # So its next request stands behind those of a tenant that asked nothing.
-    assert fleet.admission.share.start("asker") == 150
-    assert fleet.admission.share.start("other") == 100
+    assert fleet.admission.share.start("asker") == 3 * (FIXED_TOKENS + 50)
+    assert fleet.admission.share.start("other") == 2 * (FIXED_TOKENS + 50)
 
 
 class Scene:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -20,10 +21,12 @@ from quartet.rpc.server import StalledCalls
 from quartet.v1 import router_pb2 as pb
 from router.book import numbering
 from router.config import AttemptConfig
+from router.fair_queue import FIXED_TOKENS
 from router.generate import GenerateRun
 from router.intake import Intake
-from router.policy.base import Decision, Pending, Snapshot
+from router.policy.base import Decision, Pending, Policy, Snapshot
 from router.policy.greedy import RoundRobinPolicy
+from router.policy.kv_aware import KvAwarePolicy
 from router.tenants import TenantConfig
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, Request, collect, expected_tokens
 from tests.router.records import make_load
@@ -126,8 +129,22 @@ async def test_a_tenant_with_long_answers_gets_no_more_tokens_than_one_with_shor
     tenants = await run_in_turn(fleet, [fleet.generate(start) for start in starts], 30)
     num_tokens = Counter[str]()
     for tenant in tenants:
-        num_tokens[tenant] += 20 + (60 if tenant == "long" else 10)
-    assert abs(num_tokens["long"] - num_tokens["short"]) <= 2 * 80
+        num_tokens[tenant] += FIXED_TOKENS + 20 + (60 if tenant == "long" else 10)
+    assert abs(num_tokens["long"] - num_tokens["short"]) <= 2 * (FIXED_TOKENS + 80)
+
+
+@pytest.mark.parametrize("policy", [None, KvAwarePolicy(random.Random(0))])
+async def test_tiny_requests_of_one_tenant_are_served_in_no_larger_number_than_their_price_allows(
+    policy: Policy | None,
+) -> None:
+    fleet = Fleet("decode-0", policy=policy, num_blocks=1000, max_model_len=1000)
+    [decode] = [status.record for status in fleet.table.statuses(0.0)]
+    fleet.table.report(make_load(decode, max_running=1), 0.0)
+    tiny = [make_start("tiny", 1, prompt=TokenPrompt((1,))) for _ in range(200)]
+    others = [make_start("other", 2, prompt=TokenPrompt((1,) * 128)) for _ in range(40)]
+    tenants = await run_in_turn(fleet, [fleet.generate(start) for start in (*tiny, *others)], 60)
+    # By their tokens alone, 65 of the tiny ones would come for each of the other tenant's.
+    assert tenants.count("tiny") <= 2 * tenants.count("other") + 4
 
 
 async def test_answers_that_end_early_cost_their_tenant_only_what_they_used() -> None:
@@ -145,18 +162,18 @@ async def test_a_running_answer_is_charged_as_it_grows_and_settled_when_it_ends_
     fleet.hops.plans["decode"].append(Plan(hang_after=200))
     request = fleet.generate(make_start("a", 400))
     reading = asyncio.create_task(collect(request))
-    await until(lambda: share.start("a") >= 20 + 190)
-    assert share.start("a") <= 20 + 200
+    await until(lambda: share.start("a") >= FIXED_TOKENS + 20 + 190)
+    assert share.start("a") <= FIXED_TOKENS + 20 + 200
     request.cancel()
     answer = await reading
     assert answer.finished[0].reason is FinishReason.CANCELLED
-    assert share.start("a") == 20 + len(answer.token_ids[0])
+    assert share.start("a") == FIXED_TOKENS + 20 + len(answer.token_ids[0])
     # An attempt that fails is not paid twice.
     fleet.hops.plans["decode"].append(Plan(fail_after=3, error=WorkerUnavailableError("gone")))
     before = share.start("a")
     answer = await collect(fleet.generate(make_start("a", 30)))
     assert answer.finished[0].usage.num_attempts == 2
-    assert share.start("a") == before + 20 + 30
+    assert share.start("a") == before + FIXED_TOKENS + 20 + 30
 
 
 async def test_who_is_never_placed_pays_nothing() -> None:
@@ -178,10 +195,10 @@ async def test_what_could_not_be_placed_for_its_client_costs_only_what_was_compu
     fleet.hops.plans["prefill"].append(Plan(error=WorkerUnavailableError("gone")))
     with pytest.raises(WorkerUnavailableError):
         await fleet.pipeline.place(make_start("a", 60))
-    assert fleet.admission.share.start("a") == 20
+    assert fleet.admission.share.start("a") == FIXED_TOKENS + 20
     await fleet.pipeline.place(make_start("a", 60))
     fleet.admission.share.serve("a", 0)
-    assert fleet.admission.share.start("a") == 20 + 20 + 60
+    assert fleet.admission.share.start("a") == 3 * FIXED_TOKENS + 20 + 20 + 60
 
 
 def end_placed(fleet: Fleet, **numbers: tuple[int, ...]) -> None:
@@ -212,7 +229,7 @@ async def test_output_tokens_that_a_client_brings_cost_as_much_as_a_prompt(
     else:
         parts = fleet.generate(start, resume=resume).parts()
         await anext(parts)  # it is placed, and has no token yet
-    assert fleet.admission.share.start("a") == 1 + 300 + 16
+    assert fleet.admission.share.start("a") == FIXED_TOKENS + 1 + 300 + 16
     assert begun == [1 + 300]
     if not calls_place:
         await parts.aclose()
@@ -229,7 +246,7 @@ async def test_an_answer_by_place_is_charged_for_what_its_worker_reports(
 ) -> None:
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(reserve_tokens=16), max_model_len=1000)
     await fleet.pipeline.place(make_start("a", 300))
-    assert fleet.admission.share.start("a") == 20 + 16
+    assert fleet.admission.share.start("a") == FIXED_TOKENS + 20 + 16
     for _ in range(2):  # each number is reported several times
         end_placed(fleet, ended=(1,), num_output_tokens=num_output_tokens)
-        assert fleet.admission.share.start("a") == 20 + num_charged
+        assert fleet.admission.share.start("a") == FIXED_TOKENS + 20 + num_charged

@@ -75,6 +75,7 @@ async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it
         ({"http_address": "9090"}, "http_address"),
         ({"policy": "best"}, "policy"),
         ({"attempts": {"max_attempts": 0}}, "attempts.max_attempts"),
+        ({"attempts": {"max_lost_workers": 0}}, "attempts.max_lost_workers"),
         ({"attempts": {"prefill_timeout_s": 0}}, "attempts.prefill_timeout_s"),
         ({"admission": {"max_queue_length": 0}}, "admission.max_queue_length"),
         ({"admission": {"max_queued_prompt_bytes": 0}}, "admission.max_queued_prompt_bytes"),

@@ -15,6 +15,7 @@ from quartet.engine.sampling import Sampling
 from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
 from router.config import AdmissionConfig, AttemptConfig
+from router.fair_queue import FIXED_TOKENS
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, expected_tokens
 from tests.router.test_generate import make_start
 from tests.router.test_request_log import said_in, value
@@ -126,7 +127,7 @@ async def test_a_place_call_cancelled_at_any_turn_leaves_nothing() -> None:
 async def test_what_a_client_continues_stays_charged_as_far_as_it_may_go() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     await place(fleet, tenant="a", sampling=Sampling(max_tokens=60))
-    assert fleet.admission.share.start("a") == 20 + 60
+    assert fleet.admission.share.start("a") == FIXED_TOKENS + 20 + 60
 
 
 async def test_a_cancelled_place_call_leaves_the_queue() -> None:

@@ -83,6 +83,19 @@ async def test_waiting_texts_take_turns_by_tenant() -> None:
         assert works.began.index("b1") < works.began.index("a2")
 
 
+async def test_tiny_texts_of_one_tenant_do_not_go_before_all_of_another_ones() -> None:
+    async with running() as works:
+        holders = [works.run("x", "x"), works.run("y", "y")]
+        await works.wait_begun(2)
+        tasks = [works.run("a", f"a{number}", 1) for number in range(5)]
+        tasks += [works.run("b", f"b{number}", 10_000) for number in range(5)]
+        await asyncio.sleep(0)
+        for name in list(works.gates):
+            works.finish(name)
+        await asyncio.gather(*holders, *tasks)
+        assert sum(name.startswith("a") for name in works.began[2:8]) <= 4
+
+
 async def test_work_that_has_not_begun_never_runs_for_a_caller_that_left() -> None:
     async with running() as works:
         first = works.run("a", "a1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,7 @@ from quartet.streams.messages import (
     RequestContext,
     WorkerStart,
 )
+from quartet.streams.slots import PeerLostError
 from quartet.v1 import decode_pb2, types_pb2
 from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service
@@ -219,8 +221,44 @@ async def test_a_worker_that_is_not_there_is_unavailable(broken: list[ServingErr
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(WorkerUnavailableError):
             await client.start(START).next()
-    assert len(broken) == 1
+    assert [type(error) for error in broken] == [WorkerUnavailableError], "nothing ran there, so nothing is lost"
     await channel.close()
+
+
+async def test_a_connection_that_breaks_under_a_call_may_have_lost_the_worker(
+    worker: ScriptedWorker, broken: list[ServingError], start_server: StartServer
+) -> None:
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Decode": grpc.stream_stream_rpc_method_handler(worker.serve)
+    }
+    _server, address = await start_server([generic_service("quartet.v1.DecodeService", handlers)])
+    host, port = address.rsplit(":", 1)
+    writers: list[asyncio.StreamWriter] = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, far_writer))
+        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as between:
+        channel = create_channel(f"127.0.0.1:{between.sockets[0].getsockname()[1]}", None)
+        client = PullingDecodeClient(DecodeClient("w", channel, broken.append))
+        call = client.start(START)
+        await worker.request()
+        for writer in writers:
+            writer.transport.abort()
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(PeerLostError):
+                await call.next()
+        assert [type(error) for error in broken] == [PeerLostError]
+        await client.close()
+        await channel.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
 
 
 async def test_a_long_start_goes_in_chunks_and_arrives_whole(

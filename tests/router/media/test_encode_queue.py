@@ -9,7 +9,7 @@ import pytest
 
 from quartet.discovery.base import WorkerKey
 from quartet.errors import QueueFullError
-from router.fair_queue import FairShare
+from router.fair_queue import FIXED_TOKENS, FairShare
 from router.kv_index.index import PrefixIndex
 from router.media.encode_queue import EncodeNeed, EncodePlaces, EncodeQueue
 from router.workers import PoolKey, WorkerTable
@@ -190,6 +190,22 @@ async def test_while_no_worker_is_there_requests_wait_in_order() -> None:
     await settle()
     assert scene.order == ["urgent", "first"]
     await end(first, urgent)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+async def test_small_and_cached_items_cost_places_too(is_cached: bool) -> None:
+    scene = EncodeScene("encode-0")
+    tasks = [scene.ask("small", tenant="small", num_tokens=1) for _ in range(60)]
+    tasks += [scene.ask("large", tenant="large", num_tokens=128) for _ in range(20)]
+    while len(scene.order) < 30:
+        await settle()
+        for task in tasks:
+            if task.done():
+                task.result().sized(0 if is_cached else task.result().standing.num_tokens - FIXED_TOKENS)
+                task.result().release()
+    # By their tokens alone, 128 of the small ones would come for each large one.
+    assert scene.order[:30].count("small") <= 2 * scene.order[:30].count("large") + 4
+    await end(*tasks)
 
 
 async def test_a_tenant_pays_for_what_the_tower_computes() -> None:

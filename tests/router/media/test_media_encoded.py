@@ -17,6 +17,7 @@ from quartet.kvcache.block_hash import MediaSpan, sequence_hashes
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaKind
 from quartet.media.media_id import media_hash
+from quartet.streams.slots import PeerLostError
 from router.config import AttemptConfig
 from router.tenants import TenantConfig
 from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Call, Fleet, Plan, collect, expected_tokens
@@ -272,6 +273,16 @@ async def test_attempts_to_encode_are_bounded_and_the_last_error_is_raised() -> 
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=3))
     fleet.hops.plan("encode", *[Plan(error=errors.OutOfBlocksError("full"))] * 9)
     with pytest.raises(errors.OutOfBlocksError):
+        await collect(fleet.generate(media_start()))
+    assert len(calls_of(fleet, "encode")) == 3
+    fleet.assert_nothing_left()
+
+
+async def test_a_picture_does_not_end_one_encode_worker_after_another() -> None:
+    fleet = media_fleet(*(f"encode-{number}" for number in range(6)), "prefill-0", "decode-0")
+    fleet.hops.plan("encode", *[Plan(error=PeerLostError("socket closed"))] * 9)
+    fleet.on_pause = lambda: fleet.break_worker(calls_of(fleet, "encode")[-1].rank.worker_id)
+    with pytest.raises(errors.WorkersLostError):
         await collect(fleet.generate(media_start()))
     assert len(calls_of(fleet, "encode")) == 3
     fleet.assert_nothing_left()
