@@ -68,9 +68,7 @@ async def test_a_router_whose_log_nobody_reads_serves_and_ends_on_a_signal(tmp_p
     address, (reader, writer) = f"127.0.0.1:{free_port()}", os.pipe()
     os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)))  # it is full
     config = tmp_path / "router.yaml"
-    config.write_text(
-        f"server: {{address: '{address}'}}\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\n"
-    )
+    config.write_text(f"server: {{address: '{address}'}}\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\n")
     command = [sys.executable, "-m", "router", "--config", str(config), "--set", "required_roles=[]"]
     process = await asyncio.create_subprocess_exec(*command, stderr=writer)
     try:
