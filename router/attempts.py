@@ -714,6 +714,7 @@ def make_queued(
         num_most_tokens=num_most_tokens,
         adapter=request.start.adapter,
         needs_media=_NO_MEDIA if request.media is None else request.media.needs,
+        sampling_fields=request.sampling_fields,
         is_local=hints.is_local,
         # A signature does not protect media: workers do not hold them as long as a client may take.
         is_remote=gang is not None and request.media is not None,

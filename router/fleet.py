@@ -51,7 +51,7 @@ from quartet.text.model_text import ModelText
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import PullClaim, TransferPuller
 from router.kv_index.feed import KvJoins
-from router.workers import PoolKey, WorkerTable
+from router.workers import PoolKey, WorkerTable, with_addresses_of
 
 logger = logging.getLogger(__name__)
 
@@ -209,9 +209,10 @@ class Fleet:
             self._table.is_synchronised = True
             self._must_tend.set()
 
-    def _adopt(self, record: WorkerRecord) -> None:
+    def _adopt(self, record: WorkerRecord) -> bool:
+        """Connect to a worker that is new here or has moved. Returns whether it is new, as ``WorkerTable.put`` does."""
         if record.role not in _WORKER_ROLES:
-            return
+            return False
         known = self._connections.get(record.key)
         for key in self._table.other_roles(record.key):
             self._leave(key)
@@ -236,6 +237,7 @@ class Fleet:
             if self._on_worker is not None:
                 self._on_worker(record)
         self._must_tend.set()
+        return is_new
 
     def _listen(self, record: WorkerRecord) -> None:
         if not record.events_address:
@@ -304,6 +306,15 @@ class Fleet:
             # The worker restarted, and discovery can't report it, or not yet. Adopting it ends this probe.
             self._adopt(report.record)
             return
+        own = with_addresses_of(record, report.record)
+        if own.key != record.key:
+            logger.debug("worker %s does not answer: %s does, at its address", record.worker_id, own.worker_id)
+            self._table.broken(record.key, record.epoch)
+            return
+        if own != record and self._adopt(own):
+            # The next probe lets it join.
+            logger.warning("worker %s says otherwise than its record in discovery; its own word counts", own.worker_id)
+            return
         self._table.connected(record.key, report.load, time.monotonic())
         pool = PoolKey(record.model_name, record.model_fingerprint)
         if self.texts.known(pool) is None:
@@ -317,7 +328,10 @@ class Fleet:
 
     async def _fetch_files(self, pool: PoolKey, names: Collection[str]) -> Mapping[str, bytes]:
         last: ServingError = WorkerUnavailableError("no worker of this model is known")
-        for connection in list(self._connections.values()):
+        connections = list(self._connections.values())
+        # One that never answered may keep silent for the whole timeout.
+        connections.sort(key=lambda one: self._table.has_joined(one.record.key), reverse=True)
+        for connection in connections:
             if PoolKey(connection.record.model_name, connection.record.model_fingerprint) != pool:
                 continue
             try:

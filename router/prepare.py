@@ -330,7 +330,8 @@ class RouterRequest:
         request = copy.copy(self)
         request.prompt_token_ids, request.spans, request.num_unknown_tokens = array("I", token_ids), spans, 0
         request.max_output_tokens, request._prompt_hashes = max_output_tokens, None
-        vars(request).pop("sampling", None)
+        for cached in ("sampling", "sampling_fields"):
+            vars(request).pop(cached, None)
         return request
 
     def make_outputs(self, sink: DeltaSink, options: TextOptions, metrics: RouterMetrics) -> dict[int, ChoiceOutput]:
@@ -374,10 +375,16 @@ class RouterRequest:
         vars(sampling).update(vars(given), max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         return sampling
 
+    @cached_property
+    def sampling_fields(self) -> frozenset[str]:
+        """The fields of ``Sampling`` and ``OutputOptions`` that its workers have to honour."""
+        changed = self.sampling.changed_fields()
+        return changed if self.start.output.logprobs is None else changed | {"logprobs"}
+
     def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:
         """Hashes of the full blocks of the prompt and of ``generated``, which follows it, as workers compute them.
 
-        Empty if the pool's workers have different block sizes.
+        Empty if the pool has no block size.
         """
         if generated:
             return self._hashes([*self.prompt_token_ids, *generated])

@@ -69,6 +69,8 @@ def model_error(table: WorkerTable, name: str, field: str, now: float) -> Servin
         return _unavailable("this router has not heard of the workers yet")
     if not table.pools(now):
         return _unavailable("no worker serves any model now")
+    if table.is_joining(name):
+        return _unavailable("no worker of this model has answered yet")
     if table.has_served(name, now):
         return _unavailable("the workers of this model have gone, and may come back")
     return ModelNotFoundError("no worker serves a model of this name", field=field)

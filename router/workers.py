@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
+from statistics import median_high, mode
 from typing import NamedTuple
 
 from quartet.api.fleet import WorkerState, WorkerStatus
@@ -41,6 +42,8 @@ _MODEL_RETURNS_S = 600.0
 
 _HAND_OFF = frozenset({TAKES_HAND_OFF})
 
+_NONE = frozenset[str]()
+
 
 class PoolKey(NamedTuple):
     """Workers of one pool can stand in for each other; pools are never mixed."""
@@ -66,6 +69,7 @@ class WorkerTable:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[WorkerKey, KnownWorker] = {}
         self._gone_at: dict[str, float] = {}  # by model, when a worker of it was last forgotten
+        self._last_joined: dict[tuple[PoolKey, Role], KnownWorker] = {}  # the last that had joined and is gone
         self._peers = PeerWatch(router_id)
         self._listeners: list[Callable[[], None]] = []
         # Both are computed when next needed and kept until a state changes; only ``tick`` notices silence.
@@ -84,11 +88,11 @@ class WorkerTable:
     def put(self, record: WorkerRecord, now: float) -> bool:
         """Add ``record`` from discovery. Returns whether it is a new worker, or a new epoch of one.
 
-        It takes the place of a worker of another role that had its id: an id names one worker. Within an epoch only
-        addresses change, as behind another proxy; what else differs from the first record is ignored.
+        It takes the place of a worker of another role that had its id: an id names one worker. Once a worker has
+        joined, only addresses change within its epoch, as behind another proxy; what else differs is ignored.
         """
         known = self._workers.get(record.key)
-        is_new = known is None or known.record.epoch != record.epoch
+        is_new = known is None or known.record.epoch != record.epoch or known.is_contradicted(record)
         replaced: list[KnownWorker] = []
         if known is None or is_new:
             replaced = [] if known is None else [known]
@@ -97,6 +101,7 @@ class WorkerTable:
         else:
             known.move(record)
             known.is_listed = True
+        self._keep_abilities(replaced)
         self._changed()
         for worker in replaced:
             worker.book.placed.release_all()
@@ -105,6 +110,10 @@ class WorkerTable:
     def record(self, key: WorkerKey) -> WorkerRecord:
         """What is kept of the records of a known worker."""
         return self._workers[key].record
+
+    def has_joined(self, key: WorkerKey) -> bool:
+        """Whether that worker, in its present epoch, has answered at least once."""
+        return key in self._workers and self._workers[key].has_joined
 
     def can_use(self, record: WorkerRecord) -> bool:
         """Whether this router speaks the worker's contract version."""
@@ -130,6 +139,7 @@ class WorkerTable:
             self._peers.forget(worker.record.worker_id)
         if gone:
             self._gone_at = {name: at for name, at in self._gone_at.items() if now - at <= _MODEL_RETURNS_S}
+            self._keep_abilities(gone)
             self._changed()
             for worker in gone:
                 worker.book.placed.release_all()
@@ -226,6 +236,13 @@ class WorkerTable:
     def has_served(self, model_name: str, now: float) -> bool:
         """Whether a worker of that model has gone lately."""
         return now - self._gone_at.get(model_name, -math.inf) <= _MODEL_RETURNS_S
+
+    def is_joining(self, model_name: str) -> bool:
+        """Whether discovery lists a worker of that model that computes prompts or decodes, and can be used."""
+        return any(
+            worker.record.model_name == model_name and worker.is_compatible and worker.record.role in _MODEL_ROLES
+            for worker in self._workers.values()
+        )
 
     def ready_roles(self, now: float) -> frozenset[Role]:
         """The roles with a ready worker, of any model."""
@@ -358,12 +375,41 @@ class WorkerTable:
         if self._pools is None:
             models = [worker for worker in self._workers.values() if worker.record.role in _MODEL_ROLES]
             keys = {worker.pool for worker in models if worker.is_compatible}
-            self._pools = {key: self._describe(key, now) for key in sorted(keys)}
+            described = {key: self._describe(key, now) for key in sorted(keys)}
+            self._pools = {key: pool for key, pool in described.items() if pool is not None}
         return self._pools
 
-    def _describe(self, key: PoolKey, now: float) -> Pool:
-        workers = [worker for worker in self._workers.values() if worker.pool == key and worker.is_compatible]
-        return describe_pool(key, workers, self._ready_of(key, now))
+    def _describe(self, key: PoolKey, now: float) -> Pool | None:
+        """The pool; ``None``: no worker of it that computes prompts or decodes has ever answered."""
+        speakers = [worker for role in Role for worker in self._speakers(key, role)]
+        if not any(worker.record.role in _MODEL_ROLES for worker in speakers):
+            return None
+        return describe_pool(key, speakers, self._ready_of(key, now))
+
+    def _speakers(self, key: PoolKey, role: Role) -> Sequence[KnownWorker]:
+        """The workers whose records say what the pool can: a record alone says nothing before its worker answered.
+
+        While none of those that discovery lists has answered, as after a restart, the last one that had speaks for all.
+        """
+        listed = [
+            worker
+            for worker in self._workers.values()
+            if worker.pool == key and worker.record.role is role and worker.is_compatible
+        ]
+        joined = [worker for worker in listed if worker.has_joined]
+        last = self._last_joined.get((key, role))
+        return joined if joined or not listed or last is None else [last]
+
+    def _keep_abilities(self, gone: Iterable[KnownWorker]) -> None:
+        for worker in gone:
+            if worker.has_joined:
+                self._last_joined[worker.pool, worker.record.role] = worker
+        kept = {worker.pool for worker in self._workers.values()}
+        self._last_joined = {
+            (pool, role): worker
+            for (pool, role), worker in self._last_joined.items()
+            if pool in kept or pool.model_name in self._gone_at
+        }
 
     def _ready_of(self, pool: PoolKey, now: float) -> _Ready:
         ready = self._ready.get(pool)
@@ -373,8 +419,10 @@ class WorkerTable:
             for worker in self._workers.values():
                 if worker.pool == pool and self._is_ready(worker, now):
                     by_role[worker.record.role].append(worker)
-            for worker in ready.decode:
-                worker.feed(bool(ready.prefill))
+            models = [*ready.prefill, *ready.decode]
+            honoured = frozenset().union(*[worker.record.sampling_fields for worker in models])
+            for worker in models:
+                worker.stand_among(honoured, is_fed=bool(ready.prefill) and worker.record.role is Role.DECODE)
         return ready
 
     def _forget_states(self) -> None:
@@ -429,6 +477,7 @@ class KnownWorker:
 
     def __post_init__(self) -> None:
         self._is_quiet = self._is_fed = False
+        self._lacks = _NONE
         self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
         record = self.record
         # Kept, because every snapshot of its pool needs them.
@@ -442,12 +491,11 @@ class KnownWorker:
 
     def move(self, record: WorkerRecord) -> None:
         """Take the addresses of ``record``."""
-        self.record = replace(
-            self.record,
-            grpc_address=record.grpc_address,
-            events_address=record.events_address,
-            http_address=record.http_address,
-        )
+        self.record = with_addresses_of(record, self.record)
+
+    def is_contradicted(self, record: WorkerRecord) -> bool:
+        """Whether ``record`` says something else than its own, and it has not answered yet: then the newer counts."""
+        return not self.has_joined and with_addresses_of(record, self.record) != record
 
     def on_load(self, load: WorkerLoad, now: float) -> None:
         """Apply a load report."""
@@ -455,10 +503,11 @@ class KnownWorker:
         self._read_load()
         self.poll(now)
 
-    def feed(self, is_fed: bool) -> None:
-        """Whether other workers prefill for it."""
-        if is_fed is not self._is_fed:
-            self._is_fed, self._is_shown = is_fed, False
+    def stand_among(self, honoured: frozenset[str], *, is_fed: bool) -> None:
+        """The ready workers of its pool honour these fields together; ``is_fed``: others prefill for it."""
+        lacks = honoured.difference(self.record.sampling_fields)
+        if is_fed is not self._is_fed or lacks != self._lacks:
+            self._is_fed, self._lacks, self._is_shown = is_fed, lacks, False
 
     def poll(self, now: float) -> None:
         """Apply the passage of time. Once reports stop, the waiting prompts of old reports no longer count."""
@@ -533,6 +582,8 @@ class KnownWorker:
             rank=self._ranks[number],
             num_total_blocks=self._num_blocks[number],
             block_size=max(self.record.block_size, 1),
+            max_model_len=self.record.max_model_len,
+            lacks=self._lacks,
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
             num_requests=account.num_requests + (0 if self._is_quiet else account.num_other_requests),
@@ -549,6 +600,16 @@ class KnownWorker:
             step_time=load.step_time or StepTime(),
             is_measured=load.step_time is not None,
         )
+
+
+def with_addresses_of(record: WorkerRecord, other: WorkerRecord) -> WorkerRecord:
+    """``other`` with the addresses of ``record``."""
+    return replace(
+        other,
+        grpc_address=record.grpc_address,
+        events_address=record.events_address,
+        http_address=record.http_address,
+    )
 
 
 @dataclass(frozen=True)
@@ -585,7 +646,7 @@ class PoolMedia:
         filed: kinds of ready workers that compute prompts.
         known: kinds of both, ready or not.
         known_encoded: kinds of encode workers, ready or not, whose hand-offs some worker pulls.
-        awaits_encode: workers that compute prompts pull encode workers' hand-offs, but no encode worker is known.
+        awaits_encode: workers that compute prompts pull encode workers' hand-offs, but no encode worker has answered.
         max_tokens: most tokens of one item, whichever worker encodes it; 0: no worker reports this.
     """
 
@@ -641,15 +702,17 @@ def needs_of(way: MediaWay, items: Iterable[MediaItem]) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """The abilities of a pool: those that all its workers have.
+    """The abilities of a pool, as its workers that have answered say; one that can less gets fewer requests.
 
     Attributes:
-        max_model_len: tokens of prompt and output together.
+        max_model_len: tokens of prompt and output together that at least half of the decode workers take, or of the
+            prefill workers where none decodes.
         num_rank_tokens: tokens of KV that the largest decode rank holds.
         num_prefill_tokens: tokens of KV for which every prefill worker has a rank; 0: there are no prefill workers.
-        block_size: tokens of a block; 0: workers differ, so they have no blocks in common.
-        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that the workers honour.
-        media: unlike the rest, media that any of its workers takes.
+        block_size: tokens of a block at more than half of the workers; 0: there are no such workers.
+        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that at least one decode worker honours, or one
+            prefill worker where none decodes; requests with them go only to workers that honour them.
+        media: media that any of its workers takes.
         adapters: adapters that at least one decode worker serves; requests for them go only there.
     """
 
@@ -667,20 +730,24 @@ class Pool:
 
 
 def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], ready: _Ready) -> Pool:
-    """The pool of ``workers``, those in ``ready`` being ready; at least one must compute prompts or decode."""
+    """The pool of ``workers``, which have answered; those in ``ready`` are ready.
+
+    At least one must compute prompts or decode.
+    """
     encode, prefill, decode = (
         [worker for worker in workers if worker.record.role is role]
         for role in (Role.ENCODE, Role.PREFILL, Role.DECODE)
     )
     # Encode workers have their own block size, and sample no tokens.
     models = [*prefill, *decode]
-    block_sizes = {worker.record.block_size for worker in models}
+    # Decode ranks hold whole sequences, and can compute what no prefill worker does.
+    holders = decode or prefill
     return Pool(
         key=key,
-        max_model_len=min([worker.record.max_model_len for worker in models]),
+        max_model_len=median_high([worker.record.max_model_len for worker in holders]),
         num_rank_tokens=max([worker.num_rank_tokens for worker in decode], default=0),
-        block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
-        sampling_fields=frozenset.intersection(*[frozenset(worker.record.sampling_fields) for worker in models]),
+        block_size=_usual([worker.record.block_size for worker in models]),
+        sampling_fields=frozenset().union(*[worker.record.sampling_fields for worker in holders]),
         media=_describe_media(models, encode, [*ready.prefill, *ready.decode], ready.encode),
         adapters=frozenset().union(*[worker.record.adapters for worker in decode]),
         num_ready_prefill=len(ready.prefill),
@@ -688,6 +755,12 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], ready: _Ready) -
         num_ready_encode=len(ready.encode),
         num_prefill_tokens=min([worker.num_rank_tokens for worker in prefill], default=0),
     )
+
+
+def _usual(values: Sequence[int]) -> int:
+    """The value that more than half of ``values`` are; 0: there is none."""
+    value = mode(values)
+    return value if 2 * values.count(value) > len(values) else 0
 
 
 def _describe_media(

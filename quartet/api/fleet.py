@@ -43,10 +43,10 @@ class Model:
 
     Attributes:
         fingerprint: hex SHA-256 of everything that decides its tokens.
-        max_model_len: tokens of prompt and output together.
+        max_model_len: tokens of prompt and output together that at least half of its decode workers take.
         num_prefill_workers: prefill workers that are ready now.
         num_decode_workers: decode workers that are ready now.
-        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that all of its workers honour.
+        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that at least one of its decode workers honours.
         media: kinds of media that it takes.
     """
 

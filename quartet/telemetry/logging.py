@@ -16,6 +16,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TextIO, TypeAlias
 
+from quartet.telemetry.log_writer import QueuedHandler
+
 _FIELDS_KEY = "quartet_fields"
 _SEPARATORS = frozenset(' "=')
 
@@ -101,8 +103,12 @@ class FinishedRequest:
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Make all loggers of the process write to ``stream`` (standard error) as ``config`` says; replaces what was."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    """Make all loggers of the process write to ``stream`` (standard error) as ``config`` says; replaces what was.
+
+    A thread writes, which does not survive a fork. ``logging.shutdown`` waits for it, for a second: call it before
+    ``os._exit``.
+    """
+    handler = QueuedHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.json else _PlainFormatter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
     # No line of ours names the thread, process or task, and finding them costs time for each record.

@@ -20,6 +20,8 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from quartet.telemetry.log_writer import num_dropped_lines
+
 # They double a counter's lines in every scrape.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -78,6 +80,7 @@ class ProcessMetrics:
             registry=registry,
         )
         self._longest_stall_s = 0.0
+        registry.register(_ReadCollector(_read_dropped_lines))
 
     def observe_event_loop_lag(self, lag_s: float) -> None:
         """A timer ran ``lag_s`` seconds after its time."""
@@ -144,6 +147,11 @@ class SnapshotOutcome(StrEnum):
     USED = "used"
     OUTDATED = "outdated"  # too much was missed meanwhile
     FAILED = "failed"
+
+
+def _read_dropped_lines() -> Iterator[Metric]:
+    text = "Lines of the log that nothing took in time, or whose writing failed."
+    yield CounterMetricFamily("quartet_process_dropped_log_lines", text, value=num_dropped_lines())
 
 
 class RouterMetrics:

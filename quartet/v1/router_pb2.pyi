@@ -1669,7 +1669,7 @@ class Model(_message.Message):
     fingerprint: _builtins.str
     """SHA-256 over config, tokenizer, template, weight digests and KV dtype, in lower-case hexadecimal. Always set."""
     max_model_len: _builtins.int
-    """Tokens of prompt and output together, at most. Always set."""
+    """Tokens of prompt and output together that at least half of the decode workers take, at most. Always set."""
     num_prefill_workers: _builtins.int
     """Prefill workers ready now. 0: none."""
     num_decode_workers: _builtins.int
@@ -1678,8 +1678,8 @@ class Model(_message.Message):
     """Whether it has a chat template. Default false: it takes text and token ids only."""
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Fields of Sampling and OutputOptions that all of them honour. Empty: none, a request leaves all at their
-        defaults.
+        """Fields of Sampling and OutputOptions that at least one decode worker honours; requests with them go to those that
+        do. Empty: none, a request leaves all at their defaults.
         """
 
     @_builtins.property

@@ -5,6 +5,7 @@ Objects that are made for each request are not frozen: freezing triples what the
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Pending:
             empty; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.
         needs_media: what the rank that computes its prompt has to take of media; empty: nothing.
+        sampling_fields: fields of sampling and output that its ranks have to honour.
         is_local: it is prefilled where it is decoded: no rank that only prefills takes the media that it needs, or a
             hand-off of its blocks was found to be impossible.
         is_remote: it is not prefilled where it is decoded.
@@ -50,6 +52,7 @@ class Pending:
     num_most_tokens: int
     adapter: str = ""
     needs_media: frozenset[str] = frozenset()
+    sampling_fields: frozenset[str] = frozenset()
     is_local: bool = False
     is_remote: bool = False
     avoid: frozenset[str] = frozenset()
@@ -81,6 +84,8 @@ class Candidate:
 
     Attributes:
         num_total_blocks: KV blocks of the rank, of ``block_size`` tokens.
+        max_model_len: tokens of the longest sequence that it takes, prompt and output together.
+        lacks: fields of sampling and output that it does not honour and other workers of its pool do.
         num_used_blocks: blocks in use or held, as last reported; blocks that are only cached are left out.
         num_promised_blocks: blocks that the router's own placements there may still take beyond those.
         num_requests: requests that run or wait there, the router's own unreported ones included.
@@ -102,6 +107,8 @@ class Candidate:
     rank: Rank
     num_total_blocks: int
     block_size: int
+    max_model_len: int = sys.maxsize
+    lacks: frozenset[str] = frozenset()
     num_used_blocks: int = 0
     num_promised_blocks: int = 0
     num_requests: int = 0
@@ -130,6 +137,15 @@ class Candidate:
     def serves(self, adapter: str) -> bool:
         """Whether requests for ``adapter`` can run here."""
         return not adapter or adapter in self.adapters
+
+    def takes(self, pending: Pending) -> bool:
+        """Whether its worker accepts ``pending``, however much of its memory is free. Media are another matter."""
+        return (
+            # The last token is in no cache.
+            pending.num_most_tokens < self.max_model_len
+            and not (self.lacks and self.lacks & pending.sampling_fields)
+            and self.serves(pending.adapter)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,14 +107,14 @@ def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
     if pending.is_local and not can_prefill_here(candidate, pending):
         return False
     num_blocks = candidate.num_blocks(pending.num_most_tokens)
-    return num_blocks <= candidate.num_total_blocks and candidate.serves(pending.adapter)
+    return num_blocks <= candidate.num_total_blocks and candidate.takes(pending)
 
 
 def can_prefill(candidate: Candidate, pending: Pending) -> bool:
     """Whether ``pending`` could be prefilled there, at a rank that only prefills, if the rank were empty."""
     if pending.is_local or (pending.needs_media and not pending.needs_media <= candidate.media):
         return False
-    return candidate.serves(pending.adapter) and candidate.num_blocks(pending.num_tokens) <= candidate.num_total_blocks
+    return candidate.takes(pending) and candidate.num_blocks(pending.num_tokens) <= candidate.num_total_blocks
 
 
 def can_prefill_here(candidate: Candidate, pending: Pending) -> bool:
@@ -208,4 +208,8 @@ def _no_media(candidate: Candidate, pending: Pending) -> str:
 def _misfit(candidate: Candidate, pending: Pending, num_tokens: int) -> str:
     if not candidate.serves(pending.adapter):
         return f"does not serve the adapter {pending.adapter}"
+    if pending.num_most_tokens >= candidate.max_model_len:
+        return f"takes sequences of at most {candidate.max_model_len} tokens"
+    if lacking := candidate.lacks & pending.sampling_fields:
+        return f"does not honour {min(lacking)}"
     return f"too small: {candidate.num_total_blocks} blocks of {candidate.num_blocks(num_tokens)} needed"

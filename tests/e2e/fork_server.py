@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
@@ -198,6 +199,7 @@ def _become(
     except BaseException:  # noqa: BLE001 - as the interpreter ends
         traceback.print_exc()
         code = 1
+    logging.shutdown()  # as the interpreter does
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

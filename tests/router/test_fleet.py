@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -609,3 +610,47 @@ async def test_text_files_of_another_model_are_not_used_for_the_pool() -> None:
     await discovery.close()
     await watching
     await fleet.close()
+
+
+async def test_what_a_worker_itself_says_counts_and_none_joins_by_the_answer_of_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="router.fleet")
+    worker = FakeWorker(make_record())
+    table, discovery = WorkerTable("router-a", heartbeat_timeout_s=30), MemoryRegistry()
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None)
+    running = [asyncio.create_task(work) for work in (fleet.watch(discovery.watch()), fleet.tend())]
+    async with serving(worker, {"tokenizer.json": byte_level_backend().to_str().encode()}) as address:
+        ghost = make_record("decode-ghost", grpc_address=address, max_model_len=1, sampling_fields=())
+        await discovery.register(ghost)
+        await discovery.register(make_record(grpc_address=address, max_model_len=1, block_size=7))
+        own_key = worker.record.key
+        await until(lambda: table.has_joined(own_key) and "decode-ghost does not answer" in caplog.text)
+        assert table.record(own_key) == make_record(grpc_address=address)
+        assert not table.has_joined(ghost.key)
+        [pool] = table.pools(0.0)
+        assert (pool.max_model_len, pool.block_size) == (2000, 10)
+        assert "its own word counts" in caplog.text
+    running[1].cancel()
+    await discovery.close()
+    await asyncio.wait(running)
+    await fleet.close()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_records_of_workers_that_never_answer_refuse_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, role: Role
+) -> None:
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0") as (system, stub):
+        assert "its own word counts" not in caplog.text, "real workers say in discovery what they say themselves"
+        own = await record_of(stub, "decode-0")
+        claims = {"max_model_len": 1, "sampling_fields": (), "block_size": 7, "num_blocks": 1}
+        at = f"127.0.0.1:{free_port()}"
+        ghost = make_record("ghost", role=role, grpc_address=at, model_fingerprint=own.model_fingerprint, **claims)
+        directory = system.directory / "discovery" / "default"
+        write_record(directory, ghost)
+        write_record(directory, replace(ghost, worker_id="other-model", model_name="a"))
+        await system.wait_workers(lambda known: {"ghost", "other-model"} <= known.keys())
+        sampling = types_pb2.Sampling(max_tokens=12, temperature=0, top_k=3)
+        responses = await generate(stub, make_start(sampling=sampling))
+        assert token_ids_of(responses) == expected(PROMPT, 12)

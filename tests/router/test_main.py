@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
 from pathlib import Path
 from urllib.request import urlopen
 
+import grpc
 import pytest
 
 from quartet.config import build
 from quartet.errors import ConfigError
 from quartet.rpc.channels import is_serving
+from quartet.v1 import router_pb2 as pb
+from quartet.v1.router_pb2_grpc import RouterServiceStub
 from router.config import RouterConfig
+from services.topology.launch import free_port
 
 _TIMEOUT_S = 30.0
 
@@ -56,6 +62,28 @@ async def test_the_router_prints_its_address_and_ends_on_a_signal(tmp_path: Path
     finally:
         if process.returncode is None:
             process.kill()
+
+
+async def test_a_router_whose_log_nobody_reads_serves_and_ends_on_a_signal(tmp_path: Path) -> None:
+    address, (reader, writer) = f"127.0.0.1:{free_port()}", os.pipe()
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)))  # it is full
+    config = tmp_path / "router.yaml"
+    config.write_text(f"server: {{address: '{address}'}}\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\n")
+    command = [sys.executable, "-m", "router", "--config", str(config), "--set", "required_roles=[]"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=writer)
+    try:
+        async with asyncio.timeout(_TIMEOUT_S), grpc.aio.insecure_channel(address) as channel:
+            await channel.channel_ready()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await RouterServiceStub(channel).Explain(pb.ExplainRequest())
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            process.terminate()
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        os.close(reader)
+        os.close(writer)
 
 
 async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it() -> None:

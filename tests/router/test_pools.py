@@ -15,15 +15,16 @@ HAND_OFF = frozenset({"hand_off"})
 
 
 def make_table(*ready: str, not_ready: tuple[str, ...] = (), **media: tuple[str, ...]) -> WorkerTable:
-    """Workers by id, each of which takes what is said of its role."""
+    """Workers by id, each of which takes what is said of its role; those that are not ready have been, and are away."""
     table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
     for worker_id in (*ready, *not_ready):
         role = worker_id.partition("-")[0]
         own = {"block_size": 16, "max_model_len": 0} if role == "encode" else {}
         record = make_record(worker_id, media=media.get(role, ()), max_media_tokens=len(role), **own)
         table.put(record, 0.0)
-        if worker_id in ready:
-            table.connected(record.key, make_load(record), 0.0)
+        table.connected(record.key, make_load(record), 0.0)
+        if worker_id in not_ready:
+            table.broken(record.key, record.epoch)
     return table
 
 

@@ -73,12 +73,23 @@ async def test_an_impossible_request_is_refused(
     ],
 )
 async def test_a_field_that_a_pool_lacks_is_refused_not_ignored(changes: dict[str, object], field: str) -> None:
-    fleet = Fleet("prefill-0", "decode-0")
-    fleet.join("decode-1", sampling_fields=_NARROW)
+    fleet = Fleet("prefill-0")
+    for worker_id in ("decode-0", "decode-1"):
+        fleet.join(worker_id, sampling_fields=_NARROW)
     with pytest.raises(errors.UnsupportedFieldError) as caught:
         await collect(fleet.generate(make_start(**changes)))
     assert caught.value.field == field
     assert fleet.hops.calls == []
+
+
+@pytest.mark.parametrize("odd", ["decode-1", "prefill-1"])
+async def test_a_request_goes_past_one_odd_worker_to_those_that_take_it(odd: str) -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    fleet.join(odd, sampling_fields=(), max_model_len=1)
+    for _ in range(4):
+        answer = await collect(fleet.generate(make_start(sampling=Sampling(top_p=0.5, max_tokens=5))))
+        assert answer.finished
+    assert odd not in {call.rank.worker_id for call in fleet.hops.calls}
 
 
 async def test_the_longest_possible_request_is_taken() -> None:

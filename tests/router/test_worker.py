@@ -45,7 +45,7 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
     assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
     assert second.step_time == step_time
     assert (first.max_requests, second.max_requests) == (8, 8)
-    worker.feed(True)
+    worker.stand_among(frozenset(), is_fed=True)
     assert [candidate.max_requests for candidate in worker.candidates()] == [10, 10]
 
 

@@ -302,20 +302,6 @@ def test_an_empty_name_means_the_only_model(scene: Scene) -> None:
     assert scene.table.pool("other", scene.now).key.model_name == "other"
 
 
-def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
-    scene.join(
-        make_record("decode-0", sampling_fields=("temperature", "top_k"), max_model_len=500, adapters=("a",)),
-        make_record("prefill-0", sampling_fields=("temperature", "top_p"), max_model_len=400, adapters=("b",)),
-        make_record("decode-1", sampling_fields=("temperature",), num_blocks=7),
-        make_record("encode-0", model_name="tiny", sampling_fields=(), max_model_len=0, block_size=0),
-    )
-    pool = scene.table.pool("tiny", scene.now)
-    assert pool.sampling_fields == {"temperature"}
-    assert (pool.max_model_len, pool.num_rank_tokens) == (400, 1000)
-    assert pool.adapters == {"a"}
-    assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
-
-
 def test_an_id_names_one_worker_whatever_its_role(scene: Scene) -> None:
     decode, prefill = make_record("both", role=Role.DECODE, epoch=1), make_record("both", role=Role.PREFILL, epoch=2)
     scene.join(decode, prefill)

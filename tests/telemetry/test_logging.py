@@ -26,19 +26,30 @@ REQUEST = FinishedRequest(
 )
 
 
+class Flushed(io.StringIO):
+    """Has all that was logged before it is read."""
+
+    def getvalue(self) -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        return super().getvalue()
+
+
 @pytest.fixture
 def log_to() -> Iterator[Callable[[LogConfig], io.StringIO]]:
-    """Configures logging into a buffer; afterwards everything is as it was."""
+    """Configures logging into a buffer that holds all that was logged; afterwards everything is as it was."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers = []
 
     def start(config: LogConfig) -> io.StringIO:
-        stream = io.StringIO()
+        stream = Flushed()
         configure(config, stream)
         return stream
 
     yield start
+    for handler in root.handlers:
+        handler.close()
     root.handlers, root.level = handlers, level
 
 

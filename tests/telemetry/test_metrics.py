@@ -14,7 +14,7 @@ from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetri
 
 UNITS = (
     "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts|"
-    "admissions|snapshots"
+    "admissions|snapshots|lines"
 )
 
 
