@@ -66,6 +66,8 @@ class Intake:
     def _turn(self) -> None:
         """The next turn of the event loop has come."""
         self._next_turn, self._num_left_tokens = None, _TURN_TOKENS
+        if not self._waiting:
+            return
         begun: list[Turn] = []
         num_tokens = 0
         for turn in self._waiting.in_order(_is_kept):
