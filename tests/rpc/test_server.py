@@ -130,7 +130,7 @@ async def test_only_methods_that_are_called_often_have_a_wait_of_their_own(
     def note(_server: grpc.aio.Server, service_name: str, _handlers: object) -> None:
         waiting.append(service_name)
 
-    monkeypatch.setattr(grpc.aio.Server, "add_registered_method_handlers", note)
+    monkeypatch.setattr("grpc.aio._server.Server.add_registered_method_handlers", note)
     await start_server([])
     assert waiting == ["grpc.health.v1.Health"]
 
