@@ -262,7 +262,8 @@ class Admission:
         for pool in self._queue.pools():
             if (after_s := self._assign(pool, now)) is not None:
                 again_s.append(after_s)
-        if self._due_pump is None:  # else it may place more of them
+        if self._due_pump is None and self._queue.num_new > self._config.max_queue_length:
+            # A pump that is due may place more of them.
             self._shorten(self._config.max_queue_length)
         # Asking for thread time is a system call, and it is never more than the time that passed.
         is_long, ended = time.monotonic() - now > _LONG_PUMP_S, loop.time()

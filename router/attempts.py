@@ -377,7 +377,8 @@ class ChoiceRun:
     def _settle(self) -> None:
         """It takes no more tokens: its tenant has paid for those that it took, and for no others."""
         if self._num_charged_tokens:
-            self._charge(self._num_tokens - self._num_charged_tokens)
+            if num_owed_tokens := self._num_tokens - self._num_charged_tokens:
+                self._charge(num_owed_tokens)
             self._num_charged_tokens = 0
 
     def _settler(self) -> Callable[[int], None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
@@ -66,7 +65,7 @@ class FairShare:
         self._now = 0.0
         self._ends: dict[str, float] = {}
         self._max_ends = _MAX_TENANTS
-        self._num_queues: Counter[str] = Counter()  # in which the tenant waits
+        self._num_queues: dict[str, int] = {}  # in which the tenant waits
         # Of tenants that enter after the present: where they would have started, and where they do.
         self._entries: dict[str, tuple[float, float]] = {}
 
@@ -90,10 +89,10 @@ class FairShare:
 
     def waits(self, tenant: str, num_tokens: int) -> None:
         """The tenant had nothing in a queue, and has now a request that will probably take ``num_tokens`` tokens."""
-        is_new = tenant not in self._num_queues
-        if is_new and self._num_queues and self._ends.get(tenant, -1.0) < self._now:
+        num_before = self._num_queues.get(tenant, 0)
+        if not num_before and self._num_queues and self._ends.get(tenant, -1.0) < self._now:
             self._entries[tenant] = self._now, self._now + _ENTRY_PART * self.request_length(tenant, num_tokens)
-        self._num_queues[tenant] += 1
+        self._num_queues[tenant] = num_before + 1
 
     def waits_no_more(self, tenant: str) -> None:
         """The tenant has nothing in that queue any more; its last request was served before, or left."""
@@ -104,11 +103,12 @@ class FairShare:
 
     def serve(self, tenant: str, num_tokens: int) -> None:
         """A request of the tenant is served now, and will probably take ``num_tokens`` tokens of work."""
-        base = self.charged_from(tenant)
-        self._now = max(self._now, self.start(tenant))
-        self._entries.pop(tenant, None)
-        self._ends.pop(tenant, None)  # so their order is that of the last service
-        self._ends[tenant] = base + self.request_length(tenant, num_tokens)
+        end = self._ends.pop(tenant, 0.0)  # so their order is that of the last service
+        base = start = end if end > self._now else self._now
+        if (entry := self._entries.pop(tenant, None)) is not None:
+            base, start = entry
+        self._now = max(self._now, start)
+        self._ends[tenant] = base + (self._num_fixed_tokens + num_tokens) / self._tenants.config(tenant).weight
         if len(self._ends) > self._max_ends:
             self._forget()
 
@@ -121,7 +121,7 @@ class FairShare:
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Requests served before take ``num_tokens`` tokens more, or less if negative, than was charged so far."""
         if tenant in self._ends:
-            self._ends[tenant] += self.length(tenant, num_tokens)
+            self._ends[tenant] += num_tokens / self._tenants.config(tenant).weight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -286,10 +286,9 @@ class FairQueue(Generic[EntryT]):
         lanes = self._pools.get(standing.pool)
         if lanes is None:
             lanes = self._pools[standing.pool] = {}
-        lane = lanes.get((standing.tenant, entry.adapter))
+        lane, held = lanes.get((standing.tenant, entry.adapter)), self._held_by(standing.tenant)
         if lane is None:
             lane = Lane(lanes, standing.pool, standing.tenant, entry.adapter)
-            held = self._held_by(standing.tenant)
             if not held.lanes:
                 self._share.waits(standing.tenant, standing.num_tokens)
             held.lanes[lane] = None
@@ -298,7 +297,7 @@ class FairQueue(Generic[EntryT]):
         insort(lane.entries, entry, key=_by_position)
         self._length += 1
         if not entry.is_retry:
-            self._count(standing, 1)
+            self._count(held, standing, 1)
 
     def remove(self, entry: EntryT) -> bool:
         """Take ``entry`` out; return whether it was in there."""
@@ -308,13 +307,13 @@ class FairQueue(Generic[EntryT]):
         entry.lane = None
         del lane.entries[bisect_left(lane.entries, entry.position, key=_by_position)]
         self._length -= 1
+        held = self._held[lane.tenant]
         if not lane.entries:
             lane.close()
-            held = self._held[lane.tenant]
             del held.lanes[lane]
             if not held.lanes:
                 self._share.waits_no_more(lane.tenant)
-        self._count(entry.standing, 0 if entry.is_retry else -1)
+        self._count(held, entry.standing, 0 if entry.is_retry else -1)
         return True
 
     def serve(self, entry: EntryT) -> None:
@@ -325,12 +324,11 @@ class FairQueue(Generic[EntryT]):
 
     def expect(self, standing: Standing, num_choices: int) -> None:
         """So many choices more are still to come, less if negative: they count as if they were here."""
-        self._count(standing, num_choices)
+        self._count(self._held_by(standing.tenant), standing, num_choices)
 
-    def _count(self, standing: Standing, num_choices: int) -> None:
-        """The tenant has so many choices more that were not served before."""
+    def _count(self, held: _Held[EntryT], standing: Standing, num_choices: int) -> None:
+        """The tenant, which has ``held``, has so many choices more that were not served before."""
         tenant = standing.tenant
-        held = self._held_by(tenant)
         held.num_choices += num_choices
         held.num_tokens += num_choices * standing.num_tokens
         self.num_new += num_choices

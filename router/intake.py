@@ -80,6 +80,8 @@ class Intake:
             self._next_turn = asyncio.get_running_loop().call_later(pause_s, self._turn)
             return
         self._num_left_tokens = _TURN_TOKENS
+        if not self._waiting:
+            return
         begun: list[Turn] = []
         num_tokens = 0
         for turn in self._waiting.in_order(_is_kept):

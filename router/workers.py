@@ -31,6 +31,9 @@ _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 # A worker's last reports may come after the router noticed its end, but not later than this.
 _LAST_REPORTS_S = 0.5
 
+# Of ranks that have not reported theirs.
+_UNMEASURED = StepTime()
+
 # Heartbeats come once a second. A worker whose events don't arrive is only probed now and then.
 _QUIET_S = 3.0
 
@@ -597,7 +600,7 @@ class KnownWorker:
             num_decoding=load.num_decoding,
             num_context_tokens=load.num_context_tokens,
             max_step_tokens=load.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,
-            step_time=load.step_time or StepTime(),
+            step_time=load.step_time or _UNMEASURED,
             is_measured=load.step_time is not None,
         )
 

@@ -39,9 +39,11 @@ class _Unobserved:
 _UNOBSERVED = _Unobserved()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class OutputSettings:
     """What the outputs of one request's choices share.
+
+    Not frozen, as ``GenerateStart`` is not.
 
     Attributes:
         num_prompt_tokens: tokens of the prompt, with those of media if their number is known.

@@ -147,9 +147,11 @@ class AskedStart(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GenerateStart:
-    """A client's request.
+    """A client's request. Nothing changes it once it is made.
+
+    Not frozen: each request makes one, and freezing doubles its price.
 
     Attributes:
         model: empty: the only model, if there is only one.

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_channelz.v1 import channelz
+from grpc_channelz.v1 import channelz, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from quartet.errors import (
     ConfigError,
@@ -244,12 +244,13 @@ class RpcServer:
 
     def _add_standard_services(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [*self._service_names, _HEALTH_SERVICE]
+        names, rare = [*self._service_names, _HEALTH_SERVICE], _RareMethods(server)
         if self._config.with_channelz:
-            channelz.add_channelz_servicer(server)
+            channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.aio.ChannelzServicer(), rare)
             names.append(_CHANNELZ_SERVICE)
         if self._config.with_reflection:
-            reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+            servicer = reflection.aio.ReflectionServicer((*names, reflection.SERVICE_NAME))
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, rare)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address, tls = self._config.address, self._config.tls
@@ -260,6 +261,20 @@ class RpcServer:
             return server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ConfigError(f"address: cannot listen on {address}: is it this host's, and free?") from error
+
+
+class _RareMethods:
+    """Adds services to a server without a wait of its own for each of their methods.
+
+    For each call that comes, gRPC goes through all the methods for which it waits. The methods added here share one
+    wait, that for unknown methods. So a flood of one of them delays the others, and no other service.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, _Handler]) -> None:
+        """Nothing: the generic handlers know them too."""
 
 
 class StalledCalls:

@@ -56,7 +56,10 @@ class Tally:
 
     def has_room(self, candidate: Candidate, pending: Pending) -> bool:
         """Whether ``pending`` fits a decode rank now."""
-        return candidate.num_blocks(pending.num_reserved_tokens) <= self.num_free(candidate) and self.can_run(candidate)
+        num_blocks = candidate.num_blocks(pending.num_reserved_tokens)
+        if num_blocks > candidate.num_free_for_booking - self._num_blocks.get(candidate.rank, 0):
+            return False
+        return not candidate.max_requests or self.can_run(candidate)
 
     def add(self, pending: Pending, prefill: Candidate | None, decode: Candidate) -> None:
         """Count ``pending`` in."""

@@ -121,6 +121,20 @@ async def test_channelz_shows_the_server(start_server: StartServer) -> None:
     assert len(response.server) >= 1
 
 
+async def test_only_methods_that_are_called_often_have_a_wait_of_their_own(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs every call of the server something; health has one, so that no flood of calls delays it."""
+    waiting = []
+
+    def note(_server: grpc.aio.Server, service_name: str, _handlers: object) -> None:
+        waiting.append(service_name)
+
+    monkeypatch.setattr("grpc.aio._server.Server.add_registered_method_handlers", note)
+    await start_server([])
+    assert waiting == ["grpc.health.v1.Health"]
+
+
 async def test_reflection_and_channelz_can_be_left_out(start_server: StartServer) -> None:
     _, address = await start_server([], ServerConfig(reflection=False, channelz=False))
     async with create_channel(address, None) as channel:

@@ -296,7 +296,18 @@ def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:
 
 
 def _from_text_options(message: router_pb2.TextOptions) -> TextOptions:
+    """The options; equal ones are looked up, as those of sampling."""
     check_count(message.stop_strings, MAX_STOP_STRINGS, "text_options.stop_strings", "stop strings")
+    serialized = message.SerializeToString()
+    return _known_text_options(serialized) if len(serialized) <= _MAX_KNOWN_BYTES else _read_text_options(message)
+
+
+@lru_cache(maxsize=256)
+def _known_text_options(serialized: bytes) -> TextOptions:
+    return _read_text_options(router_pb2.TextOptions.FromString(serialized))
+
+
+def _read_text_options(message: router_pb2.TextOptions) -> TextOptions:
     return TextOptions(
         stop_strings=tuple(message.stop_strings),
         include_stop_string=message.include_stop_string,
