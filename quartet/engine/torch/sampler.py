@@ -302,21 +302,26 @@ def _draw_group(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tenso
     temperature = parameters.temperature.to(logits.dtype).clamp(min=_MIN_TEMPERATURE)[:, None]
     # Subtract the maximum first: a logit that would overflow becomes minus infinity, as it should.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    is_filtered = (parameters.top_k > 0) | (parameters.top_p < 1) | (parameters.min_p > 0)
-    if not bool(is_filtered.any()):
-        return _draw_all(scaled, parameters.keys)
-    if bool(is_filtered.all()):
-        return _draw_filtered(scaled, parameters, _num_candidates(parameters, scaled.shape[1]))
+    has_top_k = (parameters.top_k > 0) & (parameters.top_k < scaled.shape[1])
+    is_filtered = has_top_k | (parameters.top_p < 1) | (parameters.min_p > 0)
+    # What is sorted for one of these is sorted for all, so few rows with a very large k are apart from the others.
+    is_wide = is_filtered & (parameters.top_k > _NUM_CANDIDATES)
     winners = torch.empty_like(parameters.keys)
-    winners[~is_filtered] = _draw_all(scaled[~is_filtered], parameters.keys[~is_filtered])
-    filtered = parameters[is_filtered]
-    winners[is_filtered] = _draw_filtered(scaled[is_filtered], filtered, _num_candidates(filtered, scaled.shape[1]))
+    for is_drawn, draw_rows in (
+        (~is_filtered, _draw_unfiltered),
+        (is_filtered & ~is_wide, _draw_filtered),
+        (is_wide, _draw_filtered),
+    ):
+        if bool(is_drawn.all()):
+            return draw_rows(scaled, parameters)
+        if bool(is_drawn.any()):
+            winners[is_drawn] = draw_rows(scaled[is_drawn], parameters[is_drawn])
     return winners
 
 
-def _draw_all(scaled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _draw_unfiltered(scaled: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
     token_ids = torch.arange(scaled.shape[1], device=scaled.device)
-    return gumbel_noise(keys, token_ids).add_(scaled).argmax(-1)
+    return gumbel_noise(parameters.keys, token_ids).add_(scaled).argmax(-1)
 
 
 def _num_candidates(parameters: DrawParameters, vocab_size: int) -> int:
@@ -327,7 +332,10 @@ def _num_candidates(parameters: DrawParameters, vocab_size: int) -> int:
     return min(vocab_size, num_kept + _NUM_SPARE_CANDIDATES)
 
 
-def _draw_filtered(scaled: torch.Tensor, parameters: DrawParameters, num_candidates: int) -> torch.Tensor:
+def _draw_filtered(scaled: torch.Tensor, parameters: DrawParameters, num_candidates: int | None = None) -> torch.Tensor:
+    """``num_candidates``: so many of the best tokens are tried; ``None``: as many as most likely are enough."""
+    if num_candidates is None:
+        num_candidates = _num_candidates(parameters, scaled.shape[1])
     best = torch.topk(scaled, num_candidates, dim=-1)
     values = best.values.double()
     threshold = _threshold(values, scaled, parameters)[:, None]

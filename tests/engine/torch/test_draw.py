@@ -100,6 +100,24 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
     assert len(set(draw_many(many, Settings(top_k=2), 5000).tolist())) == 500
 
 
+def test_no_row_sorts_the_vocabulary_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(16, 5000, generator=torch.Generator().manual_seed(5))
+    settings = [Settings(top_k=50)] * 13
+    settings += [Settings(top_k=4999), Settings(top_k=2**31 - 1), Settings(top_k=2**31 - 1, top_p=0.9)]
+    keys = [noise_key(i, 0, 0) for i in range(16)]
+    alone = [int(draw(logits[i : i + 1], parameters([settings[i]], [keys[i]]))) for i in range(16)]
+    sorted_shapes: list[tuple[int, int]] = []
+    topk = torch.topk
+
+    def count(scaled: torch.Tensor, number: int, *, dim: int) -> object:
+        sorted_shapes.append((scaled.shape[0], number))
+        return topk(scaled, number, dim=dim)
+
+    monkeypatch.setattr(torch, "topk", count)
+    assert draw(logits, parameters(settings, keys)).tolist() == alone
+    assert sorted_shapes == [(13, 50 + 64), (2, 5000)], "one row keeps all, which takes no sorting"
+
+
 def test_a_rows_token_does_not_depend_on_the_rest_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(24, 3000, generator=generator)
