@@ -175,7 +175,7 @@ def compare(
     prefill_tokens_per_s: float,
     prompts_per_s: float,
 ) -> MixedRow:
-    """The row of ``sides``, of which the first one is disaggregated."""
+    """The row of ``sides``; the first one is disaggregated."""
     disagg, *others = sides
     best = min(others, key=lambda side: side.itl.p99, default=None)
     return MixedRow(

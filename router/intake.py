@@ -18,9 +18,9 @@ _REQUEST_TOKENS = 8_192
 # Of one turn: four short requests.
 _TURN_TOKENS = 4 * _REQUEST_TOKENS
 
-# gRPC hands over one call in about six turns, in order of arrival, whoever's it is. So that calls wait here, where
-# tenants have shares, and not there, the loop is left to others for twice as long as what began took beyond a short
-# request.
+# gRPC hands over one call in about six turns, in order of arrival, without regard to tenants. Calls are to wait here,
+# where tenants have shares, and not there. So after long work nothing begins for twice the time that it took beyond a
+# short request.
 _PAUSE_S_PER_TOKEN = 2e-7
 # A timer is no finer than a millisecond.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.0005, 0.01

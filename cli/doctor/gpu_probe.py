@@ -10,7 +10,7 @@
 
 All but ``survey`` use the first GPU that the process sees. What they find out they print as lines of ``MARK`` and a
 JSON object. One with ``error`` says that the driver or Triton refused something, and one with ``at`` what the process
-begins to do, so that whoever ends it for being late knows.
+begins to do, which is told if the process is late or dies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writes log lines on a thread, so that who stops reading them stops nothing else.
+"""Writes log lines on a thread, so that the process goes on when its log is not read.
 
-A terminal that is stopped, a collector that hangs and a full pipe block a write for as long as they like. Whoever logs
-only formats its line and puts it into a bounded queue. When that is full, lines are dropped and counted.
+A terminal that is stopped, a collector that hangs and a full pipe block a write for as long as they like. A thread that
+logs only formats its line and puts it into a bounded queue. When that is full, lines are dropped and counted.
 """
 
 from __future__ import annotations

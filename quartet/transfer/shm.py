@@ -74,14 +74,12 @@ class ShmPools(LivePools[SharedPool, memoryview]):
         """A copy under way still has its pages."""
 
 
-class ShmReader:
-    """A ``PoolReader`` into a pool in host memory."""
+class MappedSources:
+    """What readers of mapped memory have in common: the pools of other workers, or what these staged."""
 
-    def __init__(self, memory: PoolMemory, way: TransferWay = TransferWay.SHM) -> None:
-        """Read into ``memory``, by ``way``: pools, or what sources staged; nothing is mapped yet."""
+    def __init__(self, way: TransferWay) -> None:
+        """For ``way``; nothing is mapped yet."""
         self.way = way
-        self._memory = memory
-        self._executor = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
         self._pools = ShmPools()
 
     def may_open(self, owner: PoolOwner) -> bool:
@@ -97,11 +95,26 @@ class ShmReader:
         assert isinstance(lent, SharedPool)
         await self._pools.open(owner, lent, timeout_s=timeout_s)
 
-    async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
-        """As ``PoolReader``."""
+    def _source(self, owner: PoolOwner) -> memoryview:
+        """The open memory of ``owner``. Raises ``TransferError``: it has ended."""
         source = self._pools.opened(owner)
         if source is None:
             raise TransferError("the source's worker has ended")
+        return source
+
+
+class ShmReader(MappedSources):
+    """A ``PoolReader`` into a pool in host memory."""
+
+    def __init__(self, memory: PoolMemory, way: TransferWay = TransferWay.SHM) -> None:
+        """Read into ``memory``, by ``way``: pools, or what sources staged; nothing is mapped yet."""
+        super().__init__(way)
+        self._memory = memory
+        self._executor = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
+
+    async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
+        """As ``PoolReader``."""
+        source = self._source(owner)
         try:
             await copy_runs(source, self._memory.view, runs, self._executor)
         except ValueError as error:

@@ -62,7 +62,7 @@ def compile_pull(architecture: int) -> dict[str, str | int]:
     found = compiled.metadata
     scratch = (found.shared, found.global_scratch_size, found.profile_scratch_size)
     if any(scratch):
-        raise ValueError(f"the kernel needs memory that nobody gives it: {scratch}")
+        raise ValueError(f"the kernel needs memory that it is not given: {scratch}")
     code = base64.b64encode(compiled.asm["cubin"]).decode("ascii")
     return {"version": triton.__version__, "name": found.name, "num_threads": 32 * found.num_warps, "code": code}
 

@@ -17,9 +17,9 @@ from quartet.transfer.base import TransferWay
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.pinned import HostWindow
 from quartet.transfer.cuda.threads import CopyThreads, Lane
-from quartet.transfer.life_line import LentPool, PoolOwner
+from quartet.transfer.life_line import PoolOwner
 from quartet.transfer.runs import CopyRun, check_runs
-from quartet.transfer.shm import SharedPool, ShmPools
+from quartet.transfer.shm import MappedSources
 
 #: A millisecond of the CPU's copying; the GPU takes a tenth of that.
 _WINDOW_SIZE_BYTES = 4 << 20
@@ -101,34 +101,18 @@ def _fill(window: HostWindow, filling: Sequence[HostPart]) -> list[CopyRun]:
     return runs
 
 
-class StagedReader:
+class StagedReader(MappedSources):
     """A ``PoolReader`` into a pool on a GPU, out of memory that a worker on this host lends."""
 
     def __init__(self, memory: DeviceMemory, writer: DeviceWriter, way: TransferWay) -> None:
         """Read into ``memory`` by ``writer``, which stays the caller's; nothing is mapped yet."""
-        self.way = way
+        super().__init__(way)
         self._memory = memory
         self._writer = writer
-        self._pools = ShmPools()
-
-    def may_open(self, owner: PoolOwner) -> bool:
-        """As ``PoolReader``."""
-        return self._pools.may_open(owner)
-
-    def is_open(self, owner: PoolOwner) -> bool:
-        """As ``PoolReader``."""
-        return self._pools.opened(owner) is not None
-
-    async def open(self, owner: PoolOwner, lent: LentPool, *, timeout_s: float) -> None:
-        """As ``PoolReader``."""
-        assert isinstance(lent, SharedPool)
-        await self._pools.open(owner, lent, timeout_s=timeout_s)
 
     async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
         """As ``PoolReader``."""
-        source = self._pools.opened(owner)
-        if source is None:
-            raise TransferError("the source's worker has ended")
+        source = self._source(owner)
         try:
             check_runs(runs, len(source), self._memory.size_bytes)
         except ValueError as error:

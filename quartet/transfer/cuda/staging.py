@@ -169,7 +169,7 @@ class StagingServer(LifeLineServer):
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """The memfd; none before something was granted, when nobody has a reason to ask."""
+        """The memfd; none before something was granted, when no puller has a reason to ask."""
         fd = self._area.fd
         return () if fd is None else (fd,)
 
@@ -210,13 +210,13 @@ class _Slots:
 
 
 async def _end(copying: asyncio.Task[None]) -> None:
-    """Cancel a copy that nobody waits for, and wait until it writes no more; a second cancellation changes nothing."""
+    """Cancel a copy that is not wanted, and wait until it writes no more; a second cancellation changes nothing."""
     copying.cancel()
     while not copying.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([copying])
     if not copying.cancelled():
-        copying.exception()  # else asyncio logs the one of a copy that nobody waited for
+        copying.exception()  # else asyncio logs that it was never looked at
 
 
 def _address(host: PoolMemory) -> int:
