@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import given
@@ -97,3 +98,42 @@ def test_an_empty_stop_string_is_the_callers_fault() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         StopMatcher(StopStrings(["ok", ""]))
     assert caught.value.field == "text_options.stop_strings"
+
+
+class Counted(str):
+    """A text that counts how many of its characters are looked at or copied."""
+
+    __slots__ = ("num_read",)
+
+    def __new__(cls, text: str) -> Counted:
+        counted = super().__new__(cls, text)
+        counted.num_read = 0
+        return counted
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        found = super().__getitem__(key)
+        self.num_read += len(found)
+        return found
+
+
+# The ends of a text that begin such strings are long, and each character of a text makes a shorter one.
+AAA = ["a" * 1023 + "b", *("a" * (256 - number) + "b" + "a" * (256 + number) for number in range(15))]
+
+
+@pytest.mark.parametrize("text", ["a" * 20_000, ("a" * 1023 + "c") * 20], ids=["held", "held and shown"])
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_a_character_costs_the_same_however_much_is_held_back(text: str, size: int) -> None:
+    stops = StopStrings(AAA)
+    counted = stops._joined = Counted(stops._joined)
+    matcher = StopMatcher(stops)
+    for begin in range(0, len(text), size):
+        matcher.push(text[begin : begin + size])
+    assert stops.num_learnt <= sum(map(len, AAA))
+    # Twice to follow the text, twice to show it, and three times for each state that was learnt.
+    assert counted.num_read <= 4 * len(text) + 3 * stops.num_learnt
+
+
+def test_what_no_text_reaches_is_not_learnt() -> None:
+    stops = StopStrings(AAA)
+    StopMatcher(stops).push("b, a few a's: aaa")
+    assert stops.num_learnt <= 3 * len(AAA)
