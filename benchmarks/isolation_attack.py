@@ -27,6 +27,7 @@ ATTACKER = "attacker"
 MAX_MODEL_LEN = 16_384
 
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
+_LETTER_A = 72
 # After a refusal: an attacker who only asks again and again spends its time on refusals.
 _PAUSE_S = 0.05
 _SLICE_S = 0.02
@@ -47,6 +48,7 @@ class Attack(StrEnum):
     REFUSED = "refused"  # 64 clients with prompts that are too long
     SMALL = "small"  # 100 clients with chats of 4,096 tiny messages, 45 KB each, and every other one impossible
     TINY = "tiny"  # 64 clients with prompts of one token and answers of one
+    RESUME = "resume"  # eight clients that go on after 15,000 tokens "a", with stop strings that all begin so
 
 
 _Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
@@ -188,6 +190,27 @@ async def _tiny(stub: _Stub) -> None:
     await _repeat(64, lambda: _generate(stub, _short(1, num_tokens=1)))
 
 
+async def _resume(stub: _Stub) -> None:
+    start = _short(8, num_tokens=16_000)
+    start.tenant = ATTACKER
+    # Each token may end the beginning of all of these.
+    stop_strings = ["a" * 1023 + "b", *("a" * (256 - number) + "b" + "a" * (256 + number) for number in range(15))]
+    start.text_options.CopyFrom(router_pb2.TextOptions(stop_strings=stop_strings))
+    resume = router_pb2.Resume(
+        request_id="0" * 31 + "1", attempt=1, seed=1, generated_token_ids=router_pb2.TokenIds(ids=[_LETTER_A] * 15_000)
+    )
+    request = router_pb2.SessionRequest(start=router_pb2.SessionStart(start=start, resume=resume))
+
+    async def ask() -> None:
+        call = stub.Session(timeout=20.0)
+        await call.write(request)
+        await call.read()
+        call.cancel()
+        await asyncio.sleep(_PAUSE_S)
+
+    await _repeat(8, ask)
+
+
 def _short(num_prompt_tokens: int, *, num_tokens: int) -> router_pb2.GenerateStart:
     ids = random.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_prompt_tokens)
     return router_pb2.GenerateStart(
@@ -208,6 +231,7 @@ _ATTACKS: Mapping[Attack, Callable[[_Stub], Awaitable[None]]] = {
     Attack.REFUSED: _refused,
     Attack.SMALL: _small,
     Attack.TINY: _tiny,
+    Attack.RESUME: _resume,
 }
 
 

@@ -17,7 +17,7 @@ from router.explain import ExplainTurns, explain
 from router.fair_queue import Standing
 from router.place import PlaceRun
 from router.policy.base import Placement
-from router.prepare import RouterRequest, run_prepared
+from router.prepare import RouterRequest, resume_in_turns, run_prepared
 from router.request_log import RequestLog
 
 
@@ -137,10 +137,9 @@ class GenerateRun:
         if request.media is not None:
             for output in outputs.values():
                 output.add_time("media_s", request.media.fetch_s)
+        await resume_in_turns(request, outputs, context)
         self._choices.outputs = outputs
         self._log.prepared(outputs.values())
-        if request.resume is not None:
-            outputs[request.resume.choice].resume(request.resume)
         await run_choices(request, context, tuple(outputs.items()), self._run_choice)
 
     async def _run_choice(self, numbered: tuple[int, ChoiceOutput], standing: Standing) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from quartet.api.output import ChoiceOutput, first_error
 from quartet.api.placement import PlacedChoice, PlacedRequest
@@ -19,7 +18,7 @@ from router.context import RouterContext
 from router.fair_queue import Standing
 from router.media.request import UNARY_COPIES, RequestMedia
 from router.policy.base import Placement
-from router.prepare import RouterRequest, run_prepared
+from router.prepare import RouterRequest, resume_in_turns, run_prepared
 from router.request_log import RequestLog
 from router.signing import Gang, SignedRun, Signer
 from router.untaken import Untaken
@@ -94,7 +93,7 @@ class PlaceRun:
     async def _place(self, request: RouterRequest) -> PlacedRequest:
         if request.media is not None:
             self._check_media(request.media, request.pool.key)
-        self._make_choices(request)
+        await self._make_choices(request)
         await self._place_choices(request)
         choices = self._choices.values()
         placed = tuple(choice.placed() for choice in choices)
@@ -119,11 +118,9 @@ class PlaceRun:
             message = "no prefill worker takes this request's media, so it can't be placed; Generate runs it"
             raise UnsupportedFieldError(message, field=media.field)
 
-    def _make_choices(self, request: RouterRequest) -> None:
+    async def _make_choices(self, request: RouterRequest) -> None:
         outputs = request.make_outputs(self, _NO_TEXT, self._context.metrics)
-        if request.resume is not None:
-            # Place makes no text, so there is none to skip.
-            outputs[request.resume.choice].resume(replace(request.resume, num_text_bytes=0))
+        await resume_in_turns(request, outputs, self._context)
         self._choices = {number: _Choice(number, output) for number, output in outputs.items()}
         self._log.prepared(outputs.values())
 

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -184,6 +184,20 @@ async def _read_in_turns(request: RouterRequest, context: RouterContext, num_gen
             start: GenerateStart = end.value
             return start
         await context.intake.enter(tenant, work)
+
+
+async def resume_in_turns(request: RouterRequest, outputs: Mapping[int, ChoiceOutput], context: RouterContext) -> None:
+    """Give the output of a resumed choice the tokens that its client has, step by step: each waits for its turn.
+
+    To make text of them and to look for stop strings takes several times as long as to read them.
+
+    Raises:
+        InvalidRequestError: these tokens can't give the text that the client has.
+    """
+    if request.resume is None:
+        return
+    for work in outputs[request.resume.choice].resume(request.resume):
+        await context.intake.enter(request.start.tenant, work)
 
 
 def _refuse_too_many_ids(request: RouterRequest, table: WorkerTable) -> None:

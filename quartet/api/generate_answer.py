@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from io import StringIO
 
 from quartet.api.convert.answer import put_delta, to_generate_response
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Placed
@@ -17,10 +18,11 @@ class GenerateAnswer(Wakeable):
     """An ``AnswerSink`` for one stream of Generate.
 
     Tokens go into a message that is ready to be sent. While it waits, later tokens of the same choice go into it too.
-    This runs for each token, so intermediate objects would be most of its cost.
+    This runs for each token, so intermediate objects would be most of its cost. Only their text waits beside the
+    message: protobuf copies all of a text that grows, and keeps each copy for as long as the message lives.
     """
 
-    __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages")
+    __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages", "_texts")
 
     def __init__(self) -> None:
         """Begin with nothing to send."""
@@ -28,6 +30,7 @@ class GenerateAnswer(Wakeable):
         self._accepted: Accepted | None = None  # until it is sent
         self._messages: deque[router_pb2.GenerateResponse] = deque()
         self._deltas: dict[int, router_pb2.Delta] = {}  # by choice, within messages that wait
+        self._texts: dict[int, StringIO] = {}  # by choice, what comes after the text in these
         self._has_ended = False
         self._error: BaseException | None = None
 
@@ -56,7 +59,14 @@ class GenerateAnswer(Wakeable):
                 delta.choice = choice
             delta.token_offset = token_offset
             self._messages.append(message)
-        put_delta(delta, token_ids, text, logprobs)
+            put_delta(delta, token_ids, text, logprobs)
+        else:
+            put_delta(delta, token_ids, "", logprobs)
+            if text:
+                more = self._texts.get(choice)
+                if more is None:
+                    more = self._texts[choice] = StringIO()
+                more.write(text)
         if self._waiter is not None:
             self._wake()
 
@@ -80,6 +90,8 @@ class GenerateAnswer(Wakeable):
                 message = self._messages.popleft()
                 if self._deltas and message.HasField("delta"):
                     del self._deltas[message.delta.choice]
+                    if self._texts and (more := self._texts.pop(message.delta.choice, None)) is not None:
+                        message.delta.text += more.getvalue()
                 return message
             if self._has_ended:
                 if self._error is not None:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import InvalidRequestError, RequestCancelledError, ServingError, WorkerUnavailableError
 from quartet.streams.messages import DecodeStarted
+from quartet.text.stop_strings import StopStrings
 from quartet.text.text_stream import TextDelta, TextStream
 from quartet.text.tokenizer import Tokenizer
 from quartet.transfer.base import TransferWay
@@ -179,8 +180,10 @@ class ChoiceOutput:
         if num_tokens != len(self.token_ids):
             raise WorkerUnavailableError(f"{len(self.token_ids)} of {num_tokens} output tokens came")
 
-    def resume(self, resume: Resume) -> None:
+    def resume(self, resume: Resume) -> Iterator[int]:
         """Continue after the tokens that the client already has; called before anything else.
+
+        The iterator does it step by step. Before each step it gives what that costs, see ``TextStream.push_in_steps``.
 
         Raises:
             InvalidRequestError: these tokens can't give that many bytes of text; names ``field``.
@@ -188,7 +191,7 @@ class ChoiceOutput:
         self.num_attempts = resume.attempt
         self.token_ids.extend(resume.generated_token_ids)
         self._is_timed = bool(self.token_ids)
-        delta = self._text.push(self.token_ids)
+        delta = yield from self._text.push_in_steps(self.token_ids)
         self._stop_string, self._is_over = delta.stop_string, delta.stop_string is not None
         known = delta.text.encode()
         # Text held back here, because it may begin a stop string, was shown if more tokens had come by then.
@@ -372,10 +375,11 @@ def make_outputs(
         settings: what they share.
     """
     outputs = {}
+    stops = StopStrings(options.stop_strings) if options.stop_strings else None
     for choice in choices:
         text = TextStream(
             None if options.omit_text else tokenizer,
-            options.stop_strings,
+            stops,
             include_stop=options.include_stop_string,
             skip_special_tokens=not options.show_special_tokens,
             prompt_tail=prompt_tail,

@@ -24,7 +24,12 @@ class IncrementalDetokenizer(Protocol):
     The concatenation of everything returned is ``Tokenizer.decode`` of all ids, however they were split.
     Only bytes that are no UTF-8 may differ: there each invalid sequence becomes one U+FFFD, as soon as
     it is certain, where ``decode`` may take back characters already shown.
+
+    Attributes:
+        token_work: what a token takes, in the unit of the router's intake: about 0.1 microseconds.
     """
+
+    token_work: int
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens and return the characters that they complete."""
@@ -67,6 +72,8 @@ def make_detokenizer(
 
 class PieceDetokenizer:
     """For tokenizers whose text is the concatenation of tokens' bytes: each byte is read once."""
+
+    token_work = 4
 
     def __init__(self, tokenizer: Tokenizer, rule: PieceRule, table: PieceTable) -> None:
         self._tokenizer = tokenizer
@@ -125,6 +132,8 @@ class WindowDetokenizer:
     models/model.py`` (``decode_token``), and vLLM, ``vllm/transformers_utils/detokenizer_utils.py``.
     The window begins at the token group shown last, so its length, and the cost per token, is bounded.
     """
+
+    token_work = 64
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
-from quartet.errors import InvalidRequestError
 from quartet.text.detokenizer import make_detokenizer
+from quartet.text.stop_strings import StopMatcher, StopStrings
 from quartet.text.tokenizer import Tokenizer
+
+# What tokens take is counted as the router's intake counts, in token ids of a prompt: about 0.1 microseconds each. A
+# step takes so much, or a little more: so many tokens are pushed between two looks at what they took.
+_STEP_WORK = 16_384
+_PUSHED_AT_ONCE = 32
+_MATCHED_TOKEN_WORK, _MATCHED_CHARACTER_WORK, _LEARNT_STATE_WORK = 20, 2, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,7 @@ class TextDelta:
 _NOTHING = TextDelta()
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingToken:
+class _PendingToken(NamedTuple):
     """A token whose text is not shown yet, and the position in the text where it begins."""
 
     token_id: int
@@ -60,7 +67,7 @@ class TextStream:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        stop_strings: Sequence[str] = (),
+        stops: StopStrings | None = None,
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
@@ -70,21 +77,22 @@ class TextStream:
 
         Args:
             tokenizer: ``None`` where only token ids are wanted: text stays empty.
-            stop_strings: texts that end the choice; they need a tokenizer.
+            stops: what ends the choice; it needs a tokenizer. Choices of one request share it.
             include_stop: show the stop string too.
             skip_special_tokens: leave special tokens out of the text (not out of the ids).
             prompt_tail: the prompt's last few ids, see ``make_detokenizer``.
 
         Raises:
-            InvalidRequestError: a stop string is empty, or an id is no unsigned 32-bit number.
+            InvalidRequestError: an id is no unsigned 32-bit number.
         """
-        assert tokenizer is not None or not stop_strings, "stop strings are searched in text"
+        assert tokenizer is not None or stops is None, "stop strings are searched in text"
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = make_detokenizer(
                 tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail
             )
-        self._matcher = StopMatcher(stop_strings, include_stop) if stop_strings else None
+        self._stops = stops
+        self._matcher = None if stops is None else StopMatcher(stops, include_stop)
         self._pending: deque[_PendingToken] = deque()
         self._num_decoded = 0
         self._num_shown = 0
@@ -123,6 +131,33 @@ class TextStream:
             return self._push_matching(self._matcher, token_ids)
         return TextDelta(self.push_text(token_ids), tuple(token_ids))
 
+    def push_in_steps(self, token_ids: Sequence[int]) -> Generator[int, None, TextDelta]:
+        """``push`` many tokens step by step; before each step the generator yields what it costs.
+
+        Steps cost 16,384 token ids of a prompt at most, which is two milliseconds. What a step took beyond that is paid
+        with the next one. Where there is no text to make, there are no steps.
+
+        Raises:
+            InvalidRequestError: an id is no unsigned 32-bit number.
+        """
+        if self._detokenizer is None:
+            return self.push(token_ids)
+        token_work = self._detokenizer.token_work + (_MATCHED_TOKEN_WORK if self.has_stop_strings else 0)
+        deltas: list[TextDelta] = []
+        room = 0
+        for begin in range(0, len(token_ids), _PUSHED_AT_ONCE):
+            if room <= 0:
+                work = min((len(token_ids) - begin) * token_work, _STEP_WORK)
+                yield work - room
+                room = work
+            work_before = self._matching_work
+            pushed = token_ids[begin : begin + _PUSHED_AT_ONCE]
+            deltas.append(self.push(pushed))
+            if self._has_ended:
+                break
+            room -= len(pushed) * token_work + self._matching_work - work_before
+        return _joined(deltas)
+
     def finish(self) -> TextDelta:
         """End the choice for another reason than a stop string and return what was held back.
 
@@ -137,6 +172,12 @@ class TextStream:
         match = self._matcher.push(text)
         text = match.text + self._matcher.finish().text
         return TextDelta(text, self._take_shown(text, has_stopped=match.stopped, is_clear=True), match.stop_string)
+
+    @property
+    def _matching_work(self) -> int:
+        """What the search for stop strings took so far, besides what each token takes."""
+        num_learnt = 0 if self._stops is None else self._stops.num_learnt
+        return self._num_decoded * _MATCHED_CHARACTER_WORK + num_learnt * _LEARNT_STATE_WORK
 
     def _push_matching(self, matcher: StopMatcher, token_ids: Sequence[int]) -> TextDelta:
         """Push one token at a time, to know where in the text each begins."""
@@ -168,87 +209,10 @@ class TextStream:
         return tuple(taken)
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """What a piece of text brought.
-
-    Attributes:
-        text: characters that may be shown now, in order.
-        stop_string: the stop string that ended the text; ``None`` while there was none.
-    """
-
-    text: str
-    stop_string: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the text has ended; nothing more will be shown."""
-        return self.stop_string is not None
-
-
-class StopMatcher:
-    """Ends a text that arrives in pieces at the first complete stop string; holds back what may yet become one.
-
-    Of several that are complete at the same character the longest counts (it begins first). That is where
-    a generation that is checked character by character stops, so the result is the same however the
-    text was split, and no match waits for a longer one.
-    """
-
-    def __init__(self, stop_strings: Sequence[str], include_stop: bool = False) -> None:
-        """Prepare to search for ``stop_strings``; ``include_stop`` shows the one found.
-
-        Raises:
-            InvalidRequestError: a stop string is empty.
-        """
-        if not all(stop_strings):
-            raise InvalidRequestError("a stop string must not be empty", field="text_options.stop_strings")
-        self._stop_strings = tuple(stop_strings)
-        self._include_stop = include_stop
-        self._first_characters = frozenset(stop_string[0] for stop_string in stop_strings)
-        self._max_held = max(map(len, stop_strings), default=1) - 1
-        self._held = ""
-        self._has_stopped = False
-
-    @property
-    def num_held(self) -> int:
-        """Characters held back, because they may be the beginning of a stop string."""
-        return len(self._held)
-
-    def push(self, text: str) -> StopMatch:
-        """Take the next characters and return what may be shown; after a match always nothing."""
-        if self._has_stopped:
-            return StopMatch("")
-        if not self._held and self._first_characters.isdisjoint(text):
-            return StopMatch(text)
-        pending = self._held + text
-        if any(stop_string in pending for stop_string in self._stop_strings):
-            return self._stop(pending)
-        num_shown = self._num_certain(pending)
-        self._held = pending[num_shown:]
-        return StopMatch(pending[:num_shown])
-
-    def finish(self) -> StopMatch:
-        """Return what was held back: nothing can complete it any more."""
-        held, self._held = self._held, ""
-        return StopMatch(held)
-
-    def _stop(self, pending: str) -> StopMatch:
-        """End at the first stop string in ``pending``, which holds at least one."""
-        self._has_stopped = True
-        self._held = ""
-        ends = {stop: pending.find(stop) + len(stop) for stop in self._stop_strings if stop in pending}
-        stop_string = min(ends, key=lambda stop: (ends[stop], -len(stop)))
-        end = ends[stop_string]
-        return StopMatch(pending[: end if self._include_stop else end - len(stop_string)], stop_string)
-
-    def _num_certain(self, pending: str) -> int:
-        """Number of characters before the longest end of ``pending`` that begins a stop string.
-
-        Characters before it are never checked again, so the work is linear in the text.
-        """
-        for begin in range(max(0, len(pending) - self._max_held), len(pending)):
-            if pending[begin] in self._first_characters:
-                end = pending[begin:]
-                if any(stop_string.startswith(end) for stop_string in self._stop_strings):
-                    return begin
-        return len(pending)
+def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """All of them as one."""
+    return TextDelta(
+        "".join([delta.text for delta in deltas]),
+        tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
+        deltas[-1].stop_string if deltas else None,
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.api.convert.answer import from_generate_response
+from quartet.api import generate_answer
+from quartet.api.convert.answer import from_generate_response, put_delta
 from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import (
     Accepted,
@@ -24,6 +26,7 @@ from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError
+from quartet.v1 import router_pb2
 
 _ACCEPTED = Accepted(request_id="00" * 16, choices=(), num_prompt_tokens=3, seed=1)
 _TIMEOUT_S = 30.0
@@ -128,3 +131,25 @@ async def test_however_it_is_read_each_choice_gets_its_tokens_in_order(
             assert part.token_offset == len(got.setdefault(part.choice, []))
             got[part.choice] += part.token_ids
     assert got == given_out
+
+
+async def test_text_that_waits_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protobuf copies the whole text of a message for each piece, and keeps all copies: 15,000 took 14 GB."""
+    put: list[str] = []
+
+    def note(into: router_pb2.Delta, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
+        put.append(text)
+        put_delta(into, token_ids, text, logprobs)
+
+    monkeypatch.setattr(generate_answer, "put_delta", note)
+    answer = GenerateAnswer()
+    answer.accept(_ACCEPTED)
+    for number in range(100):
+        answer.add(0, number, [number], f"{number}\r\n", ())
+        answer.add(1, number, [number], "", ())
+    answer.end()
+    _accepted, first, second = await _rest(answer)
+    assert isinstance(first, Delta) and isinstance(second, Delta)
+    assert first.text == "".join(f"{number}\r\n" for number in range(100)) and second.text == ""
+    assert first.token_ids == second.token_ids == tuple(range(100))
+    assert [text for text in put if text] == ["0\r\n"]

@@ -14,6 +14,7 @@ from quartet.api.request import Accepted, ChoiceFinished, Delta
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.streams.messages import DecodeStarted
+from quartet.text.stop_strings import StopStrings
 from quartet.text.text_stream import TextStream
 from quartet.transfer.base import TransferWay
 from quartet.transfer.grpc.messages import WAY_FROM_PB
@@ -43,11 +44,13 @@ def entries(*token_ids: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(token_id, -token_id / 10) for token_id in token_ids]
 
 
-@pytest.mark.parametrize("stop", [(), ("never",)], ids=["plain", "stop strings"])
-async def test_tokens_that_come_twice_after_a_migration_are_dropped_with_their_logprobs(stop: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("stops", [None, StopStrings(["never"])], ids=["plain", "stop strings"])
+async def test_tokens_that_come_twice_after_a_migration_are_dropped_with_their_logprobs(
+    stops: StopStrings | None,
+) -> None:
     sink, tokenizer = Shown(), byte_level_tokenizer()
     ids = tokenizer.encode("abcdefgh", add_special_tokens=False)
-    output = ChoiceOutput(SETTINGS, 0, TextStream(tokenizer, stop), sink)
+    output = ChoiceOutput(SETTINGS, 0, TextStream(tokenizer, stops), sink)
     output.begin_attempt()
     assert output.take(0, ids[:1], entries(*ids[:1]), 1.0)
     assert output.take(1, ids[1:4], entries(*ids[1:4]), 2.0)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from quartet.api.request import Accepted, ChoiceFinished, Delta, Resume, TextOptions
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError, ServingError, WorkerUnavailableError
+from quartet.text.text_stream import TextDelta, TextStream
+from router.intake import Intake
 from tests.router.fakes import Fleet, collect, expected_tokens, text_of
 from tests.router.test_generate import make_start
 
 _REQUEST_ID = "00ff" * 8
 _OUTPUT = expected_tokens(5, 0, 20, 12)
+_LONG = Sampling(max_tokens=16_000, ignore_eos=True)
 
 
 def _resume(**changes: object) -> Resume:
@@ -134,4 +142,66 @@ async def test_a_request_whose_model_is_gone_is_not_resumed(fingerprint: str, mo
     fleet = _fleet_of_two_versions()
     with pytest.raises(WorkerUnavailableError):
         await collect(fleet.generate(make_start(model=model), resume=_resume(model_fingerprint=fingerprint)))
+    fleet.assert_nothing_left()
+
+
+async def test_few_of_the_tokens_to_resume_after_become_text_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By count: in each turn of the event loop no more is done than the turn's work allows."""
+    num_tokens, num_turns = 15_000, 0
+    pushed: Counter[int] = Counter()
+    paid: list[int] = []
+    push, enter = TextStream.push, Intake.enter
+
+    def note(stream: TextStream, token_ids: Sequence[int]) -> TextDelta:
+        pushed[num_turns] += len(token_ids)
+        return push(stream, token_ids)
+
+    async def note_paid(intake: Intake, tenant: str, num_prompt_tokens: int) -> None:
+        paid.append(num_prompt_tokens)
+        await enter(intake, tenant, num_prompt_tokens)
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    monkeypatch.setattr(TextStream, "push", note)
+    monkeypatch.setattr(Intake, "enter", note_paid)
+    fleet = Fleet("decode-0", max_model_len=16_384, num_blocks=16_384)
+    options = TextOptions(stop_strings=("a" * 1023 + "b", *("a" * 200 + str(number) for number in range(15))))
+    resume = _resume(generated_token_ids=[_OUTPUT[0]] * num_tokens)
+    counting = asyncio.create_task(count_turns())
+    parts = fleet.generate(make_start(sampling=_LONG, text_options=options), resume=resume).parts()
+    assert isinstance(await anext(parts), Accepted)
+    await parts.aclose()
+    counting.cancel()
+    assert pushed.total() >= num_tokens
+    # At most two steps begin in a turn; a token counts 24 at least, and a step at most 16,384 and what 32 tokens take.
+    assert max(pushed.values()) <= 2 * (16_384 // 24 + 32)
+    assert sum(paid) >= 24 * num_tokens
+    fleet.assert_nothing_left()
+
+
+async def test_a_request_can_be_cancelled_while_its_tokens_become_text() -> None:
+    fleet = Fleet("decode-0", max_model_len=16_384, num_blocks=16_384)
+    resume = _resume(generated_token_ids=[_OUTPUT[0]] * 15_000)
+    options = TextOptions(stop_strings=("a" * 1000,))
+    request = fleet.generate(make_start(sampling=_LONG, text_options=options), resume=resume)
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert fleet.admission.length == 0 and fleet.hops.num_open == 0, "it is not placed yet"
+    request.cancel()
+    answer = await collect(request)
+    assert (answer.texts, answer.token_ids) == ({}, {}), "the client has them already"
+    assert answer.finished[0].reason is FinishReason.CANCELLED
+    fleet.assert_nothing_left()
+
+
+async def test_tokens_that_are_too_many_never_become_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(TextStream, "push")
+    fleet = Fleet("decode-0", max_model_len=1_000)
+    resume = _resume(generated_token_ids=[_OUTPUT[0]] * 1_000)
+    with pytest.raises(InvalidRequestError, match="leaves room"):
+        await collect(fleet.generate(make_start(), resume=resume))
     fleet.assert_nothing_left()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidRequestError
+from quartet.text.stop_strings import StopStrings
 from quartet.text.text_stream import TextDelta, TextStream
 from quartet.text.tokenizer import Tokenizer
 from tests.text import builders
@@ -63,7 +64,7 @@ def test_without_a_tokenizer_only_ids_are_shown() -> None:
 
 
 def test_tokens_of_the_stop_string_and_past_it_are_neither_shown_nor_counted() -> None:
-    stream = TextStream(builders.byte_level_tokenizer(), ["STOP"])
+    stream = TextStream(builders.byte_level_tokenizer(), StopStrings(["STOP"]))
     outcome = collect(stream, [letters("abS"), letters("TOP"), letters("xyz")])
     assert outcome == Outcome("ab", tuple(letters("ab")), "STOP")
     assert stream.finish().is_empty
@@ -72,23 +73,23 @@ def test_tokens_of_the_stop_string_and_past_it_are_neither_shown_nor_counted() -
 def test_the_token_in_whose_middle_the_stop_string_begins_counts() -> None:
     tokenizer = builders.byte_level_tokenizer()
     ids = ids_of(tokenizer, "a", "<think>", "b")
-    assert collect(TextStream(tokenizer, ["nk>b"]), [ids]) == Outcome("a<thi", tuple(ids[:2]), "nk>b")
+    assert collect(TextStream(tokenizer, StopStrings(["nk>b"])), [ids]) == Outcome("a<thi", tuple(ids[:2]), "nk>b")
 
 
 def test_a_stop_string_that_is_shown_takes_its_tokens_along() -> None:
-    stream = TextStream(builders.byte_level_tokenizer(), ["ST"], include_stop=True)
+    stream = TextStream(builders.byte_level_tokenizer(), StopStrings(["ST"]), include_stop=True)
     assert collect(stream, [letters("abSTx")]) == Outcome("abST", tuple(letters("abST")), "ST")
 
 
 def test_tokens_wait_for_text_that_is_held_back() -> None:
-    stream = TextStream(builders.byte_level_tokenizer(), ["STOP"])
+    stream = TextStream(builders.byte_level_tokenizer(), StopStrings(["STOP"]))
     assert stream.push(letters("aS")) == TextDelta("a", tuple(letters("a")))
     assert stream.push(letters("T")).is_empty
     assert stream.push(letters("x")) == TextDelta("STx", tuple(letters("STx")))
 
 
 def test_text_held_back_comes_when_the_choice_ends_for_another_reason() -> None:
-    stream = TextStream(builders.byte_level_tokenizer(), ["STOP"])
+    stream = TextStream(builders.byte_level_tokenizer(), StopStrings(["STOP"]))
     stream.push(letters("aST"))
     assert stream.finish() == TextDelta("ST", tuple(letters("ST")))
     assert stream.finish().is_empty
@@ -97,7 +98,7 @@ def test_text_held_back_comes_when_the_choice_ends_for_another_reason() -> None:
 def test_an_incomplete_last_character_is_shown_and_counted_at_the_end() -> None:
     tokenizer = builders.byte_level_tokenizer()
     half = ids_of(tokenizer, "ð", "Ł")
-    stream = TextStream(tokenizer, ["STOP"])
+    stream = TextStream(tokenizer, StopStrings(["STOP"]))
     assert stream.push(half).is_empty
     assert stream.finish() == TextDelta("�", tuple(half))
 
@@ -105,13 +106,15 @@ def test_an_incomplete_last_character_is_shown_and_counted_at_the_end() -> None:
 def test_parts_of_a_character_that_begins_a_stop_string_do_not_count() -> None:
     tokenizer = builders.byte_level_tokenizer()
     fox = ids_of(tokenizer, "ð", "Ł", "¦", "Ĭ")
-    assert collect(TextStream(tokenizer, ["🦊"]), [letters("a"), fox]) == Outcome("a", tuple(letters("a")), "🦊")
+    assert collect(TextStream(tokenizer, StopStrings(["🦊"])), [letters("a"), fox]) == Outcome(
+        "a", tuple(letters("a")), "🦊"
+    )
 
 
 def test_a_special_token_without_text_is_shown_when_nothing_is_held_back() -> None:
     tokenizer = builders.byte_level_tokenizer()
     [eos] = ids_of(tokenizer, builders.EOS)
-    stream = TextStream(tokenizer, ["STOP"])
+    stream = TextStream(tokenizer, StopStrings(["STOP"]))
     assert stream.push([*letters("a"), eos]) == TextDelta("a", (*letters("a"), eos))
 
 
@@ -129,14 +132,14 @@ def test_the_text_may_continue_the_prompt() -> None:
 
 def test_a_stop_string_may_end_in_the_mark_of_a_broken_character() -> None:
     tokenizer = builders.byte_level_tokenizer()
-    stream = TextStream(tokenizer, ["b�"])
+    stream = TextStream(tokenizer, StopStrings(["b�"]))
     outcome = collect(stream, [letters("ab"), ids_of(tokenizer, "ð")])
     assert outcome == Outcome("a", tuple(letters("a")), "b�")
 
 
 def test_an_empty_stop_string_is_refused_when_the_choice_starts() -> None:
     with pytest.raises(InvalidRequestError):
-        TextStream(builders.byte_level_tokenizer(), [""])
+        TextStream(builders.byte_level_tokenizer(), StopStrings([""]))
 
 
 @pytest.mark.parametrize("make_tokenizer", KINDS)
@@ -152,8 +155,8 @@ def test_the_splitting_into_pushes_makes_no_difference(
     stops = data.draw(st.lists(st.sampled_from([*occurring, "never so"]), max_size=3))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)))))
     pieces = [ids[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-    at_once = collect(TextStream(tokenizer, stops, include_stop=include_stop), [ids])
-    assert collect(TextStream(tokenizer, stops, include_stop=include_stop), pieces) == at_once
+    at_once = collect(TextStream(tokenizer, StopStrings(stops), include_stop=include_stop), [ids])
+    assert collect(TextStream(tokenizer, StopStrings(stops), include_stop=include_stop), pieces) == at_once
 
 
 @given(data=st.data(), include_stop=st.booleans())
@@ -164,7 +167,7 @@ def test_tokens_shown_are_those_that_begin_before_the_end_of_the_text_shown(
     text = data.draw(st.text(alphabet="ab the☃🦊", max_size=20))
     stop = data.draw(st.text(alphabet="ab the☃🦊", min_size=1, max_size=4))
     ids = tokenizer.encode(text, add_special_tokens=False)
-    outcome = collect(TextStream(tokenizer, [stop], include_stop=include_stop), [ids])
+    outcome = collect(TextStream(tokenizer, StopStrings([stop]), include_stop=include_stop), [ids])
     position = text.find(stop)
     end = len(text) if position < 0 else position + (len(stop) if include_stop else 0)
     # Characters complete before a token say where it begins: decoding cuts a half character off again.
