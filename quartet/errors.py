@@ -73,7 +73,14 @@ class MediaFetchError(InvalidRequestError, reason="MEDIA_NOT_FETCHED"):
 
 
 class ProtocolError(ServingError, reason="PROTOCOL_VIOLATION"):
-    """Messages of a stream in a wrong order or shape."""
+    """Messages of a stream in a wrong order or shape.
+
+    Attributes:
+        size_bytes, measure_s: as ``MessageTooLargeError``'s, of a message that is malformed.
+    """
+
+    size_bytes = 0
+    measure_s = 0.0
 
 
 class MessageTooLargeError(ServingError, reason="MESSAGE_TOO_LARGE"):
@@ -82,12 +89,15 @@ class MessageTooLargeError(ServingError, reason="MESSAGE_TOO_LARGE"):
     Attributes:
         head: the first bytes of a message that was refused before it was parsed.
         size_bytes: of such a message.
+        measure_s: CPU time that it took to find that it is too large, in seconds.
     """
+
+    size_bytes = 0
+    measure_s = 0.0
 
     def __init__(self, message: str, *, head: bytes = b"", **more: Any) -> None:
         super().__init__(message, **more)
         self.head = head
-        self.size_bytes = 0
 
 
 class ModelNotFoundError(ServingError, reason="MODEL_NOT_FOUND"):

@@ -6,6 +6,7 @@ A message of 12 MB can hold six million empty fields, and each becomes objects i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,8 +19,9 @@ from quartet.errors import MessageTooLargeError, ProtocolError
 #: Bytes of the longest text that a message may hold, whatever the model: to parse it takes 10 ms.
 MAX_TEXT_BYTES = 16 << 20
 
-#: Bytes of a message that is short enough to be parsed unseen, in less than 2 ms whatever it holds.
-UNCHECKED_BYTES = 64 << 10
+#: Bytes of a message that is short enough to be parsed unseen, in less than 3 ms whatever it holds: protobuf takes some
+#: 11 ns for a field of 2 bytes, and the walk here 300.
+UNCHECKED_BYTES = 256 << 10
 
 #: Bytes of the longest message to the standard services (health, reflection, channelz): they take a name or a number.
 MAX_STANDARD_BYTES = 4 << 10
@@ -142,10 +144,11 @@ def limited_parser(deserialize: Callable[[bytes], Any] | None, limits: MessageLi
 
     def parse(message: bytes) -> Any:
         if len(message) > UNCHECKED_BYTES:
+            began = time.thread_time()
             try:
                 limits.check(message_type, message)
-            except MessageTooLargeError as error:
-                error.size_bytes = len(message)
+            except (MessageTooLargeError, ProtocolError) as error:
+                error.size_bytes, error.measure_s = len(message), time.thread_time() - began
                 raise
         return deserialize(message)
 

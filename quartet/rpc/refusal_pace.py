@@ -1,36 +1,89 @@
-"""Keeps clients from sending messages that are too large as fast as they can.
+"""Keeps clients from sending messages that are refused as fast as they can.
 
-gRPC hands over a message whole, however large, and copies it on the event loop: some 10 ms for 12 MB. No tenant pays
-for what is refused. So its sender waits for the refusal, or until more is read, for longer the more of it comes.
+gRPC hands over a message whole, however large, and copies it on the event loop: some 10 ms for 12 MB. To measure one
+with many fields takes as long. No tenant pays for what is refused. So the connection that sent it waits, for longer the
+more of it comes: for its refusal, and before its next calls are read, because a client need not wait for the refusal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
-from quartet.errors import MessageTooLargeError
+from quartet.errors import QueueFullError
 
-# What is refused may take a fiftieth of the event loop.
-_BYTES_PER_S = 16 << 20
+# What is refused may take a fiftieth of the event loop, whoever sends it.
+_SHARE = 1 / 50
+# The event loop copies so many bytes in a second.
+_COPIED_BYTES_PER_S = 800 << 20
 # A client that sends one by mistake is answered at once.
 _FREE_S = 1.0
 _MAX_WAIT_S = 5.0
+# Calls of one connection that wait to be read, each with up to 64 KiB in gRPC; further ones are refused.
+_MAX_UNREAD = 64
+_MAX_KEPT = 1024
 
 
 class RefusalPace:
-    """Delays what follows refused messages, so that so many bytes of them come in a second."""
+    """Delays what follows refused messages: the refusals of all, and the next calls of connections that sent them."""
 
     def __init__(self) -> None:
         """Nothing was refused yet."""
         self._ends_at = 0.0
+        # When each connection will have paid for what it sent, were there no free second.
+        self._paid_at: dict[str, float] = {}
+        self._num_unread: Counter[str] = Counter()
+        self._max_kept = _MAX_KEPT
 
-    async def wait(self, error: MessageTooLargeError) -> None:
-        """Wait as long as the message that was refused with ``error`` costs, and those before it; at most 5 s."""
+    def __bool__(self) -> bool:
+        """Whether some connection may have to wait."""
+        return bool(self._paid_at)
+
+    async def wait_to_read(self, peer: str) -> None:
+        """Wait until the connection ``peer`` has paid for what was refused to it; at most 5 s.
+
+        Raises:
+            QueueFullError: many of its calls wait already.
+        """
+        wait_s = self._paid_at.get(peer, 0.0) - time.monotonic() - _FREE_S
+        if wait_s <= 0:
+            return
+        if self._num_unread[peer] >= _MAX_UNREAD:
+            raise QueueFullError(f"{_MAX_UNREAD} calls of this connection wait, after messages of it that were refused")
+        self._num_unread[peer] += 1
+        try:
+            await asyncio.sleep(wait_s)
+        finally:
+            self._num_unread[peer] -= 1
+            if not self._num_unread[peer]:
+                del self._num_unread[peer]
+
+    async def wait(self, peer: str, error: Exception, size_bytes: int, measure_s: float = 0.0) -> None:
+        """Wait as long as the message that was refused with ``error`` costs, and those before it; at most 5 s.
+
+        Args:
+            peer: the connection that sent it.
+            error: the refusal.
+            size_bytes: of the message.
+            measure_s: what it took to find that it must be refused, in seconds of CPU time.
+        """
         error.__traceback__ = None  # its frames know the message
+        cost_s = (size_bytes / _COPIED_BYTES_PER_S + measure_s) / _SHARE
         now = time.monotonic()
-        self._ends_at = max(self._ends_at, now) + error.size_bytes / _BYTES_PER_S
-        self._ends_at = min(self._ends_at, now + _FREE_S + _MAX_WAIT_S)
+        self._forget_paid(now)
+        # Connections that have to pay share what refusals may take; each knows how many there are.
+        self._paid_at[peer] = _later(self._paid_at.get(peer, 0.0), cost_s * max(1, len(self._paid_at)), now)
+        self._ends_at = _later(self._ends_at, cost_s, now)
         wait_s = self._ends_at - now - _FREE_S
         if wait_s > 0:
             await asyncio.sleep(wait_s)
+
+    def _forget_paid(self, now: float) -> None:
+        if len(self._paid_at) > self._max_kept:
+            self._paid_at = {peer: paid_at for peer, paid_at in self._paid_at.items() if paid_at > now}
+            self._max_kept = max(_MAX_KEPT, 2 * len(self._paid_at))
+
+
+def _later(ends_at: float, cost_s: float, now: float) -> float:
+    return min(max(ends_at, now) + cost_s, now + _FREE_S + _MAX_WAIT_S)

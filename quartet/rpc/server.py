@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from quartet.errors import (
     ConfigError,
     DrainingError,
+    InvalidRequestError,
     MessageTooLargeError,
     ProtocolError,
     RequestTimeoutError,
@@ -42,7 +43,7 @@ from quartet.rpc.channels import (
 )
 from quartet.rpc.errors import abort, is_or_holds
 from quartet.rpc.health import HealthServicer
-from quartet.rpc.message_limits import MAX_STANDARD_BYTES, MessageLimits, limited_parser
+from quartet.rpc.message_limits import MAX_STANDARD_BYTES, UNCHECKED_BYTES, MessageLimits, limited_parser
 from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.refusal_pace import RefusalPace
 
@@ -70,6 +71,8 @@ _MAX_UNTAKEN = 1024
 # Calls that one connection may have open.
 _MAX_STREAMS = 10_000
 _HEALTH_SERVICE = "grpc.health.v1.Health"
+# Refusals of a request that no tenant pays for.
+_CLIENTS_FAULTS = (InvalidRequestError, MessageTooLargeError, ProtocolError)
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
 
@@ -478,11 +481,15 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         respond = self._responder(behavior, may_be_silent=not (is_standard and handler.request_streaming))
 
         async def answer(request: Any, context: _Context) -> Any:
+            size_bytes = 0
             try:
-                self._check(method, context)
+                await self._enter(method, context)
                 if not handler.request_streaming:
                     # Not counted yet: a drain does not wait for a client that says nothing.
-                    request = parse(await self._lone_request(context))
+                    message = await self._lone_request(context)
+                    size_bytes = len(message)
+                    request = parse(message)
+                    del message
                 if not is_standard:
                     self._calls.enter(context)
                 return await respond(request, context)
@@ -491,7 +498,8 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
             except NotImplementedError:  # gRPC's own services leave out some methods
                 return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the method")
             except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
-                return await self._abort(context, error)
+                request = None  # let go before its sender waits
+                return await self._abort(context, error, size_bytes)
 
         async def serve(request: Any, context: _Context) -> Any:
             try:
@@ -506,16 +514,22 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         # A lone request is parsed in `answer`, where a failure gets a status; those of a stream where they are read.
         return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
 
-    def _check(self, method: str, context: _Context) -> None:
-        """Raise ``ServingError``: this caller may not make the call."""
+    async def _enter(self, method: str, context: _Context) -> None:
+        """Wait where the connection has to. Raises ``ServingError``: this caller may not make the call."""
         if self._untaken:
             self._untaken.check(context)
         if self._gate is not None:
             self._gate.check(method, context.auth_context())
+        if self._refusals:
+            await self._refusals.wait_to_read(context.peer())
 
-    async def _abort(self, context: _Context, error: BaseException) -> None:
-        if isinstance(error, MessageTooLargeError):
-            await self._refusals.wait(error)
+    async def _abort(self, context: _Context, error: Exception, size_bytes: int) -> None:
+        """End the call with the status of ``error``; ``size_bytes`` are those of its lone request, if it was read."""
+        measure_s = 0.0
+        if isinstance(error, MessageTooLargeError | ProtocolError):
+            size_bytes, measure_s = max(size_bytes, error.size_bytes), error.measure_s
+        if size_bytes > UNCHECKED_BYTES and isinstance(error, _CLIENTS_FAULTS):
+            await self._refusals.wait(context.peer(), error, size_bytes, measure_s)
         if is_or_holds(error, StalledStreamError):
             # gRPC keeps the status, and what was written before, until the client takes it or goes.
             self._untaken.count(context)
@@ -575,6 +589,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_receive_message_length", config.max_receive_message_bytes),
         ("grpc.max_send_message_length", -1),
+        # As channels: at most 64 KiB of each call wait here to be read. Else a window grows to megabytes, and messages
+        # of clients that cancel them fill the memory. For the message that is being read gRPC opens it further.
+        ("grpc.http2.bdp_probe", 0),
         # Else a second server on the same port starts, and the kernel gives it half of the connections.
         ("grpc.so_reuseport", 0),
     ]

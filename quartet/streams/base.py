@@ -141,7 +141,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
                 except MessageTooLargeError as error:
                     self._count_start(until_start)
                     self._refused(error)
-                    await self._refusals.wait(error)
+                    await self._refusals.wait(context.peer(), error, error.size_bytes, error.measure_s)
                     continue
                 if not isinstance(request, Message):
                     break  # end of stream
