@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.disagg_client import Answered
-from benchmarks.gpu_hand_off import PLANS, Measured, Measurements, Row
+from benchmarks.gpu_hand_off import PLANS, Measured, Measurements, Row, main
 from benchmarks.gpu_mixed import Curve, MixedSide, Seen, Waits, compare
 from benchmarks.gpu_pull import IdleRow, Pulls, compare_steps
 from benchmarks.gpu_serving import FirstStepPlan, read_request, summarize_first_steps
@@ -179,6 +179,19 @@ def test_a_mixed_load_that_was_cut_before_its_other_side_has_no_ratio() -> None:
     table = gpu_hand_off_tables({"rows": [json.loads(json.dumps(row))]})
     assert "| p99 between tokens, disaggregated over aggregated | not run | not run | <= 0.33 |  |\n" in table
     assert "| disaggregated | 970 |" in table
+
+
+def test_a_picture_of_two_gpus_is_drawn_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, plot = tmp_path / "gpu_hand_off.json", tmp_path / "mixed.png"
+    Measurements(path).write(measured(Row.MIXED, compare([side("disagg", 20, 970)], **SETTING), 2, 1))
+    before = path.read_bytes()
+    monkeypatch.setenv("PATH", str(tmp_path))  # where no nvidia-smi is
+    command = ["gpu_hand_off", "--json", str(path), "--gpus", "2", "--only", "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, path.read_bytes()) == (0, before)
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 async def test_only_what_comes_within_the_window_counts() -> None:
