@@ -31,7 +31,7 @@ from quartet.transfer.base import PoolMemory
 from quartet.transfer.cuda.driver import CudaError
 from quartet.transfer.cuda.kernel_copies import KernelImage, table_of
 from quartet.transfer.cuda.survey import SurveyDriver, cuda_survey_driver
-from quartet.transfer.runs import CopyRun
+from quartet.transfer.runs import CopyRun, as_runs
 
 #: What each line of a probe's findings begins with; libraries print lines of their own.
 MARK = "QUARTET-GPU "
@@ -296,7 +296,7 @@ def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount:
         yield found
         return
     yield _at(f"copying pieces of {pieces.piece_size_bytes} bytes by the kernel")
-    table = table_of(runs)
+    table = table_of(as_runs(runs))
     with _device_memory(driver, table.nbytes) as address:
         lane.write(address, table.tobytes())
         arguments = (pieces.source, pieces.target, address, len(table))
