@@ -41,9 +41,9 @@ class CountingDriver(CudaDriver):
         self.num_launches += 1
         super().launch(kernel, num_programs, num_threads, arguments, stream)
 
-    def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        self.num_copies += 1
-        super().copy(target, source, size_bytes, stream)
+    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+        self.num_copies += len(copies)
+        super().copy_many(copies, stream)
 
 
 @dataclass

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from quartet.errors import TransferError
 from quartet.transfer.base import TransferWay
 from quartet.transfer.cuda.driver import CudaError
@@ -207,7 +209,7 @@ class _PeerMemory:
 
     def _copy(self, pool: _OpenPool, runs: Runs, lane: Lane, stop: threading.Event) -> None:
         """Issue all copies; look now and then whether to stop, and whether the engine steps."""
-        copy, target = self._driver.copy, self._memory.address
+        places = (pool.address, self._memory.address, 0)
         is_same_gpu = pool.lent.device_uuid == self._memory.device_uuid
         runs = cut(runs)
         by_kernel = self._kernel.begin(lane, pool.address, runs, is_same_gpu=is_same_gpu)
@@ -217,7 +219,6 @@ class _PeerMemory:
             if by_kernel.is_better(is_busy=is_busy):
                 num_issued += by_kernel.issue(num_issued, is_busy=is_busy)
                 continue
-            some = runs[num_issued : num_issued + COPIES_A_LOOK]
-            for begin, end, size_bytes in some.tolist():
-                copy(target + end, pool.address + begin, size_bytes, lane.stream)
+            some = np.add(runs[num_issued : num_issued + COPIES_A_LOOK], places)
+            self._driver.copy_many(some.tolist(), lane.stream)
             num_issued += len(some)
