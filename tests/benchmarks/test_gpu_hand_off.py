@@ -28,6 +28,7 @@ from quartet.client import QuartetClient
 from quartet.errors import WorkerUnavailableError
 from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.transfer.cuda.survey import cuda_survey_driver
 from tests.client.fake_router import FakeRouter
 from tests.transfer.fake_cuda import FakeDriver, FakeHost
 
@@ -245,10 +246,21 @@ gpu_hand_off.main()
 @pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("device", "way"), [("cpu", "shm"), pytest.param("cuda", "cuda_ipc", marks=pytest.mark.gpu)])
-def test_all_rows_are_measured(tmp_path: Path, request: pytest.FixtureRequest, device: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "gpus", "way"),
+    [
+        ("cpu", 1, "shm"),
+        pytest.param("cuda", 1, "cuda_ipc", marks=pytest.mark.gpu),
+        pytest.param("cuda", 2, "cuda_ipc", marks=pytest.mark.gpu),
+    ],
+)
+def test_all_rows_are_measured(
+    tmp_path: Path, request: pytest.FixtureRequest, device: str, gpus: int, way: str
+) -> None:
+    if device == "cuda" and cuda_survey_driver().num_devices() < gpus:
+        pytest.skip("needs two GPUs")
     path, plot = tmp_path / "gpu_hand_off.json", tmp_path / "mixed.png"
-    options = ["--shape", "tiny", "--device", device, "--gpus", "1", "--json", str(path), "--plot", str(plot)]
+    options = ["--shape", "tiny", "--device", device, "--gpus", str(gpus), "--json", str(path), "--plot", str(plot)]
     # What is forked may not have touched a GPU before.
     python = request.getfixturevalue("fork_server").python if device == "cpu" else sys.executable
     done = subprocess.run(
