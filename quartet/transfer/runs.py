@@ -38,12 +38,16 @@ def as_runs(runs: Sequence[CopyRun]) -> Runs:
 
 def merge_runs(source_offsets: Offsets, destination_offsets: Offsets, size_bytes: int) -> Runs:
     """One run per stretch of pieces, each of ``size_bytes``, that are neighbours on both sides."""
-    offsets = np.stack((source_offsets, destination_offsets), axis=1)
-    begins_run = np.ones(len(offsets), np.bool_)
-    begins_run[1:] = (offsets[1:] != offsets[:-1] + size_bytes).any(axis=1)
-    first = np.flatnonzero(begins_run)
-    num_pieces = np.diff(first, append=len(offsets))
-    return np.column_stack((offsets[first], num_pieces * size_bytes))
+    begins_run = np.ones(len(source_offsets), np.bool_)
+    begins_run[1:] = source_offsets[1:] != source_offsets[:-1] + size_bytes
+    begins_run[1:] |= destination_offsets[1:] != destination_offsets[:-1] + size_bytes
+    [first] = begins_run.nonzero()
+    runs = np.empty((len(first), 3), np.int64)
+    runs[:, 0], runs[:, 1] = source_offsets[first], destination_offsets[first]
+    runs[:-1, 2] = first[1:] - first[:-1]
+    runs[-1:, 2] = len(begins_run) - first[-1:]
+    runs[:, 2] *= size_bytes
+    return runs
 
 
 def check_runs(runs: Runs, source_size: int, destination_size: int) -> None:
