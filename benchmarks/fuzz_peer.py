@@ -122,8 +122,8 @@ class LyingSource:
                     answers.append(_response(finished=transfer_pb2.PullFinished()))
                 case _:
                     answers.append(_response(renewed=transfer_pb2.PullRenewed()))
-        # A hand-off that is whole by chance is a lie that no puller can notice. The mock engine does, by its stamps, and
-        # rightly stops.
+        # A hand-off that is whole by chance is a lie that no puller can notice. The mock engine does, by its stamps,
+        # and rightly stops.
         return [answer for answer in answers if not (is_granted and _finishes(answer))]
 
     def _grant(self, draw: random.Random, num_pieces: int) -> bytes:
