@@ -245,7 +245,7 @@ def _parse() -> argparse.Namespace:
 async def _run(arguments: argparse.Namespace, measurements: Measurements) -> bool:
     """Measure the rows that are asked for, and go on where one fails. Returns whether none did."""
     is_done, num_gpus = True, _num_gpus(arguments)
-    gpus = _gpu_names(num_gpus)
+    gpus = _gpu_names(num_gpus) if arguments.only else ()  # a picture can be drawn anywhere
     with LiveLine() as line, tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
         bench = _Bench(PLANS[arguments.shape], _devices(num_gpus), Path(directory), line)
         for row in arguments.only:

@@ -490,6 +490,7 @@ def _gpu_side(name: str, best: str | None) -> str:
 
 _GPU_SIDE_COLUMNS: Columns = {
     "tok/s": "{tokens_per_s:.0f}",
+    "of requests that ended": "{finished_per_s:.0f}",
     "between tokens p50, p99, longest (ms)": "{itl[p50]:.1f}, {itl[p99]:.1f}, {itl[max]:.0f}",
     "of the streams alone p99": "{stream_itl[p99]:.1f}",
     "first token of prompts p50, p99 (ms)": "{prompt_ttft[p50]:.0f}, {prompt_ttft[p99]:.0f}",

@@ -27,11 +27,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.cuda.driver import CudaError
 from quartet.transfer.cuda.kernel_copies import KernelImage, table_of
 from quartet.transfer.cuda.survey import SurveyDriver, cuda_survey_driver
-from quartet.transfer.runs import CopyRun
+from quartet.transfer.cuda.threads import COPIES_A_LOOK
+from quartet.transfer.runs import CopyRun, as_runs
 
 #: What each line of a probe's findings begins with; libraries print lines of their own.
 MARK = "QUARTET-GPU "
@@ -283,12 +286,12 @@ class _Piecewise:
 
 def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount: Amount) -> Iterator[Finding]:
     """Steps, and last GB/s by the copy engine, a copy for each piece, and by the kernel, whose bytes are compared."""
-    driver, runs, size_bytes = lane.driver, pieces.runs, len(pieces.expected)
+    driver, runs, size_bytes = lane.driver, as_runs(pieces.runs), len(pieces.expected)
+    copies = np.add(runs, (pieces.source, pieces.target, 0)).tolist()
 
     def by_copies() -> None:
-        for run in runs:
-            source, target = pieces.source + run.source_offset, pieces.target + run.destination_offset
-            driver.copy(target, source, run.size_bytes, lane.stream)
+        for first in range(0, len(copies), COPIES_A_LOOK):
+            driver.copy_many(copies[first : first + COPIES_A_LOOK], lane.stream)
 
     yield _at(f"copying pieces of {pieces.piece_size_bytes} bytes by the copy engine")
     found: Finding = {"piece": pieces.piece_size_bytes, "copies": lane.rate(by_copies, size_bytes, amount.num_copies)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
@@ -10,7 +10,7 @@ from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.reader import CudaReader
 from quartet.transfer.cuda.staged import DeviceSink, DeviceWriter, StagedReader
 from quartet.transfer.life_line import LentPool, PoolOwner
-from quartet.transfer.runs import CopyRun
+from quartet.transfer.runs import Runs
 from quartet.transfer.shm import ShmReader
 
 
@@ -38,7 +38,7 @@ class PoolReader(Protocol):
         """
         ...
 
-    async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
+    async def copy(self, owner: PoolOwner, runs: Runs) -> None:
         """Copy ``runs`` from ``owner``'s open pool; returns, raises or is cancelled once nothing writes any more.
 
         Raises:

@@ -1,4 +1,7 @@
-"""Copies between two pools: which bytes go where, and how a thread's work is awaited to its end."""
+"""Copies between two pools: which bytes go where, and how a thread's work is awaited to its end.
+
+A long prompt's copies are thousands, and the event loop prepares them, so they are lines of an array.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,21 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+#: ``[num_pieces]``: where each piece begins in a pool, in bytes.
+Offsets: TypeAlias = npt.NDArray[np.int64]
+
+_MAX_OFFSET = (1 << 63) - 1
+
+#: ``[num_runs, 3]``: lines of the fields of ``CopyRun``.
+Runs: TypeAlias = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class CopyRun:
+class CopyRun(NamedTuple):
     """Copy ``size_bytes`` bytes from one offset to another."""
 
     source_offset: int
@@ -18,26 +31,32 @@ class CopyRun:
     size_bytes: int
 
 
-def merge_runs(source_offsets: Sequence[int], destination_offsets: Sequence[int], size_bytes: int) -> list[CopyRun]:
+def as_runs(runs: Sequence[CopyRun]) -> Runs:
+    """``runs`` as lines of an array."""
+    return np.array(runs, np.int64).reshape(-1, 3)
+
+
+def merge_runs(source_offsets: Offsets, destination_offsets: Offsets, size_bytes: int) -> Runs:
     """One run per stretch of pieces, each of ``size_bytes``, that are neighbours on both sides."""
-    runs: list[CopyRun] = []
-    for source, destination in zip(source_offsets, destination_offsets, strict=True):
-        last = runs[-1] if runs else CopyRun(0, 0, 0)
-        ends = (last.source_offset + last.size_bytes, last.destination_offset + last.size_bytes)
-        if runs and ends == (source, destination):
-            runs[-1] = CopyRun(last.source_offset, last.destination_offset, last.size_bytes + size_bytes)
-        else:
-            runs.append(CopyRun(source, destination, size_bytes))
+    begins_run = np.ones(len(source_offsets), np.bool_)
+    begins_run[1:] = source_offsets[1:] != source_offsets[:-1] + size_bytes
+    begins_run[1:] |= destination_offsets[1:] != destination_offsets[:-1] + size_bytes
+    [first] = begins_run.nonzero()
+    runs = np.empty((len(first), 3), np.int64)
+    runs[:, 0], runs[:, 1] = source_offsets[first], destination_offsets[first]
+    runs[:-1, 2] = first[1:] - first[:-1]
+    runs[-1:, 2] = len(begins_run) - first[-1:]
+    runs[:, 2] *= size_bytes
     return runs
 
 
-def check_runs(runs: Sequence[CopyRun], source_size: int, destination_size: int) -> None:
+def check_runs(runs: Runs, source_size: int, destination_size: int) -> None:
     """Raise ``ValueError`` if a run leaves one of the two pools, whose sizes are in bytes."""
-    for run in runs:
-        in_source = 0 <= run.source_offset <= source_size - run.size_bytes
-        in_destination = 0 <= run.destination_offset <= destination_size - run.size_bytes
-        if not (in_source and in_destination):
-            raise ValueError("a piece lies outside its pool")
+    offsets, sizes = runs[:, :2], runs[:, 2:]
+    # The size of a source's pool is what the source says.
+    ends = np.array([min(size, _MAX_OFFSET) for size in (source_size, destination_size)], np.int64)
+    if ((offsets < 0) | (offsets > ends - sizes)).any():
+        raise ValueError("a piece lies outside its pool")
 
 
 async def run_to_end(executor: Executor, work: Callable[[], None], stop: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from quartet.errors import TransferError
 from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.life_line import LentPool, LifeLineServer, LivePools, PoolOwner
-from quartet.transfer.runs import CopyRun, check_runs, run_to_end
+from quartet.transfer.runs import Runs, check_runs, run_to_end
 
 #: One thread comes near a core's memory bandwidth; the second is for another fetch, not for more of one.
 _NUM_COPY_THREADS = 2
@@ -112,7 +112,7 @@ class ShmReader(MappedSources):
         self._memory = memory
         self._executor = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
 
-    async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
+    async def copy(self, owner: PoolOwner, runs: Runs) -> None:
         """As ``PoolReader``."""
         source = self._source(owner)
         try:
@@ -126,7 +126,7 @@ class ShmReader(MappedSources):
         self._pools.close()
 
 
-async def copy_runs(source: memoryview, destination: memoryview, runs: Sequence[CopyRun], executor: Executor) -> None:
+async def copy_runs(source: memoryview, destination: memoryview, runs: Runs, executor: Executor) -> None:
     """Copy ``runs``; large ones in ``executor``.
 
     When this returns, raises or is cancelled, nothing writes to ``destination`` any more.
@@ -136,7 +136,7 @@ async def copy_runs(source: memoryview, destination: memoryview, runs: Sequence[
     """
     check_runs(runs, len(source), len(destination))
     stop = threading.Event()
-    if sum(run.size_bytes for run in runs) <= _INLINE_SIZE_BYTES:
+    if runs[:, 2].sum() <= _INLINE_SIZE_BYTES:
         _copy(source, destination, runs, stop)
         return
     # The thread sees `stop` at its next slice.
@@ -156,14 +156,14 @@ def _map_read_only(fd: int, size_bytes: int) -> memoryview:
         os.close(fd)
 
 
-def _copy(source: memoryview, destination: memoryview, runs: Sequence[CopyRun], stop: threading.Event) -> None:
+def _copy(source: memoryview, destination: memoryview, runs: Runs, stop: threading.Event) -> None:
     """Copy until done or ``stop``. NumPy lets go of the GIL; a memoryview's slice assignment keeps it."""
     from_bytes = np.frombuffer(source, dtype=np.uint8)
     to_bytes = np.frombuffer(destination, dtype=np.uint8)
-    for run in runs:
-        for done in range(0, run.size_bytes, _SLICE_SIZE_BYTES):
+    for source_offset, destination_offset, size_bytes in runs.tolist():
+        for done in range(0, size_bytes, _SLICE_SIZE_BYTES):
             if stop.is_set():
                 return
-            size = min(_SLICE_SIZE_BYTES, run.size_bytes - done)
-            start, target = run.source_offset + done, run.destination_offset + done
+            size = min(_SLICE_SIZE_BYTES, size_bytes - done)
+            start, target = source_offset + done, destination_offset + done
             np.copyto(to_bytes[target : target + size], from_bytes[start : start + size])

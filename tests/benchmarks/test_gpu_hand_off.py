@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.disagg_client import Answered
-from benchmarks.gpu_hand_off import PLANS, Measured, Measurements, Row
+from benchmarks.gpu_hand_off import PLANS, Measured, Measurements, Row, main
 from benchmarks.gpu_mixed import Curve, MixedSide, Seen, Waits, compare
 from benchmarks.gpu_pull import IdleRow, Pulls, compare_steps
 from benchmarks.gpu_serving import FirstStepPlan, read_request, summarize_first_steps
@@ -28,6 +28,7 @@ from quartet.client import QuartetClient
 from quartet.errors import WorkerUnavailableError
 from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.transfer.cuda.survey import cuda_survey_driver
 from tests.client.fake_router import FakeRouter
 from tests.transfer.fake_cuda import FakeDriver, FakeHost
 
@@ -100,7 +101,7 @@ def side(name: str, p99: float, tokens_per_s: float) -> MixedSide:
     return MixedSide(
         name=name,
         tokens_per_s=tokens_per_s,
-        finished_per_s=1,
+        finished_per_s=tokens_per_s - 10,
         itl=waits,
         stream_itl=waits,
         curve=Curve(ms=(1, p99), longer=(0.01, 0)),
@@ -167,10 +168,8 @@ def test_the_file_keeps_the_last_two_measurements_of_each_row_and_the_table_show
     assert "| pull of 4 GiB in blocks of 2.25 MiB, GB/s | 100; 200 | not run | >= 365 | NVLink 397 |\n" in table
     assert "| p99 between tokens, disaggregated over aggregated | not run | 0.25 | <= 0.33 |  |\n" in table
     assert "| reader's step: longer by, % | not run | not run | <= 6 |  |\n" in table
-    assert (
-        "| **aggregated, steps of 512 tokens** | 900 | 1.0, 80.0, 80 | 80.0 | 1, 80 | 3 | 0 | 2 | cuda_ipc 2.5 |\n"
-        in table
-    )
+    waits = "1.0, 80.0, 80 | 80.0 | 1, 80"
+    assert f"| **aggregated, steps of 512 tokens** | 900 | 890 | {waits} | 3 | 0 | 2 | cuda_ipc 2.5 |\n" in table
     assert "- pull, two GPUs (NVIDIA H200): `python -m benchmarks.gpu_hand_off --number=2` on 20" in table
 
 
@@ -179,6 +178,19 @@ def test_a_mixed_load_that_was_cut_before_its_other_side_has_no_ratio() -> None:
     table = gpu_hand_off_tables({"rows": [json.loads(json.dumps(row))]})
     assert "| p99 between tokens, disaggregated over aggregated | not run | not run | <= 0.33 |  |\n" in table
     assert "| disaggregated | 970 |" in table
+
+
+def test_a_picture_of_two_gpus_is_drawn_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, plot = tmp_path / "gpu_hand_off.json", tmp_path / "mixed.png"
+    Measurements(path).write(measured(Row.MIXED, compare([side("disagg", 20, 970)], **SETTING), 2, 1))
+    before = path.read_bytes()
+    monkeypatch.setenv("PATH", str(tmp_path))  # where no nvidia-smi is
+    command = ["gpu_hand_off", "--json", str(path), "--gpus", "2", "--only", "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, path.read_bytes()) == (0, before)
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 async def test_only_what_comes_within_the_window_counts() -> None:
@@ -232,10 +244,21 @@ gpu_hand_off.main()
 @pytest.mark.bench
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("device", "way"), [("cpu", "shm"), pytest.param("cuda", "cuda_ipc", marks=pytest.mark.gpu)])
-def test_all_rows_are_measured(tmp_path: Path, request: pytest.FixtureRequest, device: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "gpus", "way"),
+    [
+        ("cpu", 1, "shm"),
+        pytest.param("cuda", 1, "cuda_ipc", marks=pytest.mark.gpu),
+        pytest.param("cuda", 2, "cuda_ipc", marks=pytest.mark.gpu),
+    ],
+)
+def test_all_rows_are_measured(
+    tmp_path: Path, request: pytest.FixtureRequest, device: str, gpus: int, way: str
+) -> None:
+    if device == "cuda" and cuda_survey_driver().num_devices() < gpus:
+        pytest.skip("needs two GPUs")
     path, plot = tmp_path / "gpu_hand_off.json", tmp_path / "mixed.png"
-    options = ["--shape", "tiny", "--device", device, "--gpus", "1", "--json", str(path), "--plot", str(plot)]
+    options = ["--shape", "tiny", "--device", device, "--gpus", str(gpus), "--json", str(path), "--plot", str(plot)]
     # What is forked may not have touched a GPU before.
     python = request.getfixturevalue("fork_server").python if device == "cpu" else sys.executable
     done = subprocess.run(

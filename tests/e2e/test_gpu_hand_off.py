@@ -1,4 +1,4 @@
-"""Disaggregation on one GPU, and on a GPU and a CPU: Prefill and Decode in processes of their own."""
+"""Disaggregation on one GPU, on two, and on a GPU and a CPU: Prefill and Decode in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,8 +57,12 @@ async def running(
     *,
     pool: Mapping[str, object] = FIXED_POOL,
     topology_name: str = "disagg",
+    gpus: Mapping[str, int] | None = None,
 ) -> AsyncIterator[tuple[Up, QuartetClient]]:
-    """A topology whose workers are all on the GPU; ``overrides``: other settings, by role."""
+    """A topology whose workers are all on the GPU; ``overrides``: other settings, by role.
+
+    ``gpus``: by role, the only one that a worker sees; ``None``: nothing restricts it.
+    """
     records = directory / "records"
     records.mkdir()
     settings = {
@@ -70,6 +75,8 @@ async def running(
     topology = yaml.safe_load((CONFIGS / f"{topology_name}.yaml").read_text())
     for worker in topology["workers"]:
         worker["overrides"] = (overrides or {}).get(worker["role"], {})
+        if gpus is not None:
+            worker["gpus"] = [[gpus[worker["role"]]]]
     file = directory / "topology.yaml"
     file.write_text(yaml.safe_dump(topology))
     async with Up(CONFIGS.parent, str(file), "--router-port", "0", *options, python=Path(sys.executable)) as up:
@@ -202,6 +209,41 @@ async def test_a_killed_prefill_worker_that_is_started_again_costs_no_token_and_
         await until_free(free)
 
 
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+#: Each worker sees its own GPU only; or both see both and name their own.
+APART: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "gpus": {"gpus": {"prefill": 0, "decode": 1}},
+    "device": {"overrides": {"decode": {"engine": {"device": "cuda:1"}}}},
+}
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("apart_by", APART)
+async def test_blocks_go_from_one_gpu_to_another_and_kills_cost_no_token_and_no_memory_of_either(
+    tmp_path: Path, oracle: Oracle, apart_by: str
+) -> None:
+    unused = [free_size_bytes(device) for device in range(2)]
+    async with running(tmp_path, **APART[apart_by]) as (up, client):
+        await check(client, oracle, seed=1)
+        assert await pulled_bytes(client, WAYS[0]) > 0
+        assert await way_told(client, seed=30) is TransferWay.CUDA_IPC
+        free = [free_size_bytes(device) for device in range(2)]
+        for role, seed, again in (("prefill", 2, 10), ("decode", 3, 20)):
+            epoch = await until_back(client, 0, f"{role}-0")
+            is_asked = role == "prefill"  # there is no other decode worker that would go on
+            asking = asyncio.create_task(check(client, oracle, seed, is_prefilled_apart=False))
+            await asyncio.wait({asking}, timeout=0.02 if is_asked else None)
+            kill(up, role)
+            await asking
+            await until_back(client, epoch, f"{role}-0")
+            await check(client, oracle, again)
+        assert await way_told(client, seed=31) is TransferWay.CUDA_IPC
+        for device in range(2):
+            await until_free(free[device], device)
+    for device in range(2):
+        await until_free(unused[device], device)
+
+
 class Programs:
     """Starts each process by itself, as ``ForkServer`` forks it: a process with CUDA can't be forked."""
 
@@ -280,13 +322,13 @@ def kill(up: Up, role: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-async def until_free(size_bytes: int) -> None:
+async def until_free(size_bytes: int, device: int = 0) -> None:
     """Wait until so much of the GPU's memory is free, or little less."""
     async with asyncio.timeout(30):
-        while free_size_bytes() < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
+        while free_size_bytes(device) < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
             await asyncio.sleep(0.1)
 
 
-def free_size_bytes() -> int:
+def free_size_bytes(device: int = 0) -> int:
     """Of the GPU's memory."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0

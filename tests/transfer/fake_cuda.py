@@ -315,6 +315,10 @@ class FakeDriver:
                 self._find(address, size_bytes)
             self._streams[stream].todo.append(lambda: self._copy_now(target, source, size_bytes))
 
+    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+        for source, target, size_bytes in copies:
+            self.copy(target, source, size_bytes, stream)
+
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         self._issue("copy_to_host", source, target, size_bytes, stream)
 

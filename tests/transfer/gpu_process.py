@@ -1,4 +1,4 @@
-"""A worker with a pool on GPU 0, in a process of its own and without PyTorch, which takes seconds to import.
+"""A worker with a pool on the first GPU it sees, in a process of its own, without PyTorch, whose import takes seconds.
 
 ``source NUM_BLOCKS SEED ADDRESS``: for each line that it reads, prints a hand-off of all its blocks; for ``counts``,
 how many hand-offs are held and how many are pulled now.
@@ -63,8 +63,8 @@ def read(memory: DeviceMemory | PoolMemory, block_id: int) -> bytes:
     return into.tobytes()
 
 
-def free_size_bytes() -> int:
-    cuda_driver().bind(0)
+def free_size_bytes(device: int = 0) -> int:
+    cuda_driver().bind(device)
     free, _total = cuda_driver()._call("cuMemGetInfo")
     return int(free)
 

@@ -18,7 +18,7 @@ from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.grpc import puller
 from quartet.transfer.grpc.messages import PullMessage
 from quartet.transfer.life_line import PoolOwner
-from quartet.transfer.runs import CopyRun
+from quartet.transfer.runs import Runs
 from quartet.transfer.shm import ShmReader
 from tests.transfer.workers import CONFIG, LARGE_LAYOUT, puller_worker
 
@@ -49,7 +49,7 @@ _copied, _received = asyncio.Event(), asyncio.Event()
 _copy, _accept = ShmReader.copy, puller._PieceReceiver.accept
 
 
-async def _copy_one(reader: ShmReader, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
+async def _copy_one(reader: ShmReader, owner: PoolOwner, runs: Runs) -> None:
     await _copy(reader, owner, runs[:1])
     _copied.set()
     await asyncio.Event().wait()

@@ -7,10 +7,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quartet.transfer import shm
-from quartet.transfer.runs import CopyRun, merge_runs
+from quartet.transfer.cuda.kernel_copies import cut
+from quartet.transfer.runs import CopyRun, as_runs, check_runs, merge_runs
 from quartet.transfer.shm import copy_runs
 
 MIB = 1 << 20
@@ -23,14 +27,36 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_neighbours_on_both_sides_become_one_run() -> None:
-    runs = merge_runs([0, 10, 20, 50, 60], [100, 110, 130, 140, 150], 10)
-    assert runs == [CopyRun(0, 100, 20), CopyRun(20, 130, 10), CopyRun(50, 140, 20)]
+    runs = merge_runs(np.array([0, 10, 20, 50, 60]), np.array([100, 110, 130, 140, 150]), 10)
+    assert runs.tolist() == [[0, 100, 20], [20, 130, 10], [50, 140, 20]]
+    assert merge_runs(np.empty(0, np.int64), np.empty(0, np.int64), 10).shape == (0, 3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_merged_runs_are_the_pieces_in_their_order(pieces: list[tuple[int, int]]) -> None:
+    size = 1 << 36  # more than 32 bits reach
+    offsets = size * np.array(pieces, np.int64).reshape(-1, 2)
+    runs = merge_runs(offsets[:, 0], offsets[:, 1], size)
+    assert cut(runs, size)[:, :2].tolist() == offsets.tolist()
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    assert not (ends == runs[1:, :2]).all(axis=1).any()
+
+
+@pytest.mark.parametrize("run", [(95, 0, 10), (0, 195, 10), (-1, 0, 10), (0, -(1 << 63), 10), ((1 << 63) - 1, 0, 10)])
+def test_a_run_that_leaves_its_pool_is_found(run: tuple[int, int, int]) -> None:
+    inside = [CopyRun(90, 190, 10), CopyRun(0, 0, 100)]
+    check_runs(as_runs(inside), 100, 200)
+    check_runs(as_runs([]), 100, 200)
+    check_runs(as_runs(inside), 1 << 64, (1 << 64) - 1)
+    with pytest.raises(ValueError, match="outside"):
+        check_runs(as_runs([*inside, CopyRun(*run)]), 100, 200)
 
 
 @pytest.mark.parametrize("size", [100, 3 * MIB], ids=["inline", "in a thread"])
 async def test_runs_are_copied_and_nothing_else_is_touched(size: int, executor: ThreadPoolExecutor) -> None:
     source, destination = memoryview(b"\7" * 2 * size), memoryview(bytearray(2 * size))
-    await copy_runs(source, destination, [CopyRun(size, 10, size - 20)], executor)
+    await copy_runs(source, destination, as_runs([CopyRun(size, 10, size - 20)]), executor)
     assert destination == bytes(10) + b"\7" * (size - 20) + bytes(size + 10)
 
 
@@ -38,7 +64,7 @@ async def test_runs_are_copied_and_nothing_else_is_touched(size: int, executor: 
 async def test_a_run_outside_a_pool_copies_nothing(run: CopyRun, executor: ThreadPoolExecutor) -> None:
     destination = memoryview(bytearray(100))
     with pytest.raises(ValueError, match="outside"):
-        await copy_runs(memoryview(b"\7" * 100), destination, [CopyRun(0, 0, 10), run], executor)
+        await copy_runs(memoryview(b"\7" * 100), destination, as_runs([CopyRun(0, 0, 10), run]), executor)
     assert destination == bytes(100)
 
 
@@ -56,7 +82,7 @@ async def test_a_cancelled_copy_returns_only_after_the_thread_has_stopped(
     monkeypatch.setattr(shm.np, "copyto", copy_after_go)
     destination = memoryview(bytearray(64 * MIB))
     task = asyncio.create_task(
-        copy_runs(memoryview(b"\7" * 64 * MIB), destination, [CopyRun(0, 0, 64 * MIB)], executor)
+        copy_runs(memoryview(b"\7" * 64 * MIB), destination, as_runs([CopyRun(0, 0, 64 * MIB)]), executor)
     )
     assert await asyncio.to_thread(copying.wait, 10)
     for _ in range(2):

@@ -210,3 +210,54 @@ def test_code_without_the_kernel_is_unloaded(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(CudaError, match="cuModuleGetFunction"):
         CudaDriver().load(b"code", "pull")
     assert unloaded == [7]
+
+
+class _Batches:
+    """What the driver copies, by either call; ``refuses`` copies of several at once."""
+
+    def __init__(self, refuses: Exception | _Result | None) -> None:
+        self.refuses = refuses
+        self.num_refused = 0
+        self.copies: list[tuple[object, ...]] = []
+
+    def bindings(self) -> SimpleNamespace:
+        return _bindings(
+            CUdeviceptr=lambda address: ("address", address),
+            CUmemcpyAttributes=SimpleNamespace,
+            CUmemcpySrcAccessOrder=SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM="in order"),
+            CUmemcpyFlags=SimpleNamespace(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE=1),
+            cuMemcpyBatchAsync=self.batch,
+            cuMemcpyDtoDAsync=self.one,
+        )
+
+    def batch(self, targets, sources, sizes, count, attributes, first, num_attributes, stream):
+        if isinstance(self.refuses, _Result):
+            self.num_refused += 1
+            return (self.refuses,)
+        if self.refuses is not None:
+            self.num_refused += 1
+            raise self.refuses
+        assert count == len(targets) == len(sources) == len(sizes)
+        assert (first, num_attributes) == ([0], len(attributes))
+        assert attributes == [SimpleNamespace(srcAccessOrder="in order", flags=1)]
+        self.copies += [(*copy, stream) for copy in zip(targets, sources, sizes, strict=True)]
+        return (_Result.CUDA_SUCCESS,)
+
+    def one(self, target, source, size_bytes, stream):
+        self.copies.append((("address", target), ("address", source), size_bytes, stream))
+        return (_Result.CUDA_SUCCESS,)
+
+
+@pytest.mark.parametrize("refuses", [None, RuntimeError("not found"), _Result.CUDA_ERROR_OUT_OF_MEMORY])
+def test_several_copies_are_one_call_and_single_ones_where_the_driver_refuses_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: Exception | _Result | None
+) -> None:
+    batches = _Batches(refuses)
+    _install(monkeypatch, batches.bindings())
+    driver = CudaDriver()
+    for _ in range(2):
+        driver.copy_many([[1, 2, 3], [4, 5, 6]], 7)
+    expected = [(("address", 2), ("address", 1), 3, 7), (("address", 5), ("address", 4), 6, 7)]
+    assert batches.copies == 2 * expected
+    num_expected = 0 if refuses is None else 1
+    assert (batches.num_refused, len(caplog.records)) == (num_expected, num_expected)

@@ -36,7 +36,7 @@ from quartet.transfer.cuda.kernel_copies import (
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.reader import CudaReader
 from quartet.transfer.life_line import PoolOwner
-from quartet.transfer.runs import CopyRun
+from quartet.transfer.runs import CopyRun, as_runs
 from tests.transfer.cuda_workers import GpuSource, gpu_source
 from tests.transfer.fake_cuda import NUM_THREADS, FakeDriver, FakeHost
 from tests.transfer.workers import EPOCH, LAYOUT
@@ -61,7 +61,7 @@ def copy_runs(draw: st.DrawFn) -> list[CopyRun]:
 @given(copy_runs())
 @settings(max_examples=50, deadline=None)
 def test_the_parts_of_runs_are_these_runs(runs: list[CopyRun]) -> None:
-    parts = [[int(number) * 16 for number in part] for part in table_of(runs)]
+    parts = [[int(number) * 16 for number in part] for part in table_of(as_runs(runs))]
     found: list[CopyRun] = []
     for begin, end, size in parts:
         assert 0 < size <= PART_SIZE_BYTES
@@ -78,10 +78,10 @@ def test_the_parts_of_runs_are_these_runs(runs: list[CopyRun]) -> None:
 def test_long_runs_are_cut_into_what_a_launch_copies() -> None:
     size = LAUNCH_SIZE_BYTES
     whole = CopyRun(7, 9, 100)
-    runs = cut([whole, CopyRun(size, 0, size), CopyRun(0, 5 * size, 2 * size + 16)])
+    runs = cut(as_runs([whole, CopyRun(size, 0, size), CopyRun(0, 5 * size, 2 * size + 16)]))
     rest = [CopyRun(0, 5 * size, size), CopyRun(size, 6 * size, size), CopyRun(2 * size, 7 * size, 16)]
-    assert runs == [whole, CopyRun(size, 0, size), *rest]
-    assert [len(table_of([run])) for run in runs[1:]] == [NUM_TABLE_PARTS] * 3 + [1]
+    assert runs.tolist() == as_runs([whole, CopyRun(size, 0, size), *rest]).tolist()
+    assert [len(table_of(runs[number : number + 1])) for number in range(1, 5)] == [NUM_TABLE_PARTS] * 3 + [1]
 
 
 # The kernel.
@@ -115,7 +115,7 @@ def pull(
 ) -> None:
     import torch
 
-    lines = torch.from_numpy(table_of(runs))
+    lines = torch.from_numpy(table_of(as_runs(runs)))
     module.pull[(num_programs,)](source, target, lines, len(lines), CHUNK=chunk)
 
 
@@ -242,7 +242,7 @@ class Here:
         return found
 
     async def copy(self, runs: Sequence[CopyRun]) -> None:
-        await self.reader.copy(OWNER, runs)
+        await self.reader.copy(OWNER, as_runs(runs))
 
     def arrived(self, runs: Sequence[CopyRun]) -> bool:
         return all(

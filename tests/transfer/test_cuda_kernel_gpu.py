@@ -18,7 +18,7 @@ from quartet.transfer.cuda.kernel_copies import PullKernel, compile_kernel, cut
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.threads import CopyThreads, Lane
 from quartet.transfer.grpc.puller import TransferPuller
-from quartet.transfer.runs import CopyRun
+from quartet.transfer.runs import CopyRun, as_runs
 from tests.transfer.gpu_process import PIECE, block_bytes, free_size_bytes, puller_on_gpu, write, wrong_blocks
 from tests.transfer.test_cuda_two_processes import source
 
@@ -41,9 +41,9 @@ class CountingDriver(CudaDriver):
         self.num_launches += 1
         super().launch(kernel, num_programs, num_threads, arguments, stream)
 
-    def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        self.num_copies += 1
-        super().copy(target, source, size_bytes, stream)
+    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+        self.num_copies += len(copies)
+        super().copy_many(copies, stream)
 
 
 @dataclass
@@ -55,10 +55,12 @@ class OnePool:
     kernel: PullKernel
 
     async def copy(self, runs: Sequence[CopyRun], *, is_same_gpu: bool = True, is_busy: bool = False) -> None:
+        parts = cut(as_runs(runs))
+
         def work(lane: Lane, _stop: threading.Event) -> None:
-            pull = self.kernel.begin(lane, self.memory.address, cut(runs), is_same_gpu=is_same_gpu)
+            pull = self.kernel.begin(lane, self.memory.address, parts, is_same_gpu=is_same_gpu)
             num_issued = 0
-            while num_issued < len(cut(runs)):
+            while num_issued < len(parts):
                 num_issued += (issued := pull.issue(num_issued, is_busy=is_busy))
                 assert issued, "the launch failed; the log says why"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -70,7 +71,8 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(*arguments: object, seed: int = 0) -> AsyncIterator[Peer]:
+async def peer(*arguments: object, seed: int = 0, gpu: int | None = None) -> AsyncIterator[Peer]:
+    """``gpu``: the only one that the process sees; ``None``: it sees what this one does."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "tests.transfer.gpu_process", *map(str, arguments)),
@@ -78,6 +80,7 @@ async def peer(*arguments: object, seed: int = 0) -> AsyncIterator[Peer]:
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 24,
         cwd=ROOT,
+        env=os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
     )
     found = Peer(process, seed)
     try:
@@ -88,16 +91,20 @@ async def peer(*arguments: object, seed: int = 0) -> AsyncIterator[Peer]:
 
 @asynccontextmanager
 async def source(
-    num_blocks: int = NUM_BLOCKS, seed: int = 1, address: str = "127.0.0.1:0", kind: str = "source"
+    num_blocks: int = NUM_BLOCKS,
+    seed: int = 1,
+    address: str = "127.0.0.1:0",
+    kind: str = "source",
+    gpu: int | None = None,
 ) -> AsyncIterator[Peer]:
-    async with peer(kind, num_blocks, seed, address, seed=seed) as found:
+    async with peer(kind, num_blocks, seed, address, seed=seed, gpu=gpu) as found:
         yield found
 
 
-async def until_free(size_bytes: int) -> None:
+async def until_free(size_bytes: int, device: int = 0) -> None:
     """The memory of a process that was killed comes back a moment later."""
     async with asyncio.timeout(30):
-        while free_size_bytes() < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
+        while free_size_bytes(device) < size_bytes - SLACK:  # noqa: ASYNC110  # the driver tells nobody
             await asyncio.sleep(0.05)
 
 

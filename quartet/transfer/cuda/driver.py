@@ -8,10 +8,13 @@ the calling thread.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 #: What ``cuIpcGetMemHandle`` gives.
 HANDLE_SIZE_BYTES = 64
@@ -40,7 +43,7 @@ class CudaError(Exception):
 class Driver(Protocol):
     """What is used of the CUDA driver. Every method raises ``CudaError``; addresses are of this process.
 
-    A copy has not happened when ``copy`` returns, and copies of one stream happen in order. An event is ready once all
+    A copy has not happened when ``copy`` returns, and calls of one stream happen in order. An event is ready once all
     that its stream had to do at ``record`` is done.
     """
 
@@ -120,6 +123,13 @@ class Driver(Protocol):
         """Have ``stream`` copy between two places that the bound device reaches."""
         ...
 
+    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+        """Have ``stream`` make several copies as ``copy`` does, in any order.
+
+        ``copies``: of each, where its bytes are, where they go, and how many they are.
+        """
+        ...
+
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """Have ``stream`` copy from the bound device to pinned host memory."""
         ...
@@ -165,6 +175,7 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}
         self._kernels: dict[int, tuple[Any, Any]] = {}  # function and module
+        self._batches = True
         try:
             self._call("cuInit", 0)
         except RuntimeError as error:  # what cuda-bindings raises where it finds no libcuda
@@ -265,6 +276,22 @@ class CudaDriver:
         """As ``Driver``."""
         self._call("cuMemcpyDtoDAsync", target, source, size_bytes, stream)
 
+    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+        """As ``Driver``.
+
+        One call for all of them: each call gives the interpreter's lock away, and waits for an engine's thread to have
+        it back.
+        """
+        if self._batches:
+            try:
+                self._copy_batch(copies, stream)
+                return
+            except (CudaError, RuntimeError) as error:  # the latter: the driver is older than its bindings
+                self._batches = False
+                logger.warning("copies on GPUs begin one by one: %s", error)
+        for source, target, size_bytes in copies:
+            self.copy(target, source, size_bytes, stream)
+
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """As ``Driver``."""
         self._call("cuMemcpyDtoHAsync", target, source, size_bytes, stream)
@@ -305,6 +332,15 @@ class CudaDriver:
     def wait(self, event: int) -> None:
         """As ``Driver``."""
         self._call("cuEventSynchronize", event)
+
+    def _copy_batch(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+        cuda, (sources, targets, sizes) = self._cuda, zip(*copies, strict=True)
+        attributes = cuda.CUmemcpyAttributes()
+        attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        # By the copy engine: else the driver may take the processors that steps need.
+        attributes.flags = int(cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+        places = ([cuda.CUdeviceptr(address) for address in addresses] for addresses in (targets, sources))
+        self._call("cuMemcpyBatchAsync", *places, sizes, len(copies), [attributes], [0], 1, stream)
 
     def _call(self, name: str, *args: object) -> Any:
         """What the function returns beside its status: nothing, one value, or a tuple of them."""

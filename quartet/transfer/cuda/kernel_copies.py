@@ -17,11 +17,9 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +32,7 @@ from quartet.transfer.cuda.driver import CudaError, Driver
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.pinned import HostWindow
 from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, CopyThreads, Lane
-from quartet.transfer.runs import CopyRun
+from quartet.transfer.runs import Runs
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +60,6 @@ _NUM_PROGRAMS_WITHIN_A_GPU = 256
 _NUM_PROGRAMS_BESIDE_STEPS = 16
 
 _TABLE_SIZE_BYTES = NUM_TABLE_PARTS * 3 * 8
-
-_FIELDS = attrgetter("source_offset", "destination_offset", "size_bytes")
 
 
 class NoKernelError(Exception):
@@ -133,35 +129,24 @@ async def compile_kernel(architecture: int) -> KernelImage:
     return _image(process.returncode, output, errors)
 
 
-def cut(runs: Sequence[CopyRun]) -> Sequence[CopyRun]:
-    """``runs``, those that are longer than one launch copies in parts of that size."""
-    size = LAUNCH_SIZE_BYTES
-    if all(run.size_bytes <= size for run in runs):
-        return runs
-    return [
-        CopyRun(run.source_offset + at, run.destination_offset + at, min(size, run.size_bytes - at))
-        for run in runs
-        for at in range(0, run.size_bytes, size)
-    ]
+def cut(runs: Runs, max_size_bytes: int = LAUNCH_SIZE_BYTES) -> Runs:
+    """``runs``, those that are longer, by default than one launch copies, in parts of that size and the rest."""
+    num_parts = -(-runs[:, 2] // max_size_bytes)
+    parts = np.repeat(runs, num_parts, axis=0)
+    # How many bytes of its run lie before each part.
+    before = (np.arange(len(parts)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * max_size_bytes
+    parts[:, :2] += before[:, np.newaxis]
+    parts[:, 2] = np.minimum(parts[:, 2] - before, max_size_bytes)
+    return parts
 
 
-def table_of(runs: Iterable[CopyRun]) -> npt.NDArray[np.int64]:
+def table_of(runs: Runs) -> npt.NDArray[np.int64]:
     """``runs`` as what the kernel reads: lines of where a part begins there and here, and its size, in words.
 
     Returns:
         ``[num_parts, 3]``.
     """
-    numbers = np.fromiter(chain.from_iterable(map(_FIELDS, runs)), np.int64)
-    words = numbers.reshape(-1, 3) // WORD_SIZE_BYTES
-    size = PART_SIZE_BYTES // WORD_SIZE_BYTES
-    num_parts = -(-words[:, 2] // size)
-    parts = np.repeat(words, num_parts, axis=0)
-    # How many words of its run lie before each part.
-    before = (np.arange(len(parts)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * size
-    parts[:, 0] += before
-    parts[:, 1] += before
-    parts[:, 2] = np.minimum(parts[:, 2] - before, size)
-    return parts
+    return cut(runs, PART_SIZE_BYTES) // WORD_SIZE_BYTES
 
 
 class PullKernel:
@@ -182,7 +167,7 @@ class PullKernel:
             self._preparation = asyncio.create_task(self._prepare(), name="prepare-pull-kernel")
             self._preparation.add_done_callback(report_failure)
 
-    def begin(self, lane: Lane, source: int, runs: Sequence[CopyRun], *, is_same_gpu: bool) -> KernelPull:
+    def begin(self, lane: Lane, source: int, runs: Runs, *, is_same_gpu: bool) -> KernelPull:
         """Copies of one fetch on ``lane``, from the pool at ``source``, into the local one; ``runs`` were ``cut``."""
         loaded = None if self._is_given_up else self._loaded
         return KernelPull(loaded, self._give_up, lane, (source, self._memory.address), runs, is_same_gpu)
@@ -236,7 +221,7 @@ class KernelPull:
         give_up: Callable[[CudaError], None],
         lane: Lane,
         addresses: tuple[int, int],
-        runs: Sequence[CopyRun],
+        runs: Runs,
         is_same_gpu: bool,
     ) -> None:
         """Made by ``PullKernel``. ``addresses``: of the pools, there and here; ``runs``: as ``cut`` leaves them."""
@@ -246,7 +231,9 @@ class KernelPull:
         self._addresses = addresses
         self._runs = runs
         self._is_same_gpu = is_same_gpu
-        self._mean_size_bytes = sum(run.size_bytes for run in runs) / max(len(runs), 1)
+        self._mean_size_bytes = int(runs[:, 2].sum()) / max(len(runs), 1)
+        # How many parts the runs up to each one have, itself included.
+        self._num_parts = np.cumsum(-(-runs[:, 2] // PART_SIZE_BYTES))
         self._num_launches = 0
 
     def is_better(self, *, is_busy: bool) -> bool:
@@ -272,12 +259,8 @@ class KernelPull:
 
     def _num_launch_runs(self, first: int) -> int:
         """How many runs from ``first`` on fit into a table."""
-        num_parts = 0
-        for number in range(first, len(self._runs)):
-            num_parts += -(-self._runs[number].size_bytes // PART_SIZE_BYTES)
-            if num_parts > NUM_TABLE_PARTS:
-                return number - first
-        return len(self._runs) - first
+        num_before = int(self._num_parts[first - 1]) if first else 0
+        return int(np.searchsorted(self._num_parts, num_before + NUM_TABLE_PARTS, side="right")) - first
 
     def _launch(self, kernel: _LoadedKernel, table: npt.NDArray[np.int64], num_programs: int) -> None:
         driver, stream, window = kernel.driver, self._lane.stream, self._window(kernel.driver)
@@ -304,9 +287,8 @@ class KernelPull:
         return tables[0]
 
 
-def _are_in_words(runs: Sequence[CopyRun]) -> bool:
-    rest = WORD_SIZE_BYTES - 1
-    return not any((run.source_offset | run.destination_offset | run.size_bytes) & rest for run in runs)
+def _are_in_words(runs: Runs) -> bool:
+    return not (runs % WORD_SIZE_BYTES).any()
 
 
 def _image(exit_code: int | None, output: bytes, errors: bytes) -> KernelImage:

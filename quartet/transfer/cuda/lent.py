@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from quartet.errors import TransferError
 from quartet.transfer.cuda.driver import HANDLE_SIZE_BYTES, UUID_SIZE_BYTES
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.life_line import TOKEN_SIZE_BYTES, LifeLineServer
+from quartet.transfer.runs import Offsets
 
 _VERSION = 1
 
 #: Version, handle, GPU, bytes of the pool, epoch, token, length of the socket's name, number of offsets; network order.
 _HEAD = struct.Struct(f"!B{HANDLE_SIZE_BYTES}s{UUID_SIZE_BYTES}sQQ{TOKEN_SIZE_BYTES}sBI")
+
+_OFFSET = np.dtype(">u8")
 
 #: The kernel's bound of a Unix socket's name.
 _MAX_SOCKET_PATH = 107
@@ -40,16 +44,16 @@ class LentDeviceMemory:
     token: bytes = field(repr=False)
 
 
-def to_opaque(lent: LentDeviceMemory, offsets: Sequence[int]) -> bytes:
+def to_opaque(lent: LentDeviceMemory, offsets: Offsets) -> bytes:
     """The bytes of ``granted``; ``offsets``: where each piece asked for begins in the pool, in bytes."""
     name = lent.socket_path.encode("ascii")
     numbers = (lent.size_bytes, lent.epoch)
     head = _HEAD.pack(_VERSION, lent.handle, lent.device_uuid, *numbers, lent.token, len(name), len(offsets))
-    return head + name + struct.pack(f"!{len(offsets)}Q", *offsets)
+    return head + name + offsets.astype(_OFFSET).tobytes()
 
 
-def from_opaque(opaque: bytes) -> tuple[LentDeviceMemory, list[int]]:
-    """The pool and the offsets that ``to_opaque`` wrote.
+def from_opaque(opaque: bytes) -> tuple[LentDeviceMemory, Offsets]:
+    """The pool and the offsets that ``to_opaque`` wrote; others of 2**63 and more become negative.
 
     Raises:
         TransferError: another version, or anything that ``to_opaque`` does not write.
@@ -66,7 +70,7 @@ def from_opaque(opaque: bytes) -> tuple[LentDeviceMemory, list[int]]:
     if not is_name or not size_bytes:
         raise TransferError("the source's description of its GPU memory names no socket or no bytes")
     lent = LentDeviceMemory(handle, device_uuid, size_bytes, epoch, name.decode("ascii"), token)
-    return lent, list(struct.unpack_from(f"!{num_offsets}Q", opaque, _HEAD.size + name_length))
+    return lent, np.frombuffer(opaque[_HEAD.size + name_length :], _OFFSET).astype(np.int64)
 
 
 class CudaServer(LifeLineServer):

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from quartet.errors import TransferError
 from quartet.transfer.base import TransferWay
 from quartet.transfer.cuda.driver import CudaError
@@ -28,7 +30,7 @@ from quartet.transfer.cuda.lent import LentDeviceMemory
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, COPIES_A_LOOK, CopyThreads, Lane
 from quartet.transfer.life_line import LentPool, LivePools, PoolOwner
-from quartet.transfer.runs import CopyRun, check_runs
+from quartet.transfer.runs import Runs, check_runs
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class CudaReader:
         with self._pools.busy():
             await self._pools.open(owner, lent, timeout_s=timeout_s)
 
-    async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
+    async def copy(self, owner: PoolOwner, runs: Runs) -> None:
         """As ``PoolReader``."""
         pool = self._pools.opened(owner)
         if pool is None:
@@ -182,7 +184,7 @@ class _PeerMemory:
         self._kernel.prepare()
         return opened[0]
 
-    async def copy(self, pool: _OpenPool, runs: Sequence[CopyRun]) -> None:
+    async def copy(self, pool: _OpenPool, runs: Runs) -> None:
         """Copy ``runs`` from ``pool``; ends when nothing writes any more. Raises ``TransferError``."""
         await self._threads.copy(partial(self._copy, pool, runs), "a copy out of the peer's GPU memory")
 
@@ -205,9 +207,9 @@ class _PeerMemory:
         where = "this GPU" if lent.device_uuid == self._memory.device_uuid else "another GPU"
         logger.info("opened a peer's pool of %s MiB on %s", lent.size_bytes >> 20, where)
 
-    def _copy(self, pool: _OpenPool, runs: Sequence[CopyRun], lane: Lane, stop: threading.Event) -> None:
+    def _copy(self, pool: _OpenPool, runs: Runs, lane: Lane, stop: threading.Event) -> None:
         """Issue all copies; look now and then whether to stop, and whether the engine steps."""
-        copy, target = self._driver.copy, self._memory.address
+        places = (pool.address, self._memory.address, 0)
         is_same_gpu = pool.lent.device_uuid == self._memory.device_uuid
         runs = cut(runs)
         by_kernel = self._kernel.begin(lane, pool.address, runs, is_same_gpu=is_same_gpu)
@@ -217,7 +219,6 @@ class _PeerMemory:
             if by_kernel.is_better(is_busy=is_busy):
                 num_issued += by_kernel.issue(num_issued, is_busy=is_busy)
                 continue
-            some = runs[num_issued : num_issued + COPIES_A_LOOK]
-            for run in some:
-                copy(target + run.destination_offset, pool.address + run.source_offset, run.size_bytes, lane.stream)
+            some = np.add(runs[num_issued : num_issued + COPIES_A_LOOK], places)
+            self._driver.copy_many(some.tolist(), lane.stream)
             num_issued += len(some)

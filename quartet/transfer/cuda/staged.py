@@ -18,7 +18,7 @@ from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.pinned import HostWindow
 from quartet.transfer.cuda.threads import CopyThreads, Lane
 from quartet.transfer.life_line import PoolOwner
-from quartet.transfer.runs import CopyRun, check_runs
+from quartet.transfer.runs import CopyRun, Runs, check_runs
 from quartet.transfer.shm import MappedSources
 
 #: A millisecond of the CPU's copying; the GPU takes a tenth of that.
@@ -110,16 +110,14 @@ class StagedReader(MappedSources):
         self._memory = memory
         self._writer = writer
 
-    async def copy(self, owner: PoolOwner, runs: Sequence[CopyRun]) -> None:
+    async def copy(self, owner: PoolOwner, runs: Runs) -> None:
         """As ``PoolReader``."""
         source = self._source(owner)
         try:
             check_runs(runs, len(source), self._memory.size_bytes)
         except ValueError as error:
             raise TransferError(f"the source's offsets are wrong: {error}") from None
-        parts = [
-            (run.destination_offset, source[run.source_offset : run.source_offset + run.size_bytes]) for run in runs
-        ]
+        parts = [(target, source[begin : begin + size]) for begin, target, size in runs.tolist()]
         await self._writer.write(parts)
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ from quartet.transfer.cuda.driver import CudaError
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.threads import COPIES_A_LOOK, CopyThreads, Lane
 from quartet.transfer.life_line import LifeLineServer
-from quartet.transfer.runs import CopyRun, merge_runs
+from quartet.transfer.runs import Runs, merge_runs
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class StagingArea:
         if self._host is None:
             await self._reserve()
         size = self._memory.piece_size_bytes
-        runs = merge_runs([block_id * size for block_id in block_ids], [slot * size for slot in slots], size)
+        runs = merge_runs(np.array(block_ids, np.int64) * size, np.array(slots, np.int64) * size, size)
         await self._threads.copy(partial(self._copy_runs, runs), "a copy out of the GPU's memory")
 
     async def _reserve(self) -> None:
@@ -149,14 +149,14 @@ class StagingArea:
         assert self._host is not None, "a block was copied there"
         return self._host.piece(slot)
 
-    def _copy_runs(self, runs: Sequence[CopyRun], lane: Lane, stop: threading.Event) -> None:
+    def _copy_runs(self, runs: Runs, lane: Lane, stop: threading.Event) -> None:
         assert self._host is not None, "reserved before"
         copy, source, target = self._threads.driver.copy_to_host, self._memory.address, _address(self._host)
         for first in range(0, len(runs), COPIES_A_LOOK):
             if stop.is_set():
                 return
-            for run in runs[first : first + COPIES_A_LOOK]:
-                copy(target + run.destination_offset, source + run.source_offset, run.size_bytes, lane.stream)
+            for begin, end, size_bytes in runs[first : first + COPIES_A_LOOK].tolist():
+                copy(target + end, source + begin, size_bytes, lane.stream)
 
 
 class StagingServer(LifeLineServer):

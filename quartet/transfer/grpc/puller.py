@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 import grpc
+import numpy as np
 
 from quartet.discovery.base import HostIdentity
 from quartet.errors import (
@@ -49,7 +50,7 @@ from quartet.transfer.grpc.messages import (
 from quartet.transfer.grpc.streams import PeerChannels, PullStream, SpareStreams
 from quartet.transfer.life_line import LentPool, PoolOwner
 from quartet.transfer.reader import PoolInputs, PoolReader, pool_inputs
-from quartet.transfer.runs import merge_runs
+from quartet.transfer.runs import Offsets, merge_runs
 from quartet.transfer.shm import SharedPool
 from quartet.v1 import transfer_pb2 as pb
 
@@ -317,6 +318,7 @@ class _Fetch:
         assert pool is not None or not copies, "blocks are fetched into an attached pool"
         self._hand_off = hand_off
         self._copies = copies
+        self._pieces = np.array([copy.piece for copy in copies], np.int64)
         self._pool = pool
         self._host = host
         self._config = config
@@ -344,7 +346,7 @@ class _Fetch:
                 way = self._check(granted)
                 if read_ahead is None:
                     await self._move(stream, way, granted)
-                elif read_ahead and (way, self._lent(granted)[1]) != (read_ahead.way, read_ahead.offsets):
+                elif read_ahead and not read_ahead.is_of(way, self._lent(granted)[1]):
                     raise TransferError("the source granted other blocks than its hand-off names")
                 if read_ahead is None or waits:
                     await stream.send(_FINISH)
@@ -360,7 +362,7 @@ class _Fetch:
         self._offered = self._ways()
         return pb.PullBegin(
             ticket=ticket_to_pb(self._hand_off),
-            pieces=[copy.piece for copy in self._copies],
+            pieces=self._pieces.tolist(),
             ways=[WAY_TO_PB[way] for way in self._offered],
             host=host_to_pb(self._host),
         )
@@ -420,14 +422,14 @@ class _Fetch:
             What was read, nothing where nothing is wanted; ``None``: the source has to be asked first.
         """
         if not self._copies:
-            return _ReadAhead()
+            return _ReadAhead(TransferWay.GRPC, self._pieces)
         payload, reader = self._hand_off.payload, self._open_reader()
         if self._pool is None or reader is None:
             return None
         if isinstance(payload, OpaquePayload) or self._copies[-1].piece >= len(payload.block_ids):
             return None
         size = self._pool.layout.piece_size_bytes
-        offsets = [payload.block_ids[copy.piece] * size for copy in self._copies]
+        offsets = np.array(payload.block_ids, np.int64)[self._pieces] * size
         await self._copy(self._pool, reader, offsets)
         return _ReadAhead(reader.way, offsets)
 
@@ -449,28 +451,37 @@ class _Fetch:
             raise
         await self._copy(pool, reader, offsets)
 
-    def _lent(self, granted: pb.PullGranted) -> tuple[LentPool, list[int]]:
-        """The pool that ``granted`` names, and where in it each piece is. Raises ``TransferError``: it says neither."""
+    def _lent(self, granted: pb.PullGranted) -> tuple[LentPool, Offsets]:
+        """The pool that ``granted`` names, and where in it each piece is. Raises ``TransferError``: it says neither.
+
+        Offsets that no pool reaches are negative, so that no run of them passes.
+        """
         if granted.way == pb.TRANSFER_WAY_CUDA_IPC:
             return from_opaque(granted.opaque)
         shm = granted.shm
-        return SharedPool(shm.socket_path, shm.token, shm.pool_size_bytes), list(shm.offsets)
+        offsets = np.fromiter(shm.offsets, np.uint64, len(shm.offsets)).astype(np.int64)
+        return SharedPool(shm.socket_path, shm.token, shm.pool_size_bytes), offsets
 
-    async def _copy(self, pool: _LocalPool, reader: PoolReader, offsets: list[int]) -> None:
+    async def _copy(self, pool: _LocalPool, reader: PoolReader, offsets: Offsets) -> None:
         """Copy the pieces, which are at ``offsets`` of the source's pool."""
         size = pool.layout.piece_size_bytes
-        await reader.copy(self._owner, merge_runs(offsets, [copy.block_id * size for copy in self._copies], size))
+        block_ids = np.array([copy.block_id for copy in self._copies], np.int64)
+        await reader.copy(self._owner, merge_runs(offsets, block_ids * size, size))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _ReadAhead:
     """What was read before it was granted: by which way, and where in the source's pool; false: nothing."""
 
-    way: TransferWay = TransferWay.GRPC
-    offsets: Sequence[int] = ()
+    way: TransferWay
+    offsets: Offsets
 
     def __bool__(self) -> bool:
-        return bool(self.offsets)
+        return len(self.offsets) > 0
+
+    def is_of(self, way: TransferWay, offsets: Offsets) -> bool:
+        """Whether it was read by this way from these places."""
+        return way is self.way and np.array_equal(offsets, self.offsets)
 
 
 class _PieceReceiver:

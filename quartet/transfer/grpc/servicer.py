@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import TypeAlias
 
 import grpc
+import numpy as np
 
 from quartet.discovery.base import HostIdentity
 from quartet.errors import (
@@ -121,9 +122,9 @@ class TransferServicer:
         if isinstance(offer.payload, OpaquePayload):
             return
         size = granted.piece_size_bytes = offer.payload.layout.piece_size_bytes
-        offsets = [offer.block_ids[piece] * size for piece in pieces]
+        offsets = np.array([offer.block_ids[piece] for piece in pieces], np.int64) * size
         if granted.way == pb.TRANSFER_WAY_SHM:
-            granted.shm.offsets.extend(offsets)
+            granted.shm.offsets.extend(offsets.tolist())
         elif granted.way == pb.TRANSFER_WAY_CUDA_IPC and self._cuda is not None:
             granted.opaque = to_opaque(self._cuda.lent, offsets)
 
@@ -193,16 +194,16 @@ class _PullStream:
         if self._begun is not None:
             raise ProtocolError("a stream takes one hand-off")
         granted = self._servicer.grant(begin)
-        ticket = ticket_from_pb(begin.ticket)
-        offer = self._source.begin(ticket, begin.pieces)
+        ticket, pieces = ticket_from_pb(begin.ticket), list(begin.pieces)
+        offer = self._source.begin(ticket, pieces)
         self._begun = ticket
         self._reschedule(self._servicer.config.max_pull_s)
-        self._servicer.locate(granted, offer, begin.pieces)
+        self._servicer.locate(granted, offer, pieces)
         if granted.way == pb.TRANSFER_WAY_STAGED and granted.HasField("shm"):
-            await self._stage(granted.shm, offer, begin.pieces)
+            await self._stage(granted.shm, offer, pieces)
         await self._context.write(pb.PullResponse(granted=granted))
         if granted.way in (pb.TRANSFER_WAY_GRPC, pb.TRANSFER_WAY_STAGED) and not granted.HasField("shm"):
-            await self._send(offer, begin.pieces)
+            await self._send(offer, pieces)
 
     async def _stage(self, shm: pb.ShmDescriptor, offer: Offer, pieces: Sequence[int]) -> None:
         """Have the pieces in host memory until the stream ends, and say where."""

@@ -1,0 +1,108 @@
+"""Way cuda_ipc between two GPUs, the reader on GPU 0: right bytes, and no memory kept on either."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+
+import pytest
+
+from quartet.errors import TransferError
+from quartet.transfer.base import PieceCopy, TransferWay
+from quartet.transfer.cuda.survey import cuda_survey_driver
+from tests.transfer.gpu_process import PIECE, free_size_bytes, puller_on_gpu, write, wrong_blocks
+from tests.transfer.test_cuda_kernel_gpu import REVERSED, CountingDriver, until_prepared
+from tests.transfer.test_cuda_two_processes import ALL, NUM_BLOCKS, SOME, peer, source, until_free
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def unused() -> tuple[int, int]:
+    """Free bytes of both GPUs. This process has a context on each from now on."""
+    driver = cuda_survey_driver()
+    if driver.num_devices() < 2 or not driver.can_reach(0, 1):
+        pytest.skip("needs two GPUs that reach each other's memory")
+    return free_size_bytes(0), free_size_bytes(1)
+
+
+async def until_both_free(sizes: tuple[int, int]) -> None:
+    for device, size_bytes in enumerate(sizes):
+        await until_free(size_bytes, device)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("copies", [ALL, REVERSED], ids=["neighbours", "scattered"])
+async def test_blocks_of_a_process_that_sees_the_other_gpu_only_arrive(
+    is_busy: bool, copies: Sequence[PieceCopy], unused: tuple[int, int]
+) -> None:
+    driver = CountingDriver()
+    async with puller_on_gpu(NUM_BLOCKS, driver=driver, is_busy=lambda: is_busy) as (puller, memory):
+        async with source(gpu=1) as there:
+            assert unused[1] - free_size_bytes(1) > NUM_BLOCKS * PIECE  # the source's pool is there to be missed
+            await puller.claim(await there.offer()).fetch([PieceCopy(0, 0)])  # opens the pool
+            await until_prepared(puller)
+            for _ in range(3):
+                for copy in copies:
+                    if copy.piece in SOME:
+                        write(memory, copy.block_id, bytes(PIECE))
+                result = await puller.claim(await there.offer()).fetch(copies)
+                assert (result.way, result.size_bytes) == (TransferWay.CUDA_IPC, memory.size_bytes)
+                blocks = {copy.block_id: copy.piece for copy in copies if copy.piece in SOME}
+                assert wrong_blocks(memory, there.seed, blocks) == []
+                print(f"busy: {is_busy}, {result.size_bytes / result.duration_s / 1e9:.0f} GB/s")
+        print(f"{driver.num_launches} launches, {driver.num_copies} copies")
+    await until_both_free(unused)
+
+
+async def test_a_source_on_the_other_gpu_killed_in_the_middle_of_pulls_leaves_both_as_they_were(
+    unused: tuple[int, int],
+) -> None:
+    async with puller_on_gpu(NUM_BLOCKS) as (puller, memory):
+        before = free_size_bytes(0), free_size_bytes(1)
+        for seed in range(1, 6):
+            async with source(seed=seed, gpu=1) as there:
+                await puller.claim(await there.offer()).fetch(ALL)
+                assert wrong_blocks(memory, seed, SOME) == []
+                claims = [puller.claim(await there.offer()) for _ in range(3)]
+                fetches = [asyncio.create_task(claim.fetch(ALL)) for claim in claims]
+                for _ in range(8 * seed):  # another moment each time
+                    await asyncio.sleep(0)
+                there.process.kill()
+                outcomes = await asyncio.gather(*fetches, return_exceptions=True)
+                failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+                assert all(isinstance(failure, TransferError) for failure in failures), failures
+                print(f"{len(failures)} of 3 fetches failed")
+                assert len(failures) == len(fetches) or wrong_blocks(memory, seed, SOME) == []
+        await until_both_free(before)
+    await until_both_free(unused)
+
+
+async def test_a_reader_on_the_other_gpu_killed_in_the_middle_frees_the_blocks_of_the_source_and_its_memory(
+    unused: tuple[int, int],
+) -> None:
+    async with source(gpu=0) as there:
+        for num_turns in (0, 30, 300):
+            async with peer("reader", NUM_BLOCKS, gpu=1) as reader:
+                assert await reader.line() == "ready"
+                first, second = [pickle.dumps(await there.offer()).hex() for _ in range(2)]
+                await reader.send(f"{first} {there.seed}")
+                assert [await reader.line(), await reader.line()] == ["begins", "right"]
+                await reader.send(f"{second} {there.seed}")
+                assert await reader.line() == "begins"
+                for _ in range(num_turns):  # another moment each time
+                    await asyncio.sleep(0)
+                await reader.kill()
+        await there.until_all_ended()
+    await until_both_free(unused)
+
+
+async def test_a_pool_of_more_than_64_gib_on_the_other_gpu() -> None:
+    num_blocks = (66 << 30) // PIECE
+    if free_size_bytes(1) < (70 << 30):
+        pytest.skip("needs 70 GiB of free GPU memory")
+    async with puller_on_gpu(4) as (puller, memory), source(num_blocks, gpu=1) as there:
+        copies = [PieceCopy(0, 2), PieceCopy(num_blocks - 1, 3)]
+        await puller.claim(await there.offer()).fetch(copies)
+        assert wrong_blocks(memory, there.seed, {copy.block_id: copy.piece for copy in copies}) == []
