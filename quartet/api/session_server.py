@@ -32,6 +32,7 @@ from quartet.api.request import (
     SessionStart,
 )
 from quartet.api.session_columns import Entry, SessionBacklog, to_columns
+from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import (
     DrainingError,
@@ -445,6 +446,9 @@ class _Request:
         """One choice has ended; with the last one, the client's request has."""
         if self._is_over:
             return
+        if finished.reason is FinishReason.CANCELLED and self._ran and not finished.usage.num_output_tokens:
+            self._ran = False
+            self._account.ran_in_vain()
         self._num_open -= 1
         is_last = self._num_open == 0
         if is_last:

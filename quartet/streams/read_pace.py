@@ -75,6 +75,10 @@ class Account:
         """A request got its place, whose ``num_messages`` messages are paid for by that."""
         self.earn(num_messages)
 
+    def ran_in_vain(self) -> None:
+        """The caller cancelled a request, which had its place, before it gave anything: take back what it earned."""
+        self.credit -= _RAN
+
     def in_vain(self) -> None:
         """A request was refused, or has ended before it ran."""
         self.credit -= _IN_VAIN
