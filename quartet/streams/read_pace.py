@@ -117,7 +117,8 @@ class ReadPace:
         """The account of ``caller``, an identity or a connection, for one stream: as long as the block lasts."""
         account = self._used.get(caller)
         if account is None:
-            account = self._used[caller] = self._unused.pop(caller, None) or self.new_account()
+            account = self._unused.pop(caller) if caller in self._unused else self.new_account()
+            self._used[caller] = account
         account.num_streams += 1
         try:
             yield account
