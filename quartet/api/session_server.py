@@ -82,7 +82,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         self._begin = begin
         self._limits = limits
         self._outbox = outbox
-        self._requests = _Requests()
+        self._requests = _Requests(self._account)
         self._is_draining = False
         self._makes_room = False
         self._next_at = 0.0
@@ -128,7 +128,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
             num_choices = _num_choices(message)
             self._check_open(num_choices)
             asked = from_session_start(message)
-            request = _Request(asked, self._outbox, self._requests, self._account)
+            request = _Request(asked, self._outbox, self._requests)
             run = self._begin(asked, request)
         except ServingError as error:
             self._account.in_vain()
@@ -366,9 +366,11 @@ class SessionOutbox(Wakeable):
 class _Requests:
     """The requests of one session: ``by_slot`` has those without an end yet, ``runs`` those that may hold something.
 
-    ``none_runs`` is set when the last request in ``runs`` ends. ``num_choices`` counts the choices of ``by_slot``.
+    ``account`` pays for their messages. ``none_runs`` is set when the last request in ``runs`` ends. ``num_choices``
+    counts the choices of ``by_slot``.
     """
 
+    account: Account
     by_slot: dict[int, _Request] = field(default_factory=dict)
     runs: dict[_Request, SessionRun] = field(default_factory=dict)
     none_runs: asyncio.Event = field(default_factory=asyncio.Event)
@@ -393,7 +395,6 @@ class _Request:
 
     # There are thousands, and each is out of the CPU cache when a token comes: without a dictionary they are denser.
     __slots__ = (
-        "_account",
         "_entries",
         "_is_over",
         "_num_open",
@@ -405,10 +406,9 @@ class _Request:
         "num_choices",
     )
 
-    def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests, account: Account) -> None:
-        """It leaves ``requests`` with its end, and tells ``account`` whether it ran."""
+    def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests) -> None:
+        """It leaves ``requests`` with its end, and tells their account whether it ran."""
         self.is_cancelled = False
-        self._account = account
         self._ran = False
         self.num_choices = 0
         self._slot = asked.slot
@@ -422,7 +422,7 @@ class _Request:
         """The first of its choices is placed, or it has ended before; then it has no placement."""
         if accepted.choices and not self._ran:
             self._ran = True
-            self._account.ran()
+            self._requests.account.ran()
         if not self._is_over:
             self._outbox.accept(self._slot, accepted)
 
@@ -448,7 +448,7 @@ class _Request:
             return
         if finished.reason is FinishReason.CANCELLED and self._ran and not finished.usage.num_output_tokens:
             self._ran = False
-            self._account.ran_in_vain()
+            self._requests.account.ran_in_vain()
         self._num_open -= 1
         is_last = self._num_open == 0
         if is_last:
@@ -458,7 +458,7 @@ class _Request:
     def end(self, error: BaseException | None = None) -> None:
         """The request no longer runs."""
         if not self._ran:
-            self._account.in_vain()
+            self._requests.account.in_vain()
         del self._requests.runs[self]
         if not self._requests.runs:
             self._requests.none_runs.set()
