@@ -8,10 +8,12 @@ python -m benchmarks.isolation_attack '{"attack": ..., "router": "host:port", "s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -49,6 +51,8 @@ class Attack(StrEnum):
     SMALL = "small"  # 100 clients with chats of 4,096 tiny messages, 45 KB each, and every other one impossible
     TINY = "tiny"  # 64 clients with prompts of one token and answers of one
     RESUME = "resume"  # eight clients that go on after 15,000 tokens "a", with stop strings that all begin so
+    SESSION_MESSAGES = "session_messages"  # three sessions: impossible starts, starts and cancels, cancels of nothing
+    IDLE_SESSIONS = "idle_sessions"  # 10,000 sessions with one refused start each
 
 
 _Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
@@ -211,6 +215,64 @@ async def _resume(stub: _Stub) -> None:
     await _repeat(8, ask)
 
 
+async def _session_messages(stub: _Stub) -> None:
+    impossible = _short(8, num_tokens=1)
+    impossible.num_choices = 65
+    possible = _short(64, num_tokens=1)
+    nothing = router_pb2.SessionRequest(cancel=types_pb2.Cancel(slot=1 << 20))
+
+    async def flood(make: Callable[[int], Sequence[router_pb2.SessionRequest]]) -> None:
+        async def ask() -> None:
+            call = stub.Session()
+            answers = asyncio.ensure_future(_take_all(call))
+            try:
+                await call.write(_session_start(0, impossible))
+                for slot in itertools.count(1):
+                    for message in make(slot % (1 << 20)):
+                        await call.write(message)
+            finally:
+                answers.cancel()
+                call.cancel()
+
+        await _repeat(1, ask)
+
+    await asyncio.gather(
+        flood(lambda slot: [_session_start(slot, impossible)]),
+        flood(lambda slot: [_session_start(slot, possible), _session_cancel(slot)]),
+        flood(lambda _slot: [nothing]),
+    )
+
+
+async def _idle_sessions(stub: _Stub) -> None:
+    impossible = _short(8, num_tokens=1)
+    impossible.num_choices = 65
+    kept = []
+    for _ in range(10_000):
+        call = stub.Session()
+        kept.append(call)
+        try:
+            await call.write(_session_start(1, impossible))
+            await call.read()
+        except grpc.aio.AioRpcError:
+            await asyncio.sleep(_PAUSE_S)
+    await asyncio.Event().wait()
+
+
+async def _take_all(call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]) -> None:
+    with suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+
+
+def _session_start(slot: int, start: router_pb2.GenerateStart) -> router_pb2.SessionRequest:
+    start.tenant = ATTACKER
+    return router_pb2.SessionRequest(start=router_pb2.SessionStart(slot=slot, start=start))
+
+
+def _session_cancel(slot: int) -> router_pb2.SessionRequest:
+    return router_pb2.SessionRequest(cancel=types_pb2.Cancel(slot=slot))
+
+
 def _short(num_prompt_tokens: int, *, num_tokens: int) -> router_pb2.GenerateStart:
     ids = random.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_prompt_tokens)
     return router_pb2.GenerateStart(
@@ -232,6 +294,8 @@ _ATTACKS: Mapping[Attack, Callable[[_Stub], Awaitable[None]]] = {
     Attack.SMALL: _small,
     Attack.TINY: _tiny,
     Attack.RESUME: _resume,
+    Attack.SESSION_MESSAGES: _session_messages,
+    Attack.IDLE_SESSIONS: _idle_sessions,
 }
 
 

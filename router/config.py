@@ -119,6 +119,33 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallLimits:
+    """How many calls may be open, of those that may stay open without costing their tenant anything.
+
+    Of one connection, of one identity over all its connections (where clients show certificates), and in all. More are
+    refused with RESOURCE_EXHAUSTED, but of sessions in all an idle one ends (SESSION_IDLE) for each that is opened.
+
+    Attributes:
+        max_sessions: sessions in all; each takes 40 KB of the router's memory.
+        max_generates: calls of Generate in all; each takes 40 KB of the router's memory. gRPC gives one connection
+            10,000 calls of all kinds, whatever stands here.
+    """
+
+    max_sessions: int = 4096
+    max_sessions_of_identity: int = 1024
+    max_sessions_of_connection: int = 256
+    max_generates: int = 40_000
+    max_generates_of_identity: int = 20_000
+    max_generates_of_connection: int = 10_000
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """One router process.
 
@@ -137,6 +164,7 @@ class RouterConfig:
             others. After half of that the router asks it; an answer is as good as a heartbeat.
         stall_timeout_s: a client that reads nothing for this long, or opens a stream and sends nothing, loses it.
         session: limits of each session.
+        calls: how many sessions and calls of Generate may be open.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
         signed_start_ttl_s: a client must bring a placement to its worker within this time; less if a hand-off expires
             sooner.
@@ -164,6 +192,7 @@ class RouterConfig:
     heartbeat_timeout_s: float = 8.0
     stall_timeout_s: float = 30.0
     session: SessionLimits = field(default_factory=SessionLimits)
+    calls: CallLimits = field(default_factory=CallLimits)
     signing_keys_file: Path | None = None
     signed_start_ttl_s: float = 20.0
     events_key_file: Path | None = None

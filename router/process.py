@@ -184,6 +184,7 @@ class RouterProcess:
             has_tls=config.server.tls is not None,
             names=TenantNames(config.trusted_gateways, config.identity_tenants, self._tenants),
             session_limits=config.session,
+            call_limits=config.calls,
         )
 
     def _server(self, servicer: RouterServicer, table: WorkerTable, fleet: Fleet) -> RpcServer:

@@ -24,10 +24,13 @@ from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.errors import public_error
 from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import Service, StalledCalls
+from quartet.streams.read_pace import ReadPace
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
+from router.config import CallLimits
 from router.fleet import FetchedTexts
 from router.generate import GenerateRun, Pipeline
+from router.open_sessions import OpenSessions
 from router.prepare import valid_traceparent
 from router.readiness import model_error
 from router.tenants import TenantNames
@@ -60,6 +63,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         has_tls: bool = True,
         names: TenantNames | None = None,
         session_limits: SessionLimits | None = None,
+        call_limits: CallLimits | None = None,
     ) -> None:
         """Write answers through ``stalled``, which ends calls whose client reads nothing.
 
@@ -75,7 +79,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._has_tls = has_tls
         self._names = names or TenantNames()
         self._session_limits = session_limits or SessionLimits()
-        self._sessions: set[SessionStream] = set()
+        calls = call_limits or CallLimits()
+        self._sessions = OpenSessions(calls)
+        self._pace = ReadPace()
+        self._generates = OpenCalls(
+            "calls of Generate",
+            max_calls=calls.max_generates,
+            max_of_identity=calls.max_generates_of_identity,
+            max_of_connection=calls.max_generates_of_connection,
+            setting="calls.max_generates",
+        )
         self._watches = OpenCalls(
             "watches of workers", max_calls=_MAX_WATCHES, max_of_connection=_MAX_WATCHES_OF_CONNECTION
         )
@@ -94,9 +107,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: _Context
     ) -> None:
         """As router.proto says."""
+        identity = self._identity(context)
+        self._generates.enter(context, _name(identity))
         answer = GenerateAnswer()
         # Nothing here keeps the start: this runs for as long as the answer comes.
-        run = self._pipeline.generate(await self._read_start(context), answer, traceparent=_traceparent(context))
+        run = self._pipeline.generate(
+            await self._read_start(context, identity), answer, traceparent=_traceparent(context)
+        )
         listener = asyncio.create_task(_listen(context, run))
         try:
             with self._stalled.watch(context) as call:
@@ -118,18 +135,18 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> None:
         """As router.proto says."""
         traceparent, identity = _traceparent(context), self._identity(context)
+        self._sessions.enter(context, _name(identity))
+        client = _name(identity) or context.peer()
 
         def begin(asked: SessionStart, sink: AnswerSink) -> GenerateRun:
             start = self._with_tenant(asked.start, identity)
             own = valid_traceparent(asked.traceparent)
             return self._pipeline.generate(start, sink, resume=asked.resume, traceparent=own or traceparent)
 
-        session = SessionStream(begin, self._session_limits, self._stalled)
-        self._sessions.add(session)
-        try:
-            await session.serve(context)
-        finally:
-            self._sessions.discard(session)
+        with self._pace.account(client) as account:
+            session = SessionStream(begin, self._session_limits, self._stalled, account)
+            with self._sessions.serving(client, session):
+                await session.serve(context)
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
         """As router.proto says."""
@@ -169,13 +186,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise model_error(self._table, request.name, "name", time.monotonic())
         return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
-    async def _read_start(self, context: _Context) -> AskedStart:
+    async def _read_start(self, context: _Context, identity: Identity | None) -> AskedStart:
         # A client that opens a stream and sends nothing must not delay a drain.
         with self._until_closing():
             request = await self._stalled.read_first(context)
         if not isinstance(request, pb.GenerateRequest) or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
-        return self._with_tenant(UnreadStart(request.start), self._identity(context))
+        return self._with_tenant(UnreadStart(request.start), identity)
 
     def _identity(self, context: _Context) -> Identity | None:
         return caller_identity(context.auth_context()) if self._has_tls else None
@@ -241,14 +258,18 @@ def router_service(servicer: RouterServicer) -> Service:
 
 
 async def _listen(context: _Context, run: GenerateRun) -> None:
-    """Read the client's messages after its start."""
+    """Read what the client sends after its start: a cancel, and what follows that changes nothing and is not read."""
     try:
-        while (request := await context.read()) is not grpc.aio.EOF:
+        if (request := await context.read()) is not grpc.aio.EOF:
             if request.WhichOneof("message") != "cancel":
                 raise ProtocolError("after start only cancel may come", field="message")
             run.cancel()
     except Exception as error:  # noqa: BLE001 - the task ends here; `public_error` logs what is not a ServingError
         run.abort(public_error(error))
+
+
+def _name(identity: Identity | None) -> str | None:
+    return None if identity is None else f"{identity.kind.value}/{identity.name}"
 
 
 def _draining_error() -> DrainingError:

@@ -32,6 +32,7 @@ from quartet.api.request import (
     SessionStart,
 )
 from quartet.api.session_columns import Entry, SessionBacklog, to_columns
+from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import (
     DrainingError,
@@ -46,6 +47,7 @@ from quartet.errors import (
 from quartet.rpc.server import StalledCalls
 from quartet.streams.base import ServerStream
 from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
+from quartet.streams.read_pace import Account
 from quartet.streams.wakeable import Wakeable
 from quartet.v1 import router_pb2 as pb
 
@@ -69,21 +71,34 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     request ran for too long.
     """
 
-    def __init__(self, begin: Begin, limits: SessionLimits, stalled: StalledCalls) -> None:
-        """Run requests with ``begin``."""
+    def __init__(
+        self, begin: Begin, limits: SessionLimits, stalled: StalledCalls, account: Account | None = None
+    ) -> None:
+        """Run requests with ``begin``. ``account`` pays for the messages; ``None``: one for this session alone."""
         outbox = SessionOutbox(limits, self._overflowed)
-        super().__init__(outbox, stalled, max_owed_ends=limits.max_requests, idle_timeout_s=limits.idle_timeout_s)
+        super().__init__(
+            outbox, stalled, account, max_owed_ends=limits.max_requests, idle_timeout_s=limits.idle_timeout_s
+        )
         self._begin = begin
         self._limits = limits
         self._outbox = outbox
-        self._requests = _Requests()
+        self._requests = _Requests(self._account)
         self._is_draining = False
+        self._makes_room = False
         self._next_at = 0.0
 
     def drain(self) -> None:
         """Take no new requests; end when the last request has ended, even if the client doesn't half-close."""
         self._is_draining = True
         self._outbox.wake()
+
+    def end_idle(self) -> bool:
+        """End if no request runs, to make room for another session; return whether it will. It does so once only."""
+        if self._makes_room or self._is_busy():
+            return False
+        self._makes_room = True
+        self._outbox.wake()
+        return True
 
     def _handle(self, request: pb.SessionRequest, group: asyncio.TaskGroup) -> None:
         match request.WhichOneof("message"):
@@ -100,6 +115,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         if slot is None:
             raise error
         self._check_unused(slot)
+        self._account.in_vain()
         self._outbox.fail(slot, error)
 
     def _half_closed(self) -> None:
@@ -115,6 +131,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
             request = _Request(asked, self._outbox, self._requests)
             run = self._begin(asked, request)
         except ServingError as error:
+            self._account.in_vain()
             self._outbox.fail(slot, error)
         else:
             self._requests.enter(slot, request, num_choices)
@@ -146,6 +163,11 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     async def _next(self) -> pb.SessionResponse | None:
         loop, outbox = asyncio.get_running_loop(), self._outbox
         while not self._is_over():
+            if self._makes_room and not self._is_busy():
+                raise SessionIdleError(
+                    "no request runs in the session, and the router has as many sessions as it may have (its "
+                    "calls.max_sessions): open another one for the next request"
+                )
             if self._is_idle():
                 raise SessionIdleError(
                     f"no request ran in the session for {self._limits.idle_timeout_s:g} s (the router's "
@@ -344,9 +366,11 @@ class SessionOutbox(Wakeable):
 class _Requests:
     """The requests of one session: ``by_slot`` has those without an end yet, ``runs`` those that may hold something.
 
-    ``none_runs`` is set when the last request in ``runs`` ends. ``num_choices`` counts the choices of ``by_slot``.
+    ``account`` pays for their messages. ``none_runs`` is set when the last request in ``runs`` ends. ``num_choices``
+    counts the choices of ``by_slot``.
     """
 
+    account: Account
     by_slot: dict[int, _Request] = field(default_factory=dict)
     runs: dict[_Request, SessionRun] = field(default_factory=dict)
     none_runs: asyncio.Event = field(default_factory=asyncio.Event)
@@ -370,11 +394,22 @@ class _Request:
     """Passes one request's answer to the outbox, until its end is there."""
 
     # There are thousands, and each is out of the CPU cache when a token comes: without a dictionary they are denser.
-    __slots__ = ("_entries", "_is_over", "_num_open", "_outbox", "_requests", "_slot", "is_cancelled", "num_choices")
+    __slots__ = (
+        "_entries",
+        "_is_over",
+        "_num_open",
+        "_outbox",
+        "_ran",
+        "_requests",
+        "_slot",
+        "is_cancelled",
+        "num_choices",
+    )
 
     def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests) -> None:
-        """It leaves ``requests`` with its end."""
+        """It leaves ``requests`` with its end, and tells their account whether it ran."""
         self.is_cancelled = False
+        self._ran = False
         self.num_choices = 0
         self._slot = asked.slot
         self._num_open = asked.start.num_choices if asked.resume is None else 1
@@ -384,7 +419,10 @@ class _Request:
         self._is_over = False
 
     def accept(self, accepted: Accepted) -> None:
-        """The first of its choices is placed."""
+        """The first of its choices is placed, or it has ended before; then it has no placement."""
+        if accepted.choices and not self._ran:
+            self._ran = True
+            self._requests.account.ran()
         if not self._is_over:
             self._outbox.accept(self._slot, accepted)
 
@@ -408,6 +446,9 @@ class _Request:
         """One choice has ended; with the last one, the client's request has."""
         if self._is_over:
             return
+        if finished.reason is FinishReason.CANCELLED and self._ran and not finished.usage.num_output_tokens:
+            self._ran = False
+            self._requests.account.ran_in_vain()
         self._num_open -= 1
         is_last = self._num_open == 0
         if is_last:
@@ -416,6 +457,8 @@ class _Request:
 
     def end(self, error: BaseException | None = None) -> None:
         """The request no longer runs."""
+        if not self._ran:
+            self._requests.account.in_vain()
         del self._requests.runs[self]
         if not self._requests.runs:
             self._requests.none_runs.set()

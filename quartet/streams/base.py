@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from quartet.errors import MessageTooLargeError
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import StalledCalls
+from quartet.streams.read_pace import Account, ReadPace
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -39,12 +40,19 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
     """Serves one streaming call: one task reads, one writes, until both sides are done, or no request ran for long."""
 
     def __init__(
-        self, outbox: CountsEnds, stalled: StalledCalls, *, max_owed_ends: int, idle_timeout_s: float | None = None
+        self,
+        outbox: CountsEnds,
+        stalled: StalledCalls,
+        account: Account | None = None,
+        *,
+        max_owed_ends: int,
+        idle_timeout_s: float | None = None,
     ) -> None:
         """``stalled`` ends the call of a caller that takes nothing for too long, or starts nothing at first.
 
-        Nothing is read while ``outbox`` has more than ``max_owed_ends`` ends of requests. After ``idle_timeout_s``
-        seconds in which no request ran, or up to half as much more, ``_is_idle`` holds; ``None``: never.
+        Nothing is read while the caller's ``account`` is empty (``None``: it has one for this stream alone), or while
+        ``outbox`` has more than ``max_owed_ends`` ends of requests. After ``idle_timeout_s`` seconds in which no
+        request ran, or up to half as much more, ``_is_idle`` holds; ``None``: never.
         """
         self._is_half_closed = False
         self._owed = outbox
@@ -52,6 +60,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         self._stalled = stalled
         self._was_taken = asyncio.Event()
         self._refusals = RefusalPace()
+        self._account = ReadPace().new_account() if account is None else account
         self._idle_timeout_s = idle_timeout_s
         self._idle_timer: asyncio.TimerHandle | None = None
         self._num_idle_polls = 0
@@ -128,6 +137,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._poll_idle)
 
     async def _read(self, context: Context, group: asyncio.TaskGroup) -> None:
+        account = self._account
         with ExitStack() as until_start:
             until_start.enter_context(self._stalled.until_first())
             while True:
@@ -136,15 +146,19 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
                 while self._owed.num_ended > self._max_owed_ends:
                     self._was_taken.clear()
                     await self._was_taken.wait()
+                if account.credit <= 0:
+                    await account.wait()
                 try:
                     request: object = await context.read()
                 except MessageTooLargeError as error:
+                    account.credit -= 1
                     self._count_start(until_start)
                     self._refused(error)
                     await self._refusals.wait(context.peer(), error, error.size_bytes, error.measure_s)
                     continue
                 if not isinstance(request, Message):
                     break  # end of stream
+                account.credit -= 1
                 if request.WhichOneof("message") in _STARTS:
                     self._count_start(until_start)
                 self._handle(request, group)  # type: ignore[arg-type]  # the method's deserializer made it

@@ -26,6 +26,7 @@ from quartet.streams.chunks import ChunkedStarts, StartMessage
 from quartet.streams.convert.messages import from_start
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import Outbox
+from quartet.streams.read_pace import Account
 from quartet.v1 import decode_pb2, prefill_pb2
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ OutboxT_contra = TypeVar("OutboxT_contra", contravariant=True)
 _Request: TypeAlias = decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest
 # A caller that reads takes the ends of what it started at once: a few hundred kB. Past them nothing more is read.
 _MAX_OWED_ENDS = 4096
+# Smaller chunks cost their caller as much as other messages. Ours are as large as a message may be.
+_MIN_PAID_CHUNK_BYTES = 1024
+# Of a request: a start, the end of its chunks, a cancel.
+_NUM_MESSAGES = 3
 
 
 class Work(Protocol[OutboxT_contra]):
@@ -114,15 +119,17 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
         outbox: OutboxT,
         limits: StreamLimits,
         *,
+        account: Account | None = None,
         verifier: StartVerifier | None = None,
         takes_unsigned: bool = True,
     ) -> None:
         """Serve with ``work``, which brings its outputs to ``outbox``.
 
-        ``verifier`` opens signed starts. ``takes_unsigned``: this caller needs no signature.
+        ``account`` pays for the messages; ``None``: one for this stream alone. ``verifier`` opens signed starts.
+        ``takes_unsigned``: this caller needs no signature.
         """
         stalled = StalledCalls(limits.stall_timeout_s)
-        super().__init__(outbox, stalled, max_owed_ends=_MAX_OWED_ENDS, idle_timeout_s=limits.idle_timeout_s)
+        super().__init__(outbox, stalled, account, max_owed_ends=_MAX_OWED_ENDS, idle_timeout_s=limits.idle_timeout_s)
         self._work = work
         self._outbox = outbox
         self._verifier = verifier
@@ -132,7 +139,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
             timeout_s=limits.chunks_timeout_s,
             max_size_bytes=limits.max_prompt_bytes,
             max_media_bytes=limits.max_media_bytes,
-            on_failed=outbox.failed,
+            on_failed=self._fail,
         )
 
     def _handle(self, request: _Request, group: asyncio.TaskGroup) -> None:
@@ -140,6 +147,8 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
             case "start":
                 self._start(request.start)
             case "chunk":
+                if request.chunk.slot in self._chunked and len(request.chunk.data) >= _MIN_PAID_CHUNK_BYTES:
+                    self._account.earn(1)  # its bytes count, and have a bound
                 self._chunked.append(request.chunk)
             case "start_done":
                 self._complete(request.start_done.slot)
@@ -161,7 +170,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
         if not self._takes_unsigned:
             # Its chunks that follow are for an unknown slot and are ignored.
             error = PermissionDeniedError("a start that no router signed takes a router's or worker's identity")
-            self._outbox.failed(start.slot, error)
+            self._fail(start.slot, error)
         elif start.chunked:
             self._chunked.begin(start)
         else:
@@ -174,7 +183,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 raise NoSigningKeyError("this worker has no key for signed starts")
             start = self._verifier.open(signed)
         except ServingError as error:
-            self._outbox.failed(signed.slot, error)
+            self._fail(signed.slot, error)
         else:
             self._submit(start, is_signed=True)
 
@@ -191,9 +200,15 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 parsed = replace(parsed, is_signed=True)
             id = self._work.submit(parsed, self._outbox, slot, partial(self._ended, slot))
         except ServingError as error:
-            self._outbox.failed(slot, error)
+            self._fail(slot, error)
         else:
             self._ids[slot] = id
+            self._account.ran(_NUM_MESSAGES)
+
+    def _fail(self, slot: int, error: ServingError) -> None:
+        """The start in ``slot`` is refused."""
+        self._account.in_vain()
+        self._outbox.failed(slot, error)
 
     def _ended(self, slot: int) -> None:
         self._ids.pop(slot, None)

@@ -11,6 +11,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -27,6 +28,14 @@ logger = logging.getLogger(__name__)
 _CLIENT_TIMEOUT_S = 5.0
 _STOP_POLL_S = 0.05
 _STOP_TIMEOUT_S = 2.0
+
+
+# So many scrapes in a row are answered with figures of their moment, and one each second after that; others get the
+# last ones. To format them takes the lock that the event loop needs.
+_MAX_FRESH = 32
+_FRESH_PER_S = 1.0
+# Prometheus' text formats, in all versions and ways to escape, are fewer.
+_MAX_FORMATS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +91,34 @@ class TelemetryServer:
             self._thread.join(_STOP_TIMEOUT_S)
 
 
+class Exposition:
+    """The metrics of ``registry`` as text. Many scrapes at once share one, which one thread formats."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` counts seconds."""
+        self._registry = registry
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_fresh = float(_MAX_FRESH)
+        self._counted_at = clock()
+        # By format: the text.
+        self._last: dict[str, bytes] = {}
+
+    def get(self, accept: str) -> tuple[bytes, str]:
+        """The text in the format that the header ``accept`` asks for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        with self._lock:
+            now = self._clock()
+            self._num_fresh = min(_MAX_FRESH, self._num_fresh + (now - self._counted_at) * _FRESH_PER_S)
+            self._counted_at = now
+            if content_type not in self._last or self._num_fresh >= 1:
+                self._num_fresh -= 1
+                if len(self._last) >= _MAX_FORMATS:
+                    self._last.clear()
+                self._last[content_type] = encode(self._registry)
+            return self._last[content_type], content_type
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True  # a slow client doesn't hold up the end of the process
 
@@ -104,14 +141,15 @@ def _server_class(host: str) -> type[_Server]:
 
 def _handler_class(registry: CollectorRegistry, probes: Probes) -> type[BaseHTTPRequestHandler]:
     # http.server makes handlers itself, so what they need comes by closure.
+    exposition = Exposition(registry)
+
     class Handler(BaseHTTPRequestHandler):
         timeout = _CLIENT_TIMEOUT_S
 
         def do_GET(self) -> None:
             match urlsplit(self.path).path:
                 case "/metrics":
-                    encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-                    self._answer(HTTPStatus.OK, encode(registry), content_type)
+                    self._answer(HTTPStatus.OK, *exposition.get(self.headers.get("Accept", "")))
                 case "/livez":
                     self._answer_probe(probes.is_alive())
                 case "/readyz":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
 
 from quartet.rpc.audience import is_peer
 from quartet.rpc.server import Service
+from quartet.streams.read_pace import ReadPace
 from quartet.streams.server import StartVerifier, StreamLimits, WorkerStream
 from quartet.v1 import decode_pb2 as pb
 from quartet.v1 import decode_pb2_grpc
@@ -26,25 +27,29 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         limits: of each stream.
         verifier: opens signed starts.
         has_tls: only peers may send other starts.
+        pace: of the messages of each connection.
     """
 
     dispatcher: DecodeDispatcher
     limits: StreamLimits
     verifier: StartVerifier | None = None
     has_tls: bool = False
+    pace: ReadPace = field(default_factory=ReadPace)
 
     async def Decode(  # type: ignore[override]  # stubs only know generators
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context
     ) -> None:
         """As decode.proto says."""
-        stream = WorkerStream(
-            self.dispatcher,
-            self.dispatcher.new_outbox(),
-            self.limits,
-            verifier=self.verifier,
-            takes_unsigned=not self.has_tls or is_peer(context.auth_context()),
-        )
-        await stream.serve(context)
+        with self.pace.account(context.peer()) as account:
+            stream = WorkerStream(
+                self.dispatcher,
+                self.dispatcher.new_outbox(),
+                self.limits,
+                account=account,
+                verifier=self.verifier,
+                takes_unsigned=not self.has_tls or is_peer(context.auth_context()),
+            )
+            await stream.serve(context)
 
 
 def decode_service(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.command import run_benchmark
 
-ATTACKS = ("messages", "choices", "small", "tiny", "resume")
+ATTACKS = ("messages", "choices", "small", "tiny", "resume", "session_messages")
 
 # Clients of the attack with tiny requests.
 NUM_CLIENTS = 64

@@ -8,6 +8,7 @@ import grpc
 
 from quartet.rpc.server import StalledCalls
 from quartet.streams.base import ServerStream
+from quartet.streams.read_pace import Account
 from quartet.v1 import decode_pb2, types_pb2
 
 WAIT_S = 30.0
@@ -25,10 +26,10 @@ class Ends:
 class Refusing(ServerStream[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]):
     """Ends each request at once; a message takes all ends along."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account | None = None) -> None:
         self.ends = Ends()
         self.num_handled = 0
-        super().__init__(self.ends, StalledCalls(WAIT_S), max_owed_ends=MAX_OWED_ENDS)
+        super().__init__(self.ends, StalledCalls(WAIT_S), account, max_owed_ends=MAX_OWED_ENDS)
 
     def _handle(self, request: decode_pb2.DecodeRequest, group: asyncio.TaskGroup) -> None:
         self.num_handled += 1
