@@ -74,7 +74,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     def __init__(
         self, begin: Begin, limits: SessionLimits, stalled: StalledCalls, account: Account | None = None
     ) -> None:
-        """Run requests with ``begin``. ``account`` pays for the messages; ``None``: one for this session alone."""
+        """Run requests with ``begin``. ``account`` pays for the messages; ``None``: they are free."""
         outbox = SessionOutbox(limits, self._overflowed)
         super().__init__(
             outbox, stalled, account, max_owed_ends=limits.max_requests, idle_timeout_s=limits.idle_timeout_s

@@ -50,7 +50,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
     ) -> None:
         """``stalled`` ends the call of a caller that takes nothing for too long, or starts nothing at first.
 
-        Nothing is read while the caller's ``account`` is empty (``None``: it has one for this stream alone), or while
+        Nothing is read while the caller's ``account`` is empty (``None``: its messages are free), or while
         ``outbox`` has more than ``max_owed_ends`` ends of requests. After ``idle_timeout_s`` seconds in which no
         request ran, or up to half as much more, ``_is_idle`` holds; ``None``: never.
         """
@@ -60,7 +60,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         self._stalled = stalled
         self._was_taken = asyncio.Event()
         self._refusals = RefusalPace()
-        self._account = ReadPace().new_account() if account is None else account
+        self._account = ReadPace.free_account() if account is None else account
         self._idle_timeout_s = idle_timeout_s
         self._idle_timer: asyncio.TimerHandle | None = None
         self._num_idle_polls = 0

@@ -10,6 +10,7 @@ for all callers together, who take turns.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ class Account:
 
     __slots__ = ("_pace", "_waiting", "credit", "num_streams")
 
-    def __init__(self, pace: ReadPace, credit: int) -> None:
+    def __init__(self, pace: ReadPace, credit: float) -> None:
         """``ReadPace.account`` opens accounts."""
         self.credit = credit
         self.num_streams = 0
@@ -85,7 +86,7 @@ class Account:
 
     def earn(self, credit: int) -> None:
         """Add ``credit``; what is beyond ``MAX_CREDIT`` is lost."""
-        self.credit = min(self.credit + credit, MAX_CREDIT)
+        self.credit = max(self.credit, min(self.credit + credit, MAX_CREDIT))
         if self._waiting:
             self._wake()
 
@@ -112,6 +113,10 @@ class ReadPace:
         self._first_credit = float(_MAX_FIRST_CREDIT)
         self._counted_at = time.monotonic()
 
+    def __len__(self) -> int:
+        """Callers that are known."""
+        return len(self._used) + len(self._unused)
+
     @contextmanager
     def account(self, caller: str) -> Iterator[Account]:
         """The account of ``caller``, an identity or a connection, for one stream: as long as the block lasts."""
@@ -132,6 +137,11 @@ class ReadPace:
     def new_account(self) -> Account:
         """The account of a caller that is not known."""
         return Account(self, self._take_first_credit())
+
+    @classmethod
+    def free_account(cls) -> Account:
+        """One that is never empty: of a caller that is trusted not to flood."""
+        return Account(cls(), math.inf)
 
     def expect(self, account: Account) -> None:
         """``account`` waits for credit."""

@@ -125,7 +125,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
     ) -> None:
         """Serve with ``work``, which brings its outputs to ``outbox``.
 
-        ``account`` pays for the messages; ``None``: one for this stream alone. ``verifier`` opens signed starts.
+        ``account`` pays for the messages; ``None``: they are free. ``verifier`` opens signed starts.
         ``takes_unsigned``: this caller needs no signature.
         """
         stalled = StalledCalls(limits.stall_timeout_s)

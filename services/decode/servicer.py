@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -27,7 +28,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         limits: of each stream.
         verifier: opens signed starts.
         has_tls: only peers may send other starts.
-        pace: of the messages of each connection.
+        pace: of the messages of each connection that is no peer's.
     """
 
     dispatcher: DecodeDispatcher
@@ -40,14 +41,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context
     ) -> None:
         """As decode.proto says."""
-        with self.pace.account(context.peer()) as account:
+        takes_unsigned = not self.has_tls or is_peer(context.auth_context())
+        # A router's stream carries the requests of all tenants, which it has made wait by their shares.
+        with nullcontext() if takes_unsigned else self.pace.account(context.peer()) as account:
             stream = WorkerStream(
                 self.dispatcher,
                 self.dispatcher.new_outbox(),
                 self.limits,
                 account=account,
                 verifier=self.verifier,
-                takes_unsigned=not self.has_tls or is_peer(context.auth_context()),
+                takes_unsigned=takes_unsigned,
             )
             await stream.serve(context)
 

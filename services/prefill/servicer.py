@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
 
 from quartet.rpc.server import Service
-from quartet.streams.read_pace import ReadPace
 from quartet.streams.server import StreamLimits, WorkerStream
 from quartet.v1 import prefill_pb2 as pb
 from quartet.v1 import prefill_pb2_grpc
@@ -20,19 +19,16 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 @dataclass(frozen=True, eq=False)
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves Prefill from one dispatcher; ``limits`` bound each stream, and ``pace`` the messages of a connection."""
+    """Serves Prefill from one dispatcher; ``limits`` bound each stream."""
 
     dispatcher: PrefillDispatcher
     limits: StreamLimits
-    pace: ReadPace = field(default_factory=ReadPace)
 
     async def Prefill(  # type: ignore[override]  # stubs only know generators
         self, request_iterator: AsyncIterator[pb.PrefillRequest], context: _Context
     ) -> None:
         """As prefill.proto says."""
-        with self.pace.account(context.peer()) as account:
-            stream = WorkerStream(self.dispatcher, self.dispatcher.new_outbox(), self.limits, account=account)
-            await stream.serve(context)
+        await WorkerStream(self.dispatcher, self.dispatcher.new_outbox(), self.limits).serve(context)
 
 
 def prefill_service(dispatcher: PrefillDispatcher, limits: StreamLimits) -> Service:

@@ -62,12 +62,14 @@ async def test_only_peers_send_unsigned_starts_to_a_worker_with_tls(
     call = asyncio.create_task(servicer.Decode(no_requests(), caller))  # type: ignore[arg-type]
     if is_taken:
         await until(lambda: len(engine.requests) == 1)
+        assert not servicer.pace, "a peer's messages are free"
         call.cancel()
         await asyncio.wait([call])
         assert caller.terminals == {}
     else:
         await asyncio.wait_for(call, WAIT_S)
         assert caller.terminals == {3: ["PERMISSION_DENIED"]}
+        assert len(servicer.pace) == 1
         assert engine.requests == {}
 
 

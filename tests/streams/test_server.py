@@ -45,6 +45,9 @@ class FakeContext:
         self.may_write = asyncio.Event()
         self.may_write.set()
 
+    def peer(self) -> str:
+        return "memory"
+
     def send(self, request: object) -> None:
         self._requests.put_nowait(request)
 
