@@ -30,10 +30,9 @@ _STOP_POLL_S = 0.05
 _STOP_TIMEOUT_S = 2.0
 
 
-# So many scrapes in a row are answered with figures of their moment, and one each second after that; others get the
-# last ones. To format them takes the lock that the event loop needs.
-_MAX_FRESH = 32
-_FRESH_PER_S = 1.0
+# The share of the time in which metrics are formatted; scrapes that come meanwhile get the last figures. It takes the
+# lock that the event loop needs, some 5 ms each time.
+_FORMATTING_SHARE = 1 / 20
 # Prometheus' text formats, in all versions and ways to escape, are fewer.
 _MAX_FORMATS = 32
 
@@ -92,15 +91,14 @@ class TelemetryServer:
 
 
 class Exposition:
-    """The metrics of ``registry`` as text. Many scrapes at once share one, which one thread formats."""
+    """The metrics of ``registry`` as text. Scrapes that come close together share one, which one thread formats."""
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` counts seconds."""
         self._registry = registry
         self._clock = clock
         self._lock = threading.Lock()
-        self._num_fresh = float(_MAX_FRESH)
-        self._counted_at = clock()
+        self._fresh_until = clock()
         # By format: the text.
         self._last: dict[str, bytes] = {}
 
@@ -108,14 +106,12 @@ class Exposition:
         """The text in the format that the header ``accept`` asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
         with self._lock:
-            now = self._clock()
-            self._num_fresh = min(_MAX_FRESH, self._num_fresh + (now - self._counted_at) * _FRESH_PER_S)
-            self._counted_at = now
-            if content_type not in self._last or self._num_fresh >= 1:
-                self._num_fresh -= 1
+            began = self._clock()
+            if content_type not in self._last or began >= self._fresh_until:
                 if len(self._last) >= _MAX_FORMATS:
                     self._last.clear()
                 self._last[content_type] = encode(self._registry)
+                self._fresh_until = began + (self._clock() - began) / _FORMATTING_SHARE
             return self._last[content_type], content_type
 
 

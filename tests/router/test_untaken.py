@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -61,12 +62,19 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def first_done(tasks: Sequence[asyncio.Task[object]], number: int) -> None:
+    pending = set(tasks)
+    while len(tasks) - len(pending) < number:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+
+
 async def test_a_hoard_of_placements_leaves_room_for_other_tenants() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=100)
     decode = next(status.record for status in fleet.table.statuses(0.0) if status.record.worker_id == "decode-0")
     fleet.table.report(make_load(decode, max_running=16), 0.0)
     sampling = Sampling(max_tokens=300)  # with its prompt, 32 of 100 blocks
     hoard = [asyncio.create_task(place(fleet, tenant="hoarder", sampling=sampling)) for _ in range(30)]
+    await asyncio.wait_for(first_done(hoard, 10), TIMEOUT_S)  # the intake rests by the clock
     await settle()
     assert [task.done() for task in hoard].count(True) == num_booked(fleet) == 10, "half of 16 and a quarter"
     answer = await collect(fleet.generate(make_start(tenant="other", sampling=sampling)))
