@@ -56,6 +56,8 @@ class TorchRunner:
         check_device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        # cuDNN's attention makes a plan for every new length, in 50 to 60 ms; flash attention needs none.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         loaded = load_model(config)
         self.layout = KvLayout(
             model_fingerprint=model_fingerprint(config.model_path, loaded.dtype, config.random_seed),
