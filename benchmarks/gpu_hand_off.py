@@ -97,11 +97,12 @@ class Plan:
 _QWEN3_8B_BLOCK = QWEN3_8B.block_size_bytes(_BLOCK_SIZE)
 _SMALL_PIECES = PoolShape(16384, 64 * _KIB)
 _PROMPT_OF_BLOCKS = PoolShape(8000 // _BLOCK_SIZE, _QWEN3_8B_BLOCK)
+_4_GIB, _16_GIB = (PoolShape(num * _KIB * _MIB // _QWEN3_8B_BLOCK, _QWEN3_8B_BLOCK) for num in (4, 16))
 
 _FULL = Plan(
     model=QWEN3_8B,
     pulls=PullPlan(
-        idle=(PoolShape(4 * _KIB * _MIB // _QWEN3_8B_BLOCK, _QWEN3_8B_BLOCK), _PROMPT_OF_BLOCKS, _SMALL_PIECES),
+        idle=(_4_GIB, _PROMPT_OF_BLOCKS, _SMALL_PIECES, _16_GIB),
         busy=(_PROMPT_OF_BLOCKS, _SMALL_PIECES),
         num_pulls=15,
         num_rounds=4,
@@ -137,7 +138,7 @@ _TINY_BLOCKS = PoolShape(64, TINY.block_size_bytes(_BLOCK_SIZE))
 _SHORT = Plan(
     model=TINY,
     pulls=PullPlan(
-        idle=(_TINY_BLOCKS, _TINY_BLOCKS, PoolShape(64, 4 * _KIB)),
+        idle=(_TINY_BLOCKS, _TINY_BLOCKS, PoolShape(64, 4 * _KIB), _TINY_BLOCKS),
         busy=(_TINY_BLOCKS, PoolShape(64, 4 * _KIB)),
         num_pulls=3,
         num_rounds=1,

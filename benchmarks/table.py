@@ -434,7 +434,14 @@ def _gpu_figures(rows: Sequence[Row], name: str, num_gpus: int) -> list[Row]:
 
 def _gpu_cell(rows: Sequence[Row], name: str, num_gpus: int, form: str) -> str:
     found = _gpu_figures(rows, name, num_gpus)
-    return "; ".join(form.format_map(_finished(figures)) for figures in found) or _NOT_RUN
+    return "; ".join(_gpu_figure(form, figures) for figures in found) or _NOT_RUN
+
+
+def _gpu_figure(form: str, figures: Row) -> str:
+    try:
+        return form.format_map(_finished(figures))
+    except IndexError:  # it was measured before this pool was among those that are pulled
+        return _NOT_RUN
 
 
 def _finished(figures: Row) -> Row:
@@ -451,6 +458,8 @@ _GPU_FIGURES = (
     ("pull", "pull of 4 GiB in blocks of 2.25 MiB, GB/s", "{pools[0][gb_per_s]:.0f}", ">= 365", "NVLink 397"),
     ("pull", "its copying alone", "{pools[0][copy_gb_per_s]:.0f}", "", ""),
     ("pull", "one plain copy of it, in the same process", "{pools[0][plain_gb_per_s]:.0f}", "", ""),
+    ("pull", "pull of 16 GiB in blocks of 2.25 MiB, GB/s", "{pools[3][gb_per_s]:.0f}", ">= 365", ""),
+    ("pull", "its copying alone", "{pools[3][copy_gb_per_s]:.0f}", "", ""),
     ("pull", "pull of the 500 blocks of 8,000 tokens", "{pools[1][gb_per_s]:.0f}", "", ""),
     ("pull", "its copying alone", "{pools[1][copy_gb_per_s]:.0f}", "", ""),
     ("pull", "pull of 1 GiB in pieces of 64 KiB", "{pools[2][gb_per_s]:.0f}", "", "NIXL 13"),

@@ -37,8 +37,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_a_block_of_the_large_shape_is_as_large_as_the_bars_say() -> None:
     assert QWEN3_8B.block_size_bytes(16) == 2304 << 10
-    assert [pool.piece_size_bytes >> 10 for pool in PLANS["qwen3-8b"].pulls.idle] == [2304, 2304, 64]
-    assert [pool.size_bytes >> 20 for pool in PLANS["qwen3-8b"].pulls.idle] == [4095, 1125, 1024]
+    assert [pool.piece_size_bytes >> 10 for pool in PLANS["qwen3-8b"].pulls.idle] == [2304, 2304, 64, 2304]
+    assert [pool.size_bytes >> 20 for pool in PLANS["qwen3-8b"].pulls.idle] == [4095, 1125, 1024, 16382]
 
 
 def test_a_step_is_compared_with_those_in_the_windows_before_and_after() -> None:
