@@ -33,7 +33,7 @@ from quartet.transfer.base import PoolMemory
 from quartet.transfer.cuda.driver import CudaError
 from quartet.transfer.cuda.kernel_copies import KernelImage, table_of
 from quartet.transfer.cuda.survey import SurveyDriver, cuda_survey_driver
-from quartet.transfer.cuda.threads import COPIES_A_LOOK
+from quartet.transfer.cuda.threads import COPIES_A_CALL
 from quartet.transfer.runs import CopyRun, as_runs
 
 #: What each line of a probe's findings begins with; libraries print lines of their own.
@@ -287,11 +287,11 @@ class _Piecewise:
 def _try_pieces(lane: _Lane, pieces: _Piecewise, kernel: _Kernel | None, amount: Amount) -> Iterator[Finding]:
     """Steps, and last GB/s by the copy engine, a copy for each piece, and by the kernel, whose bytes are compared."""
     driver, runs, size_bytes = lane.driver, as_runs(pieces.runs), len(pieces.expected)
-    copies = np.add(runs, (pieces.source, pieces.target, 0)).tolist()
+    copies = np.add(runs, (pieces.source, pieces.target, 0))
 
     def by_copies() -> None:
-        for first in range(0, len(copies), COPIES_A_LOOK):
-            driver.copy_many(copies[first : first + COPIES_A_LOOK], lane.stream)
+        for first in range(0, len(copies), COPIES_A_CALL):
+            driver.copy_many(copies[first : first + COPIES_A_CALL], lane.stream)
 
     yield _at(f"copying pieces of {pieces.piece_size_bytes} bytes by the copy engine")
     found: Finding = {"piece": pieces.piece_size_bytes, "copies": lane.rate(by_copies, size_bytes, amount.num_copies)}

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from quartet.kvcache.layout import EmbeddingLayout, HandOff, PieceLayout
 
@@ -30,8 +30,7 @@ class TransferWay(StrEnum):
     GRPC = "grpc"  # always works: bytes ride the Pull stream
 
 
-@dataclass(frozen=True)
-class PieceCopy:
+class PieceCopy(NamedTuple):
     """Put remote piece ``piece`` (position in the sequence) into local block ``block_id``."""
 
     piece: int

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quartet.transfer.cuda.driver import CudaError
+from quartet.transfer.cuda.driver import Copies, CudaError
 
 ARCHITECTURE = 90
 NUM_THREADS = 256
@@ -315,8 +315,8 @@ class FakeDriver:
                 self._find(address, size_bytes)
             self._streams[stream].todo.append(lambda: self._copy_now(target, source, size_bytes))
 
-    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
-        for source, target, size_bytes in copies:
+    def copy_many(self, copies: Copies, stream: int) -> None:
+        for source, target, size_bytes in copies.tolist():
             self.copy(target, source, size_bytes, stream)
 
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from quartet.transfer.cuda.driver import CudaDriver, CudaError
@@ -213,51 +214,54 @@ def test_code_without_the_kernel_is_unloaded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class _Batches:
-    """What the driver copies, by either call; ``refuses`` copies of several at once."""
+    """What the driver copies, by either call; ``status``: of copies of several at once; ``None``: it knows no such."""
 
-    def __init__(self, refuses: Exception | _Result | None) -> None:
-        self.refuses = refuses
-        self.num_refused = 0
-        self.copies: list[tuple[object, ...]] = []
+    def __init__(self, status: _Result | None) -> None:
+        self.status = status
+        self.num_calls = 0
+        self.copies: list[tuple[int, int, int, int]] = []
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._batch = ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 3, size, *[pointer] * 2, size, pointer)(self.batch)
 
     def bindings(self) -> SimpleNamespace:
         return _bindings(
-            CUdeviceptr=lambda address: ("address", address),
-            CUmemcpyAttributes=SimpleNamespace,
-            CUmemcpySrcAccessOrder=SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM="in order"),
-            CUmemcpyFlags=SimpleNamespace(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE=1),
-            cuMemcpyBatchAsync=self.batch,
+            CUmemcpySrcAccessOrder=SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM=1),
+            CUmemcpyFlags=SimpleNamespace(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE=2),
+            cuGetProcAddress=self.find,
             cuMemcpyDtoDAsync=self.one,
         )
 
+    def find(self, name: bytes, version: int, flags: int) -> tuple[object, ...]:
+        assert (name, version, flags) == (b"cuMemcpyBatchAsync", 13000, 0)
+        address = 0 if self.status is None else ctypes.cast(self._batch, ctypes.c_void_p).value
+        return _Result.CUDA_SUCCESS, address, "status"
+
     def batch(self, targets, sources, sizes, count, attributes, first, num_attributes, stream):
-        if isinstance(self.refuses, _Result):
-            self.num_refused += 1
-            return (self.refuses,)
-        if self.refuses is not None:
-            self.num_refused += 1
-            raise self.refuses
-        assert count == len(targets) == len(sources) == len(sizes)
-        assert (first, num_attributes) == ([0], len(attributes))
-        assert attributes == [SimpleNamespace(srcAccessOrder="in order", flags=1)]
-        self.copies += [(*copy, stream) for copy in zip(targets, sources, sizes, strict=True)]
-        return (_Result.CUDA_SUCCESS,)
+        self.num_calls += 1
+        if self.status is not _Result.CUDA_SUCCESS:
+            return int(self.status)
+        # The order, two locations of two numbers, the flags.
+        assert [*(ctypes.c_uint32 * 6).from_address(attributes)] == [1, 0, 0, 0, 0, 2]
+        assert (num_attributes, ctypes.c_size_t.from_address(first).value) == (1, 0)
+        columns = [(ctypes.c_uint64 * count).from_address(column) for column in (targets, sources, sizes)]
+        self.copies += [(*copy, stream) for copy in zip(*columns, strict=True)]
+        return 0
 
     def one(self, target, source, size_bytes, stream):
-        self.copies.append((("address", target), ("address", source), size_bytes, stream))
+        self.copies.append((target, source, size_bytes, stream))
         return (_Result.CUDA_SUCCESS,)
 
 
-@pytest.mark.parametrize("refuses", [None, RuntimeError("not found"), _Result.CUDA_ERROR_OUT_OF_MEMORY])
+@pytest.mark.parametrize("status", [_Result.CUDA_SUCCESS, None, _Result.CUDA_ERROR_OUT_OF_MEMORY])
 def test_several_copies_are_one_call_and_single_ones_where_the_driver_refuses_that(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: Exception | _Result | None
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: _Result | None
 ) -> None:
-    batches = _Batches(refuses)
+    batches = _Batches(status)
     _install(monkeypatch, batches.bindings())
     driver = CudaDriver()
     for _ in range(2):
-        driver.copy_many([[1, 2, 3], [4, 5, 6]], 7)
-    expected = [(("address", 2), ("address", 1), 3, 7), (("address", 5), ("address", 4), 6, 7)]
-    assert batches.copies == 2 * expected
-    num_expected = 0 if refuses is None else 1
-    assert (batches.num_refused, len(caplog.records)) == (num_expected, num_expected)
+        driver.copy_many(np.array([[1, 2, 3], [4, 1 << 62, 6]]), 7)
+    assert batches.copies == 2 * [(2, 1, 3, 7), (1 << 62, 4, 6, 7)]
+    num_refused = int(status is not _Result.CUDA_SUCCESS)
+    assert batches.num_calls == {None: 0, _Result.CUDA_SUCCESS: 2}.get(status, 1)
+    assert len(caplog.records) == num_refused

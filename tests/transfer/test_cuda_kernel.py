@@ -288,7 +288,8 @@ async def reading(
     ("size_bytes", "is_busy", "device", "launches"),
     [
         (4096, False, 1, [32]),
-        (LARGE, False, 1, [32]),
+        (LARGE - 16, False, 1, [32]),
+        (LARGE, False, 1, []),
         (LARGE, False, 0, [256]),  # on the GPU that the source's pool is on, too
         (4096, True, 1, [16]),
         (LARGE - 16, True, 1, [16]),
@@ -296,7 +297,7 @@ async def reading(
         (4096 + 8, False, 1, []),  # no whole words
     ],
 )
-async def test_the_kernel_copies_while_the_engine_is_idle_and_small_runs_at_any_time(
+async def test_the_kernel_copies_within_a_gpu_while_the_engine_is_idle_and_small_runs_at_any_time(
     size_bytes: int, is_busy: bool, device: int, launches: list[int]
 ) -> None:
     async with reading(FakeHost(2), device=device) as here:
@@ -309,7 +310,7 @@ async def test_the_kernel_copies_while_the_engine_is_idle_and_small_runs_at_any_
 
 
 async def test_the_choice_is_made_anew_while_a_copy_goes_on() -> None:
-    async with reading(FakeHost(2)) as here:
+    async with reading(FakeHost(2), device=0) as here:
         num_a_launch = LAUNCH_SIZE_BYTES // LARGE
         runs = here.runs(2 * num_a_launch, LARGE, distance=LARGE + 16)
 
@@ -340,7 +341,7 @@ async def test_tables_are_not_overwritten_while_the_gpu_reads_them() -> None:
 @pytest.mark.parametrize(("num_runs", "size_bytes"), [(6 * NUM_TABLE_PARTS, 16), (1, POOL_SIZE_BYTES)])
 async def test_a_cancelled_copy_launches_no_more_and_ends_when_nothing_writes(num_runs: int, size_bytes: int) -> None:
     host = FakeHost(2)
-    async with reading(host) as here:
+    async with reading(host, device=0) as here:
         runs = here.runs(num_runs, size_bytes)
         host.pause()
         copying = asyncio.create_task(here.copy(runs))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quartet.transfer.base import PieceCopy, TransferWay
-from quartet.transfer.cuda.driver import CudaDriver, CudaError, cuda_driver
+from quartet.transfer.cuda.driver import Copies, CudaDriver, CudaError, cuda_driver
 from quartet.transfer.cuda.kernel_copies import PullKernel, compile_kernel, cut
 from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.cuda.threads import CopyThreads, Lane
@@ -41,7 +41,7 @@ class CountingDriver(CudaDriver):
         self.num_launches += 1
         super().launch(kernel, num_programs, num_threads, arguments, stream)
 
-    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+    def copy_many(self, copies: Copies, stream: int) -> None:
         self.num_copies += len(copies)
         super().copy_many(copies, stream)
 

@@ -40,8 +40,8 @@ async def test_blocks_of_a_process_that_sees_the_other_gpu_only_arrive(
     driver = CountingDriver()
     async with puller_on_gpu(NUM_BLOCKS, driver=driver, is_busy=lambda: is_busy) as (puller, memory):
         async with source(gpu=1) as there:
-            assert unused[1] - free_size_bytes(1) > NUM_BLOCKS * PIECE  # the source's pool is there to be missed
             await puller.claim(await there.offer()).fetch([PieceCopy(0, 0)])  # opens the pool
+            assert unused[1] - free_size_bytes(1) > NUM_BLOCKS * PIECE  # the source's pool is there to be missed
             await until_prepared(puller)
             for _ in range(3):
                 for copy in copies:

@@ -11,8 +11,11 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, cached_property
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,13 @@ UUID_SIZE_BYTES = 16
 
 #: A driver reads as many arguments as the kernel has; compilers add some for memory that ours do not use.
 _NUM_ZERO_ARGUMENTS = 4
+
+
+#: ``[num_copies, 3]``: of each, where its bytes are, where they go, and how many they are.
+Copies: TypeAlias = npt.NDArray[np.int64]
+
+#: The release of CUDA whose ``cuMemcpyBatchAsync`` takes the arguments below.
+_BATCH_VERSION = 13000
 
 
 class CudaError(Exception):
@@ -123,11 +133,8 @@ class Driver(Protocol):
         """Have ``stream`` copy between two places that the bound device reaches."""
         ...
 
-    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
-        """Have ``stream`` make several copies as ``copy`` does, in any order.
-
-        ``copies``: of each, where its bytes are, where they go, and how many they are.
-        """
+    def copy_many(self, copies: Copies, stream: int) -> None:
+        """Have ``stream`` make several copies as ``copy`` does, in any order."""
         ...
 
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
@@ -276,7 +283,7 @@ class CudaDriver:
         """As ``Driver``."""
         self._call("cuMemcpyDtoDAsync", target, source, size_bytes, stream)
 
-    def copy_many(self, copies: Sequence[Sequence[int]], stream: int) -> None:
+    def copy_many(self, copies: Copies, stream: int) -> None:
         """As ``Driver``.
 
         One call for all of them: each call gives the interpreter's lock away, and waits for an engine's thread to have
@@ -286,10 +293,10 @@ class CudaDriver:
             try:
                 self._copy_batch(copies, stream)
                 return
-            except (CudaError, RuntimeError) as error:  # the latter: the driver is older than its bindings
+            except CudaError as error:
                 self._batches = False
                 logger.warning("copies on GPUs begin one by one: %s", error)
-        for source, target, size_bytes in copies:
+        for source, target, size_bytes in copies.tolist():
             self.copy(target, source, size_bytes, stream)
 
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
@@ -333,14 +340,32 @@ class CudaDriver:
         """As ``Driver``."""
         self._call("cuEventSynchronize", event)
 
-    def _copy_batch(self, copies: Sequence[Sequence[int]], stream: int) -> None:
-        cuda, (sources, targets, sizes) = self._cuda, zip(*copies, strict=True)
-        attributes = cuda.CUmemcpyAttributes()
-        attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    def _copy_batch(self, copies: Copies, stream: int) -> None:
+        # By address: the bindings would make an object of each address.
+        sources, targets, sizes = (np.ascontiguousarray(column, np.uint64) for column in copies.T)
+        orders, flags = self._cuda.CUmemcpySrcAccessOrder, self._cuda.CUmemcpyFlags
         # By the copy engine: else the driver may take the processors that steps need.
-        attributes.flags = int(cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-        places = ([cuda.CUdeviceptr(address) for address in addresses] for addresses in (targets, sources))
-        self._call("cuMemcpyBatchAsync", *places, sizes, len(copies), [attributes], [0], 1, stream)
+        attributes = _CopyAttributes(
+            order=int(orders.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM),
+            flags=int(flags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE),
+        )
+        first = ctypes.c_size_t(0)  # the copy from which the attributes hold
+        places = (column.ctypes.data for column in (targets, sources, sizes))
+        status = self._batch_function(
+            *places, len(copies), ctypes.addressof(attributes), ctypes.addressof(first), 1, stream
+        )
+        if status:
+            found = self._cuda.CUresult(status)
+            raise CudaError("cuMemcpyBatchAsync", self._name_of(found), self._text_of(found))
+
+    @cached_property
+    def _batch_function(self) -> Callable[..., int]:
+        """``cuMemcpyBatchAsync``. Raises ``CudaError``: the driver is older."""
+        address, _ = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
+        if not address:
+            raise CudaError("cuGetProcAddress", "no cuMemcpyBatchAsync")
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        return ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 3, size, *[pointer] * 2, size, pointer)(int(address))
 
     def _call(self, name: str, *args: object) -> Any:
         """What the function returns beside its status: nothing, one value, or a tuple of them."""
@@ -357,6 +382,17 @@ class CudaDriver:
     def _text_of(self, status: Any) -> str:
         found, text = self._cuda.cuGetErrorString(status)
         return text.decode() if found == self._cuda.CUresult.CUDA_SUCCESS and text else ""
+
+
+class _CopyAttributes(ctypes.Structure):
+    """The driver's ``CUmemcpyAttributes``; the locations are for managed memory."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_location", ctypes.c_int * 2),
+        ("target_location", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
 
 
 @cache

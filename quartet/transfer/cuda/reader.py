@@ -1,7 +1,7 @@
 """Way ``cuda_ipc``: open a peer's pool in GPU memory and copy out of it, on the same GPU or another one.
 
-The GPU's copy engine copies each run of blocks while the worker's engine steps; a kernel copies many of them at once
-while it does not, and small ones always (``kernel_copies``). Both work on a stream beside the engine's. An event after
+The GPU's copy engine copies runs of blocks, a kernel small ones, and on one GPU also those that come while the worker's
+engine does not step (``kernel_copies``). Both work on a stream beside the engine's. An event after
 the last copy tells the end, and a thread sleeps until then: the event loop makes no call of CUDA.
 
 A pool stays readable when its worker is killed or frees it, until it is closed here; so the end of a worker breaks no
@@ -28,7 +28,7 @@ from quartet.transfer.cuda.driver import CudaError
 from quartet.transfer.cuda.kernel_copies import Compile, PullKernel, compile_kernel, cut
 from quartet.transfer.cuda.lent import LentDeviceMemory
 from quartet.transfer.cuda.memory import DeviceMemory
-from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, COPIES_A_LOOK, CopyThreads, Lane
+from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, COPIES_A_CALL, CopyThreads, Lane
 from quartet.transfer.life_line import LentPool, LivePools, PoolOwner
 from quartet.transfer.runs import Runs, check_runs
 
@@ -219,6 +219,6 @@ class _PeerMemory:
             if by_kernel.is_better(is_busy=is_busy):
                 num_issued += by_kernel.issue(num_issued, is_busy=is_busy)
                 continue
-            some = np.add(runs[num_issued : num_issued + COPIES_A_LOOK], places)
-            self._driver.copy_many(some.tolist(), lane.stream)
+            some = np.add(runs[num_issued : num_issued + COPIES_A_CALL], places)
+            self._driver.copy_many(some, lane.stream)
             num_issued += len(some)

@@ -25,8 +25,11 @@ _NUM_THREADS = 2
 #: How long ``close`` waits for copies. They take milliseconds; a GPU that hangs must not keep the process.
 CLOSE_TIMEOUT_S = 10.0
 
-#: How many copies a thread starts, at 4 us each, before it looks again whether to stop.
+#: How many copies a thread starts, one by one at 4 us each, before it looks again whether to stop.
 COPIES_A_LOOK = 64
+
+#: How many it starts in one call, which takes a microsecond each, before it looks.
+COPIES_A_CALL = 512
 
 
 @dataclass(eq=False)

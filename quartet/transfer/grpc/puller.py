@@ -14,11 +14,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields
-from operator import attrgetter
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from quartet.discovery.base import HostIdentity
 from quartet.errors import (
@@ -154,7 +154,7 @@ class TransferPuller:
         started = time.monotonic()
         fetch = _Fetch(
             hand_off,
-            sorted(copies, key=attrgetter("piece")),
+            copies,
             pool=self._pool,
             host=self._host,
             config=self.config,
@@ -302,6 +302,18 @@ def _check_layout(theirs: PieceLayout, pool: _LocalPool | None) -> None:
             )
 
 
+# ``[num_pieces]``.
+_Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+def _ascending(copies: Sequence[PieceCopy]) -> tuple[_Numbers, _Numbers]:
+    """Pieces, ascending, and the block of each."""
+    table = np.array(copies, np.int64).reshape(-1, 2)
+    if (np.diff(table[:, 0]) < 0).any():
+        table = table[table[:, 0].argsort()]
+    return table[:, 0], table[:, 1]
+
+
 class _Fetch:
     """Takes over one hand-off."""
 
@@ -314,11 +326,10 @@ class _Fetch:
         host: HostIdentity,
         config: TransferConfig,
     ) -> None:
-        """Plan to put the pieces of ``copies``, ascending, into their blocks of ``pool``."""
+        """Plan to put the pieces of ``copies``, in any order, into their blocks of ``pool``."""
         assert pool is not None or not copies, "blocks are fetched into an attached pool"
         self._hand_off = hand_off
-        self._copies = copies
-        self._pieces = np.array([copy.piece for copy in copies], np.int64)
+        self._pieces, self._block_ids = _ascending(copies)
         self._pool = pool
         self._host = host
         self._config = config
@@ -369,7 +380,7 @@ class _Fetch:
 
     def _ways(self) -> Sequence[TransferWay]:
         """The ways to offer, best first. Raises ``NoHandOffError``: none leads to the local pool."""
-        if self._pool is None or not self._copies:
+        if self._pool is None or not len(self._pieces):
             return (TransferWay.GRPC,)  # nothing is moved: messages alone end it, wherever the pools are
         ways = [way for way in self._config.ways_of(self._pool.memory) if self._may_take(self._pool, way)]
         if not ways:
@@ -394,11 +405,15 @@ class _Fetch:
         way = WAY_FROM_PB.get(granted.way)
         if way is None or way not in self._offered:
             raise TransferError("the source granted a way that was not offered")
-        if self._copies and self._pool is not None and granted.piece_size_bytes != self._pool.layout.piece_size_bytes:
+        if (
+            len(self._pieces)
+            and self._pool is not None
+            and granted.piece_size_bytes != self._pool.layout.piece_size_bytes
+        ):
             raise LayoutMismatchError(
                 f"pieces have {granted.piece_size_bytes} bytes there, {self._pool.layout.piece_size_bytes} here"
             )
-        if self._is_read(granted) and self._copies and len(self._lent(granted)[1]) != len(self._copies):
+        if self._is_read(granted) and len(self._pieces) and len(self._lent(granted)[1]) != len(self._pieces):
             raise TransferError("the source did not say where each piece is")
         return way
 
@@ -407,7 +422,7 @@ class _Fetch:
         if self._is_read(granted):
             await self._read(self._pool, self._pool.inputs.readers[way], granted)
             return
-        receiver = _PieceReceiver(self._pool, self._copies)
+        receiver = _PieceReceiver(self._pool, self._pieces, self._block_ids)
         while not receiver.is_complete:
             await receiver.accept(await stream.receive())
         await receiver.end()
@@ -421,12 +436,12 @@ class _Fetch:
         Returns:
             What was read, nothing where nothing is wanted; ``None``: the source has to be asked first.
         """
-        if not self._copies:
+        if not len(self._pieces):
             return _ReadAhead(TransferWay.GRPC, self._pieces)
         payload, reader = self._hand_off.payload, self._open_reader()
         if self._pool is None or reader is None:
             return None
-        if isinstance(payload, OpaquePayload) or self._copies[-1].piece >= len(payload.block_ids):
+        if isinstance(payload, OpaquePayload) or self._pieces[-1] >= len(payload.block_ids):
             return None
         size = self._pool.layout.piece_size_bytes
         offsets = np.array(payload.block_ids, np.int64)[self._pieces] * size
@@ -465,8 +480,7 @@ class _Fetch:
     async def _copy(self, pool: _LocalPool, reader: PoolReader, offsets: Offsets) -> None:
         """Copy the pieces, which are at ``offsets`` of the source's pool."""
         size = pool.layout.piece_size_bytes
-        block_ids = np.array([copy.block_id for copy in self._copies], np.int64)
-        await reader.copy(self._owner, merge_runs(offsets, block_ids * size, size))
+        await reader.copy(self._owner, merge_runs(offsets, self._block_ids * size, size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -490,13 +504,13 @@ class _PieceReceiver:
     It believes nothing that the source says.
     """
 
-    def __init__(self, pool: _LocalPool, copies: Sequence[PieceCopy]) -> None:
-        """Expect every piece of ``copies``, which differ."""
+    def __init__(self, pool: _LocalPool, pieces: _Numbers, block_ids: _Numbers) -> None:
+        """Expect every one of ``pieces``, which differ, for its block."""
         self._sink = pool.inputs.sink()
         self._piece_size_bytes = size = pool.layout.piece_size_bytes
-        self._start_by_piece = {copy.piece: copy.block_id * size for copy in copies}
+        self._start_by_piece = dict(zip(pieces.tolist(), (block_ids * size).tolist(), strict=True))
         self._num_received = dict.fromkeys(self._start_by_piece, 0)  # bytes
-        self._num_missing_bytes = len(copies) * size
+        self._num_missing_bytes = len(pieces) * size
 
     @property
     def is_complete(self) -> bool:
