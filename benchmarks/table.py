@@ -967,6 +967,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "cancel_storm_torch": storm_tables,
     "drain": drain_tables,
     "wedge": wedge_tables,
+    "wedge_torch": wedge_tables,
     "saturation": saturation_tables,
     "isolation_before": isolation_tables,
     "isolation": isolation_tables,
