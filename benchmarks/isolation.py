@@ -3,7 +3,11 @@
 One Prefill, one Decode and the Router run on the mock engine. A tenant asks at a steady rate, by Poisson, with prompts
 of 128 tokens. Beside it another tenant attacks in one of the ways of ``isolation_attack``. Then a fresh fleet has the
 same load beside a harmless process that burns as much CPU as the attacker's client did, so that only what the attack
-does to the servers counts. The ratio is p99 of the time to the first token, attacked over burnt.
+does to the servers counts. The ratio is p99 of the time to the first token, attacked over burnt. How long threads that
+were ready had to wait for a core shows how much of that is the machine's.
+
+An attack takes about a minute and a half. It is written to the file as soon as it is measured, with its own command,
+commit and machine, and the file keeps those of other commands: several may share the attacks.
 
     python -m benchmarks.isolation --json FILE [--only ATTACK ...] [--seconds 25]
 """
@@ -11,12 +15,14 @@ does to the servers counts. The ratio is p99 of the time to the first token, att
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +31,7 @@ import grpc
 
 from benchmarks.children import Child, start_child
 from benchmarks.isolation_attack import MAX_MODEL_LEN, Attack
-from benchmarks.processes import process_cpu_s
+from benchmarks.processes import CoreMeter, CoreUse, process_cpu_s
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
@@ -34,6 +40,7 @@ from quartet.client.request import make_start
 from quartet.config import build
 from quartet.engine.sampling import Sampling
 from quartet.rpc.channels import create_channel
+from quartet.telemetry.provenance import write_report
 from quartet.v1 import router_pb2, router_pb2_grpc
 from services.topology.topology import Topology
 
@@ -45,6 +52,7 @@ _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 _SETTLE_S = 2.0
 _TIMEOUT_S = 60.0
 _ENDED = "quartet_router_requests_total"
+_STDOUT = "-"
 _LONGEST_STALL = "quartet_process_event_loop_longest_stall_seconds"
 #: p99 under attack may be this many times what it is beside a harmless process.
 BAR = 3.0
@@ -58,6 +66,8 @@ class Window:
         requests: that it made.
         failed: those that ended badly, by status.
         other_share: cores that the process beside it used.
+        cores: how the processes got along with the machine's cores: ``router``, the workers, ``tenant``, which is this
+            process, and ``other``, the one beside it. Empty where the system is not Linux.
         router_stall_ms: the longest time for which the router's event loop ran no timer, in its thread's CPU time.
         ended: choices of both tenants that ended, by outcome, as the router counts them.
         waiting: of the requests, how many had no answer when the last one was made.
@@ -69,6 +79,7 @@ class Window:
     ttft_ms_p50: float
     ttft_ms_p99: float
     other_share: float
+    cores: Mapping[str, CoreUse]
     router_stall_ms: float
     ended: Mapping[str, int]
     waiting: int
@@ -90,11 +101,48 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """By attack."""
+    """The setting, and outcomes by attack."""
 
-    rate_per_s: float
-    prompt_tokens: int
+    rate_per_s: float = _RATE_PER_S
+    prompt_tokens: int = _NUM_PROMPT_TOKENS
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+
+
+class Measurements:
+    """The file of all attacks: the newest command's report, and in each outcome as ``run`` that of its own command."""
+
+    def __init__(self, report: Report, destination: str) -> None:
+        """Go on with the file ``destination``, if there is one; ``-``: standard output, once, by ``close``."""
+        self._report = report
+        self._destination = destination
+        self._others: dict[str, Mapping[str, Any]] = {}
+        self.own: dict[str, Outcome] = {}
+        if destination != _STDOUT and Path(destination).exists():
+            before = json.loads(Path(destination).read_text(encoding="utf-8"))
+            self._others = {name: {"run": _about(before), **one} for name, one in before["outcomes"].items()}
+
+    def add(self, attack: str, outcome: Outcome) -> None:
+        """An attack was measured: it takes the place of an earlier command's."""
+        self.own[attack] = outcome
+        if self._destination != _STDOUT:
+            self._write()
+
+    def close(self) -> None:
+        """All were measured."""
+        self._write()
+
+    def _write(self) -> None:
+        report = self._report.finish(Results())
+        own = {name: {"run": _about(report), **asdict(outcome)} for name, outcome in self.own.items()}
+        every = {**self._others, **own}
+        outcomes = {attack.value: every[attack] for attack in Attack if attack in every}
+        write_report({**report, "outcomes": outcomes}, self._destination)
+
+
+def _about(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The command, commit, machine and so on."""
+    results = {one.name for one in fields(Results)}
+    return {name: value for name, value in report.items() if name not in results}
 
 
 def main() -> None:
@@ -105,15 +153,15 @@ def main() -> None:
         "--only", nargs="+", choices=attacks, default=attacks, metavar="ATTACK", help=", ".join(attacks)
     )
     parser.add_argument("--seconds", type=float, default=25.0, help="of each window; default %(default)g")
+    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
     arguments = parser.parse_args()
-    report = Report("isolation")
-    results = asyncio.run(_run(arguments.only, arguments.seconds))
-    report.write(results, arguments.json)
-    sys.exit(any(one.ratio > BAR or one.attacked.failed for one in results.outcomes.values()))
+    measurements = Measurements(Report("isolation", revision=arguments.commit), arguments.json)
+    asyncio.run(_run(arguments.only, arguments.seconds, measurements))
+    measurements.close()
+    sys.exit(any(one.ratio > BAR or one.attacked.failed for one in measurements.own.values()))
 
 
-async def _run(attacks: Sequence[str], duration_s: float) -> Results:
-    outcomes: dict[str, Outcome] = {}
+async def _run(attacks: Sequence[str], duration_s: float, measurements: Measurements) -> None:
     with LiveLine() as live:
         for attack in attacks:
             # A fleet each: an attack may leave something behind.
@@ -123,14 +171,13 @@ async def _run(attacks: Sequence[str], duration_s: float) -> Results:
                 async with Stack(_topology(), _LOG, _silent) as stack:
                     burnt = await _window(stack, Attack.NOTHING, duration_s, attacked.other_share)
             ratio = attacked.ttft_ms_p99 / burnt.ttft_ms_p99
-            outcomes[attack] = Outcome(attacked=attacked, burnt=burnt, ratio=round(ratio, 2))
+            measurements.add(attack, Outcome(attacked=attacked, burnt=burnt, ratio=round(ratio, 2)))
             live.say(
                 f"{attack}: p99 {attacked.ttft_ms_p99:.0f} ms, burnt {burnt.ttft_ms_p99:.0f} ms, {ratio:.1f} times; "
                 f"{attacked.requests} requests, failed {dict(attacked.failed) or 'none'}; "
                 f"router's loop stalled for {attacked.router_stall_ms:.0f} ms at most, "
                 f"attacker's client {attacked.other_share:.2f} cores"
             )
-    return Results(rate_per_s=_RATE_PER_S, prompt_tokens=_NUM_PROMPT_TOKENS, outcomes=outcomes)
 
 
 async def _window(stack: Stack, attack: Attack, duration_s: float, share: float = 0.0) -> Window:
@@ -142,9 +189,12 @@ async def _window(stack: Stack, attack: Attack, duration_s: float, share: float 
         async with start_child("benchmarks.isolation_attack", job) as child:
             await child.read()
             await asyncio.sleep(_SETTLE_S)
+            servers = {name: pid for name, pid in stack.pids.items() if name in ("router", *stack.worker_addresses)}
+            meter = CoreMeter({**servers, "tenant": os.getpid(), "other": child.pid})
             cpu_s, began = process_cpu_s(child.pid), time.monotonic()
             backlog = _Backlog(victim, child)
             await victim.run(duration_s, backlog.note)
+            cores = meter.read()
             overtaken = await backlog.overtaken()
             share = (process_cpu_s(child.pid) - cpu_s) / (time.monotonic() - began)
     metrics = (await stack.metrics())["router"]
@@ -152,6 +202,7 @@ async def _window(stack: Stack, attack: Attack, duration_s: float, share: float 
     return Window(
         **victim.times(),
         other_share=round(share, 3),
+        cores=cores,
         router_stall_ms=round(1e3 * metrics.total(_LONGEST_STALL), 1),
         ended=ended,
         waiting=backlog.num_waiting,

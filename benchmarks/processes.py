@@ -1,4 +1,4 @@
-"""CPU time of processes as Linux counts it, the figures of their /metrics, and the evidence that these give.
+"""CPU time of processes and waits for cores as Linux counts them, figures of /metrics, and the evidence of these.
 
 CPU time is measured for each process and for the whole machine: it shows which process was busy and what disturbed it.
 ``Evidence`` answers for one phase of load: was work done twice, and which requests had to wait?
@@ -11,6 +11,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ _CPU_CLOCK_BITS, _CPU_CLOCK_SCHED = 3, 2
 # Fields of the line ``cpu`` of /proc/stat that count when a core worked, or another guest had it.
 _BUSY = (0, 1, 2, 5, 6, 7)
 _TIMEOUT_S = 10.0
+_NS_PER_S = 1e9
 _FIRST_ATTEMPT = "first"
 # A bucket bound of the router's histogram: an attempt that waited longer did not pass straight through.
 _WAITED_OVER_S = "0.01"
@@ -69,6 +71,59 @@ class CpuMeter:
 
     def _read(self) -> dict[str, float]:
         return {name: process_cpu_s(pid) for name, pid in self._pids.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreUse:
+    """How one process got along with the machine's cores over some period.
+
+    Attributes:
+        cores: CPU seconds of all its threads for each second.
+        main_waited: share of the time for which its main thread was ready to run and had no core.
+        busiest_waited: the same of the thread that used most CPU time.
+    """
+
+    cores: float
+    main_waited: float
+    busiest_waited: float
+
+
+class CoreMeter:
+    """Measures from its construction on, by thread. On Linux only: elsewhere ``read`` returns nothing."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        """Watch the processes ``pids``, by name."""
+        self._pids = dict(pids)
+        self._began = time.monotonic()
+        self._before = {name: _read_threads(pid) for name, pid in self._pids.items()}
+
+    def read(self) -> Mapping[str, CoreUse]:
+        """How each process got along until now; one that is gone, or not counted, is left out."""
+        duration_ns = (time.monotonic() - self._began) * _NS_PER_S
+        found: dict[str, CoreUse] = {}
+        for name, pid in self._pids.items():
+            before = self._before[name]
+            threads = {
+                thread: (ran - before.get(thread, (0, 0))[0], waited - before.get(thread, (0, 0))[1])
+                for thread, (ran, waited) in _read_threads(pid).items()
+            }
+            if pid in threads:
+                found[name] = CoreUse(
+                    cores=round(sum(ran for ran, _ in threads.values()) / duration_ns, 3),
+                    main_waited=round(threads[pid][1] / duration_ns, 4),
+                    busiest_waited=round(max(threads.values())[1] / duration_ns, 4),
+                )
+        return found
+
+
+def _read_threads(pid: int) -> dict[int, tuple[int, int]]:
+    """By thread id, the nanoseconds for which each thread ran, and was ready and waited for a core."""
+    found: dict[int, tuple[int, int]] = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            ran, waited, _ = file.read_text(encoding="ascii").split()
+            found[int(file.parent.name)] = int(ran), int(waited)
+    return found
 
 
 def process_cpu_s(pid: int) -> float:

@@ -736,9 +736,36 @@ _REBUILD_COLUMNS: Columns = {
 
 
 def isolation_tables(report: Report) -> str:
-    """A row for each attack."""
+    """A row for each attack, and the commands of those that the newest one did not measure."""
     rows = [{"name": name, **outcome} for name, outcome in report["outcomes"].items()]
-    return _table(_ISOLATION_COLUMNS, rows)
+    earlier: dict[str, list[str]] = {}
+    for row in rows:
+        if "run" in row and row["run"]["started_at"] != report["started_at"]:
+            earlier.setdefault(_describe(row["run"]), []).append(f"`{row['name']}`")
+    runs = "".join(f"- {', '.join(names)}: {described}" for described, names in earlier.items())
+    return f"{_table(_ISOLATION_COLUMNS, rows)}{runs and chr(10)}{runs}"
+
+
+def _both(outcome: Row, show: Callable[[Row], str]) -> str:
+    """A figure of the processes' cores, attacked; burnt. Empty where it was not measured."""
+    cores = [outcome[window].get("cores") for window in ("attacked", "burnt")]
+    return "; ".join(map(show, cores)) if all(cores) else ""
+
+
+def _cores_used(cores: Row) -> str:
+    used = {name: one["cores"] for name, one in cores.items()}
+    router, tenant, other = (used.get(name, 0.0) for name in ("router", "tenant", "other"))
+    workers = sum(used.values()) - router - tenant - other
+    return f"{router:.2f} + {workers:.2f} + {tenant + other:.2f}"
+
+
+def _router_waited(cores: Row) -> str:
+    return f"{cores['router']['main_waited']:.0%}" if "router" in cores else ""
+
+
+def _workers_waited(cores: Row) -> str:
+    workers = [one["busiest_waited"] for name, one in cores.items() if name not in ("router", "tenant", "other")]
+    return ", ".join(f"{waited:.0%}" for waited in workers)
 
 
 def _failed(outcome: Row) -> str:
@@ -763,6 +790,9 @@ _ISOLATION_COLUMNS: Columns = {
         f"{row['attacked']['router_stall_ms']:.0f}" if "router_stall_ms" in row["attacked"] else ""
     ),
     "attacker's client (cores)": "{attacked[other_share]:.2f}",
+    "cores of router + workers + clients: attacked; burnt": lambda row: _both(row, _cores_used),
+    "router's loop ready without a core: attacked; burnt": lambda row: _both(row, _router_waited),
+    "workers' busiest threads, the same": lambda row: _both(row, _workers_waited),
 }
 
 
@@ -937,6 +967,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "cancel_storm_torch": storm_tables,
     "drain": drain_tables,
     "wedge": wedge_tables,
+    "wedge_torch": wedge_tables,
     "saturation": saturation_tables,
     "isolation_before": isolation_tables,
     "isolation": isolation_tables,

@@ -5,7 +5,10 @@ stands still at each of five places, and each process is frozen with SIGSTOP. Me
 probes notice, until a router no longer places requests there, and whether requests go on meanwhile. Then it goes on,
 and all must be well again. With ``--saturate`` nothing hangs: more requests than the fleet can take must give no alarm.
 
-    python -m benchmarks.wedge --json FILE [--short] [--saturate SECONDS]
+The mock engine encodes no pictures. With ``--engine torch`` two Encode workers are struck, one Prefill and one Decode
+run beside them, and every request has a picture that nobody has encoded before.
+
+    python -m benchmarks.wedge --json FILE [--engine mock|torch] [--short] [--saturate SECONDS]
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from benchmarks.chaos_client import Clients, draw_asks
+from benchmarks.chaos_client import Ask, Clients, draw_asks, draw_picture_asks
 from benchmarks.chaos_fleet import ETCD, READY, Fleet, FleetConfig
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
 from benchmarks.wedged_process import WEDGE_VARIABLE, Place, wedge_file
 from quartet.client import RequestPath
+from quartet.engine.settings import EngineKind
 from quartet.rpc.channels import create_channel
 
 _MAX_NOTICED_S = 10.0
@@ -156,6 +160,12 @@ ALL = (
     Strike(target=_OTHER_ROUTER),
     Strike(target=ETCD),
 )
+#: With the engine ``torch``.
+ENCODE = (
+    Strike(target="encode-0", place=Place.TOWER),
+    Strike(target="encode-1", place=Place.EVENTS),
+    Strike(target="encode-0"),
+)
 
 
 def main() -> None:
@@ -163,13 +173,20 @@ def main() -> None:
     parser = make_parser("wedge", __doc__ or "")
     parser.add_argument("--short", action="store_true", help="three strikes, all at once")
     parser.add_argument("--saturate", type=float, metavar="SECONDS", help="only keep the fleet busy for so long")
+    parser.add_argument(
+        "--engine", type=EngineKind, choices=(EngineKind.MOCK, EngineKind.TORCH), default=EngineKind.MOCK
+    )
     arguments = parser.parse_args()
+    is_torch = arguments.engine is EngineKind.TORCH
+    if is_torch and (arguments.short or arguments.saturate):
+        parser.error("--engine torch: only for all strikes")
     report = Report("wedge")
     # Not uvloop: see benchmarks.chaos.
     if arguments.saturate:
         results = asyncio.run(_run_saturated(arguments.saturate))
     else:
-        results = asyncio.run(_run([SHORT] if arguments.short else [(strike,) for strike in ALL]))
+        groups = [SHORT] if arguments.short else [(strike,) for strike in (ENCODE if is_torch else ALL)]
+        results = asyncio.run(_run(groups, arguments.engine))
     report.write(results, arguments.json)
     sys.exit(not is_well(results))
 
@@ -182,11 +199,16 @@ def is_well(results: Results) -> bool:
 
 
 @asynccontextmanager
-async def _fleet() -> AsyncIterator[tuple[Fleet, Path]]:
+async def _fleet(engine: EngineKind = EngineKind.MOCK) -> AsyncIterator[tuple[Fleet, Path]]:
     """A fleet, and the folder for files that wedge it."""
+    num_encode, num_others = (2, 1) if engine is EngineKind.TORCH else (0, 2)
     config = FleetConfig(
+        engine=engine,
+        num_encode=num_encode,
+        num_prefill=num_others,
+        num_decode=num_others,
         router_settings=_ROUTER_SETTINGS,
-        modules=dict.fromkeys(("prefill", "decode", "router"), "benchmarks.wedged_process"),
+        modules=dict.fromkeys(("encode", "prefill", "decode", "router"), "benchmarks.wedged_process"),
     )
     with tempfile.TemporaryDirectory(prefix="quartet-wedge-") as name:
         folder = Path(name)
@@ -194,11 +216,11 @@ async def _fleet() -> AsyncIterator[tuple[Fleet, Path]]:
             yield fleet, folder
 
 
-async def _run(groups: Sequence[Sequence[Strike]]) -> Results:
+async def _run(groups: Sequence[Sequence[Strike]], engine: EngineKind) -> Results:
     """Strike by each of ``groups``, whose strikes come together."""
     results: list[StrikeResult] = []
     with LiveLine() as live:
-        async with _fleet() as (fleet, folder):
+        async with _fleet(engine) as (fleet, folder):
             load = _Load(fleet)
             async with load.running(_NUM_CLIENTS):
                 for strikes in groups:
@@ -330,7 +352,9 @@ class _Load:
         self.num_ended = 0
         self.failures: list[str] = []
         self._clients = Clients(fleet.router_addresses[:1])
-        self._asks = draw_asks(random.Random(0), 64, num_tokens=range(30, 90))
+        self._rng = random.Random(0)
+        self._has_pictures = bool(fleet.config.num_encode)
+        self._asks = draw_asks(self._rng, 64, num_tokens=range(30, 90))
         self._numbers = itertools.count()
         self._paths = tuple(RequestPath)
 
@@ -356,11 +380,16 @@ class _Load:
         while True:
             number = next(self._numbers)
             path = self._paths[number % len(self._paths)]
-            answer = await self._clients.ask(self._asks[number % len(self._asks)], path)
+            answer = await self._clients.ask(self._draw(number), path)
             if answer.error is None:
                 self.num_ended += 1
             else:
                 self.failures.append(f"{path}: {answer.error}")
+
+    def _draw(self, number: int) -> Ask:
+        if self._has_pictures:  # a picture that was encoded before needs no encoder
+            return draw_picture_asks(self._rng, 1)[0]
+        return self._asks[number % len(self._asks)]
 
 
 async def _run_saturated(seconds: float) -> Results:

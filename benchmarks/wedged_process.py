@@ -19,6 +19,7 @@ from typing import Any
 from quartet.discovery.base import Role
 from quartet.engine.mock.runner import MockRunner
 from quartet.engine.step_loop import StepLoop
+from quartet.engine.torch.encoder import TowerThread
 from quartet.events.publisher import EventPublisher
 from router.__main__ import main as run_router
 from router.workers import WorkerTable
@@ -39,6 +40,7 @@ class Place(StrEnum):
     OUTPUTS = "outputs"  # a worker's event loop, with a step's outputs
     EVENTS = "events"  # a worker's event loop, in its events' socket
     REPORTS = "reports"  # a router's event loop, with a load report
+    TOWER = "tower"  # an encode worker's thread, with a batch of pictures
 
 
 _METHODS: dict[Place, list[tuple[type[Any], str]]] = {
@@ -47,6 +49,7 @@ _METHODS: dict[Place, list[tuple[type[Any], str]]] = {
     Place.OUTPUTS: [(DecodeDispatcher, "route"), (PrefillDispatcher, "route")],
     Place.EVENTS: [(EventPublisher, "publish_load")],
     Place.REPORTS: [(WorkerTable, "report")],
+    Place.TOWER: [(TowerThread, "_notify")],
 }
 
 

@@ -272,10 +272,14 @@ class SessionOutbox(Wakeable):
             self._release()
             return
         self._gather()
-        for slot in self._backlog.beyond(self._limits.max_pending_tokens, self._limits.max_pending_bytes):
+        slots = dict.fromkeys(self._backlog.beyond(self._limits.max_pending_tokens, self._limits.max_pending_bytes))
+        if not slots:
+            return
+        # The failure is also the end of those of its choices that ended well and wait here. One pass for all slots:
+        # thousands of both may wait.
+        self._finished = deque(item for item in self._finished if item.slot not in slots)
+        for slot in slots:
             self._backlog.drop(slot)
-            # The failure is also the end of those of its choices that ended well and wait here.
-            self._finished = deque(item for item in self._finished if item.slot != slot)
             error = SlowReaderError("the session's reader took too little for too long")
             self.fail(slot, error)
             self._on_overflow(slot, error)

@@ -18,6 +18,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError, SlowReaderError
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.v1 import router_pb2 as pb
+from tests.operations import count_operations
 
 PLACEMENT = ChoicePlacement(choice=1, prefill=None, decode=Rank("decode-0", 0))
 ACCEPTED = Accepted(request_id="0" * 32, choices=(PLACEMENT,), num_prompt_tokens=3, seed=1)
@@ -211,6 +212,24 @@ def test_unread_output_is_merged_and_only_a_request_beyond_the_bound_ends() -> N
     assert message.failures[0].failure.reason == "READER_TOO_SLOW"
     others = [(slot, num) for slot, num in zip(message.slots, message.num_tokens, strict=True) if slot == 2]
     assert others == [(2, 95)]
+
+
+def test_to_end_unread_requests_takes_work_for_each_of_them_and_not_for_each_pair() -> None:
+    few, many = (_operations_of_an_overflow(num_slots) for num_slots in (50, 400))
+    assert many < 12 * few
+
+
+def _operations_of_an_overflow(num_slots: int) -> int:
+    """Bytecode operations of a poll that finds too much for each of ``num_slots`` requests, which have ends here."""
+    owed = Owed(is_writing=True, max_pending_tokens=100)
+    owed.outbox.poll_at = num_slots + 1
+    for slot in range(num_slots):
+        owed.outbox.finish(slot, make_finished(1), is_last=False)
+        owed.add(slot, 0, 0, [7] * 101, "", ())
+    num_operations = count_operations(owed.outbox.poll)
+    assert owed.overflowed == list(range(num_slots))
+    assert len(owed.outbox.entries) == 0 and len(owed.take().failures) == num_slots
+    return num_operations
 
 
 def test_text_is_bounded_by_its_bytes() -> None:

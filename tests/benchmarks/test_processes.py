@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 
-from benchmarks.processes import CpuMeter, Evidence, Metrics, collect_evidence, parse
+from benchmarks.processes import CoreMeter, CpuMeter, Evidence, Metrics, collect_evidence, parse
 
 
 def test_a_busy_process_is_seen_to_be_busy() -> None:
@@ -19,6 +21,26 @@ def test_a_busy_process_is_seen_to_be_busy() -> None:
     assert use.cpu_s["me"] == pytest.approx(0.2, abs=0.05)
     assert use.share["me"] == pytest.approx(use.cpu_s["me"] / use.duration_s)
     assert 0 <= use.others_share <= (os.cpu_count() or 1) + 0.1
+
+
+def test_a_thread_that_is_ready_and_has_no_core_is_seen_to_wait() -> None:
+    spin = "import time\nwhile time.process_time() < 30: pass"
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # the child inherits it
+    try:
+        with subprocess.Popen([sys.executable, "-c", spin]) as child:
+            meter = CoreMeter({"child": child.pid, "gone": 2**22 + 1})
+            end = time.process_time() + 0.2
+            while time.process_time() < end:
+                pass
+            use = meter.read()
+            child.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert use.keys() == {"child"}
+    # On one core what this process used the other one waited for; others may be there too.
+    assert use["child"].main_waited == use["child"].busiest_waited > 0.2
+    assert 0.05 < use["child"].cores + use["child"].main_waited <= 1.05
 
 
 def test_a_process_that_is_gone_is_not_measured_as_idle() -> None:
