@@ -115,7 +115,6 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         if slot is None:
             raise error
         self._check_unused(slot)
-        self._account.in_vain()
         self._outbox.fail(slot, error)
 
     def _half_closed(self) -> None:
@@ -128,10 +127,10 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
             num_choices = _num_choices(message)
             self._check_open(num_choices)
             asked = from_session_start(message)
-            request = _Request(asked, self._outbox, self._requests)
+            request = _Request(asked, self._outbox, self._requests, message.ByteSize())
             run = self._begin(asked, request)
         except ServingError as error:
-            self._account.in_vain()
+            self._account.in_vain(message.ByteSize())
             self._outbox.fail(slot, error)
         else:
             self._requests.enter(slot, request, num_choices)
@@ -405,16 +404,18 @@ class _Request:
         "_outbox",
         "_ran",
         "_requests",
+        "_size_bytes",
         "_slot",
         "is_cancelled",
         "num_choices",
     )
 
-    def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests) -> None:
-        """It leaves ``requests`` with its end, and tells their account whether it ran."""
+    def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests, size_bytes: int) -> None:
+        """It leaves ``requests`` with its end, and tells their account whether it ran; its start has ``size_bytes``."""
         self.is_cancelled = False
         self._ran = False
         self.num_choices = 0
+        self._size_bytes = size_bytes
         self._slot = asked.slot
         self._num_open = asked.start.num_choices if asked.resume is None else 1
         self._outbox = outbox
@@ -462,7 +463,7 @@ class _Request:
     def end(self, error: BaseException | None = None) -> None:
         """The request no longer runs."""
         if not self._ran:
-            self._requests.account.in_vain()
+            self._requests.account.in_vain(self._size_bytes)
         del self._requests.runs[self]
         if not self._requests.runs:
             self._requests.none_runs.set()

@@ -13,10 +13,11 @@ from collections import Counter
 
 from quartet.errors import QueueFullError
 
+#: The event loop copies so many bytes of messages in a second.
+COPIED_BYTES_PER_S = 800 << 20
+
 # What is refused may take a fiftieth of the event loop, whoever sends it.
 _SHARE = 1 / 50
-# The event loop copies so many bytes in a second.
-_COPIED_BYTES_PER_S = 800 << 20
 # A client that sends one by mistake is answered at once.
 _FREE_S = 1.0
 _MAX_WAIT_S = 5.0
@@ -68,8 +69,8 @@ class RefusalPace:
             size_bytes: of the message.
             measure_s: what it took to find that it must be refused, in seconds of CPU time.
         """
-        error.__traceback__ = None  # its frames know the message
-        cost_s = (size_bytes / _COPIED_BYTES_PER_S + measure_s) / _SHARE
+        forget_frames(error)
+        cost_s = (size_bytes / COPIED_BYTES_PER_S + measure_s) / _SHARE
         now = time.monotonic()
         self._forget_paid(now)
         # Connections that have to pay share what refusals may take; each knows how many there are.
@@ -83,6 +84,11 @@ class RefusalPace:
         if len(self._paid_at) > self._max_kept:
             self._paid_at = {peer: paid_at for peer, paid_at in self._paid_at.items() if paid_at > now}
             self._max_kept = max(_MAX_KEPT, 2 * len(self._paid_at))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go what the frames of a refusal know: its message. Else that may stay until garbage is collected."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _later(ends_at: float, cost_s: float, now: float) -> float:

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -71,6 +72,9 @@ _MAX_UNTAKEN = 1024
 # Calls that one connection may have open.
 _MAX_STREAMS = 10_000
 _HEALTH_SERVICE = "grpc.health.v1.Health"
+# The bytes of the last long message that the current task has read: mostly it serves a call, and answers its error.
+_long_message_bytes: ContextVar[int] = ContextVar("long_message_bytes", default=0)
+
 # Refusals of a request that no tenant pays for.
 _CLIENTS_FAULTS = (InvalidRequestError, MessageTooLargeError, ProtocolError)
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
@@ -481,15 +485,11 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         respond = self._responder(behavior, may_be_silent=not (is_standard and handler.request_streaming))
 
         async def answer(request: Any, context: _Context) -> Any:
-            size_bytes = 0
             try:
                 await self._enter(method, context)
                 if not handler.request_streaming:
                     # Not counted yet: a drain does not wait for a client that says nothing.
-                    message = await self._lone_request(context)
-                    size_bytes = len(message)
-                    request = parse(message)
-                    del message
+                    request = parse(await self._lone_request(context))
                 if not is_standard:
                     self._calls.enter(context)
                 return await respond(request, context)
@@ -499,7 +499,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
                 return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the method")
             except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
                 request = None  # let go before its sender waits
-                return await self._abort(context, error, size_bytes)
+                return await self._abort(context, error)
 
         async def serve(request: Any, context: _Context) -> Any:
             try:
@@ -523,10 +523,10 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         if self._refusals:
             await self._refusals.wait_to_read(context.peer())
 
-    async def _abort(self, context: _Context, error: Exception, size_bytes: int) -> None:
-        """End the call with the status of ``error``; ``size_bytes`` are those of its lone request, if it was read."""
-        measure_s = 0.0
-        if isinstance(error, MessageTooLargeError | ProtocolError):
+    async def _abort(self, context: _Context, error: Exception) -> None:
+        """End the call with the status of ``error``; where it refuses a long message, its sender waits."""
+        size_bytes, measure_s = _long_message_bytes.get(), 0.0
+        if isinstance(error, MessageTooLargeError | ProtocolError):  # another task may have read the message
             size_bytes, measure_s = max(size_bytes, error.size_bytes), error.measure_s
         if size_bytes > UNCHECKED_BYTES and isinstance(error, _CLIENTS_FAULTS):
             await self._refusals.wait(context.peer(), error, size_bytes, measure_s)
@@ -615,11 +615,15 @@ def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
 
 def _parser(deserialize: _Deserializer | None, max_bytes: int | None) -> _Deserializer:
     def parse(message: bytes) -> Any:
+        if len(message) > UNCHECKED_BYTES:
+            _long_message_bytes.set(len(message))
         if max_bytes is not None and len(message) > max_bytes:
             raise MessageTooLargeError(f"the message is longer than {max_bytes} bytes")
         try:
             return message if deserialize is None else deserialize(message)
-        except DecodeError as error:
-            raise ProtocolError("the message is malformed") from error
+        except DecodeError:
+            error = ProtocolError("the message is malformed")
+        error.size_bytes = len(message)
+        raise error  # not from there, as those frames know the message
 
     return parse

@@ -10,10 +10,10 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from quartet.errors import MessageTooLargeError
-from quartet.rpc.refusal_pace import RefusalPace
+from quartet.errors import MessageTooLargeError, ProtocolError, ServingError
+from quartet.rpc.refusal_pace import RefusalPace, forget_frames
 from quartet.rpc.server import StalledCalls
-from quartet.streams.read_pace import Account, ReadPace
+from quartet.streams.read_pace import Account, ReadPace, message_credit
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -150,18 +150,29 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
                     await account.wait()
                 try:
                     request: object = await context.read()
-                except MessageTooLargeError as error:
-                    account.credit -= 1
+                except (MessageTooLargeError, ProtocolError) as error:
+                    account.credit -= message_credit()
+                    # Also where it ends the stream: the caller can open another one.
+                    account.in_vain(error.size_bytes, error.measure_s)
+                    forget_frames(error)
+                    if isinstance(error, ProtocolError):
+                        raise
                     self._count_start(until_start)
                     self._refused(error)
                     await self._refusals.wait(context.peer(), error, error.size_bytes, error.measure_s)
                     continue
                 if not isinstance(request, Message):
                     break  # end of stream
-                account.credit -= 1
                 if request.WhichOneof("message") in _STARTS:
+                    account.credit -= message_credit()  # its length counts if it comes to nothing
                     self._count_start(until_start)
-                self._handle(request, group)  # type: ignore[arg-type]  # the method's deserializer made it
+                else:
+                    account.credit -= message_credit(request.ByteSize())
+                try:
+                    self._handle(request, group)  # type: ignore[arg-type]  # the method's deserializer made it
+                except ServingError:
+                    account.in_vain(request.ByteSize())
+                    raise
         self._is_half_closed = True
         self._half_closed()
 

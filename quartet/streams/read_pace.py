@@ -1,10 +1,10 @@
 """Who pays for the messages of streams: each costs its caller credit, and a request that runs earns that back.
 
-To read a message and refuse what it asks takes the event loop 0.1 to 0.5 ms, and no tenant pays for what is refused or
-cancelled before it runs. So each caller has an account. While that is empty none of the caller's streams is read, and
-HTTP/2's flow control holds the sender back. A request that gets its place is paid for by its tenant's share, so it
-earns what its messages cost: a caller whose requests run is never held back. Otherwise credit comes slowly, at one pace
-for all callers together, who take turns.
+To read a message and refuse what it asks takes the event loop 0.1 to 0.5 ms, and 1 ms more for each 800 KiB. No tenant
+pays for what is refused or cancelled before it runs. So each caller has an account. While that is empty none of the
+caller's streams is read, and HTTP/2's flow control holds the sender back. A request that gets its place is paid for by
+its tenant's share, so it earns what its messages cost: a caller whose requests run is never held back. Otherwise credit
+comes slowly, at one pace for all callers together, who take turns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
+
+from quartet.rpc.refusal_pace import COPIED_BYTES_PER_S
 
 #: What one caller may have saved up, and has at first unless many came just before it, in messages.
 MAX_CREDIT = 1024
@@ -34,8 +36,17 @@ _IN_VAIN = 2
 # What a request earns that runs: its messages, with a cancel.
 _RAN = 2
 
+# What each credit is worth of the event loop's time, and of the bytes that gRPC copies there meanwhile.
+_CREDIT_S = _INTERVAL_S / _CREDIT_PER_INTERVAL / 20
+_CREDIT_BYTES = round(COPIED_BYTES_PER_S * _CREDIT_S)
+
 # A caller without streams is remembered, so that it gets no first credit with the next one.
 _MAX_REMEMBERED = 4096
+
+
+def message_credit(size_bytes: int = 0) -> int:
+    """What it costs to read a message of ``size_bytes``, which may be left out where it is short."""
+    return 1 + size_bytes // _CREDIT_BYTES
 
 
 class Account:
@@ -80,9 +91,12 @@ class Account:
         """The caller cancelled a request, which had its place, before it gave anything: take back what it earned."""
         self.credit -= _RAN
 
-    def in_vain(self) -> None:
-        """A request was refused, or has ended before it ran."""
-        self.credit -= _IN_VAIN
+    def in_vain(self, size_bytes: int = 0, measure_s: float = 0.0) -> None:
+        """A request was refused, or has ended before it ran.
+
+        Its message had ``size_bytes``, and to find that it must be refused took ``measure_s`` seconds of CPU time.
+        """
+        self.credit -= _IN_VAIN + size_bytes // _CREDIT_BYTES + round(measure_s / _CREDIT_S)
 
     def earn(self, credit: int) -> None:
         """Add ``credit``; what is beyond ``MAX_CREDIT`` is lost."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from quartet.api.request import SessionLimits
+from quartet.api.answer import AnswerSink
+from quartet.api.request import SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
-from quartet.errors import ConfigError, QueueFullError, SessionIdleError
+from quartet.errors import ConfigError, QueueFullError, ServingError, SessionIdleError
 from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import StalledCalls
 from quartet.streams.read_pace import ReadPace
@@ -58,7 +59,7 @@ def session(**options: Any) -> SessionStream:
 
 
 def start(slot: int, **fields: Any) -> pb.SessionRequest:
-    return pb.SessionRequest(start=pb.SessionStart(slot=slot, start=pb.GenerateStart(text="Hi", **fields)))
+    return pb.SessionRequest(start=pb.SessionStart(slot=slot, start=pb.GenerateStart(**{"text": "Hi"} | fields)))
 
 
 def cancel(slot: int) -> pb.SessionRequest:
@@ -171,6 +172,33 @@ async def test_a_stream_without_credit_reads_nothing_and_a_refused_start_costs_t
     assert account.credit == 0
     serving.cancel()
     await asyncio.wait([serving])
+
+
+class NeverPlaced:
+    """A request that waits for room until it is cancelled."""
+
+    def __init__(self, _asked: SessionStart, sink: AnswerSink) -> None:
+        self._sink = sink
+
+    def cancel(self) -> None:
+        raise AssertionError("no client cancels it")
+
+    def abort(self, error: ServingError) -> None:
+        asyncio.get_running_loop().call_soon(self._sink.end, error)
+
+
+@pytest.mark.parametrize(("num_choices", "cost"), [pytest.param(2, 15, id="refused"), pytest.param(1, 15, id="left")])
+async def test_a_long_start_that_comes_to_nothing_costs_more_than_a_short_one(num_choices: int, cost: int) -> None:
+    account = ReadPace(interval_s=NEVER_S).new_account()
+    account.credit = 100
+    limits = SessionLimits(tick_s=0, max_requests=1)
+    context, stream = Context(), SessionStream(NeverPlaced, limits, StalledCalls(TIMEOUT_S), account)
+    serving = asyncio.create_task(stream.serve(context))  # type: ignore[arg-type]
+    context.messages.put_nowait(start(0, num_choices=num_choices, text="x" * (1 << 20)))
+    await settle()
+    serving.cancel()
+    await asyncio.wait([serving])
+    assert account.credit == 100 - cost
 
 
 def grpc_eof() -> object:

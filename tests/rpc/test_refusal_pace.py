@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -11,9 +12,9 @@ from quartet.errors import MessageTooLargeError, QueueFullError
 from quartet.rpc import refusal_pace
 from quartet.rpc.channels import create_channel
 from quartet.rpc.refusal_pace import RefusalPace
-from quartet.v1 import worker_pb2, worker_pb2_grpc
+from quartet.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.rpc.conftest import StartServer
-from tests.rpc.test_interceptors import Worker, worker_service
+from tests.rpc.test_interceptors import Worker, stream_services, worker_service
 
 _MIB = 1 << 20
 
@@ -135,8 +136,9 @@ async def test_connections_that_have_paid_are_forgotten(monkeypatch: pytest.Monk
     assert len(pace._paid_at) <= 1025
 
 
+@pytest.mark.parametrize("method", ["GetModelFiles", "Decode"])
 async def test_a_call_waits_for_its_refusal_by_the_size_of_what_it_sent(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+    method: str, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
 
@@ -144,11 +146,19 @@ async def test_a_call_waits_for_its_refusal_by_the_size_of_what_it_sent(
         sizes.append(size_bytes)
 
     monkeypatch.setattr(RefusalPace, "wait", wait)
-    _, address = await start_server([worker_service(Worker(None))])
+    _, address = await start_server([worker_service(Worker(None)), *stream_services()])
+    request: Any
     async with create_channel(address, None) as channel:
-        request = worker_pb2.GetModelFilesRequest(names=["x"] * 100_000)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(request).read()
+            if method == "Decode":  # it reads its stream itself, and refuses what was within the limits
+                request = decode_pb2.DecodeRequest(chunk=types_pb2.StartChunk(data=bytes(300 << 10)))
+                call = decode_pb2_grpc.DecodeServiceStub(channel).Decode()
+                await call.write(request)
+                await call.read()
+                await call.read()
+            else:
+                request = worker_pb2.GetModelFilesRequest(names=["x"] * 100_000)
+                await worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(request).read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sizes == [request.ByteSize()]
 

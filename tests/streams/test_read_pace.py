@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
+import grpc
 import pytest
 
+from quartet.errors import MessageTooLargeError, ProtocolError, ServingError
 from quartet.streams.read_pace import MAX_CREDIT, Account, ReadPace
+from quartet.v1 import decode_pb2, types_pb2
 from tests.streams.test_server_stream import WAIT_S, Caller, Refusing, settle
 
 NEVER_S = 3600.0
@@ -62,6 +65,85 @@ async def test_what_ran_in_vain_costs_more_than_its_messages_and_what_ran_costs_
     assert account.credit == 10
     account.earn(10 * MAX_CREDIT)
     assert account.credit == MAX_CREDIT
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "measure_s", "credit"),
+    [
+        pytest.param(1_000, 0.0, 2, id="a short one"),
+        pytest.param(8 * MIB, 0.0, 102, id="10 ms to copy it"),
+        pytest.param(0, 0.01, 102, id="10 ms to measure it"),
+        pytest.param(8 * MIB, 0.01, 202, id="both"),
+    ],
+)
+async def test_what_is_refused_costs_what_its_message_took(size_bytes: int, measure_s: float, credit: int) -> None:
+    account = drained(ReadPace(interval_s=NEVER_S).new_account())
+    account.in_vain(size_bytes, measure_s)
+    assert account.credit == -credit
+
+
+class Sending(Caller):
+    """Sends one message, or has it refused before it is parsed."""
+
+    def __init__(self, message: decode_pb2.DecodeRequest | ServingError) -> None:
+        super().__init__(1)
+        self.message = message
+
+    def peer(self) -> str:
+        return "a"
+
+    async def read(self) -> object:
+        if not self.num_requests:
+            return grpc.aio.EOF
+        self.num_requests -= 1
+        if isinstance(self.message, ServingError):
+            raise self.message
+        return self.message
+
+
+class Wary(Refusing):
+    """Refuses all messages that begin nothing, and so ends the stream."""
+
+    def _handle(self, request: decode_pb2.DecodeRequest, group: asyncio.TaskGroup) -> None:
+        raise ProtocolError("no start")
+
+
+def unseen(error: ServingError) -> ServingError:
+    """``error``, of a message of 8 MiB."""
+    vars(error)["size_bytes"] = 8 * MIB
+    return error
+
+
+# A cancel with 8 MiB in field 15, which it lacks.
+LONG_CANCEL = decode_pb2.DecodeRequest(cancel=types_pb2.Cancel.FromString(b"\x7a\x80\x80\x80\x04" + bytes(8 * MIB)))
+
+
+@pytest.mark.parametrize("stream_type", [Refusing, Wary])
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(unseen(MessageTooLargeError("for no slot")), id="too large"),
+        pytest.param(unseen(ProtocolError("malformed")), id="malformed"),
+        pytest.param(LONG_CANCEL, id="padded"),
+    ],
+)
+async def test_a_long_message_is_paid_for_also_where_it_ends_its_stream(
+    stream_type: type[Refusing], message: decode_pb2.DecodeRequest | ServingError
+) -> None:
+    account = drained(ReadPace(interval_s=NEVER_S).new_account(), 1)
+    following = Counting(1)
+    serving = [asyncio.create_task(stream_type(account).serve(Sending(message)))]  # type: ignore[arg-type]
+    await settle()
+    assert account.credit <= -100
+    serving.append(asyncio.create_task(Refusing(account).serve(following)))  # type: ignore[arg-type]
+    await settle()
+    assert not following.num_read, "the next stream of the same caller waits"
+    for task in serving:
+        task.cancel()
+    await asyncio.wait(serving)
 
 
 async def test_callers_without_credit_take_turns_however_many_streams_each_has() -> None:
