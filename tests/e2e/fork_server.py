@@ -1,7 +1,8 @@
 """Services without the seconds of CPU that their imports take: forked from a process that has imported torch and gRPC.
 
 They are processes as ``python -m services.decode --config FILE`` makes them: of a session, a log and an environment of
-their own, killed and signalled alike. What a person starts, ``quartet up`` and ``python -m``, other tests start so.
+their own, killed and signalled alike. So is the command ``quartet``, where it starts services that are forked. What a
+person starts, ``quartet up`` and ``python -m``, other tests start so.
 """
 
 from __future__ import annotations
@@ -35,12 +36,18 @@ from tests.e2e import forked_python
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 _MAX_REQUEST_BYTES = 1 << 17
-#: What services import. It must start no thread: threads do not survive a fork.
+#: Runs the command ``quartet`` with a Python of one's choice for the services that it starts.
+_QUARTET = "tests.e2e.quartet_with"
+#: What services and commands import. It must start no thread: threads do not survive a fork.
 _IMPORTED = (
     "services.workers.process",
     "quartet.engine.torch.runner",
     "quartet.engine.torch.encoder_tower",
     "router.process",
+    "cli.up",
+    "cli.generate",
+    "cli.workers",
+    "cli.bench.command",
 )
 
 
@@ -77,14 +84,15 @@ class ForkServer:
     """The server, for the process that starts it from its main thread and with which it dies. Use it with ``with``.
 
     Attributes:
-        python: a program that runs as ``sys.executable`` does, but has services forked here: for ``quartet up``, whose
-            printed lines expect a ``quartet`` beside it.
+        python: a program that runs as ``sys.executable`` does, but has services forked here: for ``quartet up``.
+        quartet: the ``quartet`` beside it, where printed lines expect one; it is forked too, and starts services so.
     """
 
     def __enter__(self) -> Self:
         self._name = f"quartet-fork-server-{os.getpid()}"
         self._directory = tempfile.TemporaryDirectory(prefix="quartet-fork-server-")
         self.python = self._write_python(Path(self._directory.name))
+        self.quartet = self._write_quartet()
         command = [sys.executable, "-S", "-E", guard.__file__, str(os.getpid()), sys.executable, "-m", __name__]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(forked_python.address(self._name))
@@ -118,10 +126,17 @@ class ForkServer:
         forked = f"{real} -S -E {shlex.quote(forked_python.__file__)} {self._name}"
         program = directory / "python"
         program.write_text(
-            f'#!/bin/sh\ncase "$1 $2" in\n"-m services."*|"-m router") {forked} "$@" ;;\n*) {real} "$@" ;;\nesac\n'
+            f'#!/bin/sh\ncase "$1 $2" in\n"-m services."*|"-m router"|"-m {_QUARTET}") {forked} "$@" ;;\n'
+            f'*) {real} "$@" ;;\nesac\n'
         )
         program.chmod(0o755)
-        (directory / "quartet").symlink_to(Path(sys.executable).with_name("quartet"))
+        return program
+
+    def _write_quartet(self) -> Path:
+        python = shlex.quote(str(self.python))
+        program = self.python.with_name("quartet")
+        program.write_text(f'#!/bin/sh\nexec {python} -m {_QUARTET} {python} "$@"\n')
+        program.chmod(0o755)
         return program
 
 

@@ -1,4 +1,8 @@
-"""The topologies that come along, started with ``quartet up`` as a person does it."""
+"""The topologies that come along, started with ``quartet up`` as a person does it, but forked.
+
+Other tests start each process with a Python of its own: ``test_terminal`` of disagg, ``test_mock_fleet`` of mock_fleet,
+``test_trtllm`` of agg with the stand-in of TensorRT-LLM.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,6 @@ NUM_PASTES = 3
 MIN_SHARE_OVERLOADED = 0.2
 #: They differ from others by their workers alone: what is printed for them is what is printed for those.
 LIKE_OTHERS = ("agg_router", "disagg_router", "gpt_oss_disagg")
-#: Started with the Python that a person has; tests/e2e/test_terminal.py does so with disagg.
-WITH_PYTHON = ("agg", "mock_fleet")
 NUM_GREEDY_TOKENS = 24
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
 ALL_GONE_WITHIN_S = 5.0
@@ -72,7 +74,9 @@ def config(name: str) -> str:
 
 
 def modules(up: Up) -> list[str]:
-    return sorted(match[1] for command in up.processes().values() if (match := re.search(r" -m (\S+)", command)))
+    """Of its services."""
+    found = (re.search(r" -m (router|services\.\w+)", command) for command in up.processes().values())
+    return sorted(match[1] for match in found if match)
 
 
 def one(up: Up, part: str) -> int:
@@ -166,8 +170,7 @@ async def check_greedy_ids(up: Up, oracle: Oracle) -> None:
 async def test_a_topology_serves_what_it_prints_and_ends_whole(
     name: str, directory: Path, grpcurl_if_any: Path | None, oracle: Oracle, fork_server: ForkServer
 ) -> None:
-    python = None if name in WITH_PYTHON else fork_server.python
-    async with Up(directory, config(name), *FREE_PORT, python=python) as up:
+    async with Up(directory, config(name), *FREE_PORT, python=fork_server.python) as up:
         await up.wait_ready()
         expected = sorted(["router", *(f"services.{worker_id.partition('-')[0]}" for worker_id in WORKER_IDS[name])])
         assert modules(up) == expected
@@ -199,9 +202,9 @@ async def test_an_etcd_that_runs_already_is_used_and_left_alone_and_answers_do_n
     assert etcd.revision() > 1
 
 
-async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path) -> None:
+async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path, fork_server: ForkServer) -> None:
     held: list[object] = []
-    async with Up(directory, config("disagg"), "--engine", "mock", *FREE_PORT) as up:
+    async with Up(directory, config("disagg"), "--engine", "mock", *FREE_PORT, python=fork_server.python) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             await begin_endless(client, held)
@@ -243,16 +246,19 @@ async def test_a_process_that_dies_is_started_again_and_a_dead_up_takes_all_alon
         assert up.processes() == {}
 
 
-async def test_ctrl_c_ends_it_while_one_waits_to_be_started_again(directory: Path) -> None:
-    async with Up(directory, config("agg"), "--engine", "mock", *FREE_PORT) as up:
+async def test_ctrl_c_ends_it_while_one_waits_to_be_started_again(directory: Path, fork_server: ForkServer) -> None:
+    async with Up(directory, config("agg"), "--engine", "mock", *FREE_PORT, python=fork_server.python) as up:
         await up.wait_ready()
         os.kill(one(up, "services.decode"), signal.SIGKILL)
         await up.wait_logged("starting decode-0 again in 1 s")
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
 
 
-async def test_with_fail_fast_a_process_that_dies_ends_all_and_is_named(directory: Path) -> None:
-    async with Up(directory, config("agg"), "--engine", "mock", "--fail-fast", *FREE_PORT) as up:
+async def test_with_fail_fast_a_process_that_dies_ends_all_and_is_named(
+    directory: Path, fork_server: ForkServer
+) -> None:
+    options = ("--engine", "mock", "--fail-fast", *FREE_PORT)
+    async with Up(directory, config("agg"), *options, python=fork_server.python) as up:
         await up.wait_ready()
         os.kill(one(up, "services.decode"), signal.SIGKILL)
         assert await up.exit_code() == 1
@@ -273,11 +279,11 @@ async def test_a_topology_for_gpus_runs_on_a_laptop_with_another_engine_and_mode
 
 
 async def test_a_process_that_dies_at_the_start_ends_it_all_and_says_why(
-    directory: Path, free_port: Callable[[], int]
+    directory: Path, free_port: Callable[[], int], fork_server: ForkServer
 ) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        async with Up(directory, config("agg"), "--router-port", str(port)) as up:
+        async with Up(directory, config("agg"), "--router-port", str(port), python=fork_server.python) as up:
             assert await up.exit_code() == 1
             assert up.processes() == {}
     assert "quartet: router ended with exit code 1" in up.log
@@ -294,9 +300,9 @@ async def test_a_process_that_dies_at_the_start_ends_it_all_and_says_why(
     ],
 )
 async def test_an_impossible_topology_is_reported_before_anything_runs(
-    directory: Path, assignment: str, message: str
+    directory: Path, assignment: str, message: str, fork_server: ForkServer
 ) -> None:
-    async with Up(directory, config("agg"), "--set", assignment) as up:
+    async with Up(directory, config("agg"), "--set", assignment, python=fork_server.python) as up:
         assert await up.exit_code() == 1
     assert message in up.log
     assert "starting decode" not in up.log

@@ -20,7 +20,6 @@ QUARTET = Path(sys.executable).with_name("quartet")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 START_TIMEOUT_S = 90.0
-_QUARTET_WITH = "import sys; sys.executable = {python!r}; from cli.app import main; main()"
 _MARK = "QUARTET_TEST_MARK"
 _PROC = Path("/proc")
 
@@ -77,13 +76,11 @@ class Up:
     ) -> None:
         """It runs in ``directory``; ``variables`` are added to the environment.
 
-        It starts services with ``python`` in place of the Python that it runs with; see ``ForkServer.python``.
+        It and its services run with ``python`` in place of this Python; see ``ForkServer.python``.
         """
         self.lines: list[str] = []
         self._directory = directory
-        self._quartet = (
-            [QUARTET] if python is None else [sys.executable, "-c", _QUARTET_WITH.format(python=str(python))]
-        )
+        self._quartet = [QUARTET] if python is None else [python, "-m", "tests.e2e.quartet_with", python]
         self._arguments = arguments
         self._mark = Mark()
         self._variables = self._mark.environment({"PATH": _path_of_a_newcomer(), **(variables or {})})
