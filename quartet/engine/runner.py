@@ -1,6 +1,8 @@
 """The seam between scheduling and the model: a ``ModelRunner`` computes a step's chunks and samples tokens.
 
-``RunningRequest`` is a request as the engine thread knows it, ``ScheduledChunk`` the part of it that a step computes.
+A runner computes a step while its caller waits (``run``). It may have a ``StepLauncher`` as well: its steps go on in a
+device while the caller plans and launches the next one. ``RunningRequest`` is a request as the engine thread knows it,
+``ScheduledChunk`` the part of it that a step computes.
 """
 
 from __future__ import annotations
@@ -60,6 +62,11 @@ class ModelRunner(Protocol):
         """Blocks of the pool, numbered from 0."""
         ...
 
+    @property
+    def launcher(self) -> StepLauncher | None:
+        """Launches steps without waiting for them; ``None``: there is ``run`` only."""
+        ...
+
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
         """Write the KV of all chunks' tokens into the blocks of their ``seq.block_table``; sample.
 
@@ -75,7 +82,47 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the model and the pool; called once, last."""
+        """Free the model and the pool, after any step in flight; called once, last."""
+        ...
+
+
+class StepLauncher(Protocol):
+    """Launches steps that a device computes one after the other, in the order of the calls.
+
+    A step is *in flight* from its launch until it is read. Steps are read in that order too. At most two are in flight
+    at a time.
+    """
+
+    def launch(self, chunks: Sequence[ScheduledChunk]) -> LaunchedStep:
+        """Have the device do what ``ModelRunner.run`` does; returns as soon as it has all it needs from the caller.
+
+        If a sequence's last token is unread, the step in flight samples it: it is number ``unread_row`` among that
+        step's tokens, and the device has it. Sequences and requests may change as soon as this returns; nothing is
+        freed that a step in flight writes or reads.
+
+        Raises:
+            Exception: any; the engine is dead then.
+        """
+        ...
+
+
+class LaunchedStep(Protocol):
+    """A step that a device computes, or has computed."""
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether a next step can be launched before this one is read: all that it needs will be on the device."""
+        ...
+
+    def read(self) -> list[SampledToken]:
+        """Wait until the device has done the step; called once.
+
+        Returns:
+            As ``ModelRunner.run``, and what that says of the device is true from now on, for this step.
+
+        Raises:
+            Exception: any; the engine is dead then.
+        """
         ...
 
 
@@ -107,7 +154,8 @@ class RequestState(Enum):
     WAITING = auto()  # holds no blocks; new or preempted
     PULLING = auto()  # holds blocks that a transfer writes to
     RUNNING = auto()  # holds blocks and takes part in steps
-    ENDED = auto()  # holds nothing any more
+    ENDING = auto()  # holds blocks until its last step, which is in flight, has ended
+    ENDED = auto()  # holds nothing any more, or only until the steps that it is in have ended
 
 
 @dataclass(eq=False, kw_only=True)
@@ -128,6 +176,8 @@ class RunningRequest:
         is_admitted: it had blocks before.
         is_started: it was in a step before.
         is_cancelled: it ends as soon as nothing writes to its blocks.
+        num_steps_in_flight: steps in flight that it is in.
+        unread_row: number of its unread token among those that the last launched step samples; ``None``: it has none.
     """
 
     request: EngineRequest
@@ -141,6 +191,8 @@ class RunningRequest:
     is_admitted: bool = False
     is_started: bool = False
     is_cancelled: bool = False
+    num_steps_in_flight: int = 0
+    unread_row: int | None = None
 
     def __post_init__(self) -> None:
         """Compute once what every step needs."""

@@ -6,6 +6,11 @@ rest of the token budget with chunks of prompts: first come, first served, but s
 of a long one (as with vLLM's ``long_prefill_token_threshold``). A request is admitted when there are blocks for all
 its tokens. It grows while it decodes. When blocks run out, the request at the last position is preempted and computed
 again later.
+
+A step is either computed at once, between ``schedule`` and ``update``, or launched: ``begin`` then stands for its
+launch and ``end`` for its end, and the next step is planned in between, before the tokens are known. So a stop id is
+seen one step late: the step in flight computes one token more, which is dropped, and the blocks stay until it has
+ended. A request that reaches ``max_output_tokens`` with the step in flight takes part in no further step.
 """
 
 from __future__ import annotations
@@ -65,6 +70,7 @@ class Scheduler:
         live: requests that have not ended, by id; read-only for callers.
         waiting: the live requests without blocks; read-only for callers.
         running: the requests that take part in steps, by position; read-only for callers.
+        num_ending: requests whose last step is in flight; read-only for callers.
     """
 
     def __init__(
@@ -92,10 +98,12 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[RunningRequest] = []
         self._num_pulling = 0
+        self._num_steps_in_flight = 0
+        self.num_ending = 0
 
     @property
     def num_running(self) -> int:
-        """Requests that have blocks, pulling ones included."""
+        """Requests that have blocks and will compute, pulling ones included."""
         return len(self.running) + self._num_pulling
 
     @property
@@ -174,9 +182,15 @@ class Scheduler:
         return running
 
     def schedule(self) -> Schedule:
-        """Choose the next step's work, with blocks for all that it writes; call ``update`` after the step."""
+        """Choose the next step's work, with blocks for all that it writes; call ``update`` after the step.
+
+        Or call ``begin`` when it was launched, and ``end`` when that step has ended. At most one step may be in flight
+        meanwhile.
+        """
         schedule = Schedule()
         self._grow(schedule)
+        if schedule.needs_read:
+            return schedule
         budget = self._config.max_num_batched_tokens
         prefilling: list[RunningRequest] = []
         for running in self.running:
@@ -205,13 +219,59 @@ class Scheduler:
                 outs.append(self._take_token(chunk.running, next(tokens)))
         return outs
 
+    def begin(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """A step of ``chunks`` was launched: ``schedule`` goes on as if it had ended, with unread tokens.
+
+        The device computes steps in order, so what this one writes can be shared by those that are launched later.
+        """
+        self._num_steps_in_flight += 1
+        num_rows = 0
+        for chunk in chunks:
+            running = chunk.running
+            seq = running.seq
+            running.num_steps_in_flight += 1
+            seq.num_computed_tokens += chunk.num_tokens
+            self._blocks.commit(seq, min(seq.num_computed_tokens, seq.num_read_tokens))
+            if chunk.samples:
+                self._expect_token(running, num_rows)
+                num_rows += 1
+
+    def end(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[SampledToken]) -> list[TokenOut]:
+        """The first step in flight, that of ``chunks``, has ended; ``sampled`` as for ``update``.
+
+        Returns:
+            The tokens of requests that have not ended before.
+        """
+        self._num_steps_in_flight -= 1
+        tokens = iter(sampled)
+        outs: list[TokenOut] = []
+        for chunk in chunks:
+            running = chunk.running
+            running.num_steps_in_flight -= 1
+            token = next(tokens) if chunk.samples else None
+            if running.state is RequestState.ENDED:
+                if not running.num_steps_in_flight:
+                    self._blocks.free(running.seq)
+                continue
+            if not running.num_steps_in_flight:
+                running.unread_row = None
+            if token is not None:
+                outs.append(self._read_token(chunk, token))
+        return outs
+
     def _grow(self, schedule: Schedule) -> None:
-        """Make room for the newest token of each decoding request, first position first; preempt the last if needed."""
+        """Make room for the newest token of each decoding request, first position first; preempt the last if needed.
+
+        Nobody is preempted while a step is in flight: it uses the blocks, and may be the last one of some request.
+        """
         for running in tuple(self.running):
             while running.state is RequestState.RUNNING and running.seq.num_blocks > len(running.seq.block_table):
                 try:
                     self._blocks.extend(running.seq, 0)
                 except OutOfBlocksError:
+                    if self._num_steps_in_flight:
+                        schedule.needs_read = True
+                        return
                     self._preempt(self.running[-1])
                     schedule.num_preempted += 1
 
@@ -281,16 +341,48 @@ class Scheduler:
         """Add a token. A prefill ends with it; unless it ends the generation, hold the blocks for the decode worker."""
         offset = running.num_output_tokens
         finished = _finish_reason(running, sampled.token_id, offset + 1)
+        if running.request.kind is RequestKind.PREFILL:
+            return self._end_prefill(running, sampled, offset, finished)
+        running.seq.append(sampled.token_id)
+        if finished is not None:
+            self._end(running)
+        return TokenOut(running, sampled, offset, finished)
+
+    def _expect_token(self, running: RunningRequest, row: int) -> None:
+        """A step that was launched samples a token for ``running``, as number ``row`` of its tokens."""
+        running.unread_row = row
         is_prefill = running.request.kind is RequestKind.PREFILL
+        if is_prefill or running.num_output_tokens + 1 >= running.max_output_tokens:
+            self._leave(running)
+            running.state = RequestState.ENDING
+            self.num_ending += 1
+        if not is_prefill:
+            running.seq.append_unread()
+
+    def _read_token(self, chunk: ScheduledChunk, sampled: SampledToken) -> TokenOut:
+        """``_take_token`` after ``_expect_token``."""
+        running = chunk.running
+        offset = chunk.first_position + chunk.num_tokens - running.num_prompt_tokens
+        finished = _finish_reason(running, sampled.token_id, offset + 1)
+        if running.request.kind is RequestKind.PREFILL:
+            return self._end_prefill(running, sampled, offset, finished)
+        seq = running.seq
+        seq.read(sampled.token_id)
+        if finished is not None:
+            self._end(running)
+        else:
+            self._blocks.commit(seq, min(seq.num_computed_tokens, seq.num_read_tokens))
+        return TokenOut(running, sampled, offset, finished)
+
+    def _end_prefill(
+        self, running: RunningRequest, sampled: SampledToken, offset: int, finished: FinishReason | None
+    ) -> TokenOut:
         held: tuple[int, ...] = ()
         num_held_tokens = 0
-        if not is_prefill:
-            running.seq.append(sampled.token_id)
-        elif finished is None:
+        if finished is None:
             num_held_tokens = len(running.seq)
             held = self._blocks.hold(running.seq, running.id)
-        if is_prefill or finished is not None:
-            self._end(running)
+        self._end(running)
         return TokenOut(running, sampled, offset, finished, held, num_held_tokens)
 
     def _wait(self, running: RunningRequest) -> None:
@@ -307,12 +399,15 @@ class Scheduler:
             self.waiting.remove(running)
         elif running.state is RequestState.RUNNING:
             self.running.remove(running)
+        elif running.state is RequestState.ENDING:
+            self.num_ending -= 1
         else:
             self._num_pulling -= 1
 
     def _end(self, running: RunningRequest) -> None:
         self._leave(running)
-        self._blocks.free(running.seq)
+        if not running.num_steps_in_flight:
+            self._blocks.free(running.seq)
         running.state = RequestState.ENDED
         del self.live[running.id]
 
@@ -324,6 +419,7 @@ class Schedule:
     Attributes:
         started: requests in ``chunks`` that were in no step before.
         media_lost: requests that ended instead of being admitted: they would have to compute media without embeddings.
+        needs_read: the step can be planned only after the one in flight was read; nothing else is set then.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -331,6 +427,7 @@ class Schedule:
     started: list[RunningRequest] = field(default_factory=list)
     media_lost: list[RunningRequest] = field(default_factory=list)
     num_preempted: int = 0
+    needs_read: bool = False
 
     @property
     def is_idle(self) -> bool:

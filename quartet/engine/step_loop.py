@@ -1,5 +1,8 @@
 """The steps of an engine: take messages in, schedule, run the model, report.
 
+With a runner that launches steps, the next step is launched before the tokens of the one in flight are read: the device
+does not wait for the host.
+
 ``StepLoop`` does it, ``OutputBuilder`` collects a step's output, and the messages before them are what the event loop
 posts to the engine thread.
 """
@@ -23,7 +26,14 @@ from quartet.engine.base import (
     StepLogprobs,
     StepOutput,
 )
-from quartet.engine.runner import ModelRunner, RequestState, RunningRequest, ScheduledChunk
+from quartet.engine.runner import (
+    LaunchedStep,
+    ModelRunner,
+    RequestState,
+    RunningRequest,
+    ScheduledChunk,
+    StepLauncher,
+)
 from quartet.engine.scheduler import Pull, Schedule, Scheduler, SchedulerConfig, TokenOut
 from quartet.engine.step_time import Backlog, StepClock, StepWork, backlog, step_work
 from quartet.engine.validation import limits_of
@@ -114,7 +124,7 @@ class StepLoop:
     """Scheduler, block pool and model of one engine, driven step by step. Owned by the engine thread.
 
     Attributes:
-        snapshot: replaced when a step begins and when it ends; any thread may read it.
+        snapshot: replaced when a step begins, or is launched, and when one ends; any thread may read it.
         is_idle: there is nothing to do until a message comes.
         expected_s: how long the running step, or the next one, should compute; ``None``: unknown.
     """
@@ -141,6 +151,8 @@ class StepLoop:
         self._scheduler = Scheduler(config, self._blocks, limits_of(runner), runner.eos_token_ids)
         self._outputs = OutputBuilder(clock)
         self._clock = StepClock(clock)
+        self._launcher = runner.launcher
+        self._in_flight: _StepInFlight | None = None
         self._on_begin = on_begin
         self._config = config
         self._stopped_pulls: list[int] = []
@@ -159,14 +171,17 @@ class StepLoop:
     def step(self, messages: Iterable[Message]) -> StepReport:
         """Take ``messages`` in and compute one step; returns what ``on_begin`` did not report yet.
 
+        With a launcher: launch a step, and wait for the end of the one before it. If that has to be read before the
+        next one is planned, the next call launches it.
+
         Raises what the runner raises; the loop must not be used after that.
         """
+        if self._launcher is not None:
+            return self._step_ahead(self._launcher, messages)
         self._clock.begin(is_continued=not self.is_idle)
         for message in messages:
-            self._take(message)
-        schedule = self._scheduler.schedule()
-        for lost in schedule.media_lost:
-            self._outputs.fail(lost.id, MediaLostError("the KV of the prompt's media is not here any more"))
+            self._take_message(message)
+        schedule = self._schedule()
         if schedule.chunks:
             self._compute(schedule)
         # Without a chunk no request runs, and waiting requests still wait for blocks. One more step would find that out
@@ -177,19 +192,72 @@ class StepLoop:
         self.snapshot = self._snapshot(backlog(self._scheduler.running))
         return report
 
+    def _schedule(self) -> Schedule:
+        schedule = self._scheduler.schedule()
+        for lost in schedule.media_lost:
+            self._outputs.fail(lost.id, MediaLostError("the KV of the prompt's media is not here any more"))
+        return schedule
+
     def _compute(self, schedule: Schedule) -> None:
         self._outputs.start(schedule.started)
         work = step_work(schedule.chunks)
         self._begin(schedule, work)
         sampled = self._runner.run(schedule.chunks)
         self._clock.end(work)
-        self._outputs.take_tokens(self._scheduler.update(schedule.chunks, sampled))
-        for running in schedule.started:
-            self._num_cached_tokens += running.num_cached_tokens
-        self._num_prompt_tokens += sum(map(_num_given_tokens, schedule.chunks))
-        self._num_output_tokens += len(sampled)
+        outs = self._scheduler.update(schedule.chunks, sampled)
+        self._take_outs(outs, schedule.chunks, schedule.started)
 
-    def _begin(self, schedule: Schedule, work: StepWork) -> None:
+    def _step_ahead(self, launcher: StepLauncher, messages: Iterable[Message]) -> StepReport:
+        """``step`` with a launcher."""
+        previous = self._in_flight
+        if previous is None:
+            self._clock.begin(is_continued=not self.is_idle)
+        for message in messages:
+            self._take_message(message)
+        schedule = self._schedule() if previous is None or previous.launched.can_follow else Schedule()
+        self._in_flight = self._launch(launcher, schedule, previous) if schedule.chunks else None
+        if previous is not None:
+            early = self._report(None, schedule)
+            if early:
+                self._on_begin(early)
+            self._read(previous)
+        has_moved = previous is not None or bool(schedule.chunks or schedule.num_preempted)
+        self.is_idle = self._in_flight is None and not (self._scheduler.live and has_moved)
+        report = self._report(self._build_output(), schedule)
+        # A step that was only launched counts once it was read.
+        self._num_steps += previous is not None or bool(report and not schedule.chunks)
+        self.snapshot = self._snapshot_between_steps()
+        return report
+
+    def _launch(self, launcher: StepLauncher, schedule: Schedule, previous: _StepInFlight | None) -> _StepInFlight:
+        self._outputs.start(schedule.started)
+        work = step_work(schedule.chunks)
+        num_begun = self._begin(schedule, work, previous)
+        launched = launcher.launch(schedule.chunks)
+        self._scheduler.begin(schedule.chunks)
+        return _StepInFlight(launched, schedule.chunks, schedule.started, work, num_begun)
+
+    def _read(self, step: _StepInFlight) -> None:
+        """Wait for the end of ``step``, the first one in flight; ``self._in_flight`` runs from then on."""
+        self.expected_s = self._clock.expected_s(step.work)
+        sampled = step.launched.read()
+        self._clock.end(step.work)
+        if self._in_flight is not None:
+            self._clock.begin(is_continued=True)
+        self._take_outs(self._scheduler.end(step.chunks, sampled), step.chunks, step.started)
+
+    def _take_outs(
+        self, outs: Sequence[TokenOut], chunks: Sequence[ScheduledChunk], started: Sequence[RunningRequest]
+    ) -> None:
+        """A step of ``chunks``, the first one for ``started``, ended with ``outs``."""
+        self._outputs.take_tokens(outs)
+        for running in started:
+            self._num_cached_tokens += running.num_cached_tokens
+        self._num_prompt_tokens += sum(map(_num_given_tokens, chunks))
+        self._num_output_tokens += len(outs)
+
+    def _begin(self, schedule: Schedule, work: StepWork, previous: _StepInFlight | None = None) -> int:
+        """Say that the step of ``schedule`` begins, after ``previous``; returns the prompt tokens that it begins."""
         had_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
         self._num_prompt_steps += work.num_prompt_tokens > 0
         # Without prompt tokens, every running request decodes.
@@ -197,12 +265,20 @@ class StepLoop:
         before = backlog(self._scheduler.running) if work.num_prompt_tokens else decoding
         num_begun = work.num_tokens - before.num_decoding
         self.expected_s = self._clock.expected_s(work)
-        self.snapshot = self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
+        if previous is None:
+            self.snapshot = self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
+        else:
+            self.snapshot = self._snapshot(
+                before.plus(previous.num_begun),
+                num_begun=previous.num_begun + num_begun,
+                step_ends_at=self._clock.forecast(previous.work, work),
+            )
         has_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
         is_news = work.num_prompt_tokens > 0 and not (had_unbegun and has_unbegun)
         report = self._report(StepOutput() if is_news else None, schedule)
         if report:
             self._on_begin(report)
+        return num_begun
 
     def _report(self, output: StepOutput | None, schedule: Schedule) -> StepReport:
         """``output``, and the pulls that were not reported yet."""
@@ -218,7 +294,7 @@ class StepLoop:
             snapshot = [StoredBlocks(_RANK, self._blocks.stored_blocks())]
         return self._outputs.build([RankEvents(_RANK, events)] if events else (), snapshot)
 
-    def _take(self, message: Message) -> None:
+    def _take_message(self, message: Message) -> None:
         match message:
             case Submit(request, submitted_at):
                 self._submit(request, submitted_at)
@@ -263,6 +339,13 @@ class StepLoop:
         elif error is not None:
             self._outputs.fail(id, error)
 
+    def _snapshot_between_steps(self) -> Snapshot:
+        running, step = backlog(self._scheduler.running), self._in_flight
+        if step is None:
+            return self._snapshot(running)
+        step_ends_at = self._clock.forecast(step.work)
+        return self._snapshot(running.plus(step.num_begun), num_begun=step.num_begun, step_ends_at=step_ends_at)
+
     def _snapshot(self, running: Backlog, *, num_begun: int = 0, step_ends_at: float = 0.0) -> Snapshot:
         """The statistics with this backlog of running requests; a step has begun ``num_begun`` of its tokens."""
         scheduler, counts, config = self._scheduler, self._blocks.counts, self._config
@@ -271,7 +354,7 @@ class StepLoop:
             num_spare = config.num_short_tokens(running.num_decoding) - scheduler.waiting.num_prefill_tokens
         num_queued = scheduler.waiting.num_prefill_tokens + running.num_tokens
         stats = EngineStats(
-            num_running=scheduler.num_running,
+            num_running=scheduler.num_running + scheduler.num_ending,
             num_waiting=len(scheduler.waiting),
             max_running=config.max_num_seqs,
             num_queued_prefill_tokens=num_queued,
@@ -416,6 +499,17 @@ def num_prefill_tokens(request: EngineRequest) -> int:
 def _num_given_tokens(chunk: ScheduledChunk) -> int:
     """Tokens of the chunk that came with the request."""
     return max(0, min(chunk.num_tokens, chunk.running.num_initial_tokens - chunk.first_position))
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    """A step that was launched and not read yet; ``num_begun``: prompt tokens that it computes."""
+
+    launched: LaunchedStep
+    chunks: Sequence[ScheduledChunk]
+    started: Sequence[RunningRequest]
+    work: StepWork
+    num_begun: int
 
 
 @dataclass

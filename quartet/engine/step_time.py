@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from operator import mul
 
@@ -68,6 +68,10 @@ class Backlog:
     num_decoding: int
     num_context_tokens: int
 
+    def plus(self, num_tokens: int) -> Backlog:
+        """The same with so many more missing tokens."""
+        return replace(self, num_tokens=self.num_tokens + num_tokens)
+
 
 def step_work(chunks: Iterable[ScheduledChunk]) -> StepWork:
     """The work of a step that computes ``chunks``."""
@@ -100,7 +104,7 @@ class StepClock:
     """Times an engine's steps and forecasts their ends. One step at a time: ``begin``, ``forecast``, ``end``.
 
     If steps follow one another, a step begins when the last one ends: the time between them is part of a step's time,
-    else forecasts of several steps would be too short.
+    else forecasts of several steps would be too short. So does a step that was launched while the last one ran.
 
     Attributes:
         step_time: how long steps take; ``None``: too few were measured.
@@ -119,12 +123,19 @@ class StepClock:
         """A step begins; ``is_continued``: the engine did not wait for work since the last step."""
         self._began_at = self._ended_at if is_continued and self._ended_at is not None else self._clock()
 
-    def forecast(self, work: StepWork) -> float:
-        """When the step that has begun, with this work, should end, in seconds of the clock; 0.0: unknown."""
+    def forecast(self, work: StepWork, next_work: StepWork | None = None) -> float:
+        """When the step that has begun, with this work, should end, in seconds of the clock; 0.0: unknown.
+
+        ``next_work``: of a step that waits for that one; then when this one should end.
+        """
         if self.step_time is None:
             return 0.0
         prefill_s = self.step_time.prefill_s(work.num_prompt_tokens)
-        return self._began_at + prefill_s + self.step_time.decode_s(work.num_context_tokens)
+        ends_at = self._began_at + prefill_s + self.step_time.decode_s(work.num_context_tokens)
+        if next_work is not None:
+            ends_at += self.step_time.prefill_s(next_work.num_prompt_tokens)
+            ends_at += self.step_time.decode_s(next_work.num_context_tokens)
+        return ends_at
 
     def expected_s(self, work: StepWork) -> float | None:
         """How long a step with this work should take; ``None``: no step of about that size was measured."""

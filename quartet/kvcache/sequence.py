@@ -33,6 +33,9 @@ class KnownBlocks:
 
 _NOTHING_KNOWN = KnownBlocks()
 
+#: Stands for a token that is not known yet; no token's id, and nothing can be named by it.
+UNREAD_TOKEN_ID = -1
+
 
 class Sequence:
     """Tokens known so far and where their KV is. Owned by the engine's thread.
@@ -40,8 +43,10 @@ class Sequence:
     ``BlockManager`` alone changes ``block_table`` and ``num_named_blocks``.
 
     Attributes:
-        token_ids: prompt, generated and output so far; only ever appended to.
-        num_computed_tokens: tokens, from the first on, whose KV is in the blocks.
+        token_ids: prompt, generated and output so far; only ever appended to, but for unread tokens.
+        num_unread_tokens: tokens at the end that a device has sampled and nobody has read: ``token_ids`` has
+            ``UNREAD_TOKEN_ID`` in their place until ``read``.
+        num_computed_tokens: tokens, from the first on, whose KV is in the blocks, or written by a step in flight.
         block_table: physical blocks, in the order of the sequence.
         num_named_blocks: blocks, from the first on, whose content the pool knows.
     """
@@ -63,6 +68,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.block_size = block_size
         self.extra_key = extra_key
+        self.num_unread_tokens = 0
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.num_named_blocks = 0
@@ -81,6 +87,21 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Add a token, whose KV is not computed yet."""
         self.token_ids.append(token_id)
+
+    def append_unread(self) -> None:
+        """Add a token that a step in flight samples."""
+        self.token_ids.append(UNREAD_TOKEN_ID)
+        self.num_unread_tokens += 1
+
+    def read(self, token_id: int) -> None:
+        """The first of the unread tokens is this one."""
+        self.token_ids[-self.num_unread_tokens] = token_id
+        self.num_unread_tokens -= 1
+
+    @property
+    def num_read_tokens(self) -> int:
+        """Tokens that are known."""
+        return len(self.token_ids) - self.num_unread_tokens
 
     def block_content(self, index: int) -> bytes:
         """What full block ``index`` says: its token ids and media, the bytes that its block hash is of."""
@@ -102,6 +123,7 @@ class Sequence:
 
     def _read_new_blocks(self) -> None:
         first = len(self._contents)
-        blocks = split_blocks(pack_token_ids(self.token_ids[first * self.block_size :]), self.block_size)
+        known = self.token_ids[first * self.block_size : self.num_read_tokens]
+        blocks = split_blocks(pack_token_ids(known), self.block_size)
         for index, block in enumerate(blocks, first):
             self._contents.append(block + self._media_suffixes.get(index, b""))

@@ -18,7 +18,7 @@ from datetime import timedelta
 from itertools import count
 
 from quartet.engine.base import EngineRequest, Generation, Prefilled, RequestKind
-from quartet.engine.runner import SampledToken, ScheduledChunk
+from quartet.engine.runner import SampledToken, ScheduledChunk, StepLauncher
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import LayoutMismatchError
 from quartet.kvcache.block_hash import MediaSpan
@@ -122,6 +122,7 @@ class FakeRunner:
         self.embeddings = fake_embeddings(num_embedding_blocks, block_size) if num_embedding_blocks else None
         self.placeholder_id = placeholder_id
         self.step_gate = step_gate
+        self.launcher: StepLauncher | None = None
         self.failure: Exception | None = None
         self.num_steps = 0
         self.chunk_sizes: list[list[int]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
@@ -26,6 +27,7 @@ from quartet.errors import (
 )
 from tests.engine.consumer import Consumer, StartEngine
 from tests.engine.fakes import WAIT_S, FakePuller, FakeRunner, expected_output, fake_layout, make_request, next_token
+from tests.engine.launching import LaunchingRunner
 
 
 def _check_idle(engine: StepEngine, *, num_held_blocks: int = 0) -> None:
@@ -103,9 +105,12 @@ async def test_logprobs_come_with_their_tokens_where_asked_for(start_engine: Sta
     assert other.id not in consumer.logprobs
 
 
-async def test_two_hundred_requests_at_once_give_the_tokens_of_their_solo_runs(start_engine: StartEngine) -> None:
+@pytest.mark.parametrize("make_runner", [FakeRunner, LaunchingRunner])
+async def test_two_hundred_requests_at_once_give_the_tokens_of_their_solo_runs(
+    start_engine: StartEngine, make_runner: Callable[..., FakeRunner]
+) -> None:
     draw = random.Random(7)
-    engine = await start_engine(FakeRunner(num_blocks=48), max_num_seqs=16)
+    engine = await start_engine(make_runner(num_blocks=48), max_num_seqs=16)
     consumer = Consumer(engine)
     requests = [
         make_request(draw.choices([1, 2], k=draw.randint(1, 30)), max_tokens=draw.randint(1, 30), priority=n % 3)

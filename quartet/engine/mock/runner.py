@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from quartet.engine.mock.model import MockEngineConfig, MockModel
-from quartet.engine.runner import RunningRequest, SampledToken, ScheduledChunk
+from quartet.engine.runner import RunningRequest, SampledToken, ScheduledChunk, StepLauncher
 from quartet.engine.scheduler import Scheduler
 from quartet.engine.step_engine import ALL_SAMPLING_FIELDS
 from quartet.engine.step_time import step_work
@@ -72,6 +72,7 @@ class MockRunner:
 
     embeddings: EmbeddingMemory | None = None
     placeholder_id: int | None = None
+    launcher: StepLauncher | None = None
 
     def __init__(self, shared: SharedByRanks, rank: int = 0, pacer: StepPacer | None = None) -> None:
         """Compute for ``rank``; the runner of rank 0 closes what is shared."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
-from quartet.engine.runner import SampledToken, ScheduledChunk
+from quartet.engine.runner import SampledToken, ScheduledChunk, StepLauncher
 from quartet.engine.torch.attention import PagedStep
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
@@ -45,6 +45,8 @@ class TorchRunner:
         placeholder_id: the token that stands for media in prompts; ``None``: text only is taken.
         embeddings: where embeddings of media are read, on the model's device; ``None``: text only.
     """
+
+    launcher: StepLauncher | None = None
 
     def __init__(self, config: TorchEngineConfig) -> None:
         """Load the model, reserve the pool, run one step.
