@@ -2,7 +2,8 @@
 
     python -m benchmarks
 
-Run the long forms, and ``overload``, ``profile``, ``index``, ``routing``, ``encode`` and ``gpu_hand_off``, by name.
+Run the long forms by name, and ``overload``, ``profile``, ``index``, ``routing``, ``encode``, ``gpu_engine`` and
+``gpu_hand_off``.
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ and machine; the file keeps the last two measurements of each row, and those of 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +31,7 @@ import uvloop
 
 from benchmarks.gpu_mixed import DISAGG, MixedPlan, MixedRow, measure_mixed
 from benchmarks.gpu_pull import OWNER, READER, BusyRow, IdleRow, PullPlan, StreamsPlan, measure_busy, measure_idle
+from benchmarks.gpu_rows import Measured, Measurements, gpu_names
 from benchmarks.gpu_serving import FirstStepPlan, FirstStepRow, Fleet, measure_first_step
 from benchmarks.progress import LiveLine
 from benchmarks.random_model import QWEN3_8B, TINY, RandomModel
@@ -41,7 +40,6 @@ from benchmarks.transfer_source import PoolShape
 from cli.bench.workload import IntRange
 from quartet.discovery.base import Role
 from quartet.errors import ConfigError
-from quartet.telemetry.provenance import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +47,6 @@ _NAME = "gpu_hand_off"
 _PACKAGES = ("torch", "transformers")
 _BLOCK_SIZE = 16
 _KIB, _MIB = 1 << 10, 1 << 20
-# Measurements of one row that the file keeps.
-_NUM_KEPT = 2
 _CPU, _CUDA = "cpu", "cuda"
 
 
@@ -173,50 +169,6 @@ _SHORT = Plan(
 PLANS: Mapping[str, Plan] = {"qwen3-8b": _FULL, "tiny": _SHORT}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One row, measured once.
-
-    Attributes:
-        row: a ``Row``.
-        shape: of the model, a key of ``PLANS``.
-        num_gpus: 2: one for each side; 1: both share it; 0: on the CPU.
-        gpus: their names.
-        figures: as the row's module describes them.
-    """
-
-    row: str
-    shape: str
-    num_gpus: int
-    gpus: Sequence[str]
-    figures: _Figures
-
-
-class Measurements:
-    """The file of all measurements: the newest command's report, with every measurement's own report in ``rows``."""
-
-    def __init__(self, path: Path) -> None:
-        """Go on with the file at ``path``, if there is one."""
-        self._path = path
-        self._rows: list[Mapping[str, Any]] = []
-        if path.exists():
-            self._rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        self._before = list(self._rows)
-
-    def write(self, report: Mapping[str, Any]) -> None:
-        """Keep ``report``, of one ``Measured``; it takes the place of one that this command wrote of the same row."""
-        same = [row for row in self._before if _key(row) == _key(report)]
-        others = [row for row in self._rows if _key(row) != _key(report)]
-        self._rows = [*others, *same[1 - _NUM_KEPT :], report]
-        about = {name: value for name, value in report.items() if name not in Measured.__dataclass_fields__}
-        write_report({**about, "rows": self._rows}, str(self._path))
-
-    @property
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        """What it holds, of one row the newest last."""
-        return self._rows
-
-
 def main() -> None:
     """Run the command line; the exit code is 1 if a row could not be measured."""
     arguments = _parse()
@@ -246,7 +198,7 @@ def _parse() -> argparse.Namespace:
 async def _run(arguments: argparse.Namespace, measurements: Measurements) -> bool:
     """Measure the rows that are asked for, and go on where one fails. Returns whether none did."""
     is_done, num_gpus = True, _num_gpus(arguments)
-    gpus = _gpu_names(num_gpus) if arguments.only else ()  # a picture can be drawn anywhere
+    gpus = gpu_names(num_gpus) if arguments.only else ()  # a picture can be drawn anywhere
     with LiveLine() as line, tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
         bench = _Bench(PLANS[arguments.shape], _devices(num_gpus), Path(directory), line)
         for row in arguments.only:
@@ -357,25 +309,6 @@ def _devices(num_gpus: int) -> tuple[str, str]:
 
 def _num_gpus(arguments: argparse.Namespace) -> int:
     return 0 if arguments.device == _CPU else arguments.gpus
-
-
-def _key(report: Mapping[str, Any]) -> tuple[object, ...]:
-    return report["row"], report["shape"], report["num_gpus"]
-
-
-def _gpu_names(num_gpus: int) -> Sequence[str]:
-    """The names of the first GPUs, as the driver has them. Raises ``ConfigError``: there are fewer."""
-    if not num_gpus:
-        return ()
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"--device: nvidia-smi finds no GPU here ({error}); try --device cpu --shape tiny") from error
-    names = tuple(line.strip() for line in done.stdout.splitlines()[:num_gpus])
-    if len(names) < num_gpus:
-        raise ConfigError(f"--gpus: this machine has {len(names)}, not {num_gpus}")
-    return names
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], num_gpus: int, path: Path) -> None:

@@ -411,7 +411,7 @@ _NOT_RUN = "not run"
 
 def gpu_hand_off_tables(report: Report) -> str:
     """A row for each figure, with all its measurements; the newest mixed load of each form; what measured them."""
-    rows = [row for row in report["rows"] if row["shape"] == _GPU_SHAPE]
+    rows = _gpu_rows(report)
     figures = markdown_table(
         ["figure", *_GPU_FORMS.values(), "wanted", "measured before by hand"],
         [
@@ -419,29 +419,81 @@ def gpu_hand_off_tables(report: Report) -> str:
             for name, what, form, *others in _GPU_FIGURES
         ],
     )
-    mixed = {num_gpus: _gpu_figures(rows, "mixed", num_gpus)[-1:] for num_gpus in _GPU_FORMS}
-    loads = [_gpu_load(num_gpus, found[0]) for num_gpus, found in mixed.items() if found]
-    sources = "".join(
+    mixed = {num_gpus: _gpu_measured(rows, "mixed", num_gpus)[-1:] for num_gpus in _GPU_FORMS}
+    loads = [_gpu_load(num_gpus, found[0]["figures"]) for num_gpus, found in mixed.items() if found]
+    return "\n".join([figures, *loads, _gpu_sources(rows)])
+
+
+def gpu_engine_tables(report: Report) -> str:
+    """A row for each figure, with all its measurements; what measured them."""
+    rows = _gpu_rows(report)
+    figures = markdown_table(
+        ["figure", "measured", "wanted", "vLLM 0.25.1", "before"],
+        [[what, _gpu_cell(rows, name, 1, form), *others] for name, what, form, *others in _GPU_ENGINE_FIGURES],
+    )
+    return f"{figures}\n{_gpu_sources(rows)}"
+
+
+# The row, what the figure is, its form; what is wanted, vLLM's figure, and ours of before.
+_GPU_ENGINE_FIGURES = (
+    ("one", "1 x 32 -> 256, tok/s", "{tokens_per_s:,.0f}", ">= 215, goal 239", "194", "20"),
+    ("many", "64 x 128 -> 256, tok/s", "{tokens_per_s:,.0f}", ">= 9,700, goal 10,300", "9,244", "3,377"),
+    ("large", "256 x 1,024 -> 256, tok/s", "{tokens_per_s:,.0f}", ">= 5,900, goal 6,300", "5,997", "2,060"),
+    (
+        "prefill",
+        "32 x 4,096 -> 1, input tok/s",
+        "{input_tokens_per_s:,.0f}",
+        ">= 39,000, goal 41,500",
+        "41,500",
+        "32,700",
+    ),
+    ("sampled", "64 x 128 -> 256 with sampling: tok/s over greedy", "{ratio:.2f}", ">= 0.93", "", "about 0.3"),
+    ("start", "from weights loaded to ready, kernels compiled before, s", "{warm_s:.1f}", "<= 15", "", ""),
+    ("start", "with nothing compiled, s", "{cold_s:.1f}", "", "", ""),
+    (
+        "stack",
+        "64 streams through all processes: tok/s over the engine alone",
+        "{ratio:.2f}",
+        ">= 0.93",
+        "",
+        "",
+    ),
+    ("stack", "the engine alone, tok/s", "{engine_tokens_per_s:,.0f}", "", "", ""),
+)
+
+
+def _gpu_rows(report: Report) -> list[Row]:
+    return [row for row in report["rows"] if row["shape"] == _GPU_SHAPE]
+
+
+def _gpu_sources(rows: Sequence[Row]) -> str:
+    return "".join(
         f"- {row['row']}, {_GPU_FORMS[row['num_gpus']]} ({row['gpus'][0]}): {_describe(row)}" for row in rows
     )
-    return "\n".join([figures, *loads, sources])
 
 
-def _gpu_figures(rows: Sequence[Row], name: str, num_gpus: int) -> list[Row]:
-    """Of all measurements of a row, the newest last."""
-    return [row["figures"] for row in rows if (row["row"], row["num_gpus"]) == (name, num_gpus)]
+def _gpu_measured(rows: Sequence[Row], name: str, num_gpus: int) -> list[Row]:
+    """All measurements of a row, the newest last."""
+    return [row for row in rows if (row["row"], row["num_gpus"]) == (name, num_gpus)]
 
 
 def _gpu_cell(rows: Sequence[Row], name: str, num_gpus: int, form: str) -> str:
-    found = _gpu_figures(rows, name, num_gpus)
-    return "; ".join(_gpu_figure(form, figures) for figures in found) or _NOT_RUN
+    found = _gpu_measured(rows, name, num_gpus)
+    return "; ".join(_gpu_figure(form, row) for row in found) or _NOT_RUN
 
 
-def _gpu_figure(form: str, figures: Row) -> str:
+def _gpu_card(row: Row) -> str:
+    """``H100`` of ``NVIDIA H100 80GB HBM3``."""
+    name = str(row["gpus"][0]).removeprefix("NVIDIA ")
+    return name.partition(" ")[0]
+
+
+def _gpu_figure(form: str, row: Row) -> str:
     try:
-        return form.format_map(_finished(figures))
+        value = form.format_map(_finished(row["figures"]))
     except IndexError:  # it was measured before this pool was among those that are pulled
         return _NOT_RUN
+    return value if value == _NOT_RUN else f"{value} ({_gpu_card(row)})"
 
 
 def _finished(figures: Row) -> Row:
@@ -953,6 +1005,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "index": index_tables,
     "transfer": transfer_tables,
     "disagg": disagg_tables,
+    "gpu_engine": gpu_engine_tables,
     "gpu_hand_off": gpu_hand_off_tables,
     "encode": encode_tables,
     "engine": engine_tables,

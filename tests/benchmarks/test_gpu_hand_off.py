@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from benchmarks.disagg_client import Answered
-from benchmarks.gpu_hand_off import PLANS, Measured, Measurements, Row, main
+from benchmarks.gpu_hand_off import PLANS, Row, main
 from benchmarks.gpu_mixed import Curve, MixedSide, Seen, Waits, compare
 from benchmarks.gpu_pull import IdleRow, Pulls, compare_steps
+from benchmarks.gpu_rows import Measured, Measurements
 from benchmarks.gpu_serving import FirstStepPlan, read_request, summarize_first_steps
 from benchmarks.random_model import QWEN3_8B
 from benchmarks.report import Report
@@ -165,8 +166,8 @@ def test_the_file_keeps_the_last_two_measurements_of_each_row_and_the_table_show
     ]
     assert report["command"].endswith("--number=7")
     table = gpu_hand_off_tables(report)
-    assert "| pull of 4 GiB in blocks of 2.25 MiB, GB/s | 100; 200 | not run | >= 365 | NVLink 397 |\n" in table
-    assert "| p99 between tokens, disaggregated over aggregated | not run | 0.25 | <= 0.33 |  |\n" in table
+    assert "| pull of 4 GiB in blocks of 2.25 MiB, GB/s | 100 (H200); 200 (H200) | not run | >= 365 | NVLink 397 |\n" in table
+    assert "| p99 between tokens, disaggregated over aggregated | not run | 0.25 (H200) | <= 0.33 |  |\n" in table
     assert "| reader's step: longer by, % | not run | not run | <= 6 |  |\n" in table
     waits = "1.0, 80.0, 80 | 80.0 | 1, 80"
     assert f"| **aggregated, steps of 512 tokens** | 900 | 890 | {waits} | 3 | 0 | 2 | cuda_ipc 2.5 |\n" in table
@@ -273,7 +274,7 @@ def test_all_rows_are_measured(
     report = json.loads(path.read_text())
     figures = {row["row"]: row["figures"] for row in report["rows"]}
     assert list(figures) == list(Row)
-    assert [pool["way"] for pool in figures["pull"]["pools"]] == [way] * 3
+    assert [pool["way"] for pool in figures["pull"]["pools"]] == [way] * 4
     assert all(pool["reader"]["quiet_ms"] > 0 for pool in figures["busy"]["pools"])
     assert all(wait > 0 for wait in figures["first_step"]["wait_ms"])
     assert figures["first_step"]["way"] == way
@@ -284,4 +285,4 @@ def test_all_rows_are_measured(
     assert plot.read_bytes().startswith(b"\x89PNG")
     # As if it had been measured on a GPU: the table finds all that it shows.
     rows = [row | {"shape": "qwen3-8b", "num_gpus": 1, "gpus": ["GPU"]} for row in report["rows"]]
-    assert gpu_hand_off_tables(report | {"rows": rows}).count("not run") == 20
+    assert gpu_hand_off_tables(report | {"rows": rows}).count("not run") == 22

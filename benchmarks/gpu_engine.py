@@ -1,0 +1,435 @@
+"""The embedded engine on a GPU: tokens a second of batches, what sampling and the whole stack cost, and how it starts.
+
+Rows: ``one``, ``many``, ``large`` and ``prefill`` are batches of requests that are submitted at once, ``sampled`` is
+``many`` with sampling over the same without, ``start`` is from when the weights are loaded until the engine is ready,
+and ``stack`` is streams through Router, Prefill and Decode over the same streams in the engine alone.
+
+Weights are random (``engine.load_format``), in the shape of Qwen3-8B; the shape ``tiny`` with ``--device cpu`` shows in
+seconds that all of it works. Each row is written to the file as soon as it is measured, with its own command, commit
+and machine; the file keeps the last two measurements of each row, and those of other commands.
+
+    python -m benchmarks.gpu_engine --json FILE [--gpus 1|2] [--only ROW ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias
+
+import uvloop
+
+from benchmarks.children import Child, start_child
+from benchmarks.gpu_rows import Measured, Measurements, gpu_names
+from benchmarks.gpu_serving import Fleet, serving
+from benchmarks.progress import LiveLine
+from benchmarks.random_model import QWEN3_8B, TINY, RandomModel
+from benchmarks.report import Report, make_parser
+from cli.bench.load import Window, run_closed_loop
+from cli.bench.workload import BenchRequest, IntRange, WorkloadConfig, make_workload
+from quartet.client import Delta, QuartetClient, Sampling
+from quartet.discovery.base import Role
+from quartet.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_NAME = "gpu_engine"
+_PACKAGES = ("torch", "transformers", "triton")
+_SIDE = "benchmarks.gpu_engine_side"
+_BLOCK_SIZE = 16
+_CPU, _CUDA = "cpu", "cuda"
+# Loading a model of 8 billion parameters, and compiling all kernels.
+_START_TIMEOUT_S = 300.0
+_BATCH_TIMEOUT_S = 120.0
+# Where Triton keeps what it has compiled.
+_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+_IDS = IntRange(16, 1023)
+
+
+class Row(StrEnum):
+    """What can be measured by itself, in this order."""
+
+    ONE = "one"
+    MANY = "many"
+    LARGE = "large"
+    PREFILL = "prefill"
+    SAMPLED = "sampled"
+    START = "start"
+    STACK = "stack"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Requests that are submitted at once, ``num_runs`` times after once to warm up."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsPlan:
+    """Streams that decode, each followed by another one."""
+
+    num_streams: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    warm_up_s: float
+    window_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured with one shape of model.
+
+    Attributes:
+        batches: by row.
+        sampling: of ``sampled``; its batch is that of ``many``.
+        num_blocks, max_num_seqs, max_num_batched_tokens: of the engine of the batches.
+        num_stream_blocks: of each engine of ``stack``.
+    """
+
+    model: RandomModel
+    batches: Mapping[Row, BatchPlan]
+    sampling: Mapping[str, float]
+    streams: StreamsPlan
+    num_blocks: int
+    num_stream_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+
+#: By the name of the shape.
+PLANS: Mapping[str, Plan] = {
+    "qwen3-8b": Plan(
+        model=QWEN3_8B,
+        batches={
+            Row.ONE: BatchPlan(num_requests=1, num_prompt_tokens=32, num_output_tokens=256, num_runs=3),
+            Row.MANY: BatchPlan(num_requests=64, num_prompt_tokens=128, num_output_tokens=256, num_runs=3),
+            Row.LARGE: BatchPlan(num_requests=256, num_prompt_tokens=1024, num_output_tokens=256, num_runs=2),
+            Row.PREFILL: BatchPlan(num_requests=32, num_prompt_tokens=4096, num_output_tokens=1, num_runs=3),
+        },
+        sampling=_SAMPLING,
+        streams=StreamsPlan(num_streams=64, num_prompt_tokens=128, num_output_tokens=256, warm_up_s=4.0, window_s=10.0),
+        num_blocks=20992,
+        num_stream_blocks=4096,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+    ),
+    "tiny": Plan(
+        model=TINY,
+        batches={
+            Row.ONE: BatchPlan(num_requests=1, num_prompt_tokens=8, num_output_tokens=8, num_runs=2),
+            Row.MANY: BatchPlan(num_requests=4, num_prompt_tokens=16, num_output_tokens=8, num_runs=2),
+            Row.LARGE: BatchPlan(num_requests=8, num_prompt_tokens=32, num_output_tokens=8, num_runs=2),
+            Row.PREFILL: BatchPlan(num_requests=4, num_prompt_tokens=64, num_output_tokens=1, num_runs=2),
+        },
+        sampling=_SAMPLING,
+        streams=StreamsPlan(num_streams=4, num_prompt_tokens=16, num_output_tokens=16, warm_up_s=0.3, window_s=1.0),
+        num_blocks=128,
+        num_stream_blocks=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRow:
+    """A batch.
+
+    Attributes:
+        tokens_per_s: output tokens from the submit until the last request has ended; median of the runs.
+        input_tokens_per_s: prompts' tokens in that time, likewise.
+        runs_s: how long each run took.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    tokens_per_s: float
+    input_tokens_per_s: float
+    runs_s: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRow:
+    """The row ``sampled``: runs by turns; ``ratio``: the greedy time over the sampled one, median of the pairs."""
+
+    sampling: Mapping[str, float]
+    greedy_s: Sequence[float]
+    sampled_s: Sequence[float]
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRow:
+    """The row ``start``: seconds from loaded weights to ready, with nothing compiled before, and once more."""
+
+    cold_s: float
+    warm_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackRow:
+    """The row ``stack``: tokens a second of the same streams; ``ratio``: the stack's over the engine's."""
+
+    num_streams: int
+    engine_tokens_per_s: float
+    stack_tokens_per_s: float
+    ratio: float
+
+
+_Figures: TypeAlias = BatchRow | SampledRow | StartRow | StackRow
+
+
+def main() -> None:
+    """Run the command line; the exit code is 1 if a row could not be measured."""
+    parser = make_parser(_NAME, __doc__ or "")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: Decode of row stack has its own")
+    parser.add_argument("--device", choices=(_CUDA, _CPU), default=_CUDA)
+    parser.add_argument("--shape", choices=PLANS, default="qwen3-8b")
+    parser.add_argument("--only", nargs="+", type=Row, choices=list(Row), default=list(Row), metavar="ROW")
+    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
+    arguments = parser.parse_args()
+    try:
+        is_done = uvloop.run(_run(arguments))
+    except ConfigError as error:
+        sys.exit(str(error))
+    sys.exit(0 if is_done else 1)
+
+
+async def _run(arguments: argparse.Namespace) -> bool:
+    """Measure the rows that are asked for, and go on where one fails. Returns whether none did."""
+    num_gpus = 0 if arguments.device == _CPU else arguments.gpus
+    devices = [(_CPU, _CPU), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")][num_gpus]
+    gpus, measurements, is_done = gpu_names(num_gpus), Measurements(Path(arguments.json)), True
+    with LiveLine() as line, tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
+        plan = PLANS[arguments.shape]
+        plan.model.write(Path(directory))
+        bench = _Bench(plan, devices, Path(directory), line)
+        for row in arguments.only:
+            report = Report(_NAME, packages=_PACKAGES, revision=arguments.commit)
+            try:
+                figures = await bench.measure(row)
+            except Exception:  # a row ends here, and the others can be measured all the same
+                logger.exception("%s could not be measured", row)
+                is_done = False
+                await bench.close_engine()
+                continue
+            measured = Measured(row=row, shape=arguments.shape, num_gpus=num_gpus, gpus=gpus, figures=figures)
+            measurements.write(report.finish(measured))
+        await bench.close_engine()
+    return is_done
+
+
+class _Bench:
+    """All rows, on given devices."""
+
+    def __init__(self, plan: Plan, devices: tuple[str, str], model_path: Path, line: LiveLine) -> None:
+        """``devices``: of engine and Prefill, and of Decode."""
+        self._plan = plan
+        self._devices = devices
+        self._model_path = model_path
+        self._line = line
+        self._exits = AsyncExitStack()
+        self._engine: Child | None = None
+
+    async def measure(self, row: Row) -> _Figures:
+        """The figures of ``row``."""
+        match row:
+            case Row.SAMPLED:
+                return await self._sampled()
+            case Row.START:
+                return await self._start()
+            case Row.STACK:
+                return await self._stack()
+            case _:
+                return await self._batch(row)
+
+    async def close_engine(self) -> None:
+        """End the engine of the batches, if there is one: its memory is needed."""
+        self._engine = None
+        await self._exits.aclose()
+
+    async def _batch(self, row: Row) -> BatchRow:
+        plan, engine = self._plan.batches[row], await self._batch_engine()
+        await self._time(engine, plan, {})
+        runs = [await self._time(engine, plan, {}) for _ in self._line.rounds(row, plan.num_runs)]
+        figures = BatchRow(
+            num_requests=plan.num_requests,
+            num_prompt_tokens=plan.num_prompt_tokens,
+            num_output_tokens=plan.num_output_tokens,
+            tokens_per_s=plan.num_requests * plan.num_output_tokens / median(runs),
+            input_tokens_per_s=plan.num_requests * plan.num_prompt_tokens / median(runs),
+            runs_s=runs,
+        )
+        self._line.say(
+            f"{row}: {plan.num_requests} x {plan.num_prompt_tokens} -> {plan.num_output_tokens}: "
+            f"{figures.tokens_per_s:.0f} tok/s, input {figures.input_tokens_per_s:.0f} tok/s"
+        )
+        return figures
+
+    async def _sampled(self) -> SampledRow:
+        plan, engine, sampling = self._plan.batches[Row.MANY], await self._batch_engine(), self._plan.sampling
+        for options in ({}, sampling):
+            await self._time(engine, plan, options)
+        greedy, sampled = [], []
+        for _ in self._line.rounds(Row.SAMPLED, plan.num_runs):
+            greedy.append(await self._time(engine, plan, {}))
+            sampled.append(await self._time(engine, plan, sampling))
+        ratio = median(quick / slow for quick, slow in zip(greedy, sampled, strict=True))
+        self._line.say(f"sampled: {ratio:.3f} of greedy's tokens a second")
+        return SampledRow(sampling=sampling, greedy_s=greedy, sampled_s=sampled, ratio=ratio)
+
+    async def _start(self) -> StartRow:
+        await self.close_engine()
+        with tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as cache:
+            before, os.environ[_CACHE_VARIABLE] = os.environ.get(_CACHE_VARIABLE), cache
+            try:
+                cold_s, warm_s = [await self._start_once() for _ in range(2)]
+            finally:
+                if before is None:
+                    del os.environ[_CACHE_VARIABLE]
+                else:
+                    os.environ[_CACHE_VARIABLE] = before
+        self._line.say(f"start: {cold_s:.1f} s with nothing compiled, then {warm_s:.1f} s")
+        return StartRow(cold_s=cold_s, warm_s=warm_s)
+
+    async def _start_once(self) -> float:
+        async with start_child(_SIDE) as child:
+            await child.read()
+            plan = self._plan
+            order = self._start_order(plan.num_blocks, plan.max_num_seqs)
+            return float(await child.ask(order, _START_TIMEOUT_S))
+
+    async def _stack(self) -> StackRow:
+        await self.close_engine()
+        streams = self._plan.streams
+        async with self._child(self._plan.num_stream_blocks, streams.num_streams) as child:
+            order = {"do": "streams", **asdict(streams)}
+            engine_tokens_per_s = float(await child.ask(order, _BATCH_TIMEOUT_S))
+        fleet = Fleet(
+            name="engine-stack",
+            workers=tuple(zip((Role.PREFILL, Role.DECODE), self._devices, strict=True)),
+            engine={
+                "dtype": self._plan.model.dtype,
+                "load_format": "random",
+                "block_size": _BLOCK_SIZE,
+                "max_batch_size": streams.num_streams,
+                "max_num_tokens": self._plan.max_num_batched_tokens,
+                **({"num_threads": 1} if self._devices[0] == _CPU else {}),
+            },
+            num_blocks=dict.fromkeys((Role.PREFILL, Role.DECODE), self._plan.num_stream_blocks),
+        )
+        async with serving(fleet, self._model_path, self._line) as stack:
+            stack_tokens_per_s = await _run_streams(streams, stack.router_address, self._line)
+        figures = StackRow(
+            num_streams=streams.num_streams,
+            engine_tokens_per_s=engine_tokens_per_s,
+            stack_tokens_per_s=stack_tokens_per_s,
+            ratio=stack_tokens_per_s / engine_tokens_per_s,
+        )
+        self._line.say(
+            f"stack: {figures.stack_tokens_per_s:.0f} tok/s of {figures.engine_tokens_per_s:.0f} of the engine alone"
+        )
+        return figures
+
+    async def _batch_engine(self) -> Child:
+        """The engine that all batches share."""
+        if self._engine is None:
+            child = self._child(self._plan.num_blocks, self._plan.max_num_seqs)
+            self._engine = await self._exits.enter_async_context(child)
+        return self._engine
+
+    @asynccontextmanager
+    async def _child(self, num_blocks: int, max_num_seqs: int) -> AsyncIterator[Child]:
+        """A process with an engine that is ready."""
+        async with start_child(_SIDE) as child:
+            await child.read()
+            with self._line.showing(lambda elapsed, _: f"the engine starts: {elapsed:.0f} s"):
+                await child.ask(self._start_order(num_blocks, max_num_seqs), _START_TIMEOUT_S)
+            yield child
+
+    def _start_order(self, num_blocks: int, max_num_seqs: int) -> Mapping[str, Any]:
+        engine = {
+            "model_path": str(self._model_path),
+            "dtype": self._plan.model.dtype,
+            "device": self._devices[0],
+            "block_size": _BLOCK_SIZE,
+            "num_blocks": num_blocks,
+            "random_seed": 0,
+        }
+        bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": self._plan.max_num_batched_tokens}
+        return {"do": "start", "engine": engine, "bounds": bounds}
+
+    async def _time(self, engine: Child, plan: BatchPlan, sampling: Mapping[str, float]) -> float:
+        order = {
+            "do": "batch",
+            "num_requests": plan.num_requests,
+            "num_prompt_tokens": plan.num_prompt_tokens,
+            "num_output_tokens": plan.num_output_tokens,
+            "sampling": sampling,
+        }
+        return float(await engine.ask(order, _BATCH_TIMEOUT_S))
+
+
+@dataclass
+class _Seen:
+    """What clients get while the window is open."""
+
+    window: Window
+    num_tokens: int = 0
+
+    async def send(self, client: QuartetClient, request: BenchRequest, _due_at: float) -> float:
+        """Send ``request``; as ``cli.bench.load.Send``."""
+        sampling = Sampling(max_tokens=request.num_output_tokens, ignore_eos=True, temperature=0.0)
+        async with client.generate(token_ids=request.token_ids, sampling=sampling, path="session") as stream:
+            async for part in stream:
+                if type(part) is Delta and self.window.is_open:
+                    self.num_tokens += len(part.token_ids)
+        return 0.0
+
+
+async def _run_streams(plan: StreamsPlan, address: str, line: LiveLine) -> float:
+    """Tokens a second of streams through the router, over one Session."""
+    window = Window(None)
+    seen = _Seen(window)
+    output_tokens = IntRange(plan.num_output_tokens, plan.num_output_tokens)
+    prompt_tokens = IntRange(plan.num_prompt_tokens, plan.num_prompt_tokens)
+    workload = make_workload(WorkloadConfig(prompt_tokens=prompt_tokens, output_tokens=output_tokens, ids=_IDS), (0, 0))
+    async with QuartetClient(address) as client:
+        loop = asyncio.create_task(run_closed_loop(partial(seen.send, client), workload, window, plan.num_streams))
+        try:
+            with line.showing(lambda elapsed, _: f"the stack: {elapsed:.0f} s, {seen.num_tokens} tokens"):
+                await asyncio.wait({loop}, timeout=plan.warm_up_s)
+                window.open()
+                began = time.perf_counter()
+                await asyncio.wait({loop}, timeout=plan.window_s)
+                elapsed_s = time.perf_counter() - began
+                window.close()
+            if loop.done():
+                loop.result()
+            return seen.num_tokens / elapsed_s
+        finally:
+            loop.cancel()
+            await asyncio.wait({loop})
+
+
+if __name__ == "__main__":
+    main()
