@@ -117,10 +117,3 @@ async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it
 def test_an_impossible_setting_is_refused_by_its_path(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build(RouterConfig, settings)
-
-
-async def test_it_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, router.__main__; assert not {'torch', 'transformers'} & set(sys.modules)"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    async with asyncio.timeout(_TIMEOUT_S):
-        assert await process.wait() == 0
