@@ -103,9 +103,9 @@ def grpcurl_if_any() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """What starts processes that share one import of torch."""
-    with ForkServer() as server:
+def fork_server(testrun_uid: str) -> Iterator[ForkServer]:
+    """What starts processes that share one import of torch, one for all processes of this run of tests."""
+    with ForkServer(testrun_uid) as server:
         yield server
 
 

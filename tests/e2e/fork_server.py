@@ -8,6 +8,7 @@ person starts, ``quartet up`` and ``python -m``, other tests start so.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,12 +32,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from services.topology import guard
 from tests.e2e import forked_python
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 _MAX_REQUEST_BYTES = 1 << 17
+#: For the imports, on a busy machine; what the time limit of a test leaves.
+_JOIN_TIMEOUT_S = 170.0
+#: What who needs the server sends, and its answer.
+_HOLD = b"hold"
 #: Runs the command ``quartet`` with a Python of one's choice for the services that it starts.
 _QUARTET = "tests.e2e.quartet_with"
 #: What services and commands import. It must start no thread: threads do not survive a fork.
@@ -81,37 +86,29 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The server, for the process that starts it from its main thread and with which it dies. Use it with ``with``.
+    """The server, for a test process; processes that name it alike share it. Use it with ``with``.
+
+    The first of them starts it, and it ends with the last. What it has forked dies with who asked for that.
 
     Attributes:
         python: a program that runs as ``sys.executable`` does, but has services forked here: for ``quartet up``.
         quartet: the ``quartet`` beside it, where printed lines expect one; it is forked too, and starts services so.
     """
 
+    def __init__(self, name: str) -> None:
+        self._name = f"quartet-fork-server-{name}"
+
     def __enter__(self) -> Self:
-        self._name = f"quartet-fork-server-{os.getpid()}"
+        self._hold = self._join_or_start()
         self._directory = tempfile.TemporaryDirectory(prefix="quartet-fork-server-")
         self.python = self._write_python(Path(self._directory.name))
         self.quartet = self._write_quartet()
-        command = [sys.executable, "-S", "-E", guard.__file__, str(os.getpid()), sys.executable, "-m", __name__]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(forked_python.address(self._name))
-            listener.listen(64)  # those who come during its imports wait
-            self._process = subprocess.Popen(
-                [*command, str(listener.fileno())],
-                cwd=_REPOSITORY,
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=[listener.fileno()],
-            )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # it ends, and what it forked with it
-        self._process.wait(10)
+        self._hold.close()  # it ends, and what it forked with it, unless others hold it
         self._directory.cleanup()
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
@@ -120,6 +117,21 @@ class ForkServer:
             outputs = [file.fileno()] * 2
             forked = forked_python.fork(self._name, list(arguments), dict(environment), str(_REPOSITORY), outputs)
         return ForkedProcess(*forked)
+
+    def _join_or_start(self) -> socket.socket:
+        """A connection that keeps the server alive."""
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(forked_python.address(self._name))
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                        raise
+                else:
+                    return _start(listener)
+            if (hold := _join(self._name)) is not None:
+                return hold
 
     def _write_python(self, directory: Path) -> Path:
         real = f"exec {shlex.quote(sys.executable)}"
@@ -140,20 +152,66 @@ class ForkServer:
         return program
 
 
+def _start(listener: socket.socket) -> socket.socket:
+    """Start the server that accepts from ``listener``. Returns a connection that keeps it alive."""
+    listener.listen(64)  # those who come during its imports wait
+    ours, its = socket.socketpair()
+    with its:
+        subprocess.run(
+            [sys.executable, "-m", __name__, str(listener.fileno())],
+            cwd=_REPOSITORY,
+            stdin=its,
+            start_new_session=True,
+            pass_fds=[listener.fileno()],
+            check=True,
+            timeout=_JOIN_TIMEOUT_S,
+        )
+    return ours
+
+
+def _join(name: str) -> socket.socket | None:
+    """A connection that keeps the running server alive; ``None`` if it is about to end, or not listening yet."""
+    hold = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hold.settimeout(_JOIN_TIMEOUT_S)
+    try:
+        hold.connect(forked_python.address(name))
+        hold.send(_HOLD)
+        if hold.recv(len(_HOLD)) == _HOLD:
+            return hold
+    except ConnectionError:
+        pass
+    hold.close()
+    return None
+
+
 class _Server:
-    """Forks for each request on a connection of ``listener``; answers the process id, and its code when it ends."""
+    """Forks for each request on a connection of ``listener``; answers the process id, and its code when it ends.
+
+    It ends when nobody holds it: its standard input or a connection on which ``_HOLD`` came, until that is closed.
+    """
 
     def __init__(self, listener: socket.socket) -> None:
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._listener = listener
-        self._on(0, lambda: os._exit(0))  # the tests are over; unloading torch would take a second of CPU
+        self._num_holders = 0
+        self._hold(0)
         self._on(listener.fileno(), self._accept)
 
     def run(self) -> NoReturn:
         while True:
             for key, _ in self._selector.select():
                 key.data()
+
+    def _hold(self, holder: int) -> None:
+        self._num_holders += 1
+        self._on(holder, lambda: self._let_go(holder))
+
+    def _let_go(self, holder: int) -> None:
+        self._selector.unregister(holder)
+        self._num_holders -= 1
+        if not self._num_holders:
+            os._exit(0)  # the tests are over; unloading torch would take a second of CPU
 
     def _on(self, descriptor: int, act: Callable[[], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, act)
@@ -163,6 +221,11 @@ class _Server:
         request, outputs, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 2)
         if not request:
             connection.close()
+            return
+        if request == _HOLD:
+            with suppress(BrokenPipeError):
+                connection.send(_HOLD)
+            self._hold(connection.detach())
             return
         if (pid := os.fork()) == 0:
             _become(self._pid, outputs, **json.loads(request))
@@ -221,6 +284,8 @@ def _become(
 
 
 def _main() -> None:
+    if os.fork():
+        os._exit(0)  # it outlives who starts it, if others hold it
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)

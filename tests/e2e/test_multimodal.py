@@ -28,7 +28,7 @@ pytestmark = [
 ROOT = CONFIGS.parent
 CHECKPOINT = ROOT / "models/tiny/checkpoint"
 TOPOLOGIES = ("epd_multimodal_image", "disagg_multimodal", "agg_multimodal")
-NUM_LOOKS = 50
+NUM_LOOKS = 20  # half of them one by one, half at once; some of each half have two pictures
 ALL_GONE_WITHIN_S = 5.0
 PICTURE = ROOT / "models/tiny/pictures/shapes.jpg"
 # Of it.

@@ -21,12 +21,13 @@ from quartet.v1 import router_pb2 as pb
 from quartet.v1.router_pb2_grpc import RouterServiceStub
 from router.config import RouterConfig
 from services.topology.launch import free_port
+from tests.e2e.fork_server import ForkServer
 
 _TIMEOUT_S = 30.0
 
 
-async def start(*arguments: str) -> Process:
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *arguments, stdout=PIPE, stderr=STDOUT)
+async def start(*arguments: str, python: str | Path = sys.executable) -> Process:
+    return await asyncio.create_subprocess_exec(python, "-m", "router", *arguments, stdout=PIPE, stderr=STDOUT)
 
 
 async def read_until(process: Process, marker: str) -> str:
@@ -64,12 +65,14 @@ async def test_the_router_prints_its_address_and_ends_on_a_signal(tmp_path: Path
             process.kill()
 
 
-async def test_a_router_whose_log_nobody_reads_serves_and_ends_on_a_signal(tmp_path: Path) -> None:
+async def test_a_router_whose_log_nobody_reads_serves_and_ends_on_a_signal(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     address, (reader, writer) = f"127.0.0.1:{free_port()}", os.pipe()
     os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)))  # it is full
     config = tmp_path / "router.yaml"
     config.write_text(f"server: {{address: '{address}'}}\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\n")
-    command = [sys.executable, "-m", "router", "--config", str(config), "--set", "required_roles=[]"]
+    command = [fork_server.python, "-m", "router", "--config", str(config), "--set", "required_roles=[]"]
     process = await asyncio.create_subprocess_exec(*command, stderr=writer)
     try:
         async with asyncio.timeout(_TIMEOUT_S), grpc.aio.insecure_channel(address) as channel:
@@ -86,8 +89,8 @@ async def test_a_router_whose_log_nobody_reads_serves_and_ends_on_a_signal(tmp_p
         os.close(writer)
 
 
-async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it() -> None:
-    process = await start("--set", "polciy=round_robin")
+async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it(fork_server: ForkServer) -> None:
+    process = await start("--set", "polciy=round_robin", python=fork_server.python)
     async with asyncio.timeout(_TIMEOUT_S):
         output, _ = await process.communicate()
     assert process.returncode == 1
@@ -117,10 +120,3 @@ async def test_an_impossible_setting_ends_the_router_with_one_line_that_names_it
 def test_an_impossible_setting_is_refused_by_its_path(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build(RouterConfig, settings)
-
-
-async def test_it_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, router.__main__; assert not {'torch', 'transformers'} & set(sys.modules)"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    async with asyncio.timeout(_TIMEOUT_S):
-        assert await process.wait() == 0
