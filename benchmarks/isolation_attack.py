@@ -53,6 +53,7 @@ class Attack(StrEnum):
     RESUME = "resume"  # eight clients that go on after 15,000 tokens "a", with stop strings that all begin so
     SESSION_MESSAGES = "session_messages"  # three sessions: impossible starts, starts and cancels, cancels of nothing
     IDLE_SESSIONS = "idle_sessions"  # 10,000 sessions with one refused start each
+    LONG_MESSAGES = "long_messages"  # eight clients with a session of its own for each start, of 12 MB
 
 
 _Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
@@ -258,6 +259,20 @@ async def _idle_sessions(stub: _Stub) -> None:
     await asyncio.Event().wait()
 
 
+async def _long_messages(stub: _Stub) -> None:
+    start = _session_start(1, router_pb2.GenerateStart(text="y" * 12_000_000))
+
+    async def ask() -> None:
+        call = stub.Session(timeout=20.0)
+        try:
+            await call.write(start)
+            await call.read()
+        finally:
+            call.cancel()
+
+    await _repeat(8, ask)
+
+
 async def _take_all(call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]) -> None:
     with suppress(grpc.aio.AioRpcError):
         async for _ in call:
@@ -296,6 +311,7 @@ _ATTACKS: Mapping[Attack, Callable[[_Stub], Awaitable[None]]] = {
     Attack.RESUME: _resume,
     Attack.SESSION_MESSAGES: _session_messages,
     Attack.IDLE_SESSIONS: _idle_sessions,
+    Attack.LONG_MESSAGES: _long_messages,
 }
 
 

@@ -127,10 +127,10 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
             num_choices = _num_choices(message)
             self._check_open(num_choices)
             asked = from_session_start(message)
-            request = _Request(asked, self._outbox, self._requests, message.ByteSize())
+            request = _Request(asked, self._outbox, self._requests, self._message_bytes)
             run = self._begin(asked, request)
         except ServingError as error:
-            self._account.in_vain(message.ByteSize())
+            self._account.in_vain(self._message_bytes)
             self._outbox.fail(slot, error)
         else:
             self._requests.enter(slot, request, num_choices)
@@ -411,7 +411,7 @@ class _Request:
     )
 
     def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests, size_bytes: int) -> None:
-        """It leaves ``requests`` with its end, and tells their account whether it ran; its start has ``size_bytes``."""
+        """It leaves ``requests`` with its end, and tells their account whether it ran; a start of ``size_bytes``."""
         self.is_cancelled = False
         self._ran = False
         self.num_choices = 0

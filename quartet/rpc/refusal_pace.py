@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from contextvars import ContextVar
 
 from quartet.errors import QueueFullError
 
@@ -24,6 +25,9 @@ _MAX_WAIT_S = 5.0
 # Calls of one connection that wait to be read, each with up to 64 KiB in gRPC; further ones are refused.
 _MAX_UNREAD = 64
 _MAX_KEPT = 1024
+
+# Whoever refuses a message may know only the object that it became, and to ask that for its size writes it anew.
+_long_message_bytes: ContextVar[int] = ContextVar("long_message_bytes", default=0)
 
 
 class RefusalPace:
@@ -84,6 +88,18 @@ class RefusalPace:
         if len(self._paid_at) > self._max_kept:
             self._paid_at = {peer: paid_at for peer, paid_at in self._paid_at.items() if paid_at > now}
             self._max_kept = max(_MAX_KEPT, 2 * len(self._paid_at))
+
+
+def note_message(size_bytes: int) -> None:
+    """The current task reads a long message of so many bytes."""
+    _long_message_bytes.set(size_bytes)
+
+
+def take_message_bytes() -> int:
+    """The bytes of the long message that the current task has read since it was last asked; 0: none."""
+    if size_bytes := _long_message_bytes.get():
+        _long_message_bytes.set(0)
+    return size_bytes
 
 
 def forget_frames(error: BaseException) -> None:

@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -46,7 +45,7 @@ from quartet.rpc.errors import abort, is_or_holds
 from quartet.rpc.health import HealthServicer
 from quartet.rpc.message_limits import MAX_STANDARD_BYTES, UNCHECKED_BYTES, MessageLimits, limited_parser
 from quartet.rpc.open_calls import OpenCalls
-from quartet.rpc.refusal_pace import RefusalPace
+from quartet.rpc.refusal_pace import RefusalPace, note_message, take_message_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +71,6 @@ _MAX_UNTAKEN = 1024
 # Calls that one connection may have open.
 _MAX_STREAMS = 10_000
 _HEALTH_SERVICE = "grpc.health.v1.Health"
-# The bytes of the last long message that the current task has read: mostly it serves a call, and answers its error.
-_long_message_bytes: ContextVar[int] = ContextVar("long_message_bytes", default=0)
-
 # Refusals of a request that no tenant pays for.
 _CLIENTS_FAULTS = (InvalidRequestError, MessageTooLargeError, ProtocolError)
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
@@ -525,7 +521,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
 
     async def _abort(self, context: _Context, error: Exception) -> None:
         """End the call with the status of ``error``; where it refuses a long message, its sender waits."""
-        size_bytes, measure_s = _long_message_bytes.get(), 0.0
+        size_bytes, measure_s = take_message_bytes(), 0.0
         if isinstance(error, MessageTooLargeError | ProtocolError):  # another task may have read the message
             size_bytes, measure_s = max(size_bytes, error.size_bytes), error.measure_s
         if size_bytes > UNCHECKED_BYTES and isinstance(error, _CLIENTS_FAULTS):
@@ -616,7 +612,7 @@ def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
 def _parser(deserialize: _Deserializer | None, max_bytes: int | None) -> _Deserializer:
     def parse(message: bytes) -> Any:
         if len(message) > UNCHECKED_BYTES:
-            _long_message_bytes.set(len(message))
+            note_message(len(message))
         if max_bytes is not None and len(message) > max_bytes:
             raise MessageTooLargeError(f"the message is longer than {max_bytes} bytes")
         try:

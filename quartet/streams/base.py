@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from quartet.errors import MessageTooLargeError, ProtocolError, ServingError
-from quartet.rpc.refusal_pace import RefusalPace, forget_frames
+from quartet.rpc.refusal_pace import RefusalPace, forget_frames, take_message_bytes
 from quartet.rpc.server import StalledCalls
 from quartet.streams.read_pace import Account, ReadPace, message_credit
 
@@ -65,6 +65,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._num_idle_polls = 0
         self._num_starts = 0
+        self._message_bytes = 0  # while a long message is handled, its size
         self._num_starts_polled: int | None = 0  # None: it was busy
 
     async def serve(self, context: Context) -> None:
@@ -152,6 +153,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
                     request: object = await context.read()
                 except (MessageTooLargeError, ProtocolError) as error:
                     account.credit -= message_credit()
+                    take_message_bytes()
                     # Also where it ends the stream: the caller can open another one.
                     account.in_vain(error.size_bytes, error.measure_s)
                     forget_frames(error)
@@ -163,16 +165,18 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
                     continue
                 if not isinstance(request, Message):
                     break  # end of stream
+                self._message_bytes = take_message_bytes()
                 if request.WhichOneof("message") in _STARTS:
                     account.credit -= message_credit()  # its length counts if it comes to nothing
                     self._count_start(until_start)
                 else:
-                    account.credit -= message_credit(request.ByteSize())
+                    account.credit -= message_credit(self._message_bytes)
                 try:
                     self._handle(request, group)  # type: ignore[arg-type]  # the method's deserializer made it
                 except ServingError:
-                    account.in_vain(request.ByteSize())
+                    account.in_vain(self._message_bytes)
                     raise
+                self._message_bytes = 0
         self._is_half_closed = True
         self._half_closed()
 

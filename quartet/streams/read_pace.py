@@ -94,9 +94,12 @@ class Account:
     def in_vain(self, size_bytes: int = 0, measure_s: float = 0.0) -> None:
         """A request was refused, or has ended before it ran.
 
-        Its message had ``size_bytes``, and to find that it must be refused took ``measure_s`` seconds of CPU time.
+        Its message had ``size_bytes``, and to find that it must be refused took ``measure_s`` seconds of CPU time. For
+        these nobody owes more than ``MAX_CREDIT``: when workers go away, all of a gateway's long requests may fail.
         """
-        self.credit -= _IN_VAIN + size_bytes // _CREDIT_BYTES + round(measure_s / _CREDIT_S)
+        self.credit -= _IN_VAIN
+        if long := size_bytes // _CREDIT_BYTES + round(measure_s / _CREDIT_S):
+            self.credit = max(self.credit - long, min(self.credit, -MAX_CREDIT))
 
     def earn(self, credit: int) -> None:
         """Add ``credit``; what is beyond ``MAX_CREDIT`` is lost."""

@@ -148,7 +148,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 self._start(request.start)
             case "chunk":
                 if request.chunk.slot in self._chunked and len(request.chunk.data) >= _MIN_PAID_CHUNK_BYTES:
-                    self._account.earn(message_credit(request.ByteSize()))  # its bytes count, and have a bound
+                    self._account.earn(message_credit(self._message_bytes))  # its bytes count, and have a bound
                 self._chunked.append(request.chunk)
             case "start_done":
                 self._complete(request.start_done.slot)
@@ -170,7 +170,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
         if not self._takes_unsigned:
             # Its chunks that follow are for an unknown slot and are ignored.
             error = PermissionDeniedError("a start that no router signed takes a router's or worker's identity")
-            self._fail(start.slot, error, start.ByteSize())
+            self._fail(start.slot, error)
         elif start.chunked:
             self._chunked.begin(start)
         else:
@@ -183,7 +183,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 raise NoSigningKeyError("this worker has no key for signed starts")
             start = self._verifier.open(signed)
         except ServingError as error:
-            self._fail(signed.slot, error, signed.ByteSize())
+            self._fail(signed.slot, error)
         else:
             self._submit(start, is_signed=True)
 
@@ -200,14 +200,14 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 parsed = replace(parsed, is_signed=True)
             id = self._work.submit(parsed, self._outbox, slot, partial(self._ended, slot))
         except ServingError as error:
-            self._fail(slot, error, start.ByteSize())
+            self._fail(slot, error)
         else:
             self._ids[slot] = id
             self._account.ran(_NUM_MESSAGES)
 
-    def _fail(self, slot: int, error: ServingError, size_bytes: int = 0) -> None:
-        """The start in ``slot``, a message of ``size_bytes``, is refused."""
-        self._account.in_vain(size_bytes)
+    def _fail(self, slot: int, error: ServingError) -> None:
+        """The start in ``slot`` is refused."""
+        self._account.in_vain(self._message_bytes)
         self._outbox.failed(slot, error)
 
     def _ended(self, slot: int) -> None:

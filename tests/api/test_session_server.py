@@ -18,6 +18,7 @@ from quartet.errors import InvalidRequestError, ProtocolError, ServingError, Sta
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.message_limits import UNCHECKED_BYTES, MaxBytes, MessageLimits
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
+from quartet.streams.read_pace import Account, ReadPace
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
 from tests.api.test_session_outbox import ACCEPTED
@@ -73,6 +74,7 @@ class Sessions:
         runs: by slot, of all sessions.
         num_taken: messages that were taken from gRPC, of all sessions.
         ended: how each call ended.
+        account: pays for the messages of all sessions; ``None``: they are free.
     """
 
     def __init__(self, stall_timeout_s: float = 30, **limits: Any) -> None:
@@ -82,6 +84,7 @@ class Sessions:
         self.streams: list[SessionStream] = []
         self.limits = SessionLimits(**limits)
         self.stalled = StalledCalls(stall_timeout_s)
+        self.account: Account | None = None
         self._begun = asyncio.Event()
 
     def parse(self, message: bytes) -> pb.SessionRequest:
@@ -96,7 +99,7 @@ class Sessions:
         return run
 
     async def serve(self, _requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        stream = SessionStream(self.begin, self.limits, self.stalled)
+        stream = SessionStream(self.begin, self.limits, self.stalled, self.account)
         self.streams.append(stream)
         try:
             await stream.serve(context)
@@ -592,6 +595,16 @@ async def test_a_start_that_is_too_long_fails_in_its_slot_and_no_other(make_serv
     # The slot is in use now: the client could not tell two ends apart.
     await client.start(300, text="x" * UNCHECKED_BYTES)
     assert await client.status() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_long_start_that_is_refused_is_paid_for_by_its_length(make_served: Any) -> None:
+    served = await make_served(max_text_bytes=2 << 20)
+    served.sessions.account = account = ReadPace(interval_s=3600.0).new_account()
+    account.credit = 100
+    client = served.open()
+    await client.start(1, text="x" * (1 << 20), model="none")
+    assert await client.read_end(1) == "INVALID_FIELD"
+    assert account.credit == 85
 
 
 async def test_a_session_that_says_nothing_is_ended(make_served: Any) -> None:

@@ -13,6 +13,7 @@ from quartet.api.request import SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
 from quartet.errors import ConfigError, QueueFullError, ServingError, SessionIdleError
 from quartet.rpc.open_calls import OpenCalls
+from quartet.rpc.refusal_pace import note_message
 from quartet.rpc.server import StalledCalls
 from quartet.streams.read_pace import ReadPace
 from quartet.v1 import router_pb2 as pb
@@ -26,13 +27,14 @@ NEVER_S = 3600.0
 
 
 class Context:
-    """A call of ``peer``, whose client sends what is put into ``messages``."""
+    """A call of ``peer``, whose client sends what is put into ``messages``; long ones have ``message_bytes``."""
 
     def __init__(self, peer: str = "ipv4:127.0.0.1:1") -> None:
         self._peer = peer
         self._on_done: list[Callable[[Any], None]] = []
         self.messages: asyncio.Queue[object] = asyncio.Queue()
         self.written: list[pb.SessionResponse] = []
+        self.message_bytes = 0
 
     def peer(self) -> str:
         return self._peer
@@ -48,7 +50,9 @@ class Context:
         return
 
     async def read(self) -> object:
-        return await self.messages.get()
+        message = await self.messages.get()
+        note_message(self.message_bytes)  # as the server's parser does
+        return message
 
     async def write(self, message: pb.SessionResponse) -> None:
         self.written.append(message)
@@ -59,7 +63,7 @@ def session(**options: Any) -> SessionStream:
 
 
 def start(slot: int, **fields: Any) -> pb.SessionRequest:
-    return pb.SessionRequest(start=pb.SessionStart(slot=slot, start=pb.GenerateStart(**{"text": "Hi"} | fields)))
+    return pb.SessionRequest(start=pb.SessionStart(slot=slot, start=pb.GenerateStart(text="Hi", **fields)))
 
 
 def cancel(slot: int) -> pb.SessionRequest:
@@ -194,7 +198,8 @@ async def test_a_long_start_that_comes_to_nothing_costs_more_than_a_short_one(nu
     limits = SessionLimits(tick_s=0, max_requests=1)
     context, stream = Context(), SessionStream(NeverPlaced, limits, StalledCalls(TIMEOUT_S), account)
     serving = asyncio.create_task(stream.serve(context))  # type: ignore[arg-type]
-    context.messages.put_nowait(start(0, num_choices=num_choices, text="x" * (1 << 20)))
+    context.message_bytes = 1 << 20
+    context.messages.put_nowait(start(0, num_choices=num_choices))
     await settle()
     serving.cancel()
     await asyncio.wait([serving])
