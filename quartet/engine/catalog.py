@@ -102,6 +102,7 @@ def _torch_loader(spec: EngineSpec) -> Callable[[], ModelRunner]:
         random_seed=settings.random_seed,
         num_embedding_blocks=settings.num_embedding_blocks,
         takes_media=settings.modality is not Modality.TEXT,
+        disable_overlap_scheduler=settings.disable_overlap_scheduler,
     )
     return lambda: create_runner(torch_config)
 

@@ -88,6 +88,8 @@ class EngineSettings:
         load_format: ``auto``: read the weights; ``random``: make them from ``load_seed``, for which config.json and the
             tokenizer's files are enough. For ``torch`` only, as ``load_seed``.
         load_seed: of random weights, unsigned 63 bit: the same on all workers of a model.
+        disable_overlap_scheduler: on a GPU, read a step's tokens before the next step is launched: slower, and simpler
+            to look into. For ``torch`` only; ``trtllm`` has its own argument of this name.
         num_blocks: KV blocks of each rank's pool; ``None``: 512, or for ``trtllm`` as many as its memory holds.
         data_parallel_size: attention-data-parallel ranks, each a rank to route to. For ``mock`` only: the engine
             ``torch`` has one, and ``trtllm`` one for each GPU with ``enable_attention_dp``.
@@ -121,6 +123,7 @@ class EngineSettings:
     device: str = "cpu"
     load_format: LoadFormat = LoadFormat.AUTO
     load_seed: int = 0
+    disable_overlap_scheduler: bool = False
     num_blocks: int | None = None
     data_parallel_size: int = 1
     block_size: int = 32
@@ -270,7 +273,7 @@ _COUNTS = (
     "gpus_per_node",
 )
 
-_TORCH_ONLY = ("load_format", "load_seed")
+_TORCH_ONLY = ("load_format", "load_seed", "disable_overlap_scheduler")
 
 _TRTLLM_ONLY = (
     "publish_events_and_metrics",

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled
-from quartet.engine.runner import RequestState, RunningRequest, SampledToken, ScheduledChunk
+from quartet.engine.runner import ModelRunner, RequestState, RunningRequest, SampledToken, ScheduledChunk
 from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.scheduler import Pull, SchedulerConfig
 from quartet.engine.step_loop import Cancel, Fetched, FetchFailed, Message, Release, StepLoop, StepReport, Submit
 from quartet.errors import TransferError
-from quartet.transfer.base import FetchResult, TransferWay
+from quartet.transfer.base import FetchResult, PoolMemory, TransferWay
 from tests.engine.fakes import FakePuller, FakeRunner
 from tests.kvcache.replica import Replica
 
@@ -135,7 +135,7 @@ class FakeStep:
 
 
 class Driver:
-    """A step loop on a fake runner, with what it reported; checks that it makes sense.
+    """A step loop on a runner, with what it reported; checks that it makes sense.
 
     Attributes:
         inbox: what the next turn takes in.
@@ -144,12 +144,12 @@ class Driver:
         stopped: requests whose pull was to be stopped.
     """
 
-    def __init__(self, runner: FakeRunner, config: SchedulerConfig, *, now: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, runner: ModelRunner, config: SchedulerConfig, *, now: Callable[[], float] = lambda: 0.0) -> None:
         self.runner = runner
         self.steps = StepLoop(runner, config, now, self._take)
         self.puller = FakePuller()
         assert runner.memory is not None
-        self.puller.attach(runner.memory, runner.layout)
+        self.puller.attach(runner.memory, runner.layout)  # type: ignore[arg-type]  # pieces of a GPU are not copied here
         self.inbox: list[Message] = []
         self.requests: dict[int, EngineRequest] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
@@ -182,9 +182,10 @@ class Driver:
         hand_off = self.requests[id].hand_off
         assert hand_off is not None
         memory, block_ids = self.puller.sources[hand_off.hand_off_id]
-        assert self.runner.memory is not None
+        pool = self.runner.memory
+        assert isinstance(pool, PoolMemory)
         for piece in pull.copies:
-            self.runner.memory.piece(piece.block_id)[:] = memory.piece(block_ids[piece.piece])
+            pool.piece(piece.block_id)[:] = memory.piece(block_ids[piece.piece])
         self.inbox.append(Fetched(id, FetchResult(TransferWay.SHM, 1, 0.0)))
 
     def turn(self, num_turns: int = 1) -> None:

@@ -105,6 +105,11 @@ def test_only_torch_makes_random_weights(kind: EngineKind) -> None:
         EngineSettings(kind=kind, load_format=LoadFormat.RANDOM)
 
 
+def test_the_mock_launches_no_steps_ahead_that_could_be_switched_off() -> None:
+    with pytest.raises(ConfigError, match=r"^disable_overlap_scheduler: the engine mock does not have it"):
+        EngineSettings(kind=EngineKind.MOCK, disable_overlap_scheduler=True)
+
+
 def test_random_weights_have_a_seed_and_others_none() -> None:
     assert EngineSettings().random_seed is None
     assert EngineSettings(load_format=LoadFormat.RANDOM).random_seed == 0

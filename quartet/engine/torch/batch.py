@@ -112,7 +112,7 @@ class Segment:
         if window is not None:
             is_hidden |= keys <= queries - window
         mask = torch.zeros(is_hidden.shape, dtype=getattr(torch, self.layout.dtype), device=self.device)
-        return mask.masked_fill_(torch.from_numpy(is_hidden).to(self.device), float("-inf"))
+        return mask.masked_fill_(_tensor(is_hidden, self.device), float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,19 @@ def build_batch(
     layout: KvLayout,
     device: torch.device,
     embeddings: EmbeddingPoolView | None = None,
+    unread: torch.Tensor | None = None,
 ) -> FlatBatch:
     """Lay out a step: single tokens first, from the shortest sequence on, then the longer chunks.
 
-    ``embeddings``: the pool with the chunks' media; ``None``: the model takes none.
+    On a GPU nothing here waits for it.
+
+    Args:
+        chunks: the step's.
+        layout: of the pool's blocks.
+        device: of the tensors.
+        embeddings: the pool with the chunks' media; ``None``: the model takes none.
+        unread: ``[S]`` int64 on ``device``: tokens of the step before, which sequences have as unread tokens; ``None``:
+            no sequence has any.
     """
     order = sorted(range(len(chunks)), key=lambda i: (chunks[i].num_tokens > 1, chunks[i].first_position))
     ordered = [chunks[i] for i in order]
@@ -188,8 +197,11 @@ def build_batch(
     positions = np.arange(ends[-1]) + np.repeat(first_positions - ends + sizes, sizes)
     last_row_of = dict(zip(order, (ends - 1).tolist(), strict=True))
     last_rows = np.array([last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples], dtype=np.int64)
+    token_ids = _tensor(_token_ids(ordered), device)
+    if unread is not None:
+        _fill_unread(token_ids, ordered, ends - 1, unread)
     return FlatBatch(
-        token_ids=_tensor(_token_ids(ordered), device)[None],
+        token_ids=token_ids[None],
         positions=_tensor(positions, device)[None],
         slots=_slots(_blocks_of_tokens(ordered, tables, positions, layout), positions, layout, device),
         last_rows=_tensor(last_rows, device),
@@ -228,6 +240,20 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> _Ids:
         first = chunk.first_position
         token_ids += chunk.running.seq.token_ids[first : first + chunk.num_tokens]
     return np.array(token_ids, dtype=np.int64)
+
+
+def _fill_unread(
+    token_ids: torch.Tensor, chunks: Sequence[ScheduledChunk], last_rows: _Ids, unread: torch.Tensor
+) -> None:
+    """Put the tokens that only the device knows into ``token_ids``: each is the last one of its chunk."""
+    pairs = [
+        (row, chunk.running.unread_row)
+        for row, chunk in zip(last_rows.tolist(), chunks, strict=True)
+        if chunk.running.seq.num_unread_tokens
+    ]
+    if pairs:
+        rows, sources = _tensor(np.array(pairs, dtype=np.int64).T.copy(), token_ids.device).unbind()
+        token_ids.index_copy_(0, rows, unread.index_select(0, sources))
 
 
 def _blocks_of_tokens(
@@ -324,5 +350,8 @@ def _group(first_positions: _Ids, sizes: _Ids, block_size: int) -> list[tuple[in
     return groups
 
 
-def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda" or not array.size:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)  # a copy of what is not pinned waits for the device

@@ -59,6 +59,7 @@ class TorchEngineConfig(TorchModelConfig):
         num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, on ``device``; a
             model that takes text only has no such pool.
         takes_media: whether a model that can take media does.
+        disable_overlap_scheduler: read a step's tokens before the next step is launched, on a GPU too.
 
     Raises:
         ConfigError: a value out of range; begins with the field's name.
@@ -69,6 +70,7 @@ class TorchEngineConfig(TorchModelConfig):
     max_model_len: int | None = None
     num_embedding_blocks: int = 512
     takes_media: bool = True
+    disable_overlap_scheduler: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.decoder import fuse
 from quartet.engine.torch.loader import LoadedModel, check_device, load_model
 from quartet.engine.torch.pool import KvPool, num_pool_blocks, reserve_embeddings
-from quartet.engine.torch.sampler import Sampler
+from quartet.engine.torch.sampler import LaunchedTokens, Sampler, record_event
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import BlockMemory, EmbeddingMemory
@@ -44,9 +45,8 @@ class TorchRunner:
         max_model_len: tokens of prompt and output together.
         placeholder_id: the token that stands for media in prompts; ``None``: text only is taken.
         embeddings: where embeddings of media are read, on the model's device; ``None``: text only.
+        launcher: itself on a GPU; ``None``: steps are run one after the other.
     """
-
-    launcher: StepLauncher | None = None
 
     def __init__(self, config: TorchEngineConfig) -> None:
         """Load the model, reserve the pool, run one step.
@@ -79,6 +79,9 @@ class TorchRunner:
         self.num_blocks = num_pool_blocks(config, self.layout)
         self._pool = KvPool(self.layout, self.num_blocks, self._device)
         self._sampler = Sampler()
+        launches = self._device.type == "cuda" and not config.disable_overlap_scheduler
+        self.launcher: StepLauncher | None = self if launches else None
+        self._unread: torch.Tensor | None = None
         self._compute = self._choose(loaded)
         self._wait_for_device()
 
@@ -88,27 +91,32 @@ class TorchRunner:
         return self._pool.memory
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
-        """Compute the chunks' KV into their blocks; sample one token for each chunk that asks, in their order."""
-        if not chunks:
-            return []
+        """Compute the chunks' KV into their blocks; sample one token for each chunk that samples, in their order."""
+        return self.launch(chunks).read() if chunks else []
+
+    def launch(self, chunks: Sequence[ScheduledChunk]) -> _LaunchedStep:
+        """``run`` without waiting for the device; tokens of the step in flight are taken from there."""
         requests = [chunk.running for chunk in chunks if chunk.samples]
         with torch.inference_mode():
-            batch = build_batch(chunks, self.layout, self._device, self._embedding_view)
+            batch = build_batch(chunks, self.layout, self._device, self._embedding_view, self._unread)
             logits = self._compute(PagedStep(self._pool, batch))
             # Some models pad the vocabulary of their output layer: those tokens do not exist.
-            sampled = self._sampler.sample(logits[:, : self.vocab_size], requests) if requests else []
-        self._wait_for_device()
-        return sampled
+            tokens = self._sampler.launch(logits[:, : self.vocab_size], requests) if requests else None
+        if self.launcher is not None:
+            self._unread = None if tokens is None else tokens.token_ids
+        return _LaunchedStep(tokens, record_event(self._device))
 
     def close(self) -> None:
-        """Free the model and the pools."""
-        self._pool.close()
-        if self.embeddings is not None:
-            self.embeddings.memory.close()
-        del self._compute, self._pool, self._embedding_view
+        """Free the model and the pools, when the device has done what it was told."""
+        try:
+            self._wait_for_device()
+        finally:
+            self._pool.close()
+            if self.embeddings is not None:
+                self.embeddings.memory.close()
+            del self._compute, self._pool, self._embedding_view
 
     def _wait_for_device(self) -> None:
-        """Until then kernels may use blocks that transfers read or write next; where tokens were read it is over."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -140,6 +148,26 @@ class TorchRunner:
             _LOG.warning("layers of %s differ when run by hand: they are run as they are", type(model).__name__)
             return by_modules
         return decoder
+
+
+@dataclass(frozen=True)
+class _LaunchedStep:
+    """A step that the device computes; ``tokens`` that it samples, if any, and an event at its end."""
+
+    tokens: LaunchedTokens | None
+    end: torch.cuda.Event | None
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether the sampler can go on from tokens that the host has not read."""
+        return self.tokens is None or self.tokens.can_follow
+
+    def read(self) -> list[SampledToken]:
+        """Wait until the device has done the step: until then kernels use blocks that transfers read or write next."""
+        sampled = [] if self.tokens is None else self.tokens.read()
+        if self.end is not None:
+            self.end.synchronize()
+        return sampled
 
 
 class _Modules:

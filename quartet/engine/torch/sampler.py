@@ -54,7 +54,11 @@ class Sampler:
         self._rules: WeakKeyDictionary[RunningRequest, RequestRules] = WeakKeyDictionary()
 
     def sample(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> list[SampledToken]:
-        """Choose a token for each request.
+        """Choose a token for each request, and wait for it. Arguments as for ``launch``."""
+        return self.launch(logits, requests).read()
+
+    def launch(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> LaunchedTokens:
+        """Have the device choose a token for each request; does not wait for it where all rows are greedy and plain.
 
         Args:
             logits: ``[N, V]``, row ``i`` for the token that follows ``requests[i].seq``; may be changed.
@@ -62,7 +66,7 @@ class Sampler:
         """
         rows = [Row(i, running, self._rules_of(running)) for i, running in enumerate(requests)]
         if all(row.rules.is_plain for row in rows):
-            return [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
+            return LaunchedTokens(logits.argmax(-1))
         if logits.dtype != torch.float64:
             logits = logits.float()
         reported = [row for row in rows if row.rules.num_logprobs is not None]
@@ -70,16 +74,49 @@ class Sampler:
         model_logprobs = logits[_indices(reported, logits.device)].log_softmax(-1) if reported else None
         apply_rules(logits, [row for row in rows if row.rules.changes_logits])
         token_ids = _choose(logits, rows)
-        reports: dict[int, TokenLogprobs] = {}
-        if model_logprobs is not None:
-            reports = _report(model_logprobs, reported, token_ids)
-        return [SampledToken(token_id, reports.get(i)) for i, token_id in enumerate(token_ids)]
+        report = None if model_logprobs is None else _Report(model_logprobs, reported, token_ids)
+        # Penalties count tokens that the host knows; and with rules a launch waits for the device, for which another
+        # step's tokens must not wait.
+        return LaunchedTokens(token_ids, report, can_follow=False)
 
     def _rules_of(self, running: RunningRequest) -> RequestRules:
         rules = self._rules.get(running)
         if rules is None:
             rules = self._rules[running] = RequestRules(running)
         return rules
+
+
+class LaunchedTokens:
+    """Tokens that a device chooses, or has chosen.
+
+    Attributes:
+        token_ids: ``[N]`` int64, on the device: a next step reads them there.
+        can_follow: whether to launch the next step before these are read.
+    """
+
+    def __init__(self, token_ids: torch.Tensor, report: _Report | None = None, *, can_follow: bool = True) -> None:
+        self.token_ids = token_ids
+        self.can_follow = can_follow
+        self._report = report
+        self._read_ids = _to_host(token_ids)
+        self._end = record_event(token_ids.device)
+
+    def read(self) -> list[SampledToken]:
+        """Wait until they are chosen, and return them in the order of the rows."""
+        if self._end is not None:
+            self._end.synchronize()
+        token_ids: list[int] = self._read_ids.tolist()
+        reports = {} if self._report is None else self._report.read(token_ids)
+        return [SampledToken(token_id, reports.get(i)) for i, token_id in enumerate(token_ids)]
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event after all that the device was told until now; ``None``: it is the CPU, which has done it."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class RequestRules:
@@ -255,17 +292,15 @@ def noise_bits(keys: torch.Tensor, positions: torch.Tensor, num_bits: int) -> to
     return _shift_right(bits, 64 - num_bits)
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     drawn = [row for row in rows if not row.rules.sampling.is_greedy]
     if len(drawn) == len(rows):
-        winners = draw(logits, _parameters(drawn, logits.device))
-    else:
-        winners = logits.argmax(-1)
-        if drawn:
-            indices = _indices(drawn, logits.device)
-            winners[indices] = draw(logits[indices], _parameters(drawn, logits.device))
-    token_ids: list[int] = winners.tolist()
-    return token_ids
+        return draw(logits, _parameters(drawn, logits.device))
+    winners = logits.argmax(-1)
+    if drawn:
+        indices = _indices(drawn, logits.device)
+        winners[indices] = draw(logits[indices], _parameters(drawn, logits.device))
+    return winners
 
 
 def _indices(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
@@ -283,19 +318,35 @@ def _parameters(rows: Sequence[Row], device: torch.device) -> DrawParameters:
     )
 
 
-def _report(logprobs: torch.Tensor, rows: Sequence[Row], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """Log probabilities by row index; ``logprobs`` is ``[len(rows), V]``."""
-    chosen = torch.tensor([token_ids[row.index] for row in rows], dtype=torch.long, device=logprobs.device)
-    chosen_logprobs: list[float] = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-    num_top = max(row.rules.num_logprobs or 0 for row in rows)
-    top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
-    top_ids: list[list[int]] = top.indices.tolist()
-    top_values: list[list[float]] = top.values.tolist()
-    reports = {}
-    for row, logprob, ids, values in zip(rows, chosen_logprobs, top_ids, top_values, strict=True):
-        num = row.rules.num_logprobs or 0
-        reports[row.index] = TokenLogprobs(token_ids[row.index], logprob, tuple(ids[:num]), tuple(values[:num]))
-    return reports
+class _Report:
+    """Log probabilities that rows ask for, on their way from the device."""
+
+    def __init__(self, logprobs: torch.Tensor, rows: Sequence[Row], token_ids: torch.Tensor) -> None:
+        """``logprobs`` is ``[len(rows), V]``, ``token_ids`` has one for each row of the step."""
+        chosen = token_ids[_indices(rows, logprobs.device)]
+        num_top = max(row.rules.num_logprobs or 0 for row in rows)
+        top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+        self._rows = rows
+        self._chosen = _to_host(logprobs.gather(1, chosen[:, None])[:, 0])
+        self._top_ids, self._top_values = _to_host(top.indices), _to_host(top.values)
+
+    def read(self, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """By row index; the device has done all, ``token_ids`` are those of the step's rows."""
+        chosen: list[float] = self._chosen.tolist()
+        top_ids: list[list[int]] = self._top_ids.tolist()
+        top_values: list[list[float]] = self._top_values.tolist()
+        reports = {}
+        for row, logprob, ids, values in zip(self._rows, chosen, top_ids, top_values, strict=True):
+            num = row.rules.num_logprobs or 0
+            reports[row.index] = TokenLogprobs(token_ids[row.index], logprob, tuple(ids[:num]), tuple(values[:num]))
+        return reports
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, which is under way; on the CPU the tensor itself."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _draw_group(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
