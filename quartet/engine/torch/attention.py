@@ -1,14 +1,15 @@
 """Paged attention: a function that transformers' models call in place of their own.
 
-The whole step is one flat batch without padding. New keys and values go to the pool first, then each segment attends to
-the blocks of its block tables. No mask function is registered under this name, so models build no mask (with one,
+The whole step is one flat batch without padding. New keys and values go to the pool first, then all queries attend to
+the blocks of their block tables. ``Step`` is what a model needs for that, ``PagedStep`` does it with PyTorch's own
+operations, segment by segment, and ``KernelStep`` (``kernel_step.py``) with kernels, on GPUs. No mask function is registered under this name, so models build no mask (with one,
 transformers takes decode rows at positions 7, 8, 9 for one packed sequence).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -40,17 +41,89 @@ class LayerAttention:
         return self.softcap is not None or self.sinks is not None
 
 
+class Step(Protocol):
+    """The step, which every layer's attention gets as keyword ``paged``."""
+
+    @property
+    def batch(self) -> FlatBatch:
+        """Its tokens."""
+        ...
+
+    @property
+    def layers(self) -> list[LayerAttention]:
+        """How the layers called attention, in the order in which they did; filled by ``paged_attention``."""
+        ...
+
+    def store_and_attend(self, layer: LayerAttention, fresh: KeysValues, query: torch.Tensor) -> torch.Tensor:
+        """Both of the next two, as a model's modules have them.
+
+        Args:
+            layer: which layer, and how it attends.
+            fresh: the step's keys and values, ``[1, Hkv, T, D]`` each.
+            query: ``[1, H, T, D]``.
+
+        Returns:
+            ``[T, H, D]``.
+        """
+        ...
+
+    def store(self, layer: LayerAttention, keys_values: torch.Tensor) -> None:
+        """Write the step's keys and values, ``[2, T, Hkv, D]``, to the pool."""
+        ...
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        query: torch.Tensor,
+        fresh: KeysValues,
+        output: torch.Tensor,
+        *,
+        is_sampled: bool = False,
+    ) -> None:
+        """Let queries attend, whose keys and values are stored already.
+
+        Args:
+            layer: which layer, and how it attends.
+            query: ``[1, H, T, D]``.
+            fresh: the step's keys and values, ``[1, Hkv, T, D]`` each.
+            output: ``[T, H, D]``, contiguous; filled.
+            is_sampled: ``query`` and ``output`` have the rows of ``batch.sampled`` only.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class PagedStep:
-    """The step, which every layer's attention gets as keyword ``paged``.
-
-    Attributes:
-        layers: how the layers called attention, in the order in which they did; filled by ``paged_attention``.
-    """
+    """A ``Step`` that gathers the blocks of each segment and has PyTorch attend to them."""
 
     pool: KvPool
     batch: FlatBatch
     layers: list[LayerAttention] = field(default_factory=list)
+
+    def store_and_attend(self, layer: LayerAttention, fresh: KeysValues, query: torch.Tensor) -> torch.Tensor:
+        """As ``Step`` says."""
+        self.store(layer, torch.stack((fresh.keys[0], fresh.values[0])).transpose(1, 2))
+        output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+        self.attend(layer, query, fresh, output)
+        return output
+
+    def store(self, layer: LayerAttention, keys_values: torch.Tensor) -> None:
+        """As ``Step`` says."""
+        self.pool.write(self.batch.slots[layer.index], keys_values)
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        query: torch.Tensor,
+        fresh: KeysValues,
+        output: torch.Tensor,
+        *,
+        is_sampled: bool = False,
+    ) -> None:
+        """As ``Step`` says."""
+        sampled = self.batch.sampled if is_sampled else None
+        for segment in self.batch.segments if sampled is None else sampled.segments:
+            attend(layer, segment, self.pool, query, fresh, output)
 
 
 def paged_attention(
@@ -60,7 +133,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedStep,
+    paged: Step,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -79,11 +152,7 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = LayerAttention(index, scale, sliding_window, softcap, s_aux)
     paged.layers.append(layer)
-    paged.pool.write(paged.batch.slots[index], torch.stack((key[0], value[0])).transpose(1, 2))
-    output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
-    fresh = KeysValues(key, value)
-    for segment in paged.batch.segments:
-        attend(layer, segment, paged.pool, query, fresh, output)
+    output = paged.store_and_attend(layer, KeysValues(key, value), query)
     return output[None], None
 
 

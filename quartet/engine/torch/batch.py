@@ -154,7 +154,8 @@ class FlatBatch:
     Attributes:
         token_ids: ``[1, T]`` int64.
         positions: ``[1, T]`` int64.
-        slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``).
+        slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``); empty, as
+            ``segments`` and those of ``sampled``, where kernels attend, which have inputs of their own.
         last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
         sampled: the same rows as a batch of their own; ``None``: they are all rows.
         media: replaces the embeddings of some tokens; ``None``: all is text.

@@ -22,9 +22,8 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from quartet.engine.torch.attention import LayerAttention, PagedStep, attend
-from quartet.engine.torch.batch import Segment
-from quartet.engine.torch.pool import Buffers, KeysValues, KvPool
+from quartet.engine.torch.attention import LayerAttention, Step
+from quartet.engine.torch.pool import Buffers, KeysValues
 from quartet.kvcache.layout import KvLayout
 
 # The code of these decoder layers was read; another class may compute something else with modules of the same names.
@@ -104,7 +103,7 @@ class Decoder:
         self._buffers = Buffers(embedding)
         self._max_rows = ROWS_ON_CPU if embedding.device.type == "cpu" else None
 
-    def __call__(self, step: PagedStep) -> torch.Tensor:
+    def __call__(self, step: Step) -> torch.Tensor:
         """Write the step's KV to the pool; logits ``[S, V]`` of the rows that sample."""
         batch = step.batch
         hidden = functional.embedding(batch.token_ids[0], self._embedding)
@@ -115,7 +114,7 @@ class Decoder:
         sampled = batch.sampled
         for layer in self._layers if sampled is None else self._layers[:-1]:
             heads, fresh = self._project(layer, hidden, rope, step, slices)
-            self._add_attention(layer, hidden, heads, fresh, step.pool, batch.segments, slices)
+            self._add_attention(layer, hidden, heads, fresh, step, slices)
             self._add_mlp(layer, hidden, slices)
         if sampled is None:
             return self._head(self._norm(hidden.index_select(0, batch.last_rows)))
@@ -123,7 +122,7 @@ class Decoder:
         heads, fresh = self._project(layer, hidden, rope, step, slices)
         hidden, heads = hidden.index_select(0, sampled.rows), heads.index_select(0, sampled.rows)
         slices = self._slices(hidden.shape[0])
-        self._add_attention(layer, hidden, heads, fresh, step.pool, sampled.segments, slices)
+        self._add_attention(layer, hidden, heads, fresh, step, slices, is_sampled=True)
         self._add_mlp(layer, hidden, slices)
         return self._head(self._norm(hidden.index_select(0, sampled.order)))
 
@@ -131,7 +130,7 @@ class Decoder:
         return [slice(first, end) for first, end in _cut(num_rows, self._max_rows or max(num_rows, 1))]
 
     def _project(
-        self, layer: DecoderLayer, hidden: torch.Tensor, rope: _Rope, step: PagedStep, slices: Sequence[slice]
+        self, layer: DecoderLayer, hidden: torch.Tensor, rope: _Rope, step: Step, slices: Sequence[slice]
     ) -> tuple[torch.Tensor, KeysValues]:
         """Queries, keys and values of all rows, ``[T, H + 2 * Hkv, D]``; writes keys and values to the pool."""
         shape, num_tokens = self._shape, hidden.shape[0]
@@ -142,7 +141,7 @@ class Decoder:
             self._norm_heads(layer, heads[rows])
             rope.rotate(heads[rows, :num_rotated], rows)
         keys_values = heads[:, shape.num_heads :].view(num_tokens, 2, -1, shape.head_dim).transpose(0, 1)
-        step.pool.write(step.batch.slots[layer.attention.index], keys_values)
+        step.store(layer.attention, keys_values)
         by_head = keys_values.transpose(1, 2)[:, None]
         return heads, KeysValues(by_head[0], by_head[1])
 
@@ -152,16 +151,16 @@ class Decoder:
         hidden: torch.Tensor,
         heads: torch.Tensor,
         fresh: KeysValues,
-        pool: KvPool,
-        segments: Sequence[Segment],
+        step: Step,
         slices: Sequence[slice],
+        *,
+        is_sampled: bool = False,
     ) -> None:
-        """``hidden``, ``heads`` and ``segments`` are of the same rows; ``fresh`` are the whole step's."""
+        """``hidden`` and ``heads`` are of the same rows; ``fresh`` are the whole step's."""
         num_heads, head_dim = self._shape.num_heads, self._shape.head_dim
         query = heads[None, :, :num_heads].transpose(1, 2)
         attended = self._buffers.take("attended", hidden.shape[0], num_heads, head_dim)
-        for segment in segments:
-            attend(layer.attention, segment, pool, query, fresh, attended)
+        step.attend(layer.attention, query, fresh, attended, is_sampled=is_sampled)
         for rows in slices:
             layer.output.add_to(hidden[rows], attended[rows].flatten(1))
 

@@ -66,7 +66,7 @@ class KvPool:
         self._tokens[slots] = keys_values
 
     def gather(self, rows: torch.Tensor, num_seqs: int) -> KeysValues:
-        """Read whole blocks into memory that the next call overwrites.
+        """Read whole blocks into memory that the next call may overwrite.
 
         Args:
             rows: ``[2 * num_seqs * num_blocks]`` int64: pool rows of all keys, sequence after sequence, then values.
@@ -152,19 +152,23 @@ def num_pool_blocks(
 
 
 class Buffers:
-    """Named buffers that grow to the largest size asked for, kept from step to step.
+    """Named buffers that grow to the largest size asked for, kept from step to step on a CPU.
 
     A large tensor that a step allocates and frees goes back to the system, and every page of the next one is a page
-    fault (measured on a CPU: copying 2 MB into it took 2100 us instead of 120).
+    fault (measured on a CPU: copying 2 MB into it took 2100 us instead of 120). On a GPU, PyTorch keeps what is freed,
+    and a CUDA graph would go on using a buffer that was replaced by a larger one: buffers are new each time.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
         """Buffers of the dtype and on the device of ``like``."""
         self._like = like
+        self._is_kept = like.device.type == "cpu"
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Memory of this shape, uninitialised; the same as at the last call with this name."""
+        """Memory of this shape, uninitialised; on a CPU the same as at the last call with this name."""
+        if not self._is_kept:
+            return self._like.new_empty(shape)
         num_elements = torch.Size(shape).numel()
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < num_elements:
