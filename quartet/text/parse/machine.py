@@ -1,0 +1,389 @@
+"""The machine that reads a model's output as a format's table says."""
+
+from __future__ import annotations
+
+import html
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from quartet.text.parse.states import BACK, MAX_SPACE, Do, Edge, Format, Quoting, Scan, Sink, State
+from quartet.text.parse.values import ObjectScan, Progress, argument_types, parse_json, to_json
+
+_SPACE = re.compile(r"\s*+")
+_NAME = re.compile(r"[^\s{}()\[\]<>\"']+")
+_ATTRIBUTE = re.compile(r'\b(\w++)="([^"]*)"')
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_STRING = frozenset(["string"])
+_ANY = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_UNMARKED_KEYS = frozenset(["name", "type", "id", *_ARGUMENT_KEYS])
+
+
+class OutputParser:
+    """Parses one output, which comes in pieces of any length.
+
+    A call is shown once it is complete; malformed, it stays text, unless the format keeps calls in sections of their
+    own; cut, it is left out. If arguments are streamed, a call begins with its first argument, and then may never end.
+
+    What is shown doesn't depend on how the output was split, and the work is linear in its length. Of content and
+    reasoning only the beginning of a marker and whitespace wait, and what may be a call until it is one.
+
+    Attributes:
+        num_failed_calls: those that were marked as calls and were malformed or cut.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        *,
+        prompt_end: str = "",
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        streams_arguments: bool = False,
+        make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
+    ) -> None:
+        """Begin an output.
+
+        Args:
+            format: of the model, see ``choose_format``.
+            prompt_end: text of the prompt's last tokens, special ones included: templates may begin the reasoning.
+            tools: JSON Schemas of the parameters by function name, for values that the model writes without a type.
+                Without markers only calls of these functions are calls. ``None``: unknown.
+            streams_arguments: show arguments as they come.
+            make_id: makes the ids of calls where the model writes none.
+        """
+        self.num_failed_calls = 0
+        self._format = format
+        self._tools = tools or {}
+        self._streams = streams_arguments
+        self._make_id = make_id
+        self._events: list[Event] = []
+        self._buffer = self._held = ""
+        self._is_last = self._waits = False
+        self._field: list[str] = []
+        self._num_calls = 0
+        self._is_open = False  # something that may be a call has begun
+        self._is_shown = False  # a part of it was shown as a call
+        self._is_unmarked = False
+        self._raw: list[str] = []  # its text
+        self._raw_from = 0  # where in the buffer its text begins
+        self._ready: list[tuple[str, str | None, str]] = []  # calls of a list that is not complete
+        self._scan = ObjectScan(Quoting.JSON)
+        self._id: str | None = None
+        self._forget_call()
+        self._origin = self._content = format.states["content"]
+        self._enter(format.states[format.start_after(prompt_end)])
+
+    def push(self, text: str) -> list[Event]:
+        """Take what comes next of the output; returns what it shows."""
+        if not self._held and self._plain is not None and self._notable(text) is None:
+            return [self._plain(text)] if text else []
+        return self._run(self._held + text)
+
+    def finish(self) -> list[Event]:
+        """The output has ended; returns what was held back. Nothing may be pushed after."""
+        self._is_last = True
+        events = self._run(self._held)
+        if self._is_open and self._is_unmarked and not self._is_shown:
+            events.append(Content("".join(self._raw) + self._held))
+        elif self._is_open:
+            self.num_failed_calls += 1
+        return events
+
+    def _run(self, buffer: str) -> list[Event]:
+        events = self._events = []
+        self._buffer, self._raw_from, self._waits = buffer, 0, False
+        at = 0
+        while not self._waits:
+            at = self._step(at)
+        if self._is_open and not self._is_shown:
+            self._raw.append(buffer[self._raw_from : at])
+        self._held = buffer[at:]
+        return events
+
+    def _go(self, name: str) -> None:
+        if name == BACK and self._origin is not self._content:
+            self._enter(self._origin)
+        else:
+            self._enter(self._format.states[self._format.after_call if name == BACK else name])
+
+    def _enter(self, state: State) -> None:
+        self._state, self._notable = state, state.notable.search
+        self._plain = _PLAIN.get(state.sink) if state.scan is Scan.TEXT else None
+        self._step = self._text if state.scan is Scan.TEXT else self._expect
+        if state.scan in (Scan.CALL, Scan.OBJECT):
+            self._step = self._object
+            self._scan = ObjectScan(state.quoting, self._accepts if state.scan is Scan.CALL else None)
+
+    # Steps: each reads from ``at`` on and returns how far it came, or says that it waits for more.
+
+    def _text(self, at: int) -> int:
+        state, buffer, begin = self._state, self._buffer, at
+        while (match := state.pattern.search(buffer, at)) is not None:
+            start, end = match.span()
+            edge = state.by_marker.get(match.group())
+            is_open_end = end == len(buffer) and not self._is_last
+            if is_open_end and (edge is None or edge.marker in state.extendable):
+                return self._wait_in_text(begin, start)
+            if edge is not None and edge.follow:
+                follow = edge.follows.match(buffer, end)
+                if follow is not None and follow.group(1) not in edge.follow and not self._is_last:
+                    return self._wait_in_text(begin, start)
+                edge = edge if follow is not None else None
+            if edge is None:
+                at = start + 1
+                continue
+            cut = _rstrip(buffer, begin, start) if edge.strips else start
+            bad = self._put(begin, cut)
+            return self._fail(bad) if bad is not None else self._take(edge, cut, start if edge.keeps else end)
+        return self._wait_in_text(begin, len(buffer))
+
+    def _wait_in_text(self, begin: int, end: int) -> int:
+        if self._is_last:
+            end = len(self._buffer)
+        elif self._state.strips:
+            end = _rstrip(self._buffer, begin, end)
+        bad = self._put(begin, end)
+        self._waits = bad is None
+        return end if bad is None else self._fail(bad)
+
+    def _put(self, begin: int, end: int) -> int | None:
+        """Give the sink its text; returns where a field stops being one."""
+        text, state = self._buffer[begin:end], self._state
+        if text and state.sink is Sink.FIELD:
+            bad = state.bars.search(text) if state.bars is not None else None
+            if bad is not None:
+                return begin + bad.start()
+            self._field.append(text)
+        elif text and state.sink is Sink.VALUE:
+            self._put_value(text)
+        elif text and state.sink is not Sink.NOTHING:
+            self._events.append(_PLAIN[state.sink](text))
+        return None
+
+    def _expect(self, at: int) -> int:
+        state, buffer = self._state, self._buffer
+        if state.drops_space and (space := _SPACE.match(buffer, at)) is not None:
+            at = space.end()
+        match = state.expected.match(buffer, at)
+        if match is not None:
+            edge = state.by_marker.get(match.group(1))
+            is_open_end = match.end() == len(buffer) and not self._is_last
+            if is_open_end and (edge is None or edge.marker in state.extendable):
+                self._waits = True
+                return at
+            if edge is not None:
+                return self._take(edge, at, match.start(1) if edge.keeps else match.end())
+        if state.otherwise is not None:
+            self._go(state.otherwise)
+            return at
+        if match is not None and match.end() == len(buffer):  # the output ends here
+            self._waits = True
+            return at
+        return self._fail(at)
+
+    def _object(self, at: int) -> int:
+        state, scan = self._state, self._scan
+        at = scan.feed(self._buffer, at)
+        if state.scan is Scan.OBJECT:
+            self._add_arguments(scan.take_json())
+        elif not self._take_call_arguments(is_complete=scan.progress is Progress.DONE):
+            return self._fail(at)
+        if scan.progress is Progress.MORE:
+            self._waits = True
+        elif scan.progress is Progress.MALFORMED:
+            return self._fail(at)
+        else:
+            if state.ends:
+                self._end_call()
+            self._go(state.then)
+        return at
+
+    def _take(self, edge: Edge, begin: int, at: int) -> int:
+        """Leave the state by ``edge``, whose marker, and the whitespace it strips, begins at ``begin``."""
+        field, to = "".join(self._field), edge.to
+        self._field = []
+        if edge.do in (Do.OPEN, Do.OPEN_UNMARKED):
+            self._open_call(begin, is_unmarked=edge.do is Do.OPEN_UNMARKED)
+        elif edge.do is Do.HEADER:
+            to = self._read_header(field, at)
+        elif edge.do is not None and not _ACTIONS[edge.do](self, field):
+            return self._fail(at)
+        if edge.ends:
+            self._end_call()
+        self._go(to)
+        return at
+
+    # Calls: what actions do returns whether the call is still well-formed.
+
+    def _open_call(self, begin: int, *, is_unmarked: bool = False) -> None:
+        if not self._is_open:  # else it is one more of the markers before a call
+            self._is_open, self._is_shown, self._is_unmarked = True, False, is_unmarked
+            self._origin = self._state if self._state.scan is Scan.TEXT else self._content
+            self._raw, self._raw_from = [], begin
+            self._ready.clear()
+            self._forget_call()
+
+    def _forget_call(self) -> None:
+        self._name, self._id = "", None
+        self._arguments: list[str] = []
+        self._has_begun = False  # whether its beginning was shown
+        self._keys: set[str] = set()
+
+    def _fail(self, at: int) -> int:
+        """The call is malformed: go back to where it began, with its text if that can be shown."""
+        raw = "".join(self._raw) + self._buffer[self._raw_from : at]
+        self.num_failed_calls += not self._is_unmarked
+        self._is_open = False
+        self._field = []
+        self._enter(self._origin)
+        if not self._is_shown and self._plain is not None:
+            self._events.append(self._plain(raw))
+        return at
+
+    def _set_name(self, field: str) -> bool:
+        self._name = field.strip()
+        is_known = not (self._is_unmarked and self._tools) or self._name in self._tools
+        return is_known and _NAME.fullmatch(self._name) is not None
+
+    def _set_named_id(self, field: str) -> bool:
+        self._set_id(field)
+        name, colon, number = field.strip().removeprefix("functions.").rpartition(":")
+        return self._set_name(name if colon and number.isdecimal() else field)
+
+    def _set_id(self, field: str) -> bool:
+        self._id = field.strip() or None
+        return True
+
+    def _read_call_attributes(self, field: str) -> bool:
+        return self._set_name(html.unescape(dict(_ATTRIBUTE.findall(field)).get("tool", "")))
+
+    def _read_header(self, field: str, at: int) -> str:
+        """Harmony: what a message is, as its header says; returns the state that reads it."""
+        recipient = (_RECIPIENT.findall(field) or ["assistant"])[-1]
+        channel = (_CHANNEL.findall(field) or ["final"])[-1]
+        if recipient.startswith("functions."):
+            self._enter(self._content)
+            if "arguments" in self._format.states:
+                self._open_call(at)
+                self._is_open = self._set_name(recipient.removeprefix("functions."))
+            return "arguments" if self._is_open else "content"
+        if recipient != "assistant":
+            return "built_in"
+        return "reasoning" if channel == "analysis" else "content"
+
+    def _accepts(self, key: str, value: str | None) -> bool:
+        """Whether a call as a JSON object may have this key, or value."""
+        if value is None:
+            return not self._is_unmarked or key in _UNMARKED_KEYS
+        text = parse_json(value)
+        if key == "id" and isinstance(text, str):
+            self._set_id(text)
+        return key != "name" or (isinstance(text, str) and self._set_name(text))
+
+    def _take_call_arguments(self, *, is_complete: bool) -> bool:
+        """Take what is known of the arguments of a call that is a JSON object."""
+        pieces = next((self._scan.values[key] for key in _ARGUMENT_KEYS if key in self._scan.values), None)
+        is_object = self._has_begun or bool(pieces and pieces[0] == "{")
+        if not is_complete:
+            if not (self._streams and self._name and is_object and pieces):
+                return True
+        elif not self._name or (pieces is None and self._is_unmarked):
+            return False
+        text = "".join(pieces or ())
+        (pieces or []).clear()
+        if not is_object:
+            inner = parse_json(text)  # JSON in a string
+            text = inner if isinstance(inner, str) else text
+            if text in ("", "null"):
+                text = "{}"
+            elif not isinstance(parse_json(text), dict):
+                return False
+        self._add_arguments(text)
+        return True
+
+    def _set_key(self, field: str) -> bool:
+        return self._begin_value(field, argument_types(self._tools.get(self._name), field))
+
+    def _read_key_attributes(self, field: str) -> bool:
+        attributes = dict(_ATTRIBUTE.findall(field))
+        types = _STRING if attributes.get("type", "string") == "string" else _ANY
+        return self._begin_value(html.unescape(attributes.get("key", "")), types)
+
+    def _begin_value(self, key: str, types: frozenset[str] | None) -> bool:
+        if key in self._keys:
+            return False
+        lead = ("{" if not self._keys else ", ") + to_json(key, _STRING) + ": "
+        self._keys.add(key)
+        self._types, self._value = types, [""]
+        # Of other values only the end shows what JSON they are.
+        self._streams_value = self._streams and types == _STRING
+        self._add_arguments(lead + '"' if self._streams_value else lead)
+        return True
+
+    def _put_value(self, text: str) -> None:
+        if self._streams_value:
+            self._add_arguments(to_json(text, _STRING)[1:-1])
+        else:
+            self._value.append(text)
+
+    def _end_value(self) -> bool:
+        self._add_arguments('"' if self._streams_value else to_json("".join(self._value), self._types))
+        return True
+
+    def _add_arguments(self, text: str) -> None:
+        if not self._streams:
+            self._arguments.append(text)
+        elif text:
+            if not self._has_begun:
+                self._has_begun = self._is_shown = True
+                self._events.append(CallBegin(self._num_calls, self._id or self._make_id(), self._name))
+            self._events.append(CallArguments(self._num_calls, text))
+
+    def _end_listed(self) -> bool:
+        """The call is complete, but shown only with all others of its list."""
+        if self._streams:
+            self._events.append(CallEnd(self._num_calls))
+            self._num_calls += 1
+        else:
+            self._ready.append((self._name, self._id, "".join(self._arguments)))
+        self._forget_call()
+        return True
+
+    def _end_call(self) -> None:
+        if self._keys:
+            self._add_arguments("}")
+        elif not (self._arguments or self._has_begun):
+            self._add_arguments("{}")
+        self._end_listed()
+        self._is_open = False
+        for name, call_id, arguments in self._ready:
+            index = self._num_calls
+            self._num_calls += 1
+            self._events.append(CallBegin(index, call_id or self._make_id(), name))
+            self._events += (CallArguments(index, arguments), CallEnd(index))
+        self._ready.clear()
+
+
+def _rstrip(text: str, begin: int, end: int) -> int:
+    """Where whitespace before ``end`` begins; of a long run only the last part counts."""
+    begin = max(begin, end - MAX_SPACE)
+    return begin + len(text[begin:end].rstrip())
+
+
+_PLAIN: Mapping[Sink, type[Content] | type[Reasoning]] = {Sink.CONTENT: Content, Sink.REASONING: Reasoning}
+_ACTIONS: Mapping[Do, Callable[[OutputParser, str], bool]] = {
+    Do.NAME: OutputParser._set_name,
+    Do.NAMED_ID: OutputParser._set_named_id,
+    Do.ID: OutputParser._set_id,
+    Do.CALL_ATTRIBUTES: OutputParser._read_call_attributes,
+    Do.KEY: OutputParser._set_key,
+    Do.KEY_OF_STRING: lambda parser, field: parser._begin_value(field, _STRING),
+    Do.KEY_OF_JSON: lambda parser, field: parser._begin_value(field, _ANY),
+    Do.KEY_ATTRIBUTES: OutputParser._read_key_attributes,
+    Do.VALUE: lambda parser, field: parser._end_value(),
+    Do.NEXT: lambda parser, field: parser._end_listed(),
+}

@@ -1,0 +1,113 @@
+"""The parsers by name, and which of them a chat template calls for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+from quartet.errors import ConfigError
+from quartet.text.parse import formats
+from quartet.text.parse.formats import CallTable, ReasoningTable, join_tables
+from quartet.text.parse.states import Format
+
+REASONING_PARSERS: Mapping[str, ReasoningTable | Callable[..., Format]] = {
+    "deepseek_r1": formats.SPACED_REASONING,
+    "deepseek_v3": formats.PLAIN_REASONING,
+    "gemma4": formats.GEMMA4_REASONING,
+    "glm45": formats.SPACED_REASONING,
+    "gpt_oss": formats.harmony,
+    "kimi_k2": formats.PLAIN_REASONING,
+    "kimi_k3": formats.kimi_k3,
+    "mistral": formats.MISTRAL_REASONING,
+    "qwen3": formats.SPACED_REASONING,
+}
+
+TOOL_CALL_PARSERS: Mapping[str, CallTable | Callable[..., Format]] = {
+    "deepseek_v3": formats.DEEPSEEK_V3,
+    "deepseek_v3_1": formats.DEEPSEEK_V31,
+    "deepseek_v3_2": formats.DEEPSEEK_DSML,
+    "gemma4": formats.GEMMA4,
+    "glm45": formats.GLM,
+    "harmony": formats.harmony,
+    "hermes": formats.HERMES,
+    "kimi_k2": formats.KIMI_K2,
+    "kimi_k3": formats.kimi_k3,
+    "llama3_json": formats.LLAMA3_JSON,
+    "mistral": formats.MISTRAL,
+    "pythonic": formats.PYTHONIC,
+    "qwen3_coder": formats.QWEN3_XML,
+}
+
+_ALIASES: Mapping[str, str] = {
+    "deepseek_v31": "deepseek_v3_1",
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "deepseek_v41"), "deepseek_v3_2"),
+    "glm47": "glm45",
+    "llama4_pythonic": "pythonic",
+    "openai": "harmony",
+    "openai_gptoss": "gpt_oss",
+    "qwen3_xml": "qwen3_coder",
+}
+
+# Reasoning and tool-call parser of templates that hold these texts, the first that fits; the reasoning parser counts
+# only if the template holds what follows it.
+_TEMPLATES: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("<|channel|>", "<|message|>"), "gpt_oss", "", "harmony"),
+    (("<|open|>", "<|sep|>"), "kimi_k3", "", "kimi_k3"),
+    (("｜DSML｜",), "deepseek_v3", "</think>", "deepseek_v3_2"),
+    (("<｜tool▁sep｜>", "```json"), "deepseek_r1", "</think>", "deepseek_v3"),
+    (("<｜tool▁sep｜>",), "deepseek_v3", "</think>", "deepseek_v3_1"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2", "</think>", "kimi_k2"),
+    (("<|tool_call>",), "gemma4", "<|channel>", "gemma4"),
+    (("<arg_key>",), "glm45", "</think>", "glm45"),
+    (("<function=",), "qwen3", "</think>", "qwen3_coder"),
+    (("<tool_call>",), "qwen3", "</think>", "hermes"),
+    (("[TOOL_CALLS]",), "mistral", "[THINK]", "mistral"),
+    (("<|header_start|>",), "", "", "pythonic"),
+    (("<|start_header_id|>", '"parameters"'), "", "", "llama3_json"),
+    (("</think>",), "qwen3", "", ""),
+)
+
+
+def choose_format(
+    reasoning_parser: str | None = None, tool_call_parser: str | None = None, *, chat_template: str = ""
+) -> Format:
+    """The format of a model's output.
+
+    Args:
+        reasoning_parser: a name of ``REASONING_PARSERS``; ``""``: reasoning stays in the content; ``None``: the one
+            that ``chat_template`` calls for, if any.
+        tool_call_parser: the same, of ``TOOL_CALL_PARSERS``.
+        chat_template: the template's source.
+
+    Raises:
+        ConfigError: a name is unknown, or the two don't go together.
+    """
+    guessed_reasoning = guessed_calls = ""
+    for texts, reasoning, text, calls in _TEMPLATES:
+        if all(part in chat_template for part in texts):
+            guessed_reasoning, guessed_calls = reasoning if text in chat_template else "", calls
+            break
+    return _make_format(
+        _known(guessed_reasoning if reasoning_parser is None else reasoning_parser, REASONING_PARSERS),
+        _known(guessed_calls if tool_call_parser is None else tool_call_parser, TOOL_CALL_PARSERS),
+    )
+
+
+@cache
+def _make_format(reasoning_parser: str, tool_call_parser: str) -> Format:
+    reasoning = REASONING_PARSERS.get(reasoning_parser)
+    calls = TOOL_CALL_PARSERS.get(tool_call_parser)
+    whole = calls if isinstance(reasoning, ReasoningTable) or reasoning is None else reasoning
+    if whole is None or isinstance(whole, CallTable):
+        assert reasoning is None or isinstance(reasoning, ReasoningTable)
+        return join_tables(reasoning, whole)
+    if any(parser is not None and parser is not whole for parser in (reasoning, calls)):
+        raise ConfigError(f"the parsers {reasoning_parser} and {tool_call_parser} don't go together")
+    return whole(has_reasoning=reasoning is not None, has_calls=calls is not None)
+
+
+def _known(name: str, parsers: Mapping[str, object]) -> str:
+    name = name if name in parsers else _ALIASES.get(name, name)
+    if name and name not in parsers:
+        raise ConfigError(f"no parser is called {name}; there are {', '.join(parsers)}")
+    return name

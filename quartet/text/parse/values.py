@@ -1,0 +1,269 @@
+"""Arguments of tool calls as models write them, and as JSON."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from typing import Any, NoReturn
+
+from quartet.text.parse.states import QUOTES, Quoting, trie
+
+#: A model that nests deeper writes no call; readers of JSON recurse.
+_MAX_DEPTH = 100
+
+_CLOSERS = {"{": "}", "[": "]", "(": ")"}
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPE = r"\\(?:x[0-9a-fA-F]{0,2}|u[0-9a-fA-F]{0,4}|U[0-9a-fA-F]{0,8}|[\s\S]|\Z)"
+_PYTHON_ESCAPES = "\n\\'\"abfnrtvxuU0"
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+_TOKENS = {
+    Quoting.JSON: re.compile(r'[:,{}\[\]"]'),
+    Quoting.GEMMA: re.compile(rf"[:,{{}}\[\]]|{trie(QUOTES[Quoting.GEMMA])}"),
+    Quoting.PYTHON: re.compile(rf"[=:,{{}}\[\]()]|{trie(QUOTES[Quoting.PYTHON])}"),
+}
+_STRING_ENDS = {
+    (quoting, quote): re.compile(trie([quote]) + ("" if quoting is Quoting.GEMMA else f"|{_ESCAPE}"))
+    for quoting, quotes in QUOTES.items()
+    for quote in quotes
+}
+
+
+class Progress(Enum):
+    """What a scanner says of what it has read."""
+
+    MORE = auto()
+    DONE = auto()
+    MALFORMED = auto()
+
+
+class ObjectScan:
+    """Turns an object that comes in pieces into JSON; of JSON itself, it mends what models get wrong in strings.
+
+    Attributes:
+        progress: so far.
+        values: if asked for: the values at the top as JSON, by key, in pieces as they came.
+    """
+
+    def __init__(self, quoting: Quoting, accepts: Callable[[str, str | None], bool] | None = None) -> None:
+        """``accepts``: fill ``values``, and ask this whether a key, then ``None``, and later its JSON may be there."""
+        self.progress = Progress.MORE
+        self.values: dict[str, list[str]] = {}
+        self._quoting = quoting
+        self._accepts = accepts
+        self._is_json = quoting is Quoting.JSON
+        self._closers: list[str] = []
+        self._out: list[str] = []
+        self._bare: list[str] = []
+        self._key = ""
+        self._quote: str | None = None
+        self._is_key = True  # whether a key comes next, or has come and its separator has not
+        self._is_filled = False  # whether the key or value that is due here has come
+        self._owes_comma = False
+
+    def take_json(self) -> str:
+        """The JSON since the last call."""
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def feed(self, text: str, at: int) -> int:
+        """Read ``text`` from ``at`` on. Returns where it stopped: a few last characters may have to come again."""
+        while at < len(text) and self.progress is Progress.MORE:
+            pattern = _TOKENS[self._quoting] if self._quote is None else _STRING_ENDS[self._quoting, self._quote]
+            match = pattern.search(text, at)
+            end = len(text) if match is None else match.start()
+            if self._quote is not None:
+                self._out.append(_CONTROL.sub(_escape_match, text[at:end]) if self._is_json else _escape(text[at:end]))
+            elif end > at and not self._add_bare(text[at:end]):
+                return self._malformed(end - len(text[at:end].lstrip()))
+            if match is None or (match.end() == len(text) and not self._is_whole(match.group())):
+                return end
+            at = match.end()
+            if not (self._take(match.group()) if self._quote is None else self._take_in_string(match.group())):
+                return self._malformed(end)
+        return at
+
+    def _malformed(self, at: int) -> int:
+        self.progress = Progress.MALFORMED
+        return at
+
+    def _is_whole(self, token: str) -> bool:
+        """Whether ``token``, which ends the text, can't be the beginning of a longer one."""
+        if token.startswith("\\"):
+            return len(token) == 2 + _HEX_DIGITS.get(token[1:2], 0)
+        if self._quote is not None:
+            return token == self._quote
+        return token in "=:,{}[]()" or (token in QUOTES[self._quoting] and (len(token) > 1 or self._is_json))
+
+    def _add_bare(self, text: str) -> bool:
+        self._bare.append(text)
+        # Before the object, or as a key of JSON, there can only be whitespace.
+        return text.isspace() or bool(self._closers and not (self._is_json and (self._is_key or self._is_filled)))
+
+    def _take_in_string(self, token: str) -> bool:
+        if token != self._quote:
+            self._out.append(_unescape(token, is_json=self._is_json))
+            return True
+        self._quote, self._is_filled = None, True
+        self._out.append('"')
+        return True
+
+    def _take(self, token: str) -> bool:
+        if not self._closers:
+            self._bare.clear()
+            self._closers.append(_CLOSERS.get(token, ""))
+            if self._accepts is None:
+                self._out.append("{")
+            return token == ("(" if self._quoting is Quoting.PYTHON else "{")
+        if token == ":" and self._quoting is Quoting.GEMMA and not self._is_key:
+            self._bare.append(token)  # of a bare value, such as a time
+            return True
+        bare = "".join(self._bare).strip()
+        self._bare.clear()
+        if token in ":=":
+            return self._end_key(token, bare)
+        if token in "{[" or token in QUOTES[self._quoting]:
+            return not bare and self._begin(token)
+        return token in ",}])" and self._end_value(token, bare)
+
+    def _end_key(self, token: str, bare: str) -> bool:
+        is_argument = self._quoting is Quoting.PYTHON and len(self._closers) == 1
+        if not self._is_key or bool(bare) == self._is_filled or (token == "=") != is_argument:
+            return False
+        self._is_key = self._is_filled = False
+        if self._accepts is not None and len(self._closers) == 1:
+            self._key = parse_json(self.take_json())
+            is_new = self._key not in self.values
+            self._out = self.values[self._key] = []
+            return is_new and self._accepts(self._key, None)
+        if bare:
+            self._begin_item()
+            self._out.append(json.dumps(bare, ensure_ascii=False))
+        self._out.append(": ")
+        return True
+
+    def _begin(self, token: str) -> bool:
+        if self._is_filled or (self._is_key and token in "{["):
+            return False
+        self._begin_item()
+        self._out.append(token if token in "{[" else '"')
+        if token not in "{[":
+            self._quote = token
+            return True
+        self._closers.append(_CLOSERS[token])
+        self._is_key = token == "{"
+        return len(self._closers) <= _MAX_DEPTH
+
+    def _end_value(self, token: str, bare: str) -> bool:
+        if bare:
+            value = _LITERALS.get(bare) or (bare if _NUMBER.fullmatch(bare) else None)
+            if value is None and self._quoting is Quoting.GEMMA:
+                value = json.dumps(bare, ensure_ascii=False)
+            if value is None or self._is_key or self._is_filled:
+                return False
+            self._begin_item()
+            self._out.append(value)
+            self._is_filled = True
+        is_top = self._accepts is not None and len(self._closers) == 1
+        if self._accepts is not None and is_top and self._is_filled and not self._is_key:
+            if not self._accepts(self._key, "".join(self._out)):
+                return False
+            self._out = []
+        is_object = self._closers[-1] != "]"
+        if token == ",":
+            if self._is_key or not self._is_filled:
+                return False
+            self._owes_comma, self._is_filled, self._is_key = not is_top, False, is_object
+            return True
+        # An object may end after a value or where a key could begin.
+        if token != self._closers.pop() or (is_object and self._is_filled == self._is_key):
+            return False
+        self._out.append("}" if is_object else "]")
+        self._owes_comma, self._is_filled, self._is_key = False, True, False
+        if not self._closers:
+            self.progress = Progress.DONE
+        return True
+
+    def _begin_item(self) -> None:
+        if self._owes_comma:
+            self._out.append(", ")
+            self._owes_comma = False
+
+
+def parse_json(text: str) -> Any:
+    """The value of strict JSON; ``None`` also where ``text`` is none."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def to_json(text: str, types: frozenset[str] | None) -> str:
+    """The value that a model wrote as ``text``, as JSON.
+
+    Args:
+        text: a string as it is, or any other value as JSON or as Python's ``True``, ``False`` or ``None``.
+        types: names of JSON Schema's types that it may have; ``None``: unknown.
+    """
+    if types is None or types != {"string"}:
+        literal = text.strip()
+        literal = _LITERALS.get(literal, literal)
+        value = parse_json(literal)
+        names = _types_of(value) if value is not None or literal == "null" else frozenset()
+        if names & (types if types is not None else _NO_STRINGS):
+            return literal
+    return json.dumps(text, ensure_ascii=False)
+
+
+def argument_types(schema: Mapping[str, Any] | None, key: str) -> frozenset[str] | None:
+    """The types that a tool's ``schema`` allows for the argument ``key``; ``None``: it does not say."""
+    properties = (schema or {}).get("properties")
+    schemas = [properties.get(key)] if isinstance(properties, dict) else []
+    names: set[str] = set()
+    while schemas:
+        part = schemas.pop()
+        if isinstance(part, dict):
+            kind = part.get("type", [])
+            names.update(name for name in ([kind] if isinstance(kind, str) else kind) if isinstance(name, str))
+            for union in ("anyOf", "oneOf", "allOf"):
+                schemas += part[union] if isinstance(part.get(union), list) else []
+    return frozenset(names) or None
+
+
+_TYPES = {float: "number", str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
+_NO_STRINGS = frozenset([*_TYPES.values(), "integer"]) - {"string"}
+
+
+def _types_of(value: Any) -> frozenset[str]:
+    is_whole = type(value) is int or (type(value) is float and value.is_integer())
+    return frozenset(["integer", "number"] if is_whole else [_TYPES[type(value)]])
+
+
+def _escape(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _escape_match(match: re.Match[str]) -> str:
+    return _escape(match.group())
+
+
+def _unescape(token: str, *, is_json: bool) -> str:
+    """An escape in a string as text in a JSON string; what is none is a backslash and text."""
+    if is_json:
+        is_escape = token[1] in '"\\/bfnrt' or (token[1] == "u" and len(token) == 6)
+        return token if is_escape else _escape(token)
+    try:
+        text = codecs.decode(token, "unicode_escape") if token[1] in _PYTHON_ESCAPES else token
+    except UnicodeDecodeError:
+        text = token
+    return json.dumps(text)[1:-1]  # of surrogates, which are no characters, JSON can join two
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,271 @@
+"""Properties of all parsers: any splitting gives the same, nothing hostile hurts, and little is held back."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from types import FrameType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet.text.parse import Event, OutputParser, choose_format
+from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
+from quartet.text.parse.states import MAX_SPACE, QUOTES, Format, Scan, Sink
+from tests.text.parse.referee import PARSERS, fixtures, units_of
+
+PAIRS = [
+    ("deepseek_r1", "deepseek_v3"),
+    ("deepseek_v3", "deepseek_v3_1"),
+    ("deepseek_v3", "deepseek_v3_2"),
+    ("gemma4", "gemma4"),
+    ("glm45", "glm45"),
+    ("gpt_oss", "harmony"),
+    ("kimi_k2", "kimi_k2"),
+    ("kimi_k3", "kimi_k3"),
+    ("mistral", "mistral"),
+    ("qwen3", "hermes"),
+    ("qwen3", "llama3_json"),
+    ("qwen3", "pythonic"),
+    ("qwen3", "qwen3_coder"),
+    ("", "hermes"),
+    ("gpt_oss", ""),
+    ("", "kimi_k3"),
+]
+TOOLS = {"f": {"properties": {"key": {"type": "string"}, "n": {"type": ["integer", "null"]}}}}
+
+each_format = pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+
+
+def parser(format: Format, *, streams_arguments: bool = False, prompt_end: str = "") -> OutputParser:
+    return OutputParser(
+        format, prompt_end=prompt_end, tools=TOOLS, streams_arguments=streams_arguments, make_id=lambda: "id"
+    )
+
+
+def merged(events: Iterable[Event]) -> list[tuple[object, ...]]:
+    """The events with neighbouring texts of one kind as one."""
+    whole: list[list[object]] = []
+    for event in events:
+        match event:
+            case Content(text) | Reasoning(text):
+                item = [type(event), 0, text]
+            case CallArguments(index, text):
+                item = [CallArguments, index, text]
+            case CallBegin(index, call_id, name):
+                item = [CallBegin, index, call_id, name]
+            case CallEnd(index):
+                item = [CallEnd, index]
+        if whole and isinstance(item[-1], str) and item[0] is not CallBegin and whole[-1][:2] == item[:2]:
+            whole[-1][2] = f"{whole[-1][2]}{item[2]}"
+        else:
+            whole.append(item)
+    return [tuple(item) for item in whole]
+
+
+def run(parser: OutputParser, deltas: Iterable[str]) -> list[Event]:
+    events = [event for delta in deltas for event in parser.push(delta)]
+    return [*events, *parser.finish()]
+
+
+def markers_of(format: Format) -> list[str]:
+    """Also what objects are written with."""
+    states = format.states.values()
+    markers = {marker for state in states for edge in state.edges for marker in (edge.marker, *edge.follow)}
+    quotes = {quote for state in states if state.scan is Scan.OBJECT for quote in QUOTES[state.quoting]}
+    return sorted(markers | quotes)
+
+
+#: What calls are made of, whole and broken.
+FRAGMENTS = [
+    *(
+        "x",
+        " ",
+        "\n",
+        "  \n",
+        " " * 70,
+        "word",
+        "é東🌸",
+        "\\",
+        '\\"',
+        "\\u00",
+        "0",
+        "-1.5e3",
+        "null",
+        "True",
+        "<",
+        "|>",
+    ),
+    *("f", "functions.f:0", "key", "n", "1", "analysis", "final", "commentary", "assistant", "functions.f", "]", "f("),
+    *('{"name": "f", "arguments": {"key": "a"}}', '{"arguments": {"key": "a"}, "name": "f"}', '{"key": "v"}', "{", "}"),
+    *(
+        '{"name": "f", "parameters": ',
+        '{"key": "',
+        '"}',
+        "key='v', n=None)",
+        "[f(key='a'), f(n=1)]",
+        ":",
+        ",",
+        "=",
+        '">',
+    ),
+    *("{key:", ",n:[1,{b:true}]}", "call:f", "get weather", "{}", "()", "''", '"', '{"name": 1}', '{"a": 1} is'),
+]
+
+
+def samples(calls: str) -> list[list[str]]:
+    """Outputs of models that write calls so, in units."""
+    families = {family: rules for family, rules in PARSERS.items() if any(rule[2] == calls for rule in rules)}
+    units = [units_of(fixture)[0] for fixture in fixtures().values() if fixture.family in families]
+    return [unit for unit in units if len(unit) < 200]
+
+
+@st.composite
+def outputs(draw: st.DrawFn, format: Format, calls: str) -> tuple[str, list[str]]:
+    """What a model wrote with some units gone, and markers and fragments among them; and the same split."""
+    pieces = st.sampled_from([*markers_of(format), *FRAGMENTS])
+    units = list(draw(st.one_of(st.sampled_from(samples(calls) or [[]]), st.just([]))))
+    for _ in range(draw(st.integers(0, 4 if units else 24))):
+        at = draw(st.integers(0, len(units)))
+        units[at : at + draw(st.integers(0, 3))] = draw(st.lists(pieces, max_size=2))
+    text = "".join(units)
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return text, [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
+
+
+@each_format
+@pytest.mark.parametrize("streams_arguments", [False, True], ids=["whole calls", "streamed arguments"])
+def test_any_splitting_gives_the_same_events(pair: tuple[str, str], streams_arguments: bool) -> None:
+    format = choose_format(*pair)
+
+    @settings(max_examples=40, deadline=None)
+    @given(outputs(format, pair[1]), st.sampled_from(["", *format.starts]))
+    def check(output: tuple[str, list[str]], prompt_end: str) -> None:
+        text, deltas = output
+        ways = {"one": [text], "some": deltas, "characters": text}
+        results = {
+            name: merged(run(parser(format, streams_arguments=streams_arguments, prompt_end=prompt_end), way))
+            for name, way in ways.items()
+        }
+        assert results["some"] == results["one"]
+        assert results["characters"] == results["one"]
+        check_calls(results["one"], streams_arguments=streams_arguments)
+
+    check()
+
+
+def check_calls(events: Sequence[tuple[object, ...]], *, streams_arguments: bool) -> None:
+    """Calls come one after the other, and a complete one has an object as arguments."""
+    for number, event in enumerate(events):
+        if event[0] is CallEnd:
+            (begin, _, _, name), (kind, _, arguments) = events[number - 2 : number]
+            assert (begin, kind) == (CallBegin, CallArguments)
+            assert name
+            assert isinstance(json.loads(str(arguments)), dict)
+        elif event[0] is CallBegin and not streams_arguments:
+            assert events[number + 2] == (CallEnd, event[1])
+
+
+@each_format
+def test_text_waits_only_for_the_longest_marker_and_some_whitespace(pair: tuple[str, str]) -> None:
+    format = choose_format(*pair)
+    edges = [edge for state in format.states.values() if state.sink is not Sink.NOTHING for edge in state.edges]
+    bound = max(len(edge.marker) + max(map(len, edge.follow), default=0) for edge in edges) + 2 * MAX_SPACE
+    beginnings = [
+        marker[:end] for marker in markers_of(format) for end in (1, len(marker) - 1) if 0 < end < len(marker)
+    ]
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        st.lists(st.sampled_from([*beginnings, "word", " ", "\n", " " * 100]), max_size=30),
+        st.sampled_from(["", *format.starts]),
+    )
+    def check(pieces: list[str], prompt_end: str) -> None:
+        a_parser = parser(format, prompt_end=prompt_end)
+        num_pushed = num_shown = 0
+        for piece in ["word", *pieces]:
+            if any(marker in piece for marker in markers_of(format)):
+                continue  # the beginning of one is another
+            num_pushed += len(piece)
+            num_shown += sum(
+                len(event.text) for event in a_parser.push(piece) if isinstance(event, Content | Reasoning)
+            )
+            assert num_pushed - num_shown <= bound
+
+    check()
+
+
+def count_calls(act: Callable[[], object]) -> int:
+    """Calls of functions, also of built-in ones, while ``act`` runs."""
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    profile: Callable[..., object] | None = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(profile)
+    return num_calls
+
+
+class CountingParser(OutputParser):
+    """Counts the characters that it reads, those that it reads again among them."""
+
+    num_read = 0
+
+    def _run(self, buffer: str) -> list[Event]:
+        self.num_read += len(buffer)
+        return super()._run(buffer)
+
+
+def count_work(format: Format, text: str, *, delta: int, streams_arguments: bool) -> tuple[int, int]:
+    """Calls of functions, and characters read."""
+    a_parser = CountingParser(format, tools=TOOLS, streams_arguments=streams_arguments)
+    deltas = [text[at : at + delta] for at in range(0, len(text), delta)]
+    return count_calls(lambda: run(a_parser, deltas)), a_parser.num_read
+
+
+#: What makes a parser of each family believe that a call has begun.
+OPENERS = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{",
+    "deepseek_v3_1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+    "deepseek_v3_2": '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="key" string="true">',
+    "gemma4": "<|tool_call>call:f{key:",
+    "glm45": "<tool_call>f<arg_key>key</arg_key><arg_value>",
+    "harmony": "<|channel|>commentary to=functions.f<|message|>{",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="key"<|sep|>',
+    "mistral": "[TOOL_CALLS]f[ARGS]{",
+    "hermes": '<tool_call>{"name": "f", "arguments": {"key": "',
+    "llama3_json": '{"name": "f", "arguments": ',
+    "pythonic": "[f(key=",
+    "qwen3_coder": "<tool_call><function=f><parameter=key>",
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS[:13], ids=" and ".join)
+def test_the_work_is_linear_in_the_length_of_a_hostile_output(pair: tuple[str, str]) -> None:
+    format = choose_format(*pair)
+    units = [*markers_of(format), *FRAGMENTS[::4], '{"a":', "[[", "a=", '"\\', "x:", "'", "\\x4", " "]
+    for number, unit in enumerate(dict.fromkeys(units)):
+        for prefix in ("", OPENERS[pair[1]]):
+            works = [
+                count_work(format, prefix + unit * (length // len(unit)), delta=16, streams_arguments=bool(number % 2))
+                for length in (500, 2_500)
+            ]
+            for few, many in zip(*works, strict=True):
+                assert many < 5.5 * few + 1_000, (prefix, unit)
+
+
+def test_a_megabyte_is_read_once() -> None:
+    format = choose_format("qwen3", "hermes")
+    for unit in ("<tool_call>{" * 20, " ", OPENERS["hermes"], '<tool_call>{"name": "f", "arguments": "' + "x" * 9_999):
+        text = unit * (1_000_000 // len(unit))
+        a_parser = CountingParser(format)
+        run(a_parser, (text[at : at + 1_000] for at in range(0, len(text), 1_000)))
+        assert a_parser.num_read < 1.1 * len(text)
