@@ -154,8 +154,8 @@ class FlatBatch:
     Attributes:
         token_ids: ``[1, T]`` int64.
         positions: ``[1, T]`` int64.
-        slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``); empty, as
-            ``segments`` and those of ``sampled``, where kernels attend, which have inputs of their own.
+        slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``); empty,
+            as ``segments`` and those of ``sampled``, where kernels attend, which have inputs of their own.
         last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
         sampled: the same rows as a batch of their own; ``None``: they are all rows.
         media: replaces the embeddings of some tokens; ``None``: all is text.
@@ -206,7 +206,7 @@ def build_batch(
             for first, end in _group(first_positions, sizes, layout.block_size)
         ),
         sampled=None if len(last_rows) == ends[-1] else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
-        media=None if embeddings is None else _media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
+        media=None if embeddings is None else media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
     )
 
 
@@ -282,7 +282,7 @@ def _sampled(
     return SampledRows(_tensor(rows, device), segments, _tensor(order, device))
 
 
-def _media_rows(
+def media_rows(
     chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], pool: EmbeddingPoolView, device: torch.device
 ) -> MediaRows | None:
     """Copy the embeddings that the chunks need out of the pool; ``None``: they are all text.
