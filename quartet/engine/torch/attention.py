@@ -1,9 +1,10 @@
 """Paged attention: a function that transformers' models call in place of their own.
 
 The whole step is one flat batch without padding. New keys and values go to the pool first, then all queries attend to
-the blocks of their block tables. ``Step`` is what a model needs for that, ``PagedStep`` does it with PyTorch's own
-operations, segment by segment, and ``KernelStep`` (``kernel_step.py``) with kernels, on GPUs. No mask function is registered under this name, so models build no mask (with one,
-transformers takes decode rows at positions 7, 8, 9 for one packed sequence).
+the blocks of their block tables. ``Step`` is what a model needs for that: ``PagedStep`` goes segment by segment with
+PyTorch's own operations, ``KernelStep`` (``kernel_step.py``) by kernels, on GPUs. No mask function is registered under
+this name, so models build no mask (with one, transformers takes decode rows at positions 7, 8, 9 for one packed
+sequence).
 """
 
 from __future__ import annotations

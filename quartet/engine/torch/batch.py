@@ -154,8 +154,8 @@ class FlatBatch:
     Attributes:
         token_ids: ``[1, T]`` int64.
         positions: ``[1, T]`` int64.
-        slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``); empty, as
-            ``segments`` and those of ``sampled``, where kernels attend, which have inputs of their own.
+        slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``); empty,
+            as ``segments`` and those of ``sampled``, where kernels attend, which have inputs of their own.
         last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
         sampled: the same rows as a batch of their own; ``None``: they are all rows.
         media: replaces the embeddings of some tokens; ``None``: all is text.
@@ -200,7 +200,7 @@ def build_batch(
     last_rows = np.array([last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples], dtype=np.int64)
     token_ids = _tensor(_token_ids(ordered), device)
     if unread is not None:
-        _fill_unread(token_ids, ordered, ends - 1, unread)
+        fill_unread(token_ids, ordered, ends - 1, unread)
     return FlatBatch(
         token_ids=token_ids[None],
         positions=_tensor(positions, device)[None],
@@ -218,8 +218,29 @@ def build_batch(
             for first, end in _group(first_positions, sizes, layout.block_size)
         ),
         sampled=None if len(last_rows) == ends[-1] else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
-        media=None if embeddings is None else _media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
+        media=None if embeddings is None else media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
     )
+
+
+def fill_unread(
+    token_ids: torch.Tensor, chunks: Sequence[ScheduledChunk], last_rows: _Ids, unread: torch.Tensor
+) -> None:
+    """Put the tokens that only the device knows into ``token_ids``: each is the last one of its chunk.
+
+    Args:
+        token_ids: ``[T]`` int64 on the device, changed in place.
+        chunks: in the order of their rows.
+        last_rows: the last row of each.
+        unread: as for ``build_batch``.
+    """
+    pairs = [
+        (row, chunk.running.unread_row)
+        for row, chunk in zip(last_rows.tolist(), chunks, strict=True)
+        if chunk.running.seq.num_unread_tokens
+    ]
+    if pairs:
+        rows, sources = _tensor(np.array(pairs, dtype=np.int64).T.copy(), token_ids.device).unbind()
+        token_ids.index_copy_(0, rows, unread.index_select(0, sources))
 
 
 def probe_batch(layout: KvLayout, vocab_size: int, device: torch.device) -> FlatBatch:
@@ -241,20 +262,6 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> _Ids:
         first = chunk.first_position
         token_ids += chunk.running.seq.token_ids[first : first + chunk.num_tokens]
     return np.array(token_ids, dtype=np.int64)
-
-
-def _fill_unread(
-    token_ids: torch.Tensor, chunks: Sequence[ScheduledChunk], last_rows: _Ids, unread: torch.Tensor
-) -> None:
-    """Put the tokens that only the device knows into ``token_ids``: each is the last one of its chunk."""
-    pairs = [
-        (row, chunk.running.unread_row)
-        for row, chunk in zip(last_rows.tolist(), chunks, strict=True)
-        if chunk.running.seq.num_unread_tokens
-    ]
-    if pairs:
-        rows, sources = _tensor(np.array(pairs, dtype=np.int64).T.copy(), token_ids.device).unbind()
-        token_ids.index_copy_(0, rows, unread.index_select(0, sources))
 
 
 def _blocks_of_tokens(
@@ -308,7 +315,7 @@ def _sampled(
     return SampledRows(_tensor(rows, device), segments, _tensor(order, device))
 
 
-def _media_rows(
+def media_rows(
     chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], pool: EmbeddingPoolView, device: torch.device
 ) -> MediaRows | None:
     """Copy the embeddings that the chunks need out of the pool; ``None``: they are all text.

@@ -54,12 +54,15 @@ class TorchEngineConfig(TorchModelConfig):
     Attributes:
         num_blocks: KV blocks of the pool; ``None``: ``free_gpu_memory_fraction`` decides.
         free_gpu_memory_fraction: the pool's share of the memory that is free on a CUDA device after the weights are
-            loaded and the pool of media embeddings has its own, in (0, 1).
+            loaded and the pool of media embeddings and CUDA graphs have their own, in (0, 1).
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
         num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, on ``device``; a
             model that takes text only has no such pool.
         takes_media: whether a model that can take media does.
         disable_overlap_scheduler: read a step's tokens before the next step is launched, on a GPU too.
+        cuda_graph_max_batch_size: most sequences of a decode step that a CUDA graph repeats; 0: there are none, as on a
+            CPU.
+        cuda_graph_padding: whether a step takes the next larger graph; else only one of exactly its size.
 
     Raises:
         ConfigError: a value out of range; begins with the field's name.
@@ -71,11 +74,14 @@ class TorchEngineConfig(TorchModelConfig):
     num_embedding_blocks: int = 512
     takes_media: bool = True
     disable_overlap_scheduler: bool = False
+    cuda_graph_max_batch_size: int = 256
+    cuda_graph_padding: bool = True
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
         super().__post_init__()
         self._check_counts("num_blocks", "max_model_len", "num_embedding_blocks")
+        _check(self.cuda_graph_max_batch_size >= 0, "cuda_graph_max_batch_size", "must be at least 0")
         fraction = self.free_gpu_memory_fraction
         if fraction is None:
             _check(self.num_blocks is not None, "num_blocks", "must be at least 1")

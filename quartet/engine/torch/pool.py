@@ -121,7 +121,10 @@ def _reserve(what: str, device: torch.device, num_blocks: int, piece_size_bytes:
 
 
 def num_pool_blocks(
-    config: TorchEngineConfig, layout: KvLayout, free_size_bytes: Callable[[], int] | None = None
+    config: TorchEngineConfig,
+    layout: KvLayout,
+    free_size_bytes: Callable[[], int] | None = None,
+    reserved_size_bytes: int = 0,
 ) -> int:
     """Blocks of the pool of ``config``.
 
@@ -131,6 +134,7 @@ def num_pool_blocks(
         config: gives the number of blocks, or the share of free memory.
         layout: of one block.
         free_size_bytes: returns the free bytes on the device; ``None``: ask the device.
+        reserved_size_bytes: bytes of them that something else takes.
 
     Raises:
         InvalidRequestError: field ``free_gpu_memory_fraction``: the share holds no block.
@@ -140,6 +144,7 @@ def num_pool_blocks(
         assert config.num_blocks is not None, "the configuration has one of the two"
         return config.num_blocks
     free = _cuda_free_size_bytes(config.device) if free_size_bytes is None else free_size_bytes()
+    free = max(0, free - reserved_size_bytes)
     num_blocks = int(free * fraction) // layout.piece_size_bytes
     if num_blocks < 1:
         message = (

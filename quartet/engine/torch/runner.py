@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.runner import SampledToken, ScheduledChunk, StepLauncher
-from quartet.engine.torch.attention import PagedStep
+from quartet.engine.torch.attention import PagedStep, Step
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.decoder import fuse
@@ -25,10 +26,29 @@ from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import BlockMemory, EmbeddingMemory
 
+if TYPE_CHECKING:
+    from quartet.engine.torch.kernel_forward import KernelForward
+
 _LOG = logging.getLogger(__name__)
 
 # Writes a step's KV to the pool; logits ``[S, V]`` of the rows that sample.
-_Compute: TypeAlias = Callable[[PagedStep], torch.Tensor]
+_Compute: TypeAlias = Callable[[Step], torch.Tensor]
+
+
+class _Forward(Protocol):
+    """Runs the model over a pool."""
+
+    @property
+    def pool(self) -> KvPool:
+        """Of keys and values."""
+        ...
+
+    def __call__(self, chunks: Sequence[ScheduledChunk], unread: torch.Tensor | None) -> torch.Tensor:
+        """Write the chunks' KV; logits of those that sample, in their order, valid until the next call.
+
+        ``unread``: as for ``build_batch``.
+        """
+        ...
 
 
 class TorchRunner:
@@ -76,13 +96,16 @@ class TorchRunner:
         self.placeholder_id = loaded.placeholder_id if config.takes_media else None
         self.embeddings = self._reserve_embeddings(config, loaded)
         self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
-        self.num_blocks = num_pool_blocks(config, self.layout)
-        self._pool = KvPool(self.layout, self.num_blocks, self._device)
         self._sampler = Sampler()
         launches = self._device.type == "cuda" and not config.disable_overlap_scheduler
         self.launcher: StepLauncher | None = self if launches else None
         self._unread: torch.Tensor | None = None
-        self._compute = self._choose(loaded)
+        # Where free memory decides on the pool's size, the model is tried over one block, which shows what it takes.
+        pool = KvPool(self.layout, config.num_blocks or 1, self._device)
+        self._compute = self._choose(loaded, pool)
+        self._forward = self._choose_forward(config, loaded, pool)
+        self._pool = self._forward.pool
+        self.num_blocks = self._pool.num_blocks
         self._wait_for_device()
 
     @property
@@ -98,8 +121,7 @@ class TorchRunner:
         """``run`` without waiting for the device; tokens of the step in flight are taken from there."""
         requests = [chunk.running for chunk in chunks if chunk.samples]
         with torch.inference_mode():
-            batch = build_batch(chunks, self.layout, self._device, self._embedding_view, self._unread)
-            logits = self._compute(PagedStep(self._pool, batch))
+            logits = self._forward(chunks, self._unread)
             # Some models pad the vocabulary of their output layer: those tokens do not exist.
             tokens = self._sampler.launch(logits[:, : self.vocab_size], requests) if requests else None
         if self.launcher is not None:
@@ -114,7 +136,7 @@ class TorchRunner:
             self._pool.close()
             if self.embeddings is not None:
                 self.embeddings.memory.close()
-            del self._compute, self._pool, self._embedding_view
+            del self._forward, self._compute, self._pool, self._embedding_view
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
@@ -132,14 +154,14 @@ class TorchRunner:
         return reserve_embeddings(layout, config.num_embedding_blocks, self._device)
 
     @torch.inference_mode()
-    def _choose(self, loaded: LoadedModel) -> _Compute:
+    def _choose(self, loaded: LoadedModel, pool: KvPool) -> _Compute:
         """Run a few tokens through block 0, which is still empty, in both ways; use the decoder by hand if it is right.
 
         This also warms up: the set-up of a first step must not cost a request.
         """
         model = loaded.model
         by_modules = _Modules(model)
-        step = PagedStep(self._pool, probe_batch(self.layout, self.vocab_size, self._device))
+        step = self._probe(pool)
         expected = by_modules(step) if loaded.placeholder_id is None else _plain_logits(by_modules, model, step)
         decoder = fuse(model, step.layers, self.layout)
         if decoder is None:
@@ -148,6 +170,65 @@ class TorchRunner:
             _LOG.warning("layers of %s differ when run by hand: they are run as they are", type(model).__name__)
             return by_modules
         return decoder
+
+    @torch.inference_mode()
+    def _choose_forward(self, config: TorchEngineConfig, loaded: LoadedModel, pool: KvPool) -> _Forward:
+        """The way to run steps, over a pool of its final size; ``pool`` is that one, or closed."""
+        kernels = self._try_kernels(loaded, pool)
+        if kernels is None:
+            pool = self._resize(config, pool, 0)
+            return _SegmentForward(pool, self._compute, self._embedding_view)
+        bounds = kernels.graph_bounds(config, self.max_model_len)
+        if config.num_blocks is None:
+            # A graph knows its pool's address. These only show how much memory the real ones will take.
+            pool = self._resize(config, pool, 0 if bounds is None else kernels.graphs_size_bytes(bounds))
+            kernels = kernels.over(pool)
+        if bounds is not None:
+            kernels.capture(bounds)
+        return kernels
+
+    def _try_kernels(self, loaded: LoadedModel, pool: KvPool) -> KernelForward | None:
+        """Attention by kernels, if they run here and are right."""
+        if self._device.type == "cpu" or importlib.util.find_spec("triton") is None:
+            return None
+        from quartet.engine.torch.kernel_forward import KernelForward, can_compute
+
+        if not can_compute(pool.tensor.dtype, self._device):
+            return None
+        kernels = KernelForward(pool, self._compute, loaded.model.config.num_attention_heads, self._embedding_view)
+        step = self._probe(pool)
+        expected = self._compute(step)
+        logits = kernels.probe(step.batch.token_ids[0].tolist())
+        if logits is not None and not _is_close(logits, expected):
+            _LOG.warning(
+                "attention of %s differs when kernels compute it: it runs without", type(loaded.model).__name__
+            )
+            return None
+        return None if logits is None else kernels
+
+    def _resize(self, config: TorchEngineConfig, pool: KvPool, reserved_size_bytes: int) -> KvPool:
+        """A pool of all blocks, with this memory left for something else; ``pool``, if it has them."""
+        if config.num_blocks is not None:
+            return pool
+        pool.close()
+        num_blocks = num_pool_blocks(config, self.layout, reserved_size_bytes=reserved_size_bytes)
+        return KvPool(self.layout, num_blocks, self._device)
+
+    def _probe(self, pool: KvPool) -> PagedStep:
+        return PagedStep(pool, probe_batch(self.layout, self.vocab_size, self._device))
+
+
+class _SegmentForward:
+    """Writes a step's KV to the pool, attending segment by segment; returns logits."""
+
+    def __init__(self, pool: KvPool, compute: _Compute, embeddings: EmbeddingPoolView | None) -> None:
+        self.pool = pool
+        self._compute = compute
+        self._embeddings = embeddings
+
+    def __call__(self, chunks: Sequence[ScheduledChunk], unread: torch.Tensor | None) -> torch.Tensor:
+        batch = build_batch(chunks, self.pool.layout, self.pool.tensor.device, self._embeddings, unread)
+        return self._compute(PagedStep(self.pool, batch))
 
 
 @dataclass(frozen=True)
@@ -176,7 +257,7 @@ class _Modules:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
-    def __call__(self, step: PagedStep) -> torch.Tensor:
+    def __call__(self, step: Step) -> torch.Tensor:
         logits: torch.Tensor = self._model(
             **self._inputs(step.batch),
             position_ids=step.batch.positions,

@@ -75,14 +75,16 @@ class BlockTables:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Queries of prompts: the sequences of ``BlockTables`` that have several, cut in tiles of ``queries_per_tile``.
+    """Queries of prompts: the sequences of ``BlockTables`` that have several, cut in tiles.
 
     Attributes:
+        num_queries: of a tile, as ``queries_per_tile`` says; a sequence's last tile may have fewer.
         query_begins: ``[S + 1]`` int32: row of each sequence's first query, and the row after the last one's.
         tile_seqs: ``[tiles]`` int32: which sequence each tile is of.
         tile_begins: ``[tiles]`` int32: its first query, counted from the sequence's first one.
     """
 
+    num_queries: int
     query_begins: torch.Tensor
     tile_seqs: torch.Tensor
     tile_begins: torch.Tensor
@@ -197,6 +199,7 @@ def attend_chunks(
         return
     shape = _Shape.of(query, pool)
     tile = chunk_tile(shape, _shared_size_bytes(query.device))
+    assert tile.num_queries == chunks.num_queries, "tiles are cut for layers with other heads"
     _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks)
 
 

@@ -1,0 +1,236 @@
+"""The inputs of a step whose attention is kernels': made in arrays on the host, and copied to the device in one go.
+
+A sequence's block table is an array that only grows while it runs, so a step adds what is new. ``Staging`` has several
+pinned buffers that it uses in turn: the inputs of one step can be made while those of the last one are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quartet.engine.runner import RunningRequest, ScheduledChunk
+
+_Ints: TypeAlias = npt.NDArray[np.int32]
+_Longs: TypeAlias = npt.NDArray[np.int64]
+#: One part of a step's inputs.
+Part: TypeAlias = npt.NDArray[np.int32 | np.int64]
+
+#: Where each part of the inputs begins is a multiple of it. Triton compiles a kernel again for pointers that are not.
+ALIGNMENT = 16
+
+# Steps whose inputs may be on their way at a time, and one that is made.
+_NUM_BUFFERS = 3
+
+_NO_INTS: _Ints = np.empty(0, dtype=np.int32)
+_NO_LONGS: _Longs = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one sequence that a step computes.
+
+    Attributes:
+        first_position: of the first of them.
+        blocks: of the sequence.
+        samples: whether the logits of the last one are wanted.
+    """
+
+    token_ids: Sequence[int]
+    first_position: int
+    blocks: _Ints
+    samples: bool
+
+
+@dataclass(frozen=True)
+class HostInputs:
+    """A step's inputs on the host: sequences of a single token come first, each with one row, then the chunks.
+
+    Attributes:
+        order: numbers of the sequences as they were given, in the order in which they are here.
+        token_ids: ``[T]``.
+        positions: ``[T]``.
+        slots: ``[T]``: ``block * block_size + offset`` of each token.
+        last_rows: ``[R]``: rows whose logits are wanted, in the order in which the sequences were given.
+        contexts: ``[S]``: tokens of each sequence before the step.
+        table_begins: ``[S]``: where in ``blocks`` each one's begin.
+        blocks: ``[N]``.
+        query_begins: ``[S + 1]``: row of each sequence's first token, and ``T``.
+        num_singles: sequences of a single token.
+    """
+
+    order: list[int]
+    token_ids: _Longs
+    positions: _Longs
+    slots: _Longs
+    last_rows: _Longs
+    contexts: _Ints
+    table_begins: _Ints
+    blocks: _Ints
+    query_begins: _Ints
+    num_singles: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, this step's included."""
+        return int((self.contexts + np.diff(self.query_begins)).max())
+
+    def seqs_of(self, rows: _Longs) -> _Longs:
+        """The sequence of each of these rows."""
+        return np.searchsorted(self.query_begins, rows, side="right") - 1
+
+    def tiles(self, num_queries: int) -> tuple[_Ints, _Ints]:
+        """Sequence and first query of each tile of ``num_queries`` that the chunks are cut in; the longest first."""
+        first = self.num_singles
+        num_tiles = -(-np.diff(self.query_begins)[first:] // num_queries)
+        seqs = np.repeat(np.arange(first, len(self.contexts), dtype=np.int32), num_tiles)
+        begins = np.arange(len(seqs), dtype=np.int32) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        # A tile's last queries see most keys: what takes longest must not begin last.
+        return seqs[::-1], (begins.astype(np.int32) * num_queries)[::-1]
+
+
+#: Of no sequence.
+NO_INPUTS = HostInputs([], _NO_LONGS, _NO_LONGS, _NO_LONGS, _NO_LONGS, _NO_INTS, _NO_INTS, _NO_INTS, _NO_INTS, 0)
+
+
+def lay_out(sequences: Sequence[Tokens], block_size: int) -> HostInputs:
+    """Lay out the tokens of a step, of which there is at least one."""
+    sizes = np.array([len(tokens.token_ids) for tokens in sequences], dtype=np.int64)
+    order = np.argsort(sizes > 1, kind="stable").tolist()
+    ordered = [sequences[i] for i in order]
+    sizes = sizes[order]
+    ends = np.cumsum(sizes)
+    contexts = np.array([tokens.first_position for tokens in ordered], dtype=np.int64)
+    num_blocks = np.array([len(tokens.blocks) for tokens in ordered], dtype=np.int64)
+    begins = np.cumsum(num_blocks) - num_blocks
+    blocks = np.concatenate([tokens.blocks for tokens in ordered])
+    positions = np.arange(ends[-1]) + np.repeat(contexts - ends + sizes, sizes)
+    block_of = blocks[np.repeat(begins, sizes) + positions // block_size].astype(np.int64)
+    last_row = np.empty_like(ends)
+    last_row[order] = ends - 1
+    return HostInputs(
+        order=order,
+        token_ids=np.array([id for tokens in ordered for id in tokens.token_ids], dtype=np.int64),
+        positions=positions,
+        slots=block_of * block_size + positions % block_size,
+        last_rows=last_row[[tokens.samples for tokens in sequences]],
+        contexts=contexts.astype(np.int32),
+        table_begins=begins.astype(np.int32),
+        blocks=blocks,
+        query_begins=np.concatenate(([0], ends)).astype(np.int32),
+        num_singles=int((sizes == 1).sum()),
+    )
+
+
+class SequenceTables:
+    """Block tables of running sequences as arrays, kept from step to step."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._tables: WeakKeyDictionary[RunningRequest, _Table] = WeakKeyDictionary()
+
+    def tokens_of(self, chunk: ScheduledChunk) -> Tokens:
+        """The chunk's tokens."""
+        running, first = chunk.running, chunk.first_position
+        table = self._tables.get(running)
+        if table is None:
+            table = self._tables[running] = _Table()
+        token_ids = running.seq.token_ids[first : first + chunk.num_tokens]
+        return Tokens(token_ids, first, table.blocks_of(running.seq.block_table), chunk.samples)
+
+
+class _Table:
+    """A copy of one block table, which the pool extends in place, and replaces when it frees the blocks."""
+
+    def __init__(self) -> None:
+        self._source: list[int] = []
+        self._num_blocks = 0
+        self._blocks = _NO_INTS
+
+    def blocks_of(self, source: list[int]) -> _Ints:
+        num_blocks = len(source)
+        if source is not self._source:
+            self._source, self._num_blocks = source, 0
+        if num_blocks > self._num_blocks:
+            if num_blocks > len(self._blocks):
+                grown = np.empty(2 * num_blocks, dtype=np.int32)
+                grown[: self._num_blocks] = self._blocks[: self._num_blocks]
+                self._blocks = grown
+            self._blocks[self._num_blocks : num_blocks] = source[self._num_blocks :]
+            self._num_blocks = num_blocks
+        return self._blocks[:num_blocks]
+
+
+class Staging:
+    """Copies arrays to a device through pinned memory, all that belong together at once, and waits for none of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """For one stream at a time."""
+        self._device = device
+        self._buffers = [_Buffer(device) for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def send(self, arrays: Sequence[Part], target: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Copy them, in the order of the device's stream.
+
+        Args:
+            arrays: one-dimensional.
+            target: bytes on the device, enough for them; ``None``: they get new memory.
+
+        Returns:
+            A tensor for each, in ``target`` one after the other, each where ``offsets`` says.
+        """
+        begins, size_bytes = offsets([array.nbytes for array in arrays])
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        staged = buffer.take(size_bytes)
+        view = staged.numpy()
+        for array, begin in zip(arrays, begins, strict=True):
+            view[begin : begin + array.nbytes].view(array.dtype)[:] = array
+        if target is None:
+            target = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        target[:size_bytes].copy_(staged, non_blocking=True)
+        buffer.mark()
+        return [
+            target[begin : begin + array.nbytes].view(_DTYPES[array.dtype])
+            for array, begin in zip(arrays, begins, strict=True)
+        ]
+
+
+_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+def offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Where parts of these sizes begin in one buffer, and how large that is."""
+    begins: list[int] = []
+    end = 0
+    for size in sizes_bytes:
+        begins.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return begins, end
+
+
+class _Buffer:
+    """Pinned memory that can be written again once its last copy is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._bytes.numel() < size_bytes:
+            self._bytes = torch.empty(2 * size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        return self._bytes[:size_bytes]
+
+    def mark(self) -> None:
+        if self._copied is not None:
+            self._copied.record()

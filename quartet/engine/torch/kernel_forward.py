@@ -1,0 +1,108 @@
+"""Runs a model's steps on a GPU with the kernels' attention: decode steps by CUDA graphs, all others one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quartet.engine.media.embeddings import EmbeddingPoolView
+from quartet.engine.runner import ScheduledChunk
+from quartet.engine.torch.batch import fill_unread
+from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.graphs import DecodeGraphs, GraphBounds
+from quartet.engine.torch.kernel_step import Compute, StepBuilder, probe_logits
+from quartet.engine.torch.kernels.attention import DTYPES
+from quartet.engine.torch.pool import KvPool
+
+_LOG = logging.getLogger(__name__)
+
+# The kernels are written for what these multiprocessors have: products of bfloat16, and copies that are not waited for.
+_LEAST_CAPABILITY = (8, 0)
+
+
+class KernelForward:
+    """Writes a step's KV to the pool and returns logits, without waiting for the GPU."""
+
+    def __init__(self, pool: KvPool, compute: Compute, num_heads: int, embeddings: EmbeddingPoolView | None) -> None:
+        """No graphs yet.
+
+        Args:
+            pool: of keys and values.
+            compute: the model.
+            num_heads: query heads of a layer.
+            embeddings: the pool with the chunks' media; ``None``: the model takes none.
+        """
+        self.pool = pool
+        self._num_heads = num_heads
+        self._builder = StepBuilder(pool, num_heads)
+        self._compute = compute
+        self._embeddings = embeddings
+        self._graphs: DecodeGraphs | None = None
+
+    def __call__(self, chunks: Sequence[ScheduledChunk], unread: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits ``[R, V]`` of the chunks that sample, in their order; valid until the next call.
+
+        ``unread``: as for ``build_batch``.
+        """
+        inputs = self._builder.lay_out(chunks)
+        media = self._builder.media(inputs, chunks, self._embeddings)
+
+        def fill(token_ids: torch.Tensor) -> None:
+            if unread is not None:
+                fill_unread(
+                    token_ids, [chunks[i] for i in inputs.order], (inputs.query_begins[1:] - 1).astype(np.int64), unread
+                )
+
+        if self._graphs is not None and media is None:
+            logits = self._graphs.run(inputs, fill)
+            if logits is not None:
+                return logits
+        step = self._builder.make(inputs, media)
+        fill(step.batch.token_ids[0])
+        return self._compute(step)
+
+    def over(self, pool: KvPool) -> KernelForward:
+        """The same over another pool, without graphs."""
+        return KernelForward(pool, self._compute, self._num_heads, self._embeddings)
+
+    @staticmethod
+    def graph_bounds(config: TorchEngineConfig, max_model_len: int) -> GraphBounds | None:
+        """What ``config`` has captured; ``None``: nothing."""
+        if not config.cuda_graph_max_batch_size:
+            return None
+        return GraphBounds(config.cuda_graph_max_batch_size, config.cuda_graph_padding, max_model_len)
+
+    def capture(self, bounds: GraphBounds) -> None:
+        """Have decode steps run by graphs from now on, where that is possible; else warn."""
+        graphs = DecodeGraphs(self._builder, self._compute, bounds)
+        try:
+            graphs.capture()
+        except Exception:  # noqa: BLE001  # whatever a model does that can't be captured: it runs without
+            _LOG.warning("decode steps run without CUDA graphs: they can't be captured", exc_info=True)
+            return
+        self._graphs = graphs
+
+    def graphs_size_bytes(self, bounds: GraphBounds) -> int:
+        """Device memory that ``capture`` will take over another pool."""
+        try:
+            return DecodeGraphs(self._builder, self._compute, bounds).measure_size_bytes()
+        except Exception:  # noqa: BLE001  # capture will find the same, and say it
+            _LOG.debug("CUDA graphs can't be measured", exc_info=True)
+            return 0
+
+    def probe(self, token_ids: Sequence[int]) -> torch.Tensor | None:
+        """Logits of all these tokens, computed in block 0; ``None``, with a warning: the kernels don't work here."""
+        try:
+            return probe_logits(self._builder, self._compute, token_ids)
+        except Exception:  # noqa: BLE001  # such as a machine without a C compiler, which Triton needs
+            _LOG.warning("attention runs without kernels: they can't be run here", exc_info=True)
+            return None
+
+
+def can_compute(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels know this dtype and this device."""
+    is_known = dtype in DTYPES and device.type == "cuda"
+    return is_known and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY

@@ -1,0 +1,134 @@
+"""Steps whose attention is kernels', interpreted: the logits are those of steps that attend segment by segment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.engine.base import RequestKind
+from quartet.engine.runner import RunningRequest, ScheduledChunk
+from quartet.engine.torch import runner as runner_module
+from quartet.engine.torch.attention import PagedStep
+from quartet.engine.torch.batch import build_batch, probe_batch
+from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.inputs import SequenceTables, Staging, Tokens, lay_out
+from quartet.engine.torch.runner import TorchRunner
+from quartet.kvcache.sequence import Sequence as TokenSequence
+from tests.engine.fakes import make_request
+from tests.engine.torch.checkpoints import VOCAB_SIZE
+from tests.triton_kernels import interpreted
+
+kernel_step = pytest.importorskip("quartet.engine.torch.kernel_step", reason="Triton is not installed")
+
+Checkpoints = Callable[[str], Path]
+
+BLOCK_SIZE = 4
+# Tokens before the step, and of the step; whether it samples.
+CHUNKS = [(3, 6, True), (20, 1, True), (0, 5, False), (9, 1, True)]
+
+
+def make_chunk(blocks: Sequence[int], first: int, num: int, samples: bool) -> ScheduledChunk:
+    source = random.Random(first)
+    token_ids = [source.randrange(VOCAB_SIZE) for _ in range(first + num)]
+    seq = TokenSequence(token_ids, block_size=BLOCK_SIZE)
+    seq.block_table = list(blocks)
+    running = RunningRequest(request=make_request(token_ids, kind=RequestKind.DECODE), seq=seq)
+    return ScheduledChunk(running, first, num, samples)
+
+
+def make_chunks() -> list[ScheduledChunk]:
+    free = random.Random(1).sample(range(24), 24)
+    return [make_chunk([free.pop() for _ in range(-(-(first + num) // BLOCK_SIZE))], first, num, samples)
+            for first, num, samples in CHUNKS]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama by modules", "qwen3_moe", "gemma2", "gemma3", "gpt_oss"])
+def test_a_mixed_step_yields_the_same_logits(
+    family: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, _, by_modules = family.partition(" ")
+    if by_modules:
+        monkeypatch.setattr(runner_module, "fuse", lambda *_: None)
+    config = TorchEngineConfig(
+        model_path=str(checkpoint(family)), dtype="float32", num_blocks=24, block_size=BLOCK_SIZE, num_threads=1
+    )
+    runner = TorchRunner(config)
+    compute = runner._compute
+    torch.manual_seed(0)
+    pool = runner._pool
+    pool.tensor.normal_()
+    before = pool.tensor.clone()
+    chunks = make_chunks()
+    with torch.inference_mode():
+        expected = compute(PagedStep(pool, build_batch(chunks, runner.layout, torch.device("cpu"))))
+        after = pool.tensor.clone()
+        pool.tensor.copy_(before)
+        builder = kernel_step.StepBuilder(pool, num_heads=4)
+        with interpreted():
+            logits = compute(builder.make(builder.lay_out(chunks)))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pool.tensor, after, rtol=1e-5, atol=1e-5)
+    runner.close()
+
+
+def test_kernels_are_tried_on_a_prompt_and_a_decoding_sequence(checkpoint: Checkpoints) -> None:
+    config = TorchEngineConfig(
+        model_path=str(checkpoint("llama")), dtype="float32", num_blocks=2, block_size=BLOCK_SIZE, num_threads=1
+    )
+    runner = TorchRunner(config)
+    step = PagedStep(runner._pool, probe_batch(runner.layout, VOCAB_SIZE, torch.device("cpu")))
+    with torch.inference_mode(), interpreted():
+        expected = runner._compute(step)
+        builder = kernel_step.StepBuilder(runner._pool, num_heads=4)
+        logits = kernel_step.probe_logits(builder, runner._compute, step.batch.token_ids[0].tolist())
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    runner.close()
+
+
+def test_a_table_follows_the_blocks_of_its_sequence() -> None:
+    tables = SequenceTables()
+    chunk = make_chunk([5, 7], 7, 1, True)
+    assert tables.tokens_of(chunk).blocks.tolist() == [5, 7]
+    chunk.running.seq.block_table += [2, 9, 4]  # in place, as the pool does
+    assert tables.tokens_of(chunk).blocks.tolist() == [5, 7, 2, 9, 4]
+    chunk.running.seq.block_table = [5, 6, 2, 9, 4]  # preempted and admitted again
+    assert tables.tokens_of(chunk).blocks.tolist() == [5, 6, 2, 9, 4]
+    assert len(tables._tables) == 1
+    del chunk
+    assert not len(tables._tables)
+
+
+def test_single_tokens_come_first_and_answers_keep_their_order() -> None:
+    blocks = [np.array(table, dtype=np.int32) for table in ([3, 1], [8, 2, 6], [4])]
+    sequences = [
+        Tokens([10, 11, 12], 4, blocks[0], True),
+        Tokens([20], 9, blocks[1], True),
+        Tokens([30, 31], 0, blocks[2], False),
+    ]
+    inputs = lay_out(sequences, BLOCK_SIZE)
+    assert inputs.order == [1, 0, 2]
+    assert inputs.token_ids.tolist() == [20, 10, 11, 12, 30, 31]
+    assert inputs.positions.tolist() == [9, 4, 5, 6, 0, 1]
+    assert inputs.slots.tolist() == [6 * 4 + 1, 1 * 4, 1 * 4 + 1, 1 * 4 + 2, 4 * 4, 4 * 4 + 1]
+    assert inputs.last_rows.tolist() == [3, 0]
+    assert inputs.seqs_of(inputs.last_rows).tolist() == [1, 0]
+    assert (inputs.num_singles, inputs.longest) == (1, 10)
+    assert [part.tolist() for part in inputs.tiles(2)] == [[2, 1, 1], [0, 2, 0]]
+    assert inputs.blocks[inputs.table_begins].tolist() == [8, 3, 4]
+
+
+def test_parts_of_inputs_begin_where_wide_loads_can_and_outlive_later_ones() -> None:
+    staging = Staging(torch.device("cpu"))
+    arrays = [
+        np.arange(size, dtype=dtype) for size, dtype in ((3, np.int64), (5, np.int32), (0, np.int32), (2, np.int64))
+    ]
+    sent = [staging.send([array + number for array in arrays]) for number in range(8)]
+    for number, tensors in enumerate(sent):
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert tensor.tolist() == (array + number).tolist()
+            assert tensor.numel() == 0 or tensor.data_ptr() % 16 == 0
