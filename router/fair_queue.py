@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import takewhile
@@ -105,7 +105,7 @@ class FairShare:
         """A request of the tenant is served now, and will probably take ``num_tokens`` tokens of work."""
         end = self._ends.pop(tenant, 0.0)  # so their order is that of the last service
         base = start = end if end > self._now else self._now
-        if (entry := self._entries.pop(tenant, None)) is not None:
+        if self._entries and (entry := self._entries.pop(tenant, None)) is not None:
             base, start = entry
         self._now = max(self._now, start)
         self._ends[tenant] = base + (self._num_fixed_tokens + num_tokens) / self._tenants.config(tenant).weight
@@ -356,9 +356,9 @@ class FairQueue(Generic[EntryT]):
         waiting; its other entries are left out then, too.
         """
         lanes = self._lanes() if pool is None else list(self._pools.get(pool, {}).values())
-        if len(lanes) == 1:
-            yield from _of_one(lanes[0], is_kept)
-            return
+        return _of_one(lanes[0], is_kept) if len(lanes) == 1 else self._in_turns(lanes, is_kept)
+
+    def _in_turns(self, lanes: Sequence[Lane[EntryT]], is_kept: Callable[[Lane[EntryT]], bool]) -> Iterator[EntryT]:
         turns: list[_NextOf[EntryT]] = []
         starts: dict[str, float] = {}
         bases: dict[str, float] = {}  # of tenants with no entry shown so far

@@ -137,7 +137,8 @@ class GenerateRun:
         if request.media is not None:
             for output in outputs.values():
                 output.add_time("media_s", request.media.fetch_s)
-        await resume_in_turns(request, outputs, context)
+        if request.resume is not None:
+            await resume_in_turns(request, outputs, context)
         self._choices.outputs = outputs
         self._log.prepared(outputs.values())
         await run_choices(request, context, tuple(outputs.items()), self._run_choice)

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 from quartet.api.answer import DeltaSink
@@ -36,7 +36,7 @@ from quartet.errors import (
     UnsupportedFieldError,
     WorkerUnavailableError,
 )
-from quartet.kvcache.block_hash import ExtraKey, MediaSpan, sequence_hashes
+from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, MediaSpan, sequence_hashes
 from quartet.rpc.message_limits import MAX_NUMBER_BYTES, MAX_TEXT_BYTES, MaxBytes
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
@@ -270,6 +270,7 @@ class RouterRequest:
         self.num_unknown_tokens = 0
         self.trust_domain, self.cache_salt = "", asked.cache_salt
         self._prompt_hashes: Sequence[int] | None = None
+        self._sampling: Sampling | None = None
 
     def check(self) -> None:
         """Refuse at once what no model can serve. Raises ``InvalidRequestError``."""
@@ -343,9 +344,7 @@ class RouterRequest:
         max_output_tokens = num_output_tokens(self.start, len(token_ids), self.pool)
         request = copy.copy(self)
         request.prompt_token_ids, request.spans, request.num_unknown_tokens = array("I", token_ids), spans, 0
-        request.max_output_tokens, request._prompt_hashes = max_output_tokens, None
-        for cached in ("sampling", "sampling_fields"):
-            vars(request).pop(cached, None)
+        request.max_output_tokens, request._prompt_hashes, request._sampling = max_output_tokens, None, None
         return request
 
     def make_outputs(self, sink: DeltaSink, options: TextOptions, metrics: RouterMetrics) -> dict[int, ChoiceOutput]:
@@ -368,14 +367,18 @@ class RouterRequest:
         """The prompt's last few tokens if the answer's text continues them; empty for a chat, which stands alone."""
         return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
 
-    @cached_property
+    @property
     def sampling(self) -> Sampling:
         """The sampling for workers. It holds everything that can end the answer: it ends alike on every worker.
 
         Workers may differ in their longest sequence. Engines also don't read the tokenizer's files, and for chat models
         often only these files name the end of a turn.
         """
-        given = self.start.sampling
+        if self._sampling is None:
+            self._sampling = self._limited_sampling(self.start.sampling)
+        return self._sampling
+
+    def _limited_sampling(self, given: Sampling) -> Sampling:
         stop_token_ids = given.stop_token_ids
         if not given.ignore_eos and "stop_token_ids" in self.pool.sampling_fields:
             known = [token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size]
@@ -384,15 +387,12 @@ class RouterRequest:
         max_tokens = given.max_tokens if self.num_placeholders else self.max_output_tokens
         if given.max_tokens == max_tokens and stop_token_ids == given.stop_token_ids:
             return given
-        # `replace` would check every field once more, at five times the cost.
-        sampling = object.__new__(Sampling)
-        vars(sampling).update(vars(given), max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        return sampling
+        return given.limited(max_tokens, stop_token_ids)
 
-    @cached_property
+    @property
     def sampling_fields(self) -> frozenset[str]:
         """The fields of ``Sampling`` and ``OutputOptions`` that its workers have to honour."""
-        changed = self.sampling.changed_fields()
+        changed = self.sampling.changed_fields
         return changed if self.start.output.logprobs is None else changed | {"logprobs"}
 
     def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:
@@ -409,7 +409,8 @@ class RouterRequest:
     def _hashes(self, token_ids: Sequence[int]) -> Sequence[int]:
         if not self.pool.block_size:
             return ()
-        extra_key = ExtraKey(adapter=self.start.adapter, cache_salt=self.cache_salt)
+        adapter, salt = self.start.adapter, self.cache_salt
+        extra_key = ExtraKey(adapter=adapter, cache_salt=salt) if adapter or salt else NO_EXTRA_KEY
         if self.media is not None and not self.spans:
             # The position of the tokens after the first item is unknown.
             token_ids = token_ids[: token_ids.index(self.media.placeholder_id)]
@@ -435,7 +436,7 @@ _MAX_TRACEPARENT_LENGTH = 256
 
 def check_pool(start: GenerateStart, pool: Pool) -> None:
     """Refuse what this pool can't serve. Raises ``UnsupportedFieldError``."""
-    unsupported = sorted(start.sampling.changed_fields() - pool.sampling_fields)
+    unsupported = sorted(start.sampling.changed_fields - pool.sampling_fields)
     if unsupported:
         raise UnsupportedFieldError(f"this model takes no {unsupported[0]}", field=f"sampling.{unsupported[0]}")
     if start.output.logprobs is not None and "logprobs" not in pool.sampling_fields:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -168,7 +167,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 if is_first or response.updated or response.removed_worker_ids:
                     yield response
                 is_first = False
-                with self._until_closing():
+                with _UntilClosing(self._closing, self._idle_tasks):
                     await changed.wait()
                     await asyncio.sleep(_WATCH_INTERVAL_S)
         finally:
@@ -188,7 +187,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def _read_start(self, context: _Context, identity: Identity | None) -> AskedStart:
         # A client that opens a stream and sends nothing must not delay a drain.
-        with self._until_closing():
+        with _UntilClosing(self._closing, self._idle_tasks):
             request = await self._stalled.read_first(context)
         if not isinstance(request, pb.GenerateRequest) or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
@@ -219,23 +218,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             updated=[to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
         )
 
-    @contextmanager
-    def _until_closing(self) -> Iterator[None]:
-        """Stop waiting in the block when the router closes: ``DrainingError`` then comes out of the block."""
-        task = asyncio.current_task()
-        assert task is not None, "a handler runs in a task"
-        if self._closing.is_set():
-            raise _draining_error()
-        self._idle_tasks.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._closing.is_set() and task.uncancel() == 0:
-                raise _draining_error() from None
-            raise
-        finally:
-            self._idle_tasks.discard(task)
-
     def _model(self, pool: Pool) -> Model:
         text = self._texts.known(pool.key)
         return Model(
@@ -255,6 +237,33 @@ def router_service(servicer: RouterServicer) -> Service:
     """RouterService, for a server."""
     add = router_pb2_grpc.add_RouterServiceServicer_to_server
     return Service("quartet.v1.RouterService", lambda server: add(servicer, server))
+
+
+class _UntilClosing:
+    """Stop waiting in the block when the router closes: ``DrainingError`` then comes out of the block.
+
+    It is a class, since a generator as a context manager costs twice as much, and each call of Generate pays for it.
+    """
+
+    __slots__ = ("_closing", "_idle_tasks", "_task")
+
+    def __init__(self, closing: asyncio.Event, idle_tasks: set[asyncio.Task[Any]]) -> None:
+        """The current task is one of ``idle_tasks`` within the block. Once ``closing`` is set, these are cancelled."""
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        self._closing = closing
+        self._idle_tasks = idle_tasks
+        self._task = task
+
+    def __enter__(self) -> None:
+        if self._closing.is_set():
+            raise _draining_error()
+        self._idle_tasks.add(self._task)
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._idle_tasks.discard(self._task)
+        if self._closing.is_set() and isinstance(error, asyncio.CancelledError) and self._task.uncancel() == 0:
+            raise _draining_error() from None
 
 
 async def _listen(context: _Context, run: GenerateRun) -> None:

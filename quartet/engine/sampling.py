@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from operator import attrgetter
 
 from quartet.errors import InvalidRequestError
@@ -106,6 +107,14 @@ class Sampling:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    def limited(self, max_tokens: int | None, stop_token_ids: tuple[int, ...]) -> Sampling:
+        """This with other limits, which are not checked: ``replace`` would check all fields, at five times the cost."""
+        limited = object.__new__(Sampling)
+        vars(limited).update(vars(self), max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        vars(limited).pop("changed_fields", None)
+        return limited
+
+    @cached_property
     def changed_fields(self) -> frozenset[str]:
         """Names of the fields that differ from their defaults: the ones that an engine must honour."""
         values = _read_fields(self)

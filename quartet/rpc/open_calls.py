@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -44,7 +43,7 @@ class OpenCalls:
         self._max_calls = max_calls
         self._setting = setting
         # Of connections, by address, and of identities, by name: a name has no colon.
-        self._by_caller: Counter[str] = Counter()
+        self._by_caller: dict[str, int] = {}
         self._num_calls = 0
 
     def __len__(self) -> int:
@@ -57,32 +56,40 @@ class OpenCalls:
         Raises:
             QueueFullError: its connection, its identity, or the server has as many as it may have.
         """
-        self.check(context, identity)
-        self.count(context, identity)
+        peer = context.peer()
+        self._check(peer, identity)
+        self._count(context, peer, identity)
 
     def check(self, context: _Context, identity: str | None = None) -> None:
         """Raise as ``enter`` does, but count nothing."""
-        if self._by_caller[context.peer()] >= self._max_of_connection:
+        self._check(context.peer(), identity)
+
+    def count(self, context: _Context, identity: str | None = None) -> None:
+        """Count the call of ``context`` until it is over, whatever the bounds are."""
+        self._count(context, context.peer(), identity)
+
+    def _check(self, peer: str, identity: str | None) -> None:
+        if self._by_caller.get(peer, 0) >= self._max_of_connection:
             raise self._error(f"a connection may have {self._max_of_connection} {self._what} open", "_of_connection")
-        if identity is not None and self._by_caller[identity] >= self._max_of_identity:
+        if identity is not None and self._by_caller.get(identity, 0) >= self._max_of_identity:
             raise self._error(f"an identity may have {self._max_of_identity} {self._what} open", "_of_identity")
         if self._num_calls >= self._max_calls:
             raise self._error(f"this server may have {self._max_calls} {self._what} open", "")
 
-    def count(self, context: _Context, identity: str | None = None) -> None:
-        """Count the call of ``context`` until it is over, whatever the bounds are."""
-        peer = context.peer()
+    def _count(self, context: _Context, peer: str, identity: str | None) -> None:
         callers = (peer,) if identity is None else (peer, identity)
         for caller in callers:
-            self._by_caller[caller] += 1
+            self._by_caller[caller] = self._by_caller.get(caller, 0) + 1
         self._num_calls += 1
         context.add_done_callback(partial(self._leave, callers))  # type: ignore[arg-type]  # the stubs forgot that it is a Protocol
 
     def _leave(self, callers: Sequence[str], _context: _Context) -> None:
         self._num_calls -= 1
         for caller in callers:
-            self._by_caller[caller] -= 1
-            if not self._by_caller[caller]:
+            num_left = self._by_caller[caller] - 1
+            if num_left:
+                self._by_caller[caller] = num_left
+            else:
                 del self._by_caller[caller]
 
     def _error(self, message: str, scope: str) -> QueueFullError:

@@ -11,8 +11,8 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -310,50 +310,25 @@ class StalledCalls:
         with self.until_first():
             return await context.read()
 
-    @contextmanager
-    def until_first(self) -> Iterator[None]:
-        """Bound the time in which the current task, in the block, reads a call's first message of use.
+    def until_first(self) -> FirstMessage:
+        """Bound the time in which the current task, in a ``with`` block, reads a call's first message of use.
 
         Raises:
             RequestTimeoutError: out of the block, where it took too long.
         """
-        task = asyncio.current_task()
-        assert task is not None, "a handler runs in a task"
-        self._unsaid[task] = 0
-        if self._timer is None:
-            self._set_timer()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._unsaid[task] is None and task.uncancel() == 0:
-                raise RequestTimeoutError(
-                    f"no message came within {self._timeout_s:g} s that starts anything"
-                ) from None
-            raise
-        finally:
-            del self._unsaid[task]
+        return FirstMessage(self._unsaid, self._poll_soon, self._timeout_s)
 
-    @contextmanager
-    def watch(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[WatchedCall]:
-        """Watch the call of ``context``, which the current task serves, for as long as the block lasts.
+    def watch(self, context: grpc.aio.ServicerContext[Any, Any]) -> WatchedCall:
+        """Watch the call of ``context``, which the current task serves, for as long as a ``with`` block lasts.
 
         Raises:
             StalledStreamError: out of the block, where the client took nothing for too long.
         """
-        task = asyncio.current_task()
-        assert task is not None, "a handler runs in a task"
-        call = WatchedCall(context, task)
-        self._calls.add(call)
+        return WatchedCall(context, self._calls, self._poll_soon)
+
+    def _poll_soon(self) -> None:
         if self._timer is None:
             self._set_timer()
-        try:
-            yield call
-        except asyncio.CancelledError:
-            if call.is_stalled and task.uncancel() == 0:
-                raise StalledStreamError("the client took nothing for too long") from None
-            raise
-        finally:
-            self._calls.discard(call)
 
     def _set_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._poll)
@@ -372,15 +347,65 @@ class StalledCalls:
             self._set_timer()
 
 
-class WatchedCall:
-    """The writes of one call, bounded by the ``StalledCalls`` that made it."""
+# These two are classes, since a generator as a context manager costs twice as much, and each call pays for both.
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], task: asyncio.Task[Any]) -> None:
-        """``task`` writes to ``context``."""
+
+class FirstMessage:
+    """A ``with`` block that bounds the wait for a call's first message: see ``StalledCalls.until_first``."""
+
+    __slots__ = ("_on_begin", "_task", "_timeout_s", "_unsaid")
+
+    def __init__(
+        self, unsaid: dict[asyncio.Task[Any], int | None], on_begin: Callable[[], None], timeout_s: float
+    ) -> None:
+        """The current task is in ``unsaid`` within the block."""
+        self._unsaid = unsaid
+        self._on_begin = on_begin
+        self._timeout_s = timeout_s
+        self._task = _handler_task()
+
+    def __enter__(self) -> None:
+        """The wait begins."""
+        self._unsaid[self._task] = 0
+        self._on_begin()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """The message is here, or the wait has ended badly. Raises ``RequestTimeoutError``."""
+        is_late = self._unsaid.pop(self._task) is None
+        if is_late and isinstance(error, asyncio.CancelledError) and self._task.uncancel() == 0:
+            raise RequestTimeoutError(f"no message came within {self._timeout_s:g} s that starts anything") from None
+
+
+class WatchedCall:
+    """The writes of one call, which ``StalledCalls`` bounds within a ``with`` block."""
+
+    __slots__ = ("_calls", "_context", "_num_polls", "_on_begin", "_task", "is_stalled")
+
+    def __init__(
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        calls: set[WatchedCall],
+        on_begin: Callable[[], None],
+    ) -> None:
+        """The current task writes to ``context``. Within the block it is one of ``calls``."""
         self.is_stalled = False
         self._context = context
-        self._task = task
+        self._calls = calls
+        self._on_begin = on_begin
+        self._task = _handler_task()
         self._num_polls: int | None = None  # since the write under way began; None: there is none
+
+    def __enter__(self) -> WatchedCall:
+        """The watch begins."""
+        self._calls.add(self)
+        self._on_begin()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """The watch ends. Raises ``StalledStreamError``."""
+        self._calls.discard(self)
+        if self.is_stalled and isinstance(error, asyncio.CancelledError) and self._task.uncancel() == 0:
+            raise StalledStreamError("the client took nothing for too long") from None
 
     async def write(self, message: Any) -> None:
         """Write ``message``; returns when the client has room for the next one.
@@ -406,6 +431,12 @@ class WatchedCall:
         if self._num_polls > max_polls:
             self.is_stalled = True
             self._task.cancel()
+
+
+def _handler_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None, "a handler runs in a task"
+    return task
 
 
 class CallCounter:
@@ -480,34 +511,21 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         parse = _parser(deserialize, MAX_STANDARD_BYTES if is_standard else None)
         respond = self._responder(behavior, may_be_silent=not (is_standard and handler.request_streaming))
 
-        async def answer(request: Any, context: _Context) -> Any:
+        async def serve(request: Any, context: _Context) -> Any:
             try:
-                await self._enter(method, context)
+                if self._untaken or self._refusals or self._gate is not None:
+                    await self._enter(method, context)
                 if not handler.request_streaming:
                     # Not counted yet: a drain does not wait for a client that says nothing.
                     request = parse(await self._lone_request(context))
                 if not is_standard:
                     self._calls.enter(context)
                 return await respond(request, context)
-            except (grpc.aio.AbortError, grpc.aio.InternalError):
-                raise
-            except NotImplementedError:  # gRPC's own services leave out some methods
-                return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the method")
             except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
                 request = None  # let go before its sender waits
-                return await self._abort(context, error)
+                return await self._fail(context, error)
 
-        async def serve(request: Any, context: _Context) -> Any:
-            try:
-                return await answer(request, context)
-            except grpc.aio.InternalError:  # from what was sent to a client that has gone
-                if context.done():  # It was a status, and gRPC cancels no task that has sent one.
-                    return None
-                # gRPC soon cancels this task, or knows the error by then.
-                await asyncio.sleep(_CANCEL_FOLLOWS_S)
-                raise
-
-        # A lone request is parsed in `answer`, where a failure gets a status; those of a stream where they are read.
+        # A lone request is parsed in `serve`, where a failure gets a status; those of a stream where they are read.
         return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
 
     async def _enter(self, method: str, context: _Context) -> None:
@@ -518,6 +536,21 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
             self._gate.check(method, context.auth_context())
         if self._refusals:
             await self._refusals.wait_to_read(context.peer())
+
+    async def _fail(self, context: _Context, error: Exception) -> None:
+        """The handler has raised ``error``: end the call."""
+        try:
+            if isinstance(error, grpc.aio.AbortError | grpc.aio.InternalError):
+                raise error
+            if isinstance(error, NotImplementedError):  # gRPC's own services leave out some methods
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer the method")
+            await self._abort(context, error)
+        except grpc.aio.InternalError:  # from what was sent to a client that has gone
+            if context.done():  # It was a status, and gRPC cancels no task that has sent one.
+                return
+            # gRPC soon cancels this task, or knows the error by then.
+            await asyncio.sleep(_CANCEL_FOLLOWS_S)
+            raise
 
     async def _abort(self, context: _Context, error: Exception) -> None:
         """End the call with the status of ``error``; where it refuses a long message, its sender waits."""

@@ -121,11 +121,14 @@ def log_request(logger: logging.Logger, request: FinishedRequest) -> None:
         return
     shown: dict[str, FieldValue] = {}
     for name, value in vars(request).items():
-        if isinstance(value, str):
-            if value:
-                shown[name] = value if len(value) <= _MAX_FIELD_LENGTH else cut(value, _MAX_FIELD_LENGTH)
-        elif value is not None:
-            shown[name] = round(value, 6) if isinstance(value, float) else value
+        if value is None or value == "":
+            continue
+        kind = type(value)
+        if kind is float:
+            value = round(value, 6)
+        elif kind is str and len(value) > _MAX_FIELD_LENGTH:
+            value = cut(value, _MAX_FIELD_LENGTH)
+        shown[name] = value
     # `info` would look up the caller, which is not shown and costs as much as the rest.
     logger.handle(
         logger.makeRecord(logger.name, logging.INFO, "", 0, "request finished", (), None, extra={_FIELDS_KEY: shown})

@@ -30,7 +30,7 @@ def sampling_fields(arguments: LlmArguments) -> frozenset[str]:
 
 def check_sampling_fields(generation: Generation, supported: frozenset[str]) -> None:
     """Refuse a field that the engine would ignore. Raises ``UnsupportedFieldError``, which names it."""
-    for name in sorted(generation.sampling.changed_fields() - supported):
+    for name in sorted(generation.sampling.changed_fields - supported):
         raise UnsupportedFieldError(f"this engine does not have {name}", field=f"sampling.{name}")
 
 

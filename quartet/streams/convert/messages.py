@@ -424,7 +424,7 @@ def _put_request_context(into: types_pb2.RequestContext, context: RequestContext
 
 def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
     into.SetInParent()
-    for name in sampling.changed_fields():
+    for name in sampling.changed_fields:
         if name in _SCALAR_FIELDS:
             setattr(into, name, getattr(sampling, name))
     into.logit_bias.update(sampling.logit_bias)
