@@ -197,7 +197,8 @@ class EngineStats(RankCounts):
     """A snapshot of one data-parallel rank. Where a step runs, what it computes is begun, and still queued.
 
     Attributes:
-        step_ends_at: when the running step should end, in monotonic seconds; 0: none runs, or it is unknown.
+        step_ends_at: when the running step should end, or the one that was launched behind it, in monotonic seconds;
+            0: none runs, or it is unknown.
         num_prompt_steps: steps begun, ever, that compute prompt tokens.
         num_preemptions: requests that gave their blocks up and were computed again.
         num_prompt_tokens: prompt tokens computed, ever, not counting cached ones.

@@ -138,8 +138,8 @@ class SampledToken:
 class ScheduledChunk:
     """Part of a request that a step computes: ``seq.token_ids[first_position : first_position + num_tokens]``.
 
-    The KV of all earlier tokens is in the blocks already. ``samples``: the chunk reaches the sequence's end, and the
-    logits of its last token yield the next one.
+    The KV of all earlier tokens is in the blocks already, or the step in flight writes it. ``samples``: the chunk
+    reaches the sequence's end, and the logits of its last token yield the next one.
     """
 
     running: RunningRequest

@@ -231,10 +231,17 @@ class Scheduler:
             seq = running.seq
             running.num_steps_in_flight += 1
             seq.num_computed_tokens += chunk.num_tokens
-            self._blocks.commit(seq, min(seq.num_computed_tokens, seq.num_read_tokens))
-            if chunk.samples:
-                self._expect_token(running, num_rows)
-                num_rows += 1
+            self._commit_known(seq)
+            if not chunk.samples:
+                continue
+            running.unread_row = num_rows
+            num_rows += 1
+            if running.request.kind is RequestKind.PREFILL:
+                self._let_end(running)
+                continue
+            if len(seq.token_ids) + 1 >= running.num_prompt_tokens + running.max_output_tokens:
+                self._let_end(running)
+            seq.append_unread()
 
     def end(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[SampledToken]) -> list[TokenOut]:
         """The first step in flight, that of ``chunks``, has ended; ``sampled`` as for ``update``.
@@ -348,19 +355,20 @@ class Scheduler:
             self._end(running)
         return TokenOut(running, sampled, offset, finished)
 
-    def _expect_token(self, running: RunningRequest, row: int) -> None:
-        """A step that was launched samples a token for ``running``, as number ``row`` of its tokens."""
-        running.unread_row = row
-        is_prefill = running.request.kind is RequestKind.PREFILL
-        if is_prefill or running.num_output_tokens + 1 >= running.max_output_tokens:
-            self._leave(running)
-            running.state = RequestState.ENDING
-            self.num_ending += 1
-        if not is_prefill:
-            running.seq.append_unread()
+    def _commit_known(self, seq: sequence.Sequence) -> None:
+        """Name the blocks that are computed or in flight, as far as their tokens are known."""
+        num_known = min(seq.num_computed_tokens, seq.num_read_tokens)
+        if num_known // seq.block_size > seq.num_named_blocks:
+            self._blocks.commit(seq, num_known)
+
+    def _let_end(self, running: RunningRequest) -> None:
+        """Its last step was launched."""
+        self._leave(running)
+        running.state = RequestState.ENDING
+        self.num_ending += 1
 
     def _read_token(self, chunk: ScheduledChunk, sampled: SampledToken) -> TokenOut:
-        """``_take_token`` after ``_expect_token``."""
+        """``_take_token`` for a token that was unread."""
         running = chunk.running
         offset = chunk.first_position + chunk.num_tokens - running.num_prompt_tokens
         finished = _finish_reason(running, sampled.token_id, offset + 1)
@@ -371,7 +379,7 @@ class Scheduler:
         if finished is not None:
             self._end(running)
         else:
-            self._blocks.commit(seq, min(seq.num_computed_tokens, seq.num_read_tokens))
+            self._commit_known(seq)
         return TokenOut(running, sampled, offset, finished)
 
     def _end_prefill(
