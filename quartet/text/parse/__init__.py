@@ -12,23 +12,11 @@ An ``OutputParser`` then turns one output into events. It must see the special t
 that end a generation, and no others.
 
 To add a family, write its table in ``formats``: a ``CallTable`` for calls between content, a ``ReasoningTable``, or a
-``Format`` if its messages have parts; and name it in ``names``. The machine changes only for a new notation of values.
-Everything here is pure.
+``Format`` if its messages have parts; and name it in ``names``. All of it is pure.
 """
 
 from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from quartet.text.parse.machine import OutputParser
 from quartet.text.parse.names import choose_format
-from quartet.text.parse.states import Format
 
-__all__ = [
-    "CallArguments",
-    "CallBegin",
-    "CallEnd",
-    "Content",
-    "Event",
-    "Format",
-    "OutputParser",
-    "Reasoning",
-    "choose_format",
-]
+__all__ = ["CallArguments", "CallBegin", "CallEnd", "Content", "Event", "OutputParser", "Reasoning", "choose_format"]

@@ -15,147 +15,125 @@ from quartet.text.parse.states import BACK, Do, Edge, Format, Quoting, Scan, Sin
 
 @dataclass(frozen=True)
 class ReasoningTable:
-    """Reasoning that markers enclose.
-
-    Attributes:
-        pairs: what begins and what ends it, where an output begins.
-        strips: whitespace around them is the template's, not the model's.
-        is_anywhere: the first pair may also enclose reasoning within content.
-    """
+    """Reasoning that markers enclose, ``pairs`` of opener and closer, where an output begins."""
 
     pairs: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
-    strips: bool = False
-    is_anywhere: bool = False
+    strips: bool = False  # whitespace around them is the template's, not the model's
+    is_anywhere: bool = False  # the first pair may also enclose reasoning within content
 
 
-@dataclass(frozen=True)
-class CallTable:
-    """Tool calls between content.
-
-    Attributes:
-        openers: edges out of content.
-        states: of calls, by name.
-        at_start: edges that may be taken only where the content begins.
-        strips: whitespace between content and calls is the template's, not the model's.
-        in_reasoning: models forget to end their reasoning before a call.
-    """
-
-    openers: tuple[Edge, ...]
-    states: Mapping[str, State]
-    at_start: tuple[Edge, ...] = ()
-    strips: bool = False
-    in_reasoning: bool = False
+#: Tool calls between content: states by name. ``content``: the edges out of content; ``start``: those where content
+#: begins; ``reasoning``: those of models that forget to end their reasoning before a call.
+CallTable = Mapping[str, State]
 
 
 def join_tables(reasoning: ReasoningTable | None, calls: CallTable | None) -> Format:
     """The format of models that write reasoning and calls so; ``None``: it stays in the content."""
-    calls = calls or CallTable((), {})
     reasoning = reasoning or ReasoningTable(())
-    states, starts, in_content, at_start = dict(calls.states), {}, calls.openers, calls.at_start
-    strips = reasoning.strips
+    states, starts, strips = dict(calls or {}), {}, reasoning.strips
+    content, start, in_reasoning = (states.get(name, State()).edges for name in ("content", "start", "reasoning"))
+    states["answer"] = _expect(*start, otherwise="content", drops_space=strips)
     for number, (opener, closer) in enumerate(reasoning.pairs):
         name, begin = f"reasoning_{number}", f"begin_reasoning_{number}"
-        edges = (Edge(closer, "answer", strips=strips), *(calls.openers if calls.in_reasoning else ()))
-        states[name] = State(edges, sink=Sink.REASONING)
+        states[name] = State((Edge(closer, "answer", strips=strips), *in_reasoning), sink=Sink.REASONING)
         # The model may repeat what the template has written.
         states[begin] = _expect(Edge(opener, name), otherwise=name, drops_space=strips)
         starts[opener] = begin
-        at_start += (Edge(opener, begin),)
+        start += (Edge(opener, begin),)
         if reasoning.is_anywhere and not number:
-            in_content += (Edge(opener, begin, strips=strips),)
-    states["content"] = State(in_content, sink=Sink.CONTENT)
-    states["start"] = _expect(*at_start, otherwise="content", drops_space=False)
-    states["answer"] = _expect(*calls.at_start, otherwise="content", drops_space=strips)
-    states["after_call"] = _expect(otherwise="content", drops_space=calls.strips)
-    return Format(states, starts=starts, after_call="after_call" if calls.strips else "content")
+            content += (Edge(opener, begin, strips=strips),)
+    states["start"] = _expect(*start, otherwise="content", drops_space=False)
+    states[BACK] = states["after_call"] = _expect(
+        otherwise="content", drops_space=states.get("content", State()).strips
+    )
+    states["content"] = State(content, sink=Sink.CONTENT)
+    return Format(states, starts=starts)
 
 
 def _expect(*edges: Edge, otherwise: str | None = None, drops_space: bool = True) -> State:
     return State(edges, Scan.EXPECT, otherwise=otherwise, drops_space=drops_space)
 
 
+def _skip(*edges: Edge) -> State:
+    return State(edges)
+
+
 def _field(*edges: Edge, bars: str | None = None) -> State:
     return State(edges, sink=Sink.FIELD, bars=None if bars is None else re.compile(bars))
 
 
+def _value(*edges: Edge) -> State:
+    return State(edges, sink=Sink.VALUE)
+
+
 # <tool_call>{"name": "f", "arguments": {}}</tool_call>
-HERMES = CallTable(
-    (Edge("<tool_call>", "open", Do.OPEN, strips=True),),
-    {
-        "open": _expect(Edge("{", "call", keeps=True)),
-        "call": State(scan=Scan.CALL, then="close"),
-        "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK),
-    },
-    strips=True,
-)
+HERMES: CallTable = {
+    "content": _skip(Edge("<tool_call>", "open", Do.OPEN, strips=True)),
+    "open": _expect(Edge("{", "call", keeps=True)),
+    "call": State(scan=Scan.CALL, then="close"),
+    "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK),
+}
 
 # {"name": "f", "parameters": {}}, perhaps after <|python_tag|>; several with ; between
-LLAMA3_JSON = CallTable(
-    (Edge("<|python_tag|>", "open", Do.OPEN),),
-    {
-        "open": _expect(Edge("{", "call", keeps=True)),
-        "call": State(scan=Scan.CALL, then="close"),
-        "close": _expect(Edge(";", "next"), otherwise="content", drops_space=False),
-        "next": _expect(Edge("{", "call", Do.OPEN_UNMARKED, keeps=True), otherwise="content", drops_space=False),
-    },
-    at_start=(Edge("<|python_tag|>", "open", Do.OPEN), Edge("{", "call", Do.OPEN_UNMARKED, keeps=True)),
-)
+LLAMA3_JSON: CallTable = {
+    "content": _skip(Edge("<|python_tag|>", "open", Do.OPEN)),
+    "open": _expect(Edge("{", "call", keeps=True)),
+    "call": State(scan=Scan.CALL, then="close"),
+    "close": _expect(Edge(";", "next"), otherwise="content", drops_space=False),
+    "next": _expect(Edge("{", "call", Do.OPEN_UNMARKED, keeps=True), otherwise="content", drops_space=False),
+    "start": _skip(Edge("{", "call", Do.OPEN_UNMARKED, keeps=True)),
+}
 
 # [f(a=1), g()], perhaps between <|python_start|> and <|python_end|>
-PYTHONIC = CallTable(
-    (Edge("<|python_start|>", "open", Do.OPEN),),
-    {
-        "open": _expect(Edge("[", "callee")),
-        "callee": _field(Edge("(", "keywords", Do.NAME, keeps=True), bars=r"[^\w\s.\-]"),
-        "keywords": State(scan=Scan.OBJECT, quoting=Quoting.PYTHON, then="more", ends=False),
-        "more": _expect(Edge(",", "callee", Do.NEXT), Edge("]", "close", ends=True)),
-        "close": _expect(Edge("<|python_end|>", "content"), otherwise="content", drops_space=False),
-    },
-    at_start=(Edge("<|python_start|>", "open", Do.OPEN), Edge("[", "callee", Do.OPEN_UNMARKED)),
-)
+PYTHONIC: CallTable = {
+    "content": _skip(Edge("<|python_start|>", "open", Do.OPEN)),
+    "open": _expect(Edge("[", "callee")),
+    "callee": _field(Edge("(", "keywords", Do.NAME, keeps=True), bars=r"[^\w\s.\-]"),
+    "keywords": State(scan=Scan.OBJECT, quoting=Quoting.PYTHON, then="more", ends=False),
+    "more": _expect(Edge(",", "callee", Do.NEXT), Edge("]", "close", ends=True)),
+    "close": _expect(Edge("<|python_end|>", "content"), otherwise="content", drops_space=False),
+    "start": _skip(Edge("[", "callee", Do.OPEN_UNMARKED)),
+}
 
 # [TOOL_CALLS]f[ARGS]{}, perhaps with [CALL_ID]id before [ARGS]; or [TOOL_CALLS][{"name": "f", "arguments": {}}]
-MISTRAL = CallTable(
-    (Edge("[TOOL_CALLS]", "open", Do.OPEN),),
-    {
-        "open": _expect(Edge("[", "list"), otherwise="name"),
-        "list": _expect(Edge("{", "call", Do.OPEN, keeps=True), Edge(",", "list"), Edge("]", BACK)),
-        "call": State(scan=Scan.CALL, then="after_listed"),
-        "after_listed": _expect(Edge(",", "list"), Edge("]", BACK), otherwise=BACK),
-        "name": _field(
-            Edge("[ARGS]", "arguments", Do.NAME, strips=True),
-            Edge("[CALL_ID]", "id", Do.NAME, strips=True),
-            Edge("{", "arguments", Do.NAME, keeps=True, strips=True),
-            bars=r"\s",
-        ),
-        "id": _field(Edge("[ARGS]", "arguments", Do.ID)),
-        "arguments": State(scan=Scan.OBJECT),
-    },
-)
+MISTRAL: CallTable = {
+    "content": _skip(Edge("[TOOL_CALLS]", "open", Do.OPEN)),
+    "open": _expect(Edge("[", "list"), otherwise="name"),
+    "list": _expect(Edge("{", "call", Do.OPEN, keeps=True), Edge(",", "list"), Edge("]", BACK)),
+    "call": State(scan=Scan.CALL, then="after_listed"),
+    "after_listed": _expect(Edge(",", "list"), Edge("]", BACK), otherwise=BACK),
+    "name": _field(
+        Edge("[ARGS]", "arguments", Do.NAME, strips=True),
+        Edge("[CALL_ID]", "id", Do.NAME, strips=True),
+        Edge("{", "arguments", Do.NAME, keeps=True, strips=True),
+        bars=r"\s",
+    ),
+    "id": _field(Edge("[ARGS]", "arguments", Do.ID)),
+    "arguments": State(scan=Scan.OBJECT),
+}
 
 
-def _section(begin: str, end: str, call: tuple[str, str], fields: Mapping[str, State]) -> CallTable:
+def _section(begin: str, end: str, call_begin: str, call_end: str, fields: Mapping[str, State]) -> CallTable:
     """Calls with JSON arguments in a section from ``begin`` to ``end``; ``fields``: what comes before the arguments."""
-    call_begin, call_end = call
     to_content = Edge(end, "content")
-    states = {
-        "section": State((Edge(call_begin, next(iter(fields)), Do.OPEN), to_content)),
+    return {
+        "content": _skip(Edge(begin, "section")),
+        "section": _skip(Edge(call_begin, next(iter(fields)), Do.OPEN), to_content),
         **fields,
         "arguments": State(scan=Scan.OBJECT, then="rest"),
-        "rest": State((Edge(call_end, "section"), to_content)),
+        "rest": _skip(Edge(call_end, "section"), to_content),
     }
-    return CallTable((Edge(begin, "section"),), states)
 
 
-_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-_DEEPSEEK_TYPE = _field(Edge("<｜tool▁sep｜>", "name"))
+_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_NAME = _field(Edge("\n```json\n", "arguments", Do.NAME))
-DEEPSEEK_V3 = _section(*_DEEPSEEK_SECTION, {"type": _DEEPSEEK_TYPE, "name": _DEEPSEEK_NAME})
+DEEPSEEK_V3 = _section(*_DEEPSEEK_SECTION, {"type": _field(Edge("<｜tool▁sep｜>", "name")), "name": _DEEPSEEK_NAME})
 DEEPSEEK_V31 = _section(*_DEEPSEEK_SECTION, {"name": _field(Edge("<｜tool▁sep｜>", "arguments", Do.NAME))})
 KIMI_K2 = _section(
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
-    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
     {"id": _field(Edge("<|tool_call_argument_begin|>", "arguments", Do.NAMED_ID))},
 )
 
@@ -168,10 +146,10 @@ def _dsml_calls() -> CallTable:
     follow = (*parameters, *ends)
     section = [Edge(f'{invoke} name="', "name", Do.OPEN) for invoke in invokes]
     section += [Edge(f"</｜DSML｜{name}>", "after_call") for name in sections]
-    next_parameter = [Edge(f'{parameter} name="', "key") for parameter in parameters]
-    value = [Edge(f"</{parameter[1:]}>", "parameters", Do.VALUE, follow=follow) for parameter in parameters]
-    states = {
-        "section": State(tuple(section)),
+    next_parameter = [Edge(f'{name} name="', "key") for name in parameters]
+    return {
+        "content": _skip(*(Edge(f"<｜DSML｜{name}>", "section", strips=True) for name in sections)),
+        "section": _skip(*section),
         "name": _field(Edge('">', "parameters", Do.NAME), Edge('"/>', "section", Do.NAME, ends=True)),
         "parameters": _expect(*next_parameter, *(Edge(end, "section", ends=True) for end in ends)),
         "key": _field(
@@ -179,90 +157,71 @@ def _dsml_calls() -> CallTable:
             Edge('" string="false">', "value", Do.KEY_OF_JSON),
             Edge('">', "value", Do.KEY),
         ),
-        "value": State(tuple(value), sink=Sink.VALUE),
+        "value": _value(*(Edge(f"</{name[1:]}>", "parameters", Do.VALUE, follow=follow) for name in parameters)),
     }
-    return CallTable(tuple(Edge(f"<｜DSML｜{name}>", "section", strips=True) for name in sections), states, strips=True)
 
 
 DEEPSEEK_DSML = _dsml_calls()
 
 # <tool_call><function=f><parameter=key>value</parameter></function></tool_call>
 _PARAMETERS_FOLLOW = ("<parameter=", "</function>")
-QWEN3_XML = CallTable(
-    (Edge("<tool_call>", "open", Do.OPEN, strips=True), Edge("<function=", "name", Do.OPEN, strips=True)),
-    {
-        "open": _expect(Edge("<function=", "name")),
-        "name": _field(Edge(">", "parameters", Do.NAME), bars=r"[\n<]"),
-        "parameters": _expect(Edge("<parameter=", "key"), Edge("</function>", "close", ends=True)),
-        "key": _field(Edge(">", "value", Do.KEY), Edge(">\n", "value", Do.KEY), bars=r"[\n<]"),
-        "value": State(
-            (
-                Edge("\n</parameter>", "parameters", Do.VALUE, follow=_PARAMETERS_FOLLOW),
-                Edge("</parameter>", "parameters", Do.VALUE, follow=_PARAMETERS_FOLLOW),
-                # Left out at times; a value can hold both, but then hardly at the beginning of a line.
-                Edge("\n<parameter=", "key", Do.VALUE),
-                Edge("\n</function>", "close", Do.VALUE, ends=True, follow=("</tool_call>",)),
-            ),
-            sink=Sink.VALUE,
-        ),
-        "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK),
-    },
-    strips=True,
-    in_reasoning=True,
-)
+_XML_OPENERS = Edge("<tool_call>", "open", Do.OPEN, strips=True), Edge("<function=", "name", Do.OPEN, strips=True)
+QWEN3_XML: CallTable = {
+    "content": _skip(*_XML_OPENERS),
+    "reasoning": _skip(*_XML_OPENERS),
+    "open": _expect(Edge("<function=", "name")),
+    "name": _field(Edge(">", "parameters", Do.NAME), bars=r"[\n<]"),
+    "parameters": _expect(Edge("<parameter=", "key"), Edge("</function>", "close", ends=True)),
+    "key": _field(Edge(">", "value", Do.KEY), Edge(">\n", "value", Do.KEY), bars=r"[\n<]"),
+    "value": _value(
+        Edge("\n</parameter>", "parameters", Do.VALUE, follow=_PARAMETERS_FOLLOW),
+        Edge("</parameter>", "parameters", Do.VALUE, follow=_PARAMETERS_FOLLOW),
+        # Left out at times; a value can hold both, but then hardly at the beginning of a line.
+        Edge("\n<parameter=", "key", Do.VALUE),
+        Edge("\n</function>", "close", Do.VALUE, ends=True, follow=("</tool_call>",)),
+    ),
+    "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK),
+}
 
 # <tool_call>f<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
-GLM = CallTable(
-    (Edge("<tool_call>", "open", Do.OPEN, strips=True),),
-    {
-        "open": _expect(otherwise="name"),
-        "name": _field(
-            Edge("<arg_key>", "key", Do.NAME, strips=True),
-            Edge("</tool_call>", BACK, Do.NAME, ends=True, strips=True),
-            bars=r"[\s{}\[\]]",
-        ),
-        "key": _field(Edge("</arg_key>", "after_key", Do.KEY)),
-        "after_key": _expect(Edge("<arg_value>", "value")),
-        "value": State(
-            (
-                Edge("</arg_value>", "after_value", Do.VALUE, follow=("<arg_key>", "</tool_call>")),
-                Edge("</tool_call>", BACK, Do.VALUE, ends=True, follow=("<tool_call>",)),  # its end left out
-            ),
-            sink=Sink.VALUE,
-        ),
-        "after_value": _expect(Edge("<arg_key>", "key"), Edge("</tool_call>", BACK, ends=True)),
-    },
-    strips=True,
-)
+GLM: CallTable = {
+    "content": _skip(Edge("<tool_call>", "open", Do.OPEN, strips=True)),
+    "open": _expect(otherwise="name"),
+    "name": _field(
+        Edge("<arg_key>", "key", Do.NAME, strips=True),
+        Edge("</tool_call>", BACK, Do.NAME, ends=True, strips=True),
+        bars=r"[\s{}\[\]]",
+    ),
+    "key": _field(Edge("</arg_key>", "after_key", Do.KEY)),
+    "after_key": _expect(Edge("<arg_value>", "value")),
+    "value": _value(
+        Edge("</arg_value>", "after_value", Do.VALUE, follow=("<arg_key>", "</tool_call>")),
+        Edge("</tool_call>", BACK, Do.VALUE, ends=True, follow=("<tool_call>",)),  # its end left out
+    ),
+    "after_value": _expect(Edge("<arg_key>", "key"), Edge("</tool_call>", BACK, ends=True)),
+}
 
 # <|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>
-GEMMA4 = CallTable(
-    (Edge("<|tool_call>", "open", Do.OPEN),),
-    {
-        "open": _expect(Edge("call:", "name")),
-        "name": _field(Edge("{", "object", Do.NAME, keeps=True), bars=r"[\s<]"),
-        "object": State(scan=Scan.OBJECT, quoting=Quoting.GEMMA, then="close"),
-        "close": _expect(Edge("<tool_call|>", BACK), otherwise=BACK, drops_space=False),
-    },
-)
+GEMMA4: CallTable = {
+    "content": _skip(Edge("<|tool_call>", "open", Do.OPEN)),
+    "open": _expect(Edge("call:", "name")),
+    "name": _field(Edge("{", "object", Do.NAME, keeps=True), bars=r"[\s<]"),
+    "object": State(scan=Scan.OBJECT, quoting=Quoting.GEMMA, then="close"),
+    "close": _expect(Edge("<tool_call|>", BACK), otherwise=BACK, drops_space=False),
+}
 
 
 def harmony(*, has_reasoning: bool, has_calls: bool) -> Format:
-    """``<|channel|>analysis<|message|>text<|end|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{}``.
-
-    What is not parsed stays in the content, also in ``kimi_k3``.
-    """
+    """``<|channel|>analysis<|message|>text<|end|><|start|>assistant to=functions.f<|channel|>final<|message|>{}``."""
     ends = ("<|end|>", "<|return|>", "<|call|>")
     # A text may quote them: only the ones that another message or nothing follows end it.
     ending = tuple(Edge(end, "between", follow=("<|start|>",)) for end in ends)
     to_between = tuple(Edge(end, "between") for end in ends)
-    header = (
-        Edge(m, "header", keeps=True) for m in ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "to=")
-    )
+    header = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "to=")
     states = {
-        "start": _expect(*header, otherwise="content", drops_space=False),
+        "start": _expect(*(Edge(m, "header", keeps=True) for m in header), otherwise="content", drops_space=False),
         "header": _field(Edge("<|message|>", "content", Do.HEADER), *to_between),
-        "between": State((Edge("<|start|>", "header"),)),
+        "between": _skip(Edge("<|start|>", "header")),
         "content": State(ending, sink=Sink.CONTENT),
         "reasoning": State(ending, sink=Sink.REASONING if has_reasoning else Sink.CONTENT),
         "built_in": State(ending),
@@ -278,19 +237,22 @@ def kimi_k3(*, has_reasoning: bool, has_calls: bool) -> Format:
     thinks, responds, opens_tools = (f"<|open|>{name}<|sep|>" for name in ("think", "response", "tools"))
     parts = (Edge(responds, "content"), *([Edge(opens_tools, "tools")] if has_calls else []))
     sink = Sink.REASONING if has_reasoning else Sink.CONTENT
-    any_part = Edge("<|open|>", "between", keeps=True)
-    argument, ends_call = "<|open|>argument ", "<|close|>call<|sep|>"
+    argument, ends_call = '<|open|>argument key="', "<|close|>call<|sep|>"
     value = Edge("<|close|>argument<|sep|>", "arguments", Do.VALUE, follow=(argument, ends_call))
     states = {
-        "start": _expect(any_part, otherwise="content", drops_space=False),
+        "start": _expect(Edge("<|open|>", "between", keeps=True), otherwise="content", drops_space=False),
         "reasoning": State((Edge("<|close|>think<|sep|>", "between"), *parts), sink=sink),
-        "between": State((Edge(thinks, "reasoning"), *parts)),
+        "between": _skip(Edge(thinks, "reasoning"), *parts),
         "content": State((Edge("<|close|>response<|sep|>", "between"),), sink=Sink.CONTENT),
-        "tools": State((Edge("<|open|>call ", "call", Do.OPEN), Edge("<|close|>tools<|sep|>", "between"))),
-        "call": _field(Edge("<|sep|>", "arguments", Do.CALL_ATTRIBUTES)),
+        "tools": _skip(Edge('<|open|>call tool="', "name", Do.OPEN), Edge("<|close|>tools<|sep|>", "between")),
+        "name": _field(Edge('"', "index", Do.NAME)),
+        "index": _skip(Edge("<|sep|>", "arguments")),
         "arguments": _expect(Edge(argument, "key"), Edge(ends_call, "tools", ends=True)),
-        "key": _field(Edge("<|sep|>", "value", Do.KEY_ATTRIBUTES)),
-        "value": State((value,), sink=Sink.VALUE),
+        "key": _field(
+            Edge('" type="string"<|sep|>', "value", Do.KEY_OF_STRING), Edge('" type="', "type", Do.KEY_OF_JSON)
+        ),
+        "type": _skip(Edge("<|sep|>", "value")),
+        "value": _value(value),
     }
     return Format(states, starts={thinks: "reasoning", responds: "content"})
 

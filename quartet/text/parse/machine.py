@@ -10,11 +10,10 @@ from typing import Any
 
 from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from quartet.text.parse.states import BACK, MAX_SPACE, Do, Edge, Format, Quoting, Scan, Sink, State
-from quartet.text.parse.values import ObjectScan, Progress, argument_types, parse_json, to_json
+from quartet.text.parse.values import ObjectScan, argument_types, parse_json, to_json
 
 _SPACE = re.compile(r"\s*+")
 _NAME = re.compile(r"[^\s{}()\[\]<>\"']+")
-_ATTRIBUTE = re.compile(r'\b(\w++)="([^"]*)"')
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _STRING = frozenset(["string"])
@@ -24,16 +23,11 @@ _UNMARKED_KEYS = frozenset(["name", "type", "id", *_ARGUMENT_KEYS])
 
 
 class OutputParser:
-    """Parses one output, which comes in pieces of any length.
+    """Parses one output, which comes in pieces; what it shows doesn't depend on these, and the work is linear.
 
     A call is shown once it is complete; malformed, it stays text, unless the format keeps calls in sections of their
     own; cut, it is left out. If arguments are streamed, a call begins with its first argument, and then may never end.
-
-    What is shown doesn't depend on how the output was split, and the work is linear in its length. Of content and
-    reasoning only the beginning of a marker and whitespace wait, and what may be a call until it is one.
-
-    Attributes:
-        num_failed_calls: those that were marked as calls and were malformed or cut.
+    ``num_failed_calls`` counts those that were marked as calls and were malformed or cut.
     """
 
     def __init__(
@@ -64,18 +58,15 @@ class OutputParser:
         self._buffer = self._held = ""
         self._is_last = self._waits = False
         self._field: list[str] = []
-        self._num_calls = 0
         self._is_open = False  # something that may be a call has begun
-        self._is_shown = False  # a part of it was shown as a call
-        self._is_unmarked = False
+        self._is_shown = self._is_unmarked = False  # a part of it was shown as a call; nothing marks it as one
         self._raw: list[str] = []  # its text
-        self._raw_from = 0  # where in the buffer its text begins
-        self._ready: list[tuple[str, str | None, str]] = []  # calls of a list that is not complete
+        self._num_calls = self._raw_from = 0  # calls that have begun; where in the buffer the open one's text does
+        self._ready: list[Event] = []  # what to show of it, if it is complete
         self._scan = ObjectScan(Quoting.JSON)
-        self._id: str | None = None
         self._forget_call()
         self._origin = self._content = format.states["content"]
-        self._enter(format.states[format.start_after(prompt_end)])
+        self._enter(format.start_after(prompt_end))
 
     def push(self, text: str) -> list[Event]:
         """Take what comes next of the output; returns what it shows."""
@@ -105,10 +96,8 @@ class OutputParser:
         return events
 
     def _go(self, name: str) -> None:
-        if name == BACK and self._origin is not self._content:
-            self._enter(self._origin)
-        else:
-            self._enter(self._format.states[self._format.after_call if name == BACK else name])
+        is_elsewhere = name == BACK and self._origin is not self._content
+        self._enter(self._origin if is_elsewhere else self._format.states[name])
 
     def _enter(self, state: State) -> None:
         self._state, self._notable = state, state.notable.search
@@ -121,45 +110,47 @@ class OutputParser:
     # Steps: each reads from ``at`` on and returns how far it came, or says that it waits for more.
 
     def _text(self, at: int) -> int:
-        state, buffer, begin = self._state, self._buffer, at
+        start, end, edge = self._find_edge(at)
+        strips = edge.strips if edge is not None else self._state.strips and not self._is_last
+        cut = _rstrip(self._buffer, at, start) if strips else start
+        if (bad := self._put(at, cut)) is not None:
+            return self._fail(bad)
+        if edge is None:
+            self._waits = True
+            return cut
+        return self._take(edge, cut, start if edge.keeps else end)
+
+    def _find_edge(self, at: int) -> tuple[int, int, Edge | None]:
+        """Where the next marker begins and ends, and its edge; ``None``: more text must tell."""
+        state, buffer = self._state, self._buffer
         while (match := state.pattern.search(buffer, at)) is not None:
             start, end = match.span()
             edge = state.by_marker.get(match.group())
             is_open_end = end == len(buffer) and not self._is_last
             if is_open_end and (edge is None or edge.marker in state.extendable):
-                return self._wait_in_text(begin, start)
+                return start, end, None
             if edge is not None and edge.follow:
                 follow = edge.follows.match(buffer, end)
                 if follow is not None and follow.group(1) not in edge.follow and not self._is_last:
-                    return self._wait_in_text(begin, start)
+                    return start, end, None
                 edge = edge if follow is not None else None
-            if edge is None:
-                at = start + 1
-                continue
-            cut = _rstrip(buffer, begin, start) if edge.strips else start
-            bad = self._put(begin, cut)
-            return self._fail(bad) if bad is not None else self._take(edge, cut, start if edge.keeps else end)
-        return self._wait_in_text(begin, len(buffer))
-
-    def _wait_in_text(self, begin: int, end: int) -> int:
-        if self._is_last:
-            end = len(self._buffer)
-        elif self._state.strips:
-            end = _rstrip(self._buffer, begin, end)
-        bad = self._put(begin, end)
-        self._waits = bad is None
-        return end if bad is None else self._fail(bad)
+            if edge is not None:
+                return start, end, edge
+            at = start + 1
+        return len(buffer), len(buffer), None
 
     def _put(self, begin: int, end: int) -> int | None:
         """Give the sink its text; returns where a field stops being one."""
         text, state = self._buffer[begin:end], self._state
         if text and state.sink is Sink.FIELD:
-            bad = state.bars.search(text) if state.bars is not None else None
-            if bad is not None:
+            if state.bars is not None and (bad := state.bars.search(text)) is not None:
                 return begin + bad.start()
             self._field.append(text)
         elif text and state.sink is Sink.VALUE:
-            self._put_value(text)
+            if self._streams_value:
+                self._add_arguments(to_json(text, _STRING)[1:-1])
+            else:
+                self._value.append(text)
         elif text and state.sink is not Sink.NOTHING:
             self._events.append(_PLAIN[state.sink](text))
         return None
@@ -169,37 +160,34 @@ class OutputParser:
         if state.drops_space and (space := _SPACE.match(buffer, at)) is not None:
             at = space.end()
         match = state.expected.match(buffer, at)
-        if match is not None:
-            edge = state.by_marker.get(match.group(1))
-            is_open_end = match.end() == len(buffer) and not self._is_last
-            if is_open_end and (edge is None or edge.marker in state.extendable):
-                self._waits = True
-                return at
-            if edge is not None:
-                return self._take(edge, at, match.start(1) if edge.keeps else match.end())
-        if state.otherwise is not None:
-            self._go(state.otherwise)
-            return at
-        if match is not None and match.end() == len(buffer):  # the output ends here
+        edge = state.by_marker.get(match.group(1)) if match is not None else None
+        is_whole = edge is not None and edge.marker not in state.extendable
+        is_open_end = match is not None and match.end() == len(buffer) and not is_whole
+        if match is not None and edge is not None and (self._is_last or not is_open_end):
+            return self._take(edge, at, match.start(1) if edge.keeps else match.end())
+        if is_open_end and not (self._is_last and state.otherwise is not None):
             self._waits = True
-            return at
-        return self._fail(at)
+        elif state.otherwise is not None:
+            self._go(state.otherwise)
+        else:
+            self._fail(at)
+        return at
 
     def _object(self, at: int) -> int:
         state, scan = self._state, self._scan
         at = scan.feed(self._buffer, at)
         if state.scan is Scan.OBJECT:
             self._add_arguments(scan.take_json())
-        elif not self._take_call_arguments(is_complete=scan.progress is Progress.DONE):
+        elif not self._take_call_arguments(is_complete=scan.is_done):
+            scan.is_malformed = True
+        if scan.is_malformed:
             return self._fail(at)
-        if scan.progress is Progress.MORE:
+        if not scan.is_done:
             self._waits = True
-        elif scan.progress is Progress.MALFORMED:
-            return self._fail(at)
-        else:
-            if state.ends:
-                self._end_call()
-            self._go(state.then)
+            return at
+        if state.ends:
+            self._end_call()
+        self._go(state.then)
         return at
 
     def _take(self, edge: Edge, begin: int, at: int) -> int:
@@ -224,11 +212,11 @@ class OutputParser:
             self._is_open, self._is_shown, self._is_unmarked = True, False, is_unmarked
             self._origin = self._state if self._state.scan is Scan.TEXT else self._content
             self._raw, self._raw_from = [], begin
-            self._ready.clear()
             self._forget_call()
 
     def _forget_call(self) -> None:
-        self._name, self._id = "", None
+        self._name = ""
+        self._id: str | None = None
         self._arguments: list[str] = []
         self._has_begun = False  # whether its beginning was shown
         self._keys: set[str] = set()
@@ -237,8 +225,9 @@ class OutputParser:
         """The call is malformed: go back to where it began, with its text if that can be shown."""
         raw = "".join(self._raw) + self._buffer[self._raw_from : at]
         self.num_failed_calls += not self._is_unmarked
-        self._is_open = False
-        self._field = []
+        self._is_open, self._field = False, []
+        self._num_calls -= sum(isinstance(event, CallBegin) for event in self._ready)
+        self._ready.clear()
         self._enter(self._origin)
         if not self._is_shown and self._plain is not None:
             self._events.append(self._plain(raw))
@@ -246,7 +235,7 @@ class OutputParser:
 
     def _set_name(self, field: str) -> bool:
         self._name = field.strip()
-        is_known = not (self._is_unmarked and self._tools) or self._name in self._tools
+        is_known = not self._is_unmarked or not self._tools or self._name in self._tools
         return is_known and _NAME.fullmatch(self._name) is not None
 
     def _set_named_id(self, field: str) -> bool:
@@ -258,9 +247,6 @@ class OutputParser:
         self._id = field.strip() or None
         return True
 
-    def _read_call_attributes(self, field: str) -> bool:
-        return self._set_name(html.unescape(dict(_ATTRIBUTE.findall(field)).get("tool", "")))
-
     def _read_header(self, field: str, at: int) -> str:
         """Harmony: what a message is, as its header says; returns the state that reads it."""
         recipient = (_RECIPIENT.findall(field) or ["assistant"])[-1]
@@ -271,9 +257,7 @@ class OutputParser:
                 self._open_call(at)
                 self._is_open = self._set_name(recipient.removeprefix("functions."))
             return "arguments" if self._is_open else "content"
-        if recipient != "assistant":
-            return "built_in"
-        return "reasoning" if channel == "analysis" else "content"
+        return "built_in" if recipient != "assistant" else "reasoning" if channel == "analysis" else "content"
 
     def _accepts(self, key: str, value: str | None) -> bool:
         """Whether a call as a JSON object may have this key, or value."""
@@ -296,22 +280,12 @@ class OutputParser:
         text = "".join(pieces or ())
         (pieces or []).clear()
         if not is_object:
-            inner = parse_json(text)  # JSON in a string
-            text = inner if isinstance(inner, str) else text
-            if text in ("", "null"):
-                text = "{}"
-            elif not isinstance(parse_json(text), dict):
+            value = parse_json(text)  # perhaps JSON in a string
+            text = value if isinstance(value, str) else "{}" if value is None else text
+            if not isinstance(parse_json(text), dict):
                 return False
         self._add_arguments(text)
         return True
-
-    def _set_key(self, field: str) -> bool:
-        return self._begin_value(field, argument_types(self._tools.get(self._name), field))
-
-    def _read_key_attributes(self, field: str) -> bool:
-        attributes = dict(_ATTRIBUTE.findall(field))
-        types = _STRING if attributes.get("type", "string") == "string" else _ANY
-        return self._begin_value(html.unescape(attributes.get("key", "")), types)
 
     def _begin_value(self, key: str, types: frozenset[str] | None) -> bool:
         if key in self._keys:
@@ -324,47 +298,41 @@ class OutputParser:
         self._add_arguments(lead + '"' if self._streams_value else lead)
         return True
 
-    def _put_value(self, text: str) -> None:
-        if self._streams_value:
-            self._add_arguments(to_json(text, _STRING)[1:-1])
-        else:
-            self._value.append(text)
-
-    def _end_value(self) -> bool:
+    def _end_value(self, field: str) -> bool:
         self._add_arguments('"' if self._streams_value else to_json("".join(self._value), self._types))
         return True
 
     def _add_arguments(self, text: str) -> None:
+        if text and not self._has_begun:
+            self._has_begun = True
+            self._ready.append(CallBegin(self._num_calls, self._id or self._make_id(), self._name))
+            self._num_calls += 1
         if not self._streams:
             self._arguments.append(text)
         elif text:
-            if not self._has_begun:
-                self._has_begun = self._is_shown = True
-                self._events.append(CallBegin(self._num_calls, self._id or self._make_id(), self._name))
-            self._events.append(CallArguments(self._num_calls, text))
+            self._ready.append(CallArguments(self._num_calls - 1, text))
+            self._show_ready()
 
     def _end_listed(self) -> bool:
-        """The call is complete, but shown only with all others of its list."""
+        """The call is complete, but unless it was streamed, it counts only if all others of its list are."""
+        index = self._num_calls - 1
         if self._streams:
-            self._events.append(CallEnd(self._num_calls))
-            self._num_calls += 1
+            self._events.append(CallEnd(index))
         else:
-            self._ready.append((self._name, self._id, "".join(self._arguments)))
+            self._ready += (CallArguments(index, "".join(self._arguments)), CallEnd(index))
         self._forget_call()
         return True
 
     def _end_call(self) -> None:
-        if self._keys:
-            self._add_arguments("}")
-        elif not (self._arguments or self._has_begun):
-            self._add_arguments("{}")
+        if self._keys or not self._has_begun:
+            self._add_arguments("}" if self._keys else "{}")
         self._end_listed()
         self._is_open = False
-        for name, call_id, arguments in self._ready:
-            index = self._num_calls
-            self._num_calls += 1
-            self._events.append(CallBegin(index, call_id or self._make_id(), name))
-            self._events += (CallArguments(index, arguments), CallEnd(index))
+        self._show_ready()
+
+    def _show_ready(self) -> None:
+        self._is_shown = True
+        self._events += self._ready
         self._ready.clear()
 
 
@@ -379,11 +347,9 @@ _ACTIONS: Mapping[Do, Callable[[OutputParser, str], bool]] = {
     Do.NAME: OutputParser._set_name,
     Do.NAMED_ID: OutputParser._set_named_id,
     Do.ID: OutputParser._set_id,
-    Do.CALL_ATTRIBUTES: OutputParser._read_call_attributes,
-    Do.KEY: OutputParser._set_key,
-    Do.KEY_OF_STRING: lambda parser, field: parser._begin_value(field, _STRING),
-    Do.KEY_OF_JSON: lambda parser, field: parser._begin_value(field, _ANY),
-    Do.KEY_ATTRIBUTES: OutputParser._read_key_attributes,
-    Do.VALUE: lambda parser, field: parser._end_value(),
+    Do.KEY: lambda parser, field: parser._begin_value(field, argument_types(parser._tools.get(parser._name), field)),
+    Do.KEY_OF_STRING: lambda parser, field: parser._begin_value(html.unescape(field), _STRING),
+    Do.KEY_OF_JSON: lambda parser, field: parser._begin_value(html.unescape(field), _ANY),
+    Do.VALUE: OutputParser._end_value,
     Do.NEXT: lambda parser, field: parser._end_listed(),
 }

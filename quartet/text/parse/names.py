@@ -48,8 +48,7 @@ _ALIASES: Mapping[str, str] = {
     "qwen3_xml": "qwen3_coder",
 }
 
-# Reasoning and tool-call parser of templates that hold these texts, the first that fits; the reasoning parser counts
-# only if the template holds what follows it.
+# Texts in a template, its reasoning parser, a text without which there is no reasoning, its tool-call parser.
 _TEMPLATES: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("<|channel|>", "<|message|>"), "gpt_oss", "", "harmony"),
     (("<|open|>", "<|sep|>"), "kimi_k3", "", "kimi_k3"),
@@ -71,25 +70,19 @@ _TEMPLATES: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 def choose_format(
     reasoning_parser: str | None = None, tool_call_parser: str | None = None, *, chat_template: str = ""
 ) -> Format:
-    """The format of a model's output.
+    """The format of a model's output, by names of ``REASONING_PARSERS`` and ``TOOL_CALL_PARSERS``.
 
-    Args:
-        reasoning_parser: a name of ``REASONING_PARSERS``; ``""``: reasoning stays in the content; ``None``: the one
-            that ``chat_template`` calls for, if any.
-        tool_call_parser: the same, of ``TOOL_CALL_PARSERS``.
-        chat_template: the template's source.
+    ``""``: such parts stay in the content. ``None``: the one that ``chat_template``, a source, calls for, if any.
 
     Raises:
         ConfigError: a name is unknown, or the two don't go together.
     """
-    guessed_reasoning = guessed_calls = ""
-    for texts, reasoning, text, calls in _TEMPLATES:
-        if all(part in chat_template for part in texts):
-            guessed_reasoning, guessed_calls = reasoning if text in chat_template else "", calls
-            break
+    fitting = (row[1:] for row in _TEMPLATES if all(text in chat_template for text in row[0]))
+    reasoning, text, calls = next(fitting, ("", "", ""))
+    reasoning = reasoning if text in chat_template else ""
     return _make_format(
-        _known(guessed_reasoning if reasoning_parser is None else reasoning_parser, REASONING_PARSERS),
-        _known(guessed_calls if tool_call_parser is None else tool_call_parser, TOOL_CALL_PARSERS),
+        _known(reasoning if reasoning_parser is None else reasoning_parser, REASONING_PARSERS),
+        _known(calls if tool_call_parser is None else tool_call_parser, TOOL_CALL_PARSERS),
     )
 
 
@@ -97,13 +90,12 @@ def choose_format(
 def _make_format(reasoning_parser: str, tool_call_parser: str) -> Format:
     reasoning = REASONING_PARSERS.get(reasoning_parser)
     calls = TOOL_CALL_PARSERS.get(tool_call_parser)
-    whole = calls if isinstance(reasoning, ReasoningTable) or reasoning is None else reasoning
-    if whole is None or isinstance(whole, CallTable):
-        assert reasoning is None or isinstance(reasoning, ReasoningTable)
-        return join_tables(reasoning, whole)
-    if any(parser is not None and parser is not whole for parser in (reasoning, calls)):
+    if not callable(reasoning) and not callable(calls):
+        return join_tables(reasoning, calls)
+    make = reasoning or calls
+    if not callable(make) or (calls or make) is not make:
         raise ConfigError(f"the parsers {reasoning_parser} and {tool_call_parser} don't go together")
-    return whole(has_reasoning=reasoning is not None, has_calls=calls is not None)
+    return make(has_reasoning=reasoning is not None, has_calls=calls is not None)
 
 
 def _known(name: str, parsers: Mapping[str, object]) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 
-#: Of a run of whitespace, as much may be held back, dropped before a marker, or come between a marker and what must
-#: follow it: what is held back, and read again at each delta, stays short.
+#: Of a run of whitespace, as much may be held back, dropped before a marker, or come before what must follow one.
 MAX_SPACE = 64
 
 #: As a target: where the call began.
@@ -55,12 +54,10 @@ class Do(Enum):
     NAME = auto()  # the field is the call's name
     NAMED_ID = auto()  # the field is functions.NAME:NUMBER, name and id of the call
     ID = auto()
-    CALL_ATTRIBUTES = auto()  # the field is tool="NAME" ...
     HEADER = auto()  # the field is a header of Harmony, which says what comes next
     KEY = auto()  # the field is an argument's key; the tool's schema says its type
-    KEY_OF_STRING = auto()
+    KEY_OF_STRING = auto()  # the same, with its type and as an attribute of XML
     KEY_OF_JSON = auto()
-    KEY_ATTRIBUTES = auto()  # the field is key="KEY" type="TYPE"
     VALUE = auto()  # an argument's value is complete
     NEXT = auto()  # the call is complete, but counts only if all of its list are
 
@@ -69,23 +66,16 @@ class Do(Enum):
 class Edge:
     """A way out of a state.
 
-    Attributes:
-        marker: what must be in the text.
-        to: the next state.
-        do: what happens.
-        ends: the call is complete.
-        keeps: the next state reads the marker again.
-        strips: whitespace before the marker is dropped.
-        follow: one of these, or the end of the output, must come after the marker and any whitespace; else the marker
-            is part of the text. Empty: anything may follow.
+    ``follow``: one of these, or the end of the output, must come after the marker and any whitespace; else the marker
+    is part of the text. Empty: anything may follow.
     """
 
-    marker: str
-    to: str
+    marker: str  # what must be in the text
+    to: str  # the next state
     do: Do | None = None
-    ends: bool = False
-    keeps: bool = False
-    strips: bool = False
+    ends: bool = False  # the call is complete
+    keeps: bool = False  # the next state reads the marker again
+    strips: bool = False  # whitespace before the marker is dropped
     follow: tuple[str, ...] = ()
 
     @cached_property
@@ -96,29 +86,17 @@ class Edge:
 
 @dataclass(frozen=True)
 class State:
-    """One state.
-
-    Attributes:
-        edges: the ways out.
-        scan: how it reads.
-        sink: where text goes.
-        otherwise: of ``Scan.EXPECT``.
-        drops_space: of ``Scan.EXPECT``: whitespace before the marker is dropped, also where ``otherwise`` is taken.
-        then: the next state after an object or call; both end by themselves.
-        ends: whether the call is complete then.
-        quoting: of objects.
-        bars: of fields: finds characters that can't be in it; the call is malformed then.
-    """
+    """One state, and how it reads."""
 
     edges: tuple[Edge, ...] = ()
     scan: Scan = Scan.TEXT
     sink: Sink = Sink.NOTHING
-    otherwise: str | None = None
-    drops_space: bool = True
-    then: str = BACK
-    ends: bool = True
-    quoting: Quoting = Quoting.JSON
-    bars: re.Pattern[str] | None = None
+    otherwise: str | None = None  # of ``Scan.EXPECT``
+    drops_space: bool = True  # of ``Scan.EXPECT``: whitespace is dropped, also where ``otherwise`` is taken
+    then: str = BACK  # after an object or call; both end by themselves
+    ends: bool = True  # whether the call is complete then
+    quoting: Quoting = Quoting.JSON  # of objects
+    bars: re.Pattern[str] | None = None  # of fields: finds characters that make the call malformed
 
     @cached_property
     def by_marker(self) -> dict[str, Edge]:
@@ -127,7 +105,7 @@ class State:
 
     @cached_property
     def strips(self) -> bool:
-        """Whether whitespace at the text's end must wait for what comes next."""
+        """Whether whitespace must wait for what comes next."""
         return any(edge.strips for edge in self.edges)
 
     @cached_property
@@ -138,7 +116,7 @@ class State:
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Finds the first marker, or the beginning of one at the text's end."""
-        return re.compile(trie(self.by_marker) if self.edges else r"(?!)")
+        return re.compile(trie(self.by_marker))
 
     @cached_property
     def expected(self) -> re.Pattern[str]:
@@ -148,45 +126,31 @@ class State:
     @cached_property
     def notable(self) -> re.Pattern[str]:
         """Finds nothing in text that can be shown as it is: no marker begins in it, and no whitespace waits."""
-        firsts = "".join(sorted({re.escape(marker[0]) for marker in self.by_marker}))
-        parts = ([f"[{firsts}]"] if firsts else []) + ([r"\s\Z"] if self.strips else [])
-        return re.compile("|".join(parts) or r"(?!)")
+        firsts = "".join(re.escape(marker[0]) for marker in self.by_marker)
+        return re.compile((f"[{firsts}]" if firsts else "(?!)") + (r"|\s\Z" if self.strips else ""))
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one family writes, as a graph.
+    """How one family writes: ``states`` by name, ``start`` and ``content`` among them.
 
-    Attributes:
-        states: by name; ``content`` must be among them.
-        start: the state that an output begins in.
-        starts: other beginnings: by how the prompt ends, without whitespace after it.
-        after_call: where content goes on after a call.
+    ``starts``: the states that outputs begin in after prompts that end so, whitespace aside.
     """
 
     states: Mapping[str, State]
-    start: str = "start"
     starts: Mapping[str, str] = field(default_factory=dict)
-    after_call: str = "content"
 
-    def start_after(self, prompt_end: str) -> str:
+    def start_after(self, prompt_end: str) -> State:
         """The state that an output after this prompt begins in: templates may begin the reasoning themselves."""
         end = prompt_end.rstrip()
-        return next((state for opener, state in self.starts.items() if end.endswith(opener)), self.start)
+        return self.states[next((name for opener, name in self.starts.items() if end.endswith(opener)), "start")]
 
     def needs(self, special_token: str) -> bool:
-        """Whether ``special_token`` must be in the text: it is a marker or part of one.
-
-        Text for people leaves special tokens out. A parser must see those that its format is written with, also the
-        ones that end a generation, and no others.
-        """
-        return bool(special_token) and any(special_token in text for text in self._written)
-
-    @cached_property
-    def _written(self) -> frozenset[str]:
+        """Whether parsers must see ``special_token``, which text for people leaves out; also if it ends the output."""
         states = self.states.values()
-        markers = {text for state in states for edge in state.edges for text in (edge.marker, *edge.follow)}
-        return frozenset(markers.union(*(QUOTES[state.quoting] for state in states if state.scan is Scan.OBJECT)))
+        texts = {text for state in states for edge in state.edges for text in (edge.marker, *edge.follow)}
+        texts.update(*(QUOTES[state.quoting] for state in states if state.scan is Scan.OBJECT))
+        return bool(special_token) and any(special_token in text for text in texts)
 
 
 def trie(words: Iterable[str]) -> str:
@@ -194,7 +158,7 @@ def trie(words: Iterable[str]) -> str:
     tails: dict[str, list[str]] = {}
     for word in filter(None, words):
         tails.setdefault(word[0], []).append(word[1:])
-    return f"(?:{'|'.join(re.escape(first) + _rest(rest) for first, rest in tails.items())})"
+    return f"(?:{'|'.join(re.escape(first) + _rest(rest) for first, rest in tails.items()) or '(?!)'})"
 
 
 def _rest(tails: list[str]) -> str:

@@ -6,8 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping
-from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import Any
 
 from quartet.text.parse.states import QUOTES, Quoting, trie
 
@@ -34,25 +33,15 @@ _STRING_ENDS = {
 }
 
 
-class Progress(Enum):
-    """What a scanner says of what it has read."""
-
-    MORE = auto()
-    DONE = auto()
-    MALFORMED = auto()
-
-
 class ObjectScan:
     """Turns an object that comes in pieces into JSON; of JSON itself, it mends what models get wrong in strings.
 
-    Attributes:
-        progress: so far.
-        values: if asked for: the values at the top as JSON, by key, in pieces as they came.
+    It ``is_done`` or ``is_malformed``; ``values``, if asked for, are those at the top as JSON, by key, in pieces.
     """
 
     def __init__(self, quoting: Quoting, accepts: Callable[[str, str | None], bool] | None = None) -> None:
         """``accepts``: fill ``values``, and ask this whether a key, then ``None``, and later its JSON may be there."""
-        self.progress = Progress.MORE
+        self.is_done = self.is_malformed = False
         self.values: dict[str, list[str]] = {}
         self._quoting = quoting
         self._accepts = accepts
@@ -74,23 +63,29 @@ class ObjectScan:
 
     def feed(self, text: str, at: int) -> int:
         """Read ``text`` from ``at`` on. Returns where it stopped: a few last characters may have to come again."""
-        while at < len(text) and self.progress is Progress.MORE:
+        while at < len(text) and not self.is_done:
             pattern = _TOKENS[self._quoting] if self._quote is None else _STRING_ENDS[self._quoting, self._quote]
             match = pattern.search(text, at)
             end = len(text) if match is None else match.start()
             if self._quote is not None:
-                self._out.append(_CONTROL.sub(_escape_match, text[at:end]) if self._is_json else _escape(text[at:end]))
+                piece = text[at:end]
+                # What is escaped in JSON stays so; but models forget to escape line ends.
+                self._out.append(_escape(piece) if not self._is_json or _CONTROL.search(piece) is not None else piece)
             elif end > at and not self._add_bare(text[at:end]):
-                return self._malformed(end - len(text[at:end].lstrip()))
+                self.is_malformed = True
+                return end - len(text[at:end].lstrip())
             if match is None or (match.end() == len(text) and not self._is_whole(match.group())):
                 return end
-            at = match.end()
-            if not (self._take(match.group()) if self._quote is None else self._take_in_string(match.group())):
-                return self._malformed(end)
-        return at
-
-    def _malformed(self, at: int) -> int:
-        self.progress = Progress.MALFORMED
+            token, at = match.group(), match.end()
+            if self._quote is None:
+                self.is_malformed = not self._take(token)
+                if self.is_malformed:
+                    return end
+            elif token == self._quote:
+                self._quote, self._is_filled = None, True
+                self._out.append('"')
+            else:
+                self._out.append(_unescape(token, is_json=self._is_json))
         return at
 
     def _is_whole(self, token: str) -> bool:
@@ -105,14 +100,6 @@ class ObjectScan:
         self._bare.append(text)
         # Before the object, or as a key of JSON, there can only be whitespace.
         return text.isspace() or bool(self._closers and not (self._is_json and (self._is_key or self._is_filled)))
-
-    def _take_in_string(self, token: str) -> bool:
-        if token != self._quote:
-            self._out.append(_unescape(token, is_json=self._is_json))
-            return True
-        self._quote, self._is_filled = None, True
-        self._out.append('"')
-        return True
 
     def _take(self, token: str) -> bool:
         if not self._closers:
@@ -186,8 +173,7 @@ class ObjectScan:
             return False
         self._out.append("}" if is_object else "]")
         self._owes_comma, self._is_filled, self._is_key = False, True, False
-        if not self._closers:
-            self.progress = Progress.DONE
+        self.is_done = not self._closers
         return True
 
     def _begin_item(self) -> None:
@@ -199,21 +185,18 @@ class ObjectScan:
 def parse_json(text: str) -> Any:
     """The value of strict JSON; ``None`` also where ``text`` is none."""
     try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        return json.loads(text, parse_constant=_LITERALS.__getitem__)  # there is no NaN and no Infinity
+    except (ValueError, KeyError, RecursionError):
         return None
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """The value that a model wrote as ``text``, as JSON.
+    """The value that a model wrote as ``text`` of one of JSON Schema's ``types``; ``None``: it may be any.
 
-    Args:
-        text: a string as it is, or any other value as JSON or as Python's ``True``, ``False`` or ``None``.
-        types: names of JSON Schema's types that it may have; ``None``: unknown.
+    Strings come as they are, other values as JSON or as Python's ``True``, ``False`` or ``None``.
     """
     if types is None or types != {"string"}:
-        literal = text.strip()
-        literal = _LITERALS.get(literal, literal)
+        literal = _LITERALS.get(text.strip(), text.strip())
         value = parse_json(literal)
         names = _types_of(value) if value is not None or literal == "null" else frozenset()
         if names & (types if types is not None else _NO_STRINGS):
@@ -229,10 +212,10 @@ def argument_types(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]
     while schemas:
         part = schemas.pop()
         if isinstance(part, dict):
-            kind = part.get("type", [])
-            names.update(name for name in ([kind] if isinstance(kind, str) else kind) if isinstance(name, str))
-            for union in ("anyOf", "oneOf", "allOf"):
-                schemas += part[union] if isinstance(part.get(union), list) else []
+            kinds = part.get("type")
+            names.update(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
+            unions = (part.get(union) for union in ("anyOf", "oneOf", "allOf"))
+            schemas += [item for union in unions if isinstance(union, list) for item in union]
     return frozenset(names) or None
 
 
@@ -249,10 +232,6 @@ def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _escape_match(match: re.Match[str]) -> str:
-    return _escape(match.group())
-
-
 def _unescape(token: str, *, is_json: bool) -> str:
     """An escape in a string as text in a JSON string; what is none is a backslash and text."""
     if is_json:
@@ -263,7 +242,3 @@ def _unescape(token: str, *, is_json: bool) -> str:
     except UnicodeDecodeError:
         text = token
     return json.dumps(text)[1:-1]  # of surrogates, which are no characters, JSON can join two
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")

@@ -157,6 +157,8 @@ def test_any_splitting_gives_the_same_events(pair: tuple[str, str], streams_argu
 
 def check_calls(events: Sequence[tuple[object, ...]], *, streams_arguments: bool) -> None:
     """Calls come one after the other, and a complete one has an object as arguments."""
+    begins = [event for event in events if event[0] is CallBegin]
+    assert [event[1] for event in begins] == list(range(len(begins)))
     for number, event in enumerate(events):
         if event[0] is CallEnd:
             (begin, _, _, name), (kind, _, arguments) = events[number - 2 : number]
