@@ -20,7 +20,7 @@ from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.decoder import fuse
 from quartet.engine.torch.loader import LoadedModel, check_device, load_model
 from quartet.engine.torch.pool import KvPool, num_pool_blocks, reserve_embeddings
-from quartet.engine.torch.sampler import LaunchedTokens, Sampler, record_event
+from quartet.engine.torch.sampler import LaunchedTokens, create_sampler, record_event
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import BlockMemory, EmbeddingMemory
@@ -78,7 +78,7 @@ class TorchRunner:
         self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
         self.num_blocks = num_pool_blocks(config, self.layout)
         self._pool = KvPool(self.layout, self.num_blocks, self._device)
-        self._sampler = Sampler()
+        self._sampler = create_sampler(loaded.model, self.vocab_size, self._device)
         launches = self._device.type == "cuda" and not config.disable_overlap_scheduler
         self.launcher: StepLauncher | None = self if launches else None
         self._unread: torch.Tensor | None = None
