@@ -21,7 +21,7 @@ from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.decoder import fuse
 from quartet.engine.torch.loader import LoadedModel, check_device, load_model
 from quartet.engine.torch.pool import KvPool, num_pool_blocks, reserve_embeddings
-from quartet.engine.torch.sampler import LaunchedTokens, Sampler, record_event
+from quartet.engine.torch.sampler import LaunchedTokens, create_sampler, record_event
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import BlockMemory, EmbeddingMemory
@@ -96,7 +96,7 @@ class TorchRunner:
         self.placeholder_id = loaded.placeholder_id if config.takes_media else None
         self.embeddings = self._reserve_embeddings(config, loaded)
         self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
-        self._sampler = Sampler()
+        self._sampler = create_sampler(loaded.model, self.vocab_size, self._device)
         launches = self._device.type == "cuda" and not config.disable_overlap_scheduler
         self.launcher: StepLauncher | None = self if launches else None
         self._unread: torch.Tensor | None = None

@@ -15,14 +15,21 @@ itself. With filters, only the kept tokens need noise.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from quartet.engine.runner import RunningRequest, SampledToken
 from quartet.engine.sampling import TokenLogprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from quartet.engine.torch.device_sampler import DeviceSampler
 
 # A nucleus or a min-p set is mostly far smaller: these many best tokens are tried before the vocabulary is sorted.
 _NUM_CANDIDATES = 1024
@@ -74,7 +81,7 @@ class Sampler:
         model_logprobs = logits[_indices(reported, logits.device)].log_softmax(-1) if reported else None
         apply_rules(logits, [row for row in rows if row.rules.changes_logits])
         token_ids = _choose(logits, rows)
-        report = None if model_logprobs is None else _Report(model_logprobs, reported, token_ids)
+        report = None if model_logprobs is None else LogprobReport(model_logprobs, reported, token_ids)
         # Penalties count tokens that the host knows; and with rules a launch waits for the device, for which another
         # step's tokens must not wait.
         return LaunchedTokens(token_ids, report, can_follow=False)
@@ -86,6 +93,21 @@ class Sampler:
         return rules
 
 
+def create_sampler(model: PreTrainedModel, vocab_size: int, device: torch.device) -> Sampler | DeviceSampler:
+    """The sampler for a model's logits, warmed up: of our kernels on a GPU, unless the logits are float64.
+
+    ``vocab_size`` may be less than the model has logits.
+    """
+    if device.type != "cuda" or model.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+        return Sampler()
+    from quartet.engine.torch.device_sampler import DeviceSampler
+
+    sampler = DeviceSampler(device, vocab_size)
+    num_logits = model.get_output_embeddings().weight.shape[0]  # type: ignore[no-untyped-call]
+    sampler.warm_up(torch.zeros((1, num_logits), dtype=model.dtype, device=device)[:, :vocab_size])
+    return sampler
+
+
 class LaunchedTokens:
     """Tokens that a device chooses, or has chosen.
 
@@ -94,7 +116,9 @@ class LaunchedTokens:
         can_follow: whether to launch the next step before these are read.
     """
 
-    def __init__(self, token_ids: torch.Tensor, report: _Report | None = None, *, can_follow: bool = True) -> None:
+    def __init__(
+        self, token_ids: torch.Tensor, report: LogprobReport | None = None, *, can_follow: bool = True
+    ) -> None:
         self.token_ids = token_ids
         self.can_follow = can_follow
         self._report = report
@@ -117,6 +141,37 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+class LogprobReport:
+    """Log probabilities that rows ask for, on their way from the device."""
+
+    def __init__(self, logprobs: torch.Tensor, rows: Sequence[Row], token_ids: torch.Tensor) -> None:
+        """``logprobs`` is ``[len(rows), V]``, ``token_ids`` has one for each row of the step."""
+        chosen = token_ids[_indices(rows, logprobs.device)]
+        num_top = max(row.rules.num_logprobs or 0 for row in rows)
+        top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+        self._rows = rows
+        self._chosen = _to_host(logprobs.gather(1, chosen[:, None])[:, 0])
+        self._top_ids, self._top_values = _to_host(top.indices), _to_host(top.values)
+
+    def read(self, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """By row index; the device has done all, ``token_ids`` are those of the step's rows."""
+        chosen: list[float] = self._chosen.tolist()
+        top_ids: list[list[int]] = self._top_ids.tolist()
+        top_values: list[list[float]] = self._top_values.tolist()
+        reports = {}
+        for row, logprob, ids, values in zip(self._rows, chosen, top_ids, top_values, strict=True):
+            num = row.rules.num_logprobs or 0
+            reports[row.index] = TokenLogprobs(token_ids[row.index], logprob, tuple(ids[:num]), tuple(values[:num]))
+        return reports
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on this device. A copy of what is not pinned would wait for what a GPU does."""
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class RequestRules:
@@ -255,10 +310,12 @@ class DrawParameters:
 
 def noise_key(seed: int, choice: int, position: int) -> int:
     """The 64-bit state of the noise at one position of one sequence, as a signed integer for int64 tensors."""
-    state = 0
-    for word in (seed, choice, position):
-        state = _mix(((state + _GAMMA) ^ word) & _MASK)
-    return _to_signed(state)
+    return _to_signed(_absorb(_sequence_state(seed, choice), position))
+
+
+def noise_state(seed: int, choice: int) -> int:
+    """What ``noise_key`` makes of a sequence before its position comes in, as a signed integer."""
+    return _to_signed(_sequence_state(seed, choice))
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -304,7 +361,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _indices(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
-    return torch.tensor([row.index for row in rows], dtype=torch.long, device=device)
+    return to_device(torch.tensor([row.index for row in rows], dtype=torch.long), device)
 
 
 def _parameters(rows: Sequence[Row], device: torch.device) -> DrawParameters:
@@ -316,30 +373,6 @@ def _parameters(rows: Sequence[Row], device: torch.device) -> DrawParameters:
         min_p=torch.tensor([item.min_p for item in sampling], dtype=torch.float64, device=device),
         keys=torch.tensor([row.rules.key(len(row.running.seq)) for row in rows], dtype=torch.long, device=device),
     )
-
-
-class _Report:
-    """Log probabilities that rows ask for, on their way from the device."""
-
-    def __init__(self, logprobs: torch.Tensor, rows: Sequence[Row], token_ids: torch.Tensor) -> None:
-        """``logprobs`` is ``[len(rows), V]``, ``token_ids`` has one for each row of the step."""
-        chosen = token_ids[_indices(rows, logprobs.device)]
-        num_top = max(row.rules.num_logprobs or 0 for row in rows)
-        top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
-        self._rows = rows
-        self._chosen = _to_host(logprobs.gather(1, chosen[:, None])[:, 0])
-        self._top_ids, self._top_values = _to_host(top.indices), _to_host(top.values)
-
-    def read(self, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """By row index; the device has done all, ``token_ids`` are those of the step's rows."""
-        chosen: list[float] = self._chosen.tolist()
-        top_ids: list[list[int]] = self._top_ids.tolist()
-        top_values: list[list[float]] = self._top_values.tolist()
-        reports = {}
-        for row, logprob, ids, values in zip(self._rows, chosen, top_ids, top_values, strict=True):
-            num = row.rules.num_logprobs or 0
-            reports[row.index] = TokenLogprobs(token_ids[row.index], logprob, tuple(ids[:num]), tuple(values[:num]))
-        return reports
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -466,6 +499,14 @@ def _pairs(
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _sequence_state(seed: int, choice: int) -> int:
+    return _absorb(_absorb(0, seed), choice)
+
+
+def _absorb(state: int, word: int) -> int:
+    return _mix(((state + _GAMMA) ^ word) & _MASK)
 
 
 def _mix(state: int) -> int:

@@ -1,0 +1,225 @@
+"""Samples on a CUDA device: what a step's rows ask for lies in a table, and the tokens stay on the device.
+
+A request's settings are written into the table once. A step copies its rows out of it, with their positions, and sends
+them to the device in one piece. Rows ask for what they like: the launches of ``quartet.engine.torch.kernels.draw`` are
+the same. What rules know of a request's tokens is kept on the device, where each token that is drawn is counted, so a
+next step can be launched before this one's tokens are read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quartet.engine.runner import RunningRequest, SampledToken
+from quartet.engine.torch.kernels.draw import (
+    IN_PROMPT,
+    IS_STOP_ID,
+    NUM_FIELDS,
+    ONE_OUTPUT,
+    ROW,
+    draw_tokens,
+    largest_key,
+)
+from quartet.engine.torch.sampler import LaunchedTokens, LogprobReport, RequestRules, Row, noise_state, to_device
+
+_NUM_SLOTS = 64
+
+# What is not in ``ROW``, because the host decides by it.
+_SLOT = np.dtype(
+    [
+        ("is_plain", "?"),  # takes the best token, without rules or report
+        ("only_masks", "?"),  # its rules say nothing any more once stop ids are allowed
+        ("has_report", "?"),
+        ("next_position", "<i8"),  # the position of the first token that ``tokens`` does not count yet
+    ]
+)
+
+
+class DeviceSampler:
+    """Samples with all fields of ``Sampling`` and ``OutputOptions``. Lives in the engine thread.
+
+    Draws the same tokens as ``Sampler`` from the same logits, but for ties of sums within the rounding of float64.
+    """
+
+    def __init__(self, device: torch.device, vocab_size: int, draw: Callable[..., torch.Tensor] = draw_tokens) -> None:
+        """``draw`` is ``draw_tokens``, or runs its kernels by other means."""
+        self._device = device
+        self._requests = _RequestTable(device, vocab_size)
+        self._draw = draw
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> list[SampledToken]:
+        """Choose a token for each request, and wait for it: as ``Sampler.sample`` does."""
+        return self.launch(logits, requests).read()
+
+    def launch(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> LaunchedTokens:
+        """Have the device choose a token for each request, on its current stream; does not wait.
+
+        Sequences may end with tokens that earlier launches chose and nobody has read yet.
+
+        Args:
+            logits: ``[N, V]`` bfloat16, float16 or float32, row ``i`` for the token that follows ``requests[i].seq``.
+            requests: one a row, all different.
+        """
+        slots = self._requests.slots_of(requests)
+        kinds = self._requests.kinds[slots]
+        if kinds["is_plain"].all():
+            return LaunchedTokens(logits.argmax(-1))
+        rows = self._new_rows(len(requests))
+        self._requests.fill(rows.numpy().view(ROW)[:, 0], slots, requests)
+        token_ids = self._launch(logits, rows)
+        indices = np.flatnonzero(kinds["has_report"]).tolist()
+        return LaunchedTokens(token_ids, self._report(logits, token_ids, requests, indices))
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compile the kernels for logits like these, ``[N, V]``, so that no request waits for it."""
+        known = torch.zeros(logits.shape[1], dtype=torch.int32, device=self._device)
+        rows = self._new_rows(1)
+        row = rows.numpy().view(ROW)[0, 0]
+        row["temperature"] = row["top_p"] = 0.5
+        row["repetition_penalty"] = 1.0
+        row["tokens"] = known.data_ptr()
+        row["largest_key"] = largest_key(0)
+        self._launch(logits[:1], rows).tolist()
+
+    def _new_rows(self, num_rows: int) -> torch.Tensor:
+        # PyTorch gives pinned memory out again only when the copies from it are done.
+        return torch.zeros((num_rows, NUM_FIELDS), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+
+    def _launch(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        fields = rows.numpy().view(ROW)[:, 0]
+        return self._draw(
+            logits,
+            rows.to(self._device, non_blocking=True),
+            num_ruled=int(fields["ruled_row"].max()) + 1,
+            num_filtered=int(fields["filtered_row"].max()) + 1,
+        )
+
+    def _report(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, requests: Sequence[RunningRequest], indices: Iterable[int]
+    ) -> LogprobReport | None:
+        rows = [Row(i, requests[i], RequestRules(requests[i])) for i in indices]
+        if not rows:
+            return None
+        reported = to_device(torch.tensor([row.index for row in rows]), self._device)
+        return LogprobReport(logits[reported].float().log_softmax(-1), rows, token_ids)
+
+
+class _RequestTable:
+    """What each request asks for, in a slot that it has for as long as it lives.
+
+    Attributes:
+        kinds: ``[slots]`` of ``_SLOT``.
+    """
+
+    def __init__(self, device: torch.device, vocab_size: int) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._rows = np.zeros(_NUM_SLOTS, ROW)
+        self.kinds = np.zeros(_NUM_SLOTS, _SLOT)
+        self._free = list(range(_NUM_SLOTS))
+        # By identity: a WeakKeyDictionary would take a microsecond a row.
+        self._slots: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[RunningRequest]] = {}
+        # What the addresses in rows point to, by slot.
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slots_of(self, requests: Sequence[RunningRequest]) -> npt.NDArray[np.int64]:
+        """Their slots; those of new requests are filled."""
+        slots = list(map(self._slots.get, map(id, requests)))
+        for row in [row for row, slot in enumerate(slots) if slot is None]:
+            slots[row] = self._add(requests[row])
+        return np.array(slots, dtype=np.int64)
+
+    def fill(
+        self,
+        rows: npt.NDArray[np.void],
+        slots: npt.NDArray[np.int64],
+        requests: Sequence[RunningRequest],
+    ) -> None:
+        """Write the rows of a step that chooses the next token of each request, and counts it."""
+        np.take(self._rows, slots, out=rows)
+        positions = np.array([len(running.seq.token_ids) for running in requests])
+        rows["position"] = positions
+        kinds = self.kinds[slots]
+        rows["tokens"][kinds["only_masks"] & (positions >= rows["stops_from"])] = 0
+        has_rules = rows["tokens"] != 0
+        for index in np.flatnonzero(has_rules & (kinds["next_position"] != positions)):
+            self._count(int(slots[index]), requests[int(index)])
+        self.kinds["next_position"][slots] = positions + 1
+        for name, is_one in (("ruled_row", has_rules), ("filtered_row", rows["filtered_row"] >= 0)):
+            rows[name] = np.where(is_one, np.cumsum(is_one) - 1, -1)
+
+    def _add(self, running: RunningRequest) -> int:
+        if not self._free:
+            num = len(self._rows)
+            self._rows = np.concatenate((self._rows, np.zeros_like(self._rows)))
+            self.kinds = np.concatenate((self.kinds, np.zeros_like(self.kinds)))
+            self._free.extend(range(num, 2 * num))
+        slot = self._free.pop()
+        self._write(slot, running, RequestRules(running))
+        self._slots[id(running)] = slot
+        self._ends[id(running)] = weakref.ref(running, partial(self._remove, id(running)))
+        return slot
+
+    def _remove(self, identity: int, _end: object) -> None:
+        # May run in the midst of anything, as garbage collection does: each line by itself is safe.
+        slot = self._slots.pop(identity)
+        del self._ends[identity]
+        self._tensors.pop(slot, None)
+        self._free.append(slot)
+
+    def _write(self, slot: int, running: RunningRequest, rules: RequestRules) -> None:
+        sampling, generation = rules.sampling, running.request.generation
+        bias = self._bias(sampling.logit_bias) if sampling.logit_bias else None
+        masks = sampling.min_tokens > 0 and bool(rules.stop_ids)
+        tokens = None
+        if rules.has_penalties or bias is not None or masks:
+            tokens = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+            self._tensors[slot] = (tokens, bias)
+        is_filtered = not sampling.is_greedy and (0 < sampling.top_k < self._vocab_size or sampling.top_p < 1)
+        row = self._rows[slot]
+        row["noise_state"] = noise_state(generation.seed, generation.choice)
+        row["stops_from"] = running.num_prompt_tokens + sampling.min_tokens
+        row["tokens"] = 0 if tokens is None else tokens.data_ptr()
+        row["bias"] = 0 if bias is None else bias.data_ptr()
+        row["filtered_row"] = 0 if is_filtered else -1
+        row["top_k"] = sampling.top_k
+        row["largest_key"] = largest_key(sampling.min_p)
+        row["temperature"] = sampling.temperature
+        row["top_p"] = sampling.top_p
+        row["repetition_penalty"] = sampling.repetition_penalty
+        row["presence_penalty"] = sampling.presence_penalty
+        row["frequency_penalty"] = sampling.frequency_penalty
+        only_masks = masks and not rules.has_penalties and bias is None
+        self.kinds[slot] = (rules.is_plain, only_masks, rules.num_logprobs is not None, -1)
+
+    def _bias(self, logit_bias: Mapping[int, float]) -> torch.Tensor:
+        bias = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
+        bias[self._ids(logit_bias)] = self._sent(np.fromiter(logit_bias.values(), np.float32))
+        return bias
+
+    def _count(self, slot: int, running: RunningRequest) -> None:
+        """Write anew what rules know of the request's tokens: some were not chosen here, one after the other."""
+        assert not running.seq.num_unread_tokens
+        tokens, _ = self._tensors[slot]
+        token_ids, num_prompt = running.seq.token_ids, running.num_prompt_tokens
+        tokens.zero_()
+        tokens[self._ids(token_ids[:num_prompt])] = IN_PROMPT
+        output = self._ids(token_ids[num_prompt:])
+        tokens.index_add_(0, output, torch.full_like(output, ONE_OUTPUT, dtype=torch.int32))
+        tokens[self._ids(running.stop_ids)] += IS_STOP_ID
+
+    def _ids(self, token_ids: Iterable[int]) -> torch.Tensor:
+        return self._sent(np.fromiter(token_ids, np.int64))
+
+    def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return to_device(torch.from_numpy(array), self._device)

@@ -1,0 +1,156 @@
+"""The device's sampler, step by step, against the CPU's: by Triton's interpreter."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from quartet.engine.runner import RunningRequest
+from quartet.engine.sampling import Sampling
+from quartet.engine.torch.sampler import Sampler
+from tests.engine.torch.test_sampler import VOCAB_SIZE, random_logits, running
+from tests.triton_kernels import interpreted
+
+draw = pytest.importorskip("quartet.engine.torch.kernels.draw", reason="Triton is not installed")
+device_sampler = pytest.importorskip("quartet.engine.torch.device_sampler")
+if TYPE_CHECKING:
+    from quartet.engine.torch import device_sampler
+    from quartet.engine.torch.kernels import draw
+
+CPU = torch.device("cpu")
+
+SAMPLINGS = (
+    Sampling(temperature=1.5, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25),
+    Sampling(temperature=0.0, min_tokens=3),
+    Sampling(temperature=2.0, top_p=0.9),
+    Sampling(temperature=1.2, min_tokens=2, frequency_penalty=-0.4, logit_bias={6: 4.0, 30: -3.0}),
+    Sampling(temperature=0.0, presence_penalty=2.0),
+    Sampling(temperature=0.0),
+)
+
+
+@pytest.fixture
+def by_interpreter() -> Iterator[None]:
+    with interpreted(draw):
+        yield
+
+
+def make_sampler() -> device_sampler.DeviceSampler:
+    return device_sampler.DeviceSampler(CPU, VOCAB_SIZE, partial(draw.draw_tokens, tile=64))
+
+
+def make_requests(output: Sequence[Sequence[int]] = ((),) * len(SAMPLINGS), **options: Any) -> list[RunningRequest]:
+    stop_ids = frozenset({6, 8})
+    return [
+        running(item, generated=output[i], stop_ids=stop_ids, seed=i, **options) for i, item in enumerate(SAMPLINGS)
+    ]
+
+
+def tokens_of_the_cpu(num_steps: int) -> list[list[int]]:
+    """Of each step, one a request."""
+    requests, sampler = make_requests(), Sampler()
+    steps = []
+    for step in range(num_steps):
+        steps.append([token.token_id for token in sampler.sample(step_logits(step), requests)])
+        for request, token_id in zip(requests, steps[-1], strict=True):
+            request.seq.append(token_id)
+    return steps
+
+
+def step_logits(step: int) -> torch.Tensor:
+    logits = random_logits(len(SAMPLINGS), seed=step)
+    logits[:, 6] += 4  # a stop id
+    return logits
+
+
+@pytest.mark.usefixtures("by_interpreter")
+def test_steps_launched_before_any_token_is_read_give_the_tokens_of_the_cpu() -> None:
+    requests, sampler = make_requests(), make_sampler()
+    launched = []
+    for step in range(5):
+        launched.append(sampler.launch(step_logits(step), requests))
+        for request in requests:
+            request.seq.append_unread()
+    tokens = [[token.token_id for token in step.read()] for step in launched]
+    expected = tokens_of_the_cpu(5)
+    assert tokens == expected
+    assert [step.token_ids.tolist() for step in launched] == expected
+    # The rules that change with the output were needed for it.
+    assert all(step[1] not in (6, 8) for step in tokens[:3]) and tokens[3][1] == 6
+    assert [step[4] for step in tokens] != [int(step_logits(step)[4].argmax()) for step in range(5)]
+
+
+@pytest.mark.usefixtures("by_interpreter")
+def test_tokens_of_earlier_attempts_and_of_other_workers_count() -> None:
+    expected = tokens_of_the_cpu(4)
+    requests = make_requests([[step[i] for step in expected[:2]] for i in range(len(SAMPLINGS))])
+    sampler = make_sampler()
+    assert [token.token_id for token in sampler.sample(step_logits(2), requests)] == expected[2]
+    # As if the step had been lost: what was counted for it is not in the sequences.
+    assert [token.token_id for token in sampler.sample(step_logits(2), requests)] == expected[2]
+    for request, token_id in zip(requests, expected[2], strict=True):
+        request.seq.append(token_id)
+    # In other rows, with other neighbours.
+    order = [3, 0, 5, 4]
+    tokens = sampler.sample(step_logits(3)[order], [requests[i] for i in order])
+    assert [token.token_id for token in tokens] == [expected[3][i] for i in order]
+
+
+@pytest.mark.usefixtures("by_interpreter")
+def test_log_probabilities_are_those_of_the_cpu() -> None:
+    asked = [None, 0, 4, 1]
+    samplings = [Sampling(temperature=0.3, top_k=2, logit_bias={5: 100.0})] * 3 + [Sampling(temperature=0.0)]
+    logits = random_logits(4)
+    requests = [running(item, logprobs=num) for item, num in zip(samplings, asked, strict=True)]
+    tokens = make_sampler().sample(logits, requests)
+    expected = Sampler().sample(logits.clone(), requests)
+    assert [token.token_id for token in tokens] == [token.token_id for token in expected]
+    for found, wanted, num in zip(tokens, expected, asked, strict=True):
+        if found.logprobs is None or wanted.logprobs is None:
+            assert found == wanted and num is None
+            continue
+        assert len(found.logprobs.top_token_ids) == num
+        assert found.logprobs.token_id == found.token_id
+        assert found.logprobs.top_token_ids == wanted.logprobs.top_token_ids
+        assert found.logprobs.logprob == pytest.approx(wanted.logprobs.logprob, abs=1e-6)
+        assert found.logprobs.top_logprobs == pytest.approx(wanted.logprobs.top_logprobs, abs=1e-6)
+
+
+def test_greedy_rows_without_rules_launch_no_kernel() -> None:
+    def refuse(*_arguments: object, **_options: object) -> torch.Tensor:
+        raise AssertionError
+
+    sampler = device_sampler.DeviceSampler(CPU, VOCAB_SIZE, refuse)
+    logits = random_logits(3)
+    tokens = sampler.sample(logits, [running(Sampling(temperature=0.0)) for _ in range(3)])
+    assert [token.token_id for token in tokens] == logits.argmax(-1).tolist()
+
+
+def test_requests_have_slots_for_as_long_as_they_live() -> None:
+    rows: list[Any] = []
+
+    def take(logits: torch.Tensor, table: torch.Tensor, *, num_ruled: int, num_filtered: int) -> torch.Tensor:
+        rows.append(table.numpy().view(draw.ROW)[:, 0].copy())
+        assert num_ruled == (rows[-1]["tokens"] != 0).sum()
+        assert num_filtered == (rows[-1]["filtered_row"] >= 0).sum()
+        return torch.zeros(len(logits), dtype=torch.int64)
+
+    sampler = device_sampler.DeviceSampler(CPU, VOCAB_SIZE, take)
+    table = sampler._requests
+    samplings = [Sampling(top_k=1 + i % 30, presence_penalty=float(i % 2)) for i in range(150)]
+    requests = [running(item, seed=i) for i, item in enumerate(samplings)]
+    sampler.sample(random_logits(150), requests)
+    assert len(table) == 150
+    del requests[10:]
+    gc.collect()
+    assert (len(table), len(table._tensors), len(table._ends)) == (10, 5, 10)
+    others = [running(Sampling(top_k=40), seed=i) for i in range(100)]
+    sampler.sample(random_logits(110), [*others, *requests])
+    assert rows[-1]["top_k"].tolist() == [40] * 100 + [1 + i for i in range(10)]
+    assert [number for number in rows[-1]["ruled_row"].tolist() if number >= 0] == [0, 1, 2, 3, 4]
+    assert len(table._rows) == 256

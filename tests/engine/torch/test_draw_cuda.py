@@ -1,0 +1,151 @@
+"""The kernels that draw, on a GPU: a million tokens, and whole vocabularies, as the CPU draws them.
+
+``-s`` shows how many tokens differed because their sums tie, and what a launch takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.engine.runner import SampledToken
+from quartet.engine.torch.sampler import DrawParameters, Sampler, gumbel_noise, noise_key, noise_state
+from quartet.engine.torch.sampler import draw as draw_on_the_cpu
+from tests.engine.torch.test_device_sampler import VOCAB_SIZE, make_requests, step_logits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+draw = pytest.importorskip("quartet.engine.torch.kernels.draw", reason="Triton is not installed")
+device_sampler = pytest.importorskip("quartet.engine.torch.device_sampler")
+if TYPE_CHECKING:
+    from quartet.engine.torch import device_sampler
+    from quartet.engine.torch.kernels import draw
+
+NUM_DRAWS = 1_000_000
+NEAR_TIE = 1e-5
+
+
+@dataclass(frozen=True)
+class Kind:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+KINDS = (
+    Kind(),
+    Kind(temperature=0.7),
+    Kind(temperature=1.5, top_k=50),
+    Kind(temperature=0.8, top_p=0.95),
+    Kind(top_k=20, top_p=0.9, min_p=0.02),
+    Kind(min_p=0.05),
+    Kind(temperature=2.0, top_k=200, top_p=0.999),
+    Kind(temperature=1e-3),
+)
+
+
+class Draws:
+    """Rows of all kinds in turn, each with noise of its own."""
+
+    def __init__(self, num_rows: int, first_position: int) -> None:
+        kinds = [KINDS[row % len(KINDS)] for row in range(num_rows)]
+        positions = range(first_position, first_position + num_rows)
+        rows = np.zeros(num_rows, draw.ROW)
+        rows["noise_state"] = noise_state(7, 1)
+        rows["position"] = positions
+        rows["temperature"] = [kind.temperature for kind in kinds]
+        rows["top_k"] = [kind.top_k for kind in kinds]
+        rows["top_p"] = [kind.top_p for kind in kinds]
+        rows["largest_key"] = [draw.largest_key(kind.min_p) for kind in kinds]
+        is_filtered = (rows["top_k"] > 0) | (rows["top_p"] < 1)
+        rows["filtered_row"] = np.where(is_filtered, np.cumsum(is_filtered) - 1, -1)
+        rows["ruled_row"] = -1
+        self.num_filtered = int(is_filtered.sum())
+        self.rows = torch.from_numpy(rows.view(np.int64).reshape(num_rows, -1)).cuda()
+        self.parameters = DrawParameters(
+            temperature=torch.from_numpy(rows["temperature"].copy()),
+            top_k=torch.from_numpy(rows["top_k"].copy()),
+            top_p=torch.from_numpy(rows["top_p"].copy()),
+            min_p=torch.tensor([kind.min_p for kind in kinds], dtype=torch.float64),
+            keys=torch.tensor([noise_key(7, 1, position) for position in positions]),
+        )
+
+    def on_the_device(self, logits: torch.Tensor) -> torch.Tensor:
+        return draw.draw_tokens(logits.cuda(), self.rows, num_ruled=0, num_filtered=self.num_filtered).cpu()
+
+    def check(self, logits: torch.Tensor) -> int:
+        """That only near ties differ from the CPU's draws; returns how many do."""
+        drawn = self.on_the_device(logits)
+        logits = logits.float()
+        expected = draw_on_the_cpu(logits, self.parameters)
+        rows = (drawn != expected).nonzero()[:, 0]
+        pairs = torch.stack((drawn[rows], expected[rows]), dim=1)
+        scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) / self.parameters.temperature[rows, None].float()
+        sums = gumbel_noise(self.parameters.keys[rows], pairs) + scaled.gather(1, pairs)
+        assert bool(((sums[:, 0] - sums[:, 1]).abs() < NEAR_TIE).all()), (rows, pairs, sums)
+        return len(rows)
+
+
+def test_a_million_tokens_are_those_of_the_cpu_but_for_near_ties() -> None:
+    num_rows, vocab_size = 25_000, 307
+    generator = torch.Generator().manual_seed(1)
+    num_different = 0
+    for first in range(0, NUM_DRAWS, num_rows):
+        logits = torch.randn(num_rows, vocab_size, generator=generator) * 2
+        num_different += Draws(num_rows, first).check(logits)
+    print(f"\n{NUM_DRAWS} draws, {num_different} different, all of sums that differ by less than {NEAR_TIE}")
+    assert num_different <= NUM_DRAWS * 1e-5  # about as many have sums as near as that
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 3, 256])
+def test_a_whole_vocabulary_is_drawn_from_as_by_the_cpu(num_rows: int, dtype: torch.dtype) -> None:
+    vocab_size, padded = 151_643, 151_936
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(num_rows, padded, generator=generator) * 3).to(dtype)[:, :vocab_size]
+    draws = Draws(num_rows, 5)
+    num_different = draws.check(logits)
+    on_device = logits.cuda()
+    num_filtered = draws.num_filtered
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(20):
+        draw.draw_tokens(on_device, draws.rows, num_ruled=0, num_filtered=num_filtered)
+    end.record()
+    end.synchronize()
+    print(f"\n{num_rows} rows, {dtype}: {num_different} different, {begin.elapsed_time(end) / 20:.3f} ms a launch")
+
+
+def test_steps_launched_before_any_token_is_read_give_the_tokens_of_the_cpu() -> None:
+    device = torch.device("cuda:0")
+    samplers = device_sampler.DeviceSampler(device, VOCAB_SIZE), Sampler()
+    samplers[0].warm_up(step_logits(0).to(device))
+    requests, of_cpu = make_requests(logprobs=3), make_requests(logprobs=3)
+    launched, expected = [], []
+    for step in range(20):
+        launched.append(samplers[0].launch(step_logits(step).to(device), requests))
+        expected.append(samplers[1].sample(step_logits(step), of_cpu))
+        for request, other, token in zip(requests, of_cpu, expected[-1], strict=True):
+            request.seq.append_unread()
+            other.seq.append(token.token_id)
+    tokens = [step.read() for step in launched]
+    assert [_ids(step) for step in tokens] == [_ids(step) for step in expected]
+    assert [step.token_ids.tolist() for step in launched] == [_ids(step) for step in expected]
+    for found, wanted in zip(chain(*tokens), chain(*expected), strict=True):
+        assert found.logprobs is not None and wanted.logprobs is not None
+        assert found.logprobs.top_token_ids == wanted.logprobs.top_token_ids
+        assert found.logprobs.logprob == pytest.approx(wanted.logprobs.logprob, abs=1e-5)
+        assert found.logprobs.top_logprobs == pytest.approx(wanted.logprobs.top_logprobs, abs=1e-5)
+
+
+def _ids(tokens: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in tokens]
