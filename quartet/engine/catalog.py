@@ -103,6 +103,8 @@ def _torch_loader(spec: EngineSpec) -> Callable[[], ModelRunner]:
         num_embedding_blocks=settings.num_embedding_blocks,
         takes_media=settings.modality is not Modality.TEXT,
         disable_overlap_scheduler=settings.disable_overlap_scheduler,
+        cuda_graph_max_batch_size=min(settings.cuda_graph_max_batch_size, settings.step_bounds.max_num_seqs),
+        cuda_graph_padding=settings.cuda_graph_padding,
     )
     return lambda: create_runner(torch_config)
 

@@ -105,6 +105,10 @@ class EngineSettings:
             faster without; the other engines always report them.
         free_gpu_memory_fraction: share of the GPU's free memory that the KV pool takes, in (0, 1); ``None``:
             ``num_blocks``, or ``trtllm``'s own. Not on a CPU.
+        cuda_graph_max_batch_size: most sequences of a decode step that a CUDA graph repeats; 0: there are none. For
+            ``torch`` only, as the next; no graphs are on a CPU.
+        cuda_graph_padding: whether a decode step is filled up to the next size that has a graph; else only steps of
+            exactly these sizes are run by one.
         tensor_parallel_size: GPUs that share each layer. For ``trtllm`` only, as all that follow.
         pipeline_parallel_size: groups of GPUs that share the layers.
         expert_parallel_size: GPUs that share the experts; ``None``: the engine's choice.
@@ -135,6 +139,8 @@ class EngineSettings:
     modality: Modality | None = None
     publish_events_and_metrics: bool = True
     free_gpu_memory_fraction: float | None = None
+    cuda_graph_max_batch_size: int = 256
+    cuda_graph_padding: bool = True
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel_size: int | None = None
@@ -165,6 +171,8 @@ class EngineSettings:
             raise ConfigError("free_gpu_memory_fraction: the device cpu has no GPU's memory")
         if self.kind is EngineKind.TORCH and fraction is not None and self.num_blocks is not None:
             raise ConfigError("num_blocks: free_gpu_memory_fraction says it; name one of the two")
+        if self.cuda_graph_max_batch_size < 0:
+            raise ConfigError(f"cuda_graph_max_batch_size: must be at least 0, not {self.cuda_graph_max_batch_size}")
         self._check_load_seed()
         self._check_step_bounds()
 
@@ -273,7 +281,13 @@ _COUNTS = (
     "gpus_per_node",
 )
 
-_TORCH_ONLY = ("load_format", "load_seed", "disable_overlap_scheduler")
+_TORCH_ONLY = (
+    "load_format",
+    "load_seed",
+    "disable_overlap_scheduler",
+    "cuda_graph_max_batch_size",
+    "cuda_graph_padding",
+)
 
 _TRTLLM_ONLY = (
     "publish_events_and_metrics",

@@ -87,6 +87,13 @@ def test_a_pool_has_a_number_of_blocks_or_a_share() -> None:
         EngineSettings(free_gpu_memory_fraction=0.5)
 
 
+def test_only_torch_captures_graphs_and_no_fewer_than_none() -> None:
+    with pytest.raises(ConfigError, match=r"^cuda_graph_max_batch_size: must be at least 0, not -1"):
+        EngineSettings(cuda_graph_max_batch_size=-1)
+    with pytest.raises(ConfigError, match=r"^cuda_graph_padding: the engine trtllm does not have it"):
+        EngineSettings(kind=EngineKind.TRTLLM, cuda_graph_padding=False)
+
+
 def test_only_the_mock_needs_no_weights() -> None:
     assert [kind for kind in EngineKind if not EngineSettings(kind=kind).needs_weights] == [EngineKind.MOCK]
 

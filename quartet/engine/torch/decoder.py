@@ -70,7 +70,7 @@ def fuse(model: transformers.PreTrainedModel, attentions: Sequence[LayerAttentio
     if not _is_known(whole, attentions, shape):
         return None
     layers = [_take_layer(layer, attention) for layer, attention in zip(base.layers, attentions, strict=True)]
-    return Decoder(
+    parts = DecoderParts(
         embedding=base.embed_tokens.weight,
         layers=layers,
         norm=_norm(base.norm),
@@ -78,30 +78,27 @@ def fuse(model: transformers.PreTrainedModel, attentions: Sequence[LayerAttentio
         rotary=base.rotary_emb,
         shape=shape,
     )
+    return Decoder(parts)
 
 
 class Decoder:
-    """A causal language model over the block pool; each call is one step. Called in ``inference_mode``."""
+    """A causal language model over the block pool; each call is one step. Called in ``inference_mode``.
 
-    def __init__(
-        self,
-        *,
-        embedding: torch.Tensor,
-        layers: Sequence[DecoderLayer],
-        norm: Norm,
-        head: Linear,
-        rotary: torch.nn.Module,
-        shape: HeadShape,
-    ) -> None:
-        """``rotary`` is transformers' module: ``(hidden, position_ids) -> cos, sin``, each ``[1, T, head_dim]``."""
-        self._embedding = embedding
-        self._layers = tuple(layers)
-        self._norm = norm
-        self._head = head
-        self._rotary = rotary
-        self._shape = shape
-        self._buffers = Buffers(embedding)
-        self._max_rows = ROWS_ON_CPU if embedding.device.type == "cpu" else None
+    Attributes:
+        parts: what it runs.
+    """
+
+    def __init__(self, parts: DecoderParts) -> None:
+        """Run these."""
+        self.parts = parts
+        self._embedding = parts.embedding
+        self._layers = tuple(parts.layers)
+        self._norm = parts.norm
+        self._head = parts.head
+        self._rotary = parts.rotary
+        self._shape = parts.shape
+        self._buffers = Buffers(parts.embedding)
+        self._max_rows = ROWS_ON_CPU if parts.embedding.device.type == "cpu" else None
 
     def __call__(self, step: Step) -> torch.Tensor:
         """Write the step's KV to the pool; logits ``[S, V]`` of the rows that sample."""
@@ -181,6 +178,25 @@ class Decoder:
 
 
 @dataclass(frozen=True, eq=False)
+class DecoderParts:
+    """The weights of a whole model.
+
+    Attributes:
+        embedding: ``[V, hidden_size]``.
+        norm: after the last layer.
+        head: gives the logits.
+        rotary: transformers' module: ``(hidden, position_ids) -> cos, sin``, each ``[1, T, head_dim]``.
+    """
+
+    embedding: torch.Tensor
+    layers: Sequence[DecoderLayer]
+    norm: Norm
+    head: Linear
+    rotary: torch.nn.Module
+    shape: HeadShape
+
+
+@dataclass(frozen=True, eq=False)
 class DecoderLayer:
     """One layer's weights, and how it attends.
 
@@ -209,11 +225,16 @@ class HeadShape:
 
 
 class Norm:
-    """RMS norm over the last dimension: ``x / sqrt(mean(x**2) + epsilon) * weight``."""
+    """RMS norm over the last dimension: ``x / sqrt(mean(x**2) + epsilon) * weight``.
+
+    Attributes:
+        weight: ``[W]``.
+        epsilon: is added to the mean.
+    """
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
-        self._weight = weight
-        self._epsilon = epsilon
+        self.weight = weight
+        self.epsilon = epsilon
         # The mean's divisor goes into weight and epsilon: four operations instead of seven.
         self._scaled_weight = weight * math.sqrt(weight.numel())
         self._scaled_epsilon = weight.new_tensor(math.sqrt(epsilon * weight.numel()))
@@ -221,12 +242,12 @@ class Norm:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The norm of each row, as new memory."""
         if rows.dtype == torch.float64:  # transformers computes it in float32 even then
-            normed = functional.rms_norm(rows.float(), self._weight.shape, eps=self._epsilon)
-            return normed.double().mul_(self._weight)
+            normed = functional.rms_norm(rows.float(), self.weight.shape, eps=self.epsilon)
+            return normed.double().mul_(self.weight)
         if rows.dtype == torch.float32 and rows.device.type == "cpu":
             length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
             return (rows / torch.hypot(length, self._scaled_epsilon)).mul_(self._scaled_weight)
-        return functional.rms_norm(rows, self._weight.shape, self._weight, self._epsilon)
+        return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
 
 
 class Linear(Protocol):

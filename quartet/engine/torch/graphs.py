@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,10 @@ class DecodeGraphs:
                     for splits in self._kinds(size):
                         self._graphs[size, splits] = self._capture_one(self._step(size, splits), size)
         except BaseException:
+            if self._memory is not None:
+                # PyTorch's allocator does not notice that a capture failed, and would put off frees until its end.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self._builder.device.index, self._memory)
             self.clear()
             raise
 

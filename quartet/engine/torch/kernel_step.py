@@ -78,16 +78,21 @@ class KernelStep:
         is_sampled: bool = False,
     ) -> None:
         """As ``Step`` says; ``fresh`` is read from the pool."""
+        self.attend_rows(layer, rows_of(query), output, is_sampled=is_sampled)
+
+    def attend_rows(
+        self, layer: LayerAttention, query: torch.Tensor, output: torch.Tensor, *, is_sampled: bool = False
+    ) -> None:
+        """As ``attend``, of queries ``[T, H, D]``, whose last dimension is contiguous."""
         sampled = self.sampled if is_sampled else None
         singles = self.singles if sampled is None else sampled
-        rows = rows_of(query)
         scores = Scores(layer.scale, layer.window, layer.softcap, layer.sinks)
         first = slice(0, singles.num_rows)
         kernels.attend_decode(
-            rows[first], output[first], self.pool.tensor, layer.index, singles.tables, scores, singles.num_splits
+            query[first], output[first], self.pool.tensor, layer.index, singles.tables, scores, singles.num_splits
         )
         if self.chunks is not None and sampled is None:
-            kernels.attend_chunks(rows, output, self.pool.tensor, layer.index, singles.tables, self.chunks, scores)
+            kernels.attend_chunks(query, output, self.pool.tensor, layer.index, singles.tables, self.chunks, scores)
 
 
 def rows_of(heads: torch.Tensor) -> torch.Tensor:

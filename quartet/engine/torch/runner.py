@@ -18,7 +18,7 @@ from quartet.engine.runner import SampledToken, ScheduledChunk, StepLauncher
 from quartet.engine.torch.attention import PagedStep, Step
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
-from quartet.engine.torch.decoder import fuse
+from quartet.engine.torch.decoder import Decoder, fuse
 from quartet.engine.torch.loader import LoadedModel, check_device, load_model
 from quartet.engine.torch.pool import KvPool, num_pool_blocks, reserve_embeddings
 from quartet.engine.torch.sampler import LaunchedTokens, create_sampler, record_event
@@ -28,8 +28,12 @@ from quartet.transfer.base import BlockMemory, EmbeddingMemory
 
 if TYPE_CHECKING:
     from quartet.engine.torch.kernel_forward import KernelForward
+    from quartet.engine.torch.kernel_step import Compute
 
 _LOG = logging.getLogger(__name__)
+
+# Relative to the logits' norm.
+_MOST_DIFFERENT = 0.25
 
 # Writes a step's KV to the pool; logits ``[S, V]`` of the rows that sample.
 _Compute: TypeAlias = Callable[[Step], torch.Tensor]
@@ -102,8 +106,8 @@ class TorchRunner:
         self._unread: torch.Tensor | None = None
         # Where free memory decides on the pool's size, the model is tried over one block, which shows what it takes.
         pool = KvPool(self.layout, config.num_blocks or 1, self._device)
-        self._compute = self._choose(loaded, pool)
-        self._forward = self._choose_forward(config, loaded, pool)
+        self._compute, expected = self._choose(loaded, pool)
+        self._forward = self._choose_forward(config, loaded, pool, expected)
         self._pool = self._forward.pool
         self.num_blocks = self._pool.num_blocks
         self._wait_for_device()
@@ -154,10 +158,13 @@ class TorchRunner:
         return reserve_embeddings(layout, config.num_embedding_blocks, self._device)
 
     @torch.inference_mode()
-    def _choose(self, loaded: LoadedModel, pool: KvPool) -> _Compute:
+    def _choose(self, loaded: LoadedModel, pool: KvPool) -> tuple[_Compute, torch.Tensor]:
         """Run a few tokens through block 0, which is still empty, in both ways; use the decoder by hand if it is right.
 
         This also warms up: the set-up of a first step must not cost a request.
+
+        Returns:
+            The way to compute, and the tokens' logits by the model's own modules.
         """
         model = loaded.model
         by_modules = _Modules(model)
@@ -165,16 +172,18 @@ class TorchRunner:
         expected = by_modules(step) if loaded.placeholder_id is None else _plain_logits(by_modules, model, step)
         decoder = fuse(model, step.layers, self.layout)
         if decoder is None:
-            return by_modules
+            return by_modules, expected
         if not _is_close(decoder(step), expected):
             _LOG.warning("layers of %s differ when run by hand: they are run as they are", type(model).__name__)
-            return by_modules
-        return decoder
+            return by_modules, expected
+        return decoder, expected
 
     @torch.inference_mode()
-    def _choose_forward(self, config: TorchEngineConfig, loaded: LoadedModel, pool: KvPool) -> _Forward:
+    def _choose_forward(
+        self, config: TorchEngineConfig, loaded: LoadedModel, pool: KvPool, expected: torch.Tensor
+    ) -> _Forward:
         """The way to run steps, over a pool of its final size; ``pool`` is that one, or closed."""
-        kernels = self._try_kernels(loaded, pool)
+        kernels = self._try_kernels(loaded, pool, expected)
         if kernels is None:
             pool = self._resize(config, pool, 0)
             return _SegmentForward(pool, self._compute, self._embedding_view)
@@ -187,24 +196,34 @@ class TorchRunner:
             kernels.capture(bounds)
         return kernels
 
-    def _try_kernels(self, loaded: LoadedModel, pool: KvPool) -> KernelForward | None:
-        """Attention by kernels, if they run here and are right."""
-        if self._device.type == "cpu" or importlib.util.find_spec("triton") is None:
+    def _try_kernels(self, loaded: LoadedModel, pool: KvPool, expected: torch.Tensor) -> KernelForward | None:
+        """Whole layers by kernels, or attention alone, if they run here and are right."""
+        if not self._has_kernels(pool):
             return None
-        from quartet.engine.torch.kernel_forward import KernelForward, can_compute
+        from quartet.engine.torch.gpu_decoder import on_kernels
+        from quartet.engine.torch.kernel_forward import KernelForward
 
-        if not can_compute(pool.tensor.dtype, self._device):
-            return None
-        kernels = KernelForward(pool, self._compute, loaded.model.config.num_attention_heads, self._embedding_view)
-        step = self._probe(pool)
-        expected = self._compute(step)
-        logits = kernels.probe(step.batch.token_ids[0].tolist())
-        if logits is not None and not _is_close(logits, expected):
-            _LOG.warning(
-                "attention of %s differs when kernels compute it: it runs without", type(loaded.model).__name__
-            )
-            return None
-        return None if logits is None else kernels
+        token_ids = self._probe(pool).batch.token_ids[0].tolist()
+        candidates: list[tuple[str, Compute]] = [("attention", self._compute)]
+        if isinstance(self._compute, Decoder):
+            by_layers = on_kernels(self._compute.parts, self.max_model_len)
+            candidates = [("layers", by_layers), *candidates] if by_layers is not None else candidates
+        for what, compute in candidates:
+            kernels = KernelForward(pool, compute, loaded.model.config.num_attention_heads, self._embedding_view)
+            logits = kernels.probe(token_ids)
+            if logits is not None and _is_alike(logits, expected):
+                return kernels
+            if logits is not None:
+                name = type(loaded.model).__name__
+                _LOG.warning("%s of %s differ when kernels compute them: they run without", what, name)
+        return None
+
+    def _has_kernels(self, pool: KvPool) -> bool:
+        if self._device.type == "cpu" or importlib.util.find_spec("triton") is None:
+            return False
+        from quartet.engine.torch.kernel_forward import can_compute
+
+        return can_compute(pool.tensor.dtype, self._device)
 
     def _resize(self, config: TorchEngineConfig, pool: KvPool, reserved_size_bytes: int) -> KvPool:
         """A pool of all blocks, with this memory left for something else; ``pool``, if it has them."""
@@ -293,3 +312,14 @@ def _is_close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
     epsilon = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
     tolerance = math.sqrt(epsilon) * float(expected.abs().max())
     return float((logits - expected).abs().max()) <= tolerance
+
+
+def _is_alike(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    """As ``_is_close``; in half precision, whether they are the same logits at all.
+
+    There another order of sums is enough for another choice of experts. What is wrong gives unrelated logits.
+    """
+    if expected.dtype.itemsize > 2:
+        return _is_close(logits, expected)
+    difference = (logits.float() - expected.float()).norm()
+    return float(difference) <= _MOST_DIFFERENT * float(expected.float().norm())

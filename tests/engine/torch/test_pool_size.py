@@ -29,6 +29,14 @@ def test_the_share_of_what_is_free_is_filled_with_whole_blocks(fraction: float, 
     assert num_pool_blocks(config(free_gpu_memory_fraction=fraction), LAYOUT, lambda: free) == num_blocks
 
 
+def test_what_graphs_take_is_no_part_of_what_is_shared() -> None:
+    size = LAYOUT.piece_size_bytes
+    share = config(free_gpu_memory_fraction=0.5)
+    assert num_pool_blocks(share, LAYOUT, lambda: 100 * size, reserved_size_bytes=20 * size) == 40
+    with pytest.raises(InvalidRequestError, match="holds no block"):
+        num_pool_blocks(share, LAYOUT, lambda: 100 * size, reserved_size_bytes=101 * size)
+
+
 def test_a_share_that_holds_no_block_is_refused_by_name() -> None:
     free = LAYOUT.piece_size_bytes
     with pytest.raises(InvalidRequestError, match="holds no block") as caught:

@@ -62,6 +62,7 @@ def test_a_device_that_is_not_here_is_refused(checkpoint: Checkpoints) -> None:
         ("max_model_len", 0),
         ("num_threads", 0),
         ("num_embedding_blocks", 0),
+        ("cuda_graph_max_batch_size", -1),
     ],
 )
 def test_impossible_settings_are_refused_by_name(field: str, value: object) -> None:

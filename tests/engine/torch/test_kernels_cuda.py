@@ -1,0 +1,224 @@
+"""Steps by kernels and CUDA graphs on a GPU: the same tokens as on the CPU.
+
+``pytest -q tests/engine/torch/test_kernels_cuda.py``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.engine.base import EngineRequest
+from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
+from quartet.engine.torch import TorchEngineConfig, create_runner
+from quartet.engine.torch.runner import TorchRunner
+from tests.engine.torch.checkpoints import FAMILIES, VOCAB_SIZE
+from tests.engine.torch.driving import run_all
+from tests.engine.torch.oracle import Oracle
+from tests.engine.torch.test_attention_kernels import CASES, Heads, Pool, attend
+from tests.engine.torch.test_kernel_step import make_chunk
+from tests.engine.torch.test_oracle import NUM_TOKENS, greedy, ragged_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+Checkpoints = Callable[[str], Path]
+Oracles = Callable[[str], Oracle]
+
+# Float32 leaves the exact tokens where two logits are this close.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+def load(model_path: Path, dtype: str = "float32", **settings: Any) -> TorchRunner:
+    sizes = {} if "free_gpu_memory_fraction" in settings else {"num_blocks": 512}
+    return create_runner(
+        TorchEngineConfig(
+            model_path=str(model_path),
+            dtype=dtype,
+            device="cuda:0",
+            block_size=4,
+            **{**sizes, "cuda_graph_max_batch_size": 16, **settings},
+        )
+    )
+
+
+def runs_graphs(runner: TorchRunner) -> bool:
+    return getattr(runner._forward, "_graphs", None) is not None
+
+
+def generate(model_path: Path, requests: list[EngineRequest], **settings: Any) -> list[list[int]]:
+    """Tokens of a whole engine, which has to run by kernels."""
+
+    async def run() -> list[list[int]]:
+        bounds = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=64)
+        engine = StepEngine(lambda: runner, bounds)
+        try:
+            await engine.start()
+            return [outcome.token_ids for outcome in await run_all(engine, requests)]
+        finally:
+            await engine.close()
+
+    runner = load(model_path, **settings)
+    assert type(runner._forward).__name__ == "KernelForward"
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_of_the_reference(name: str, dtype: torch.dtype) -> None:
+    heads, chunks, how = CASES[name]
+    output, expected = attend(Pool(heads, chunks, "cuda:0", dtype), device="cuda:0", dtype=dtype, **how)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "how"),
+    [
+        (Heads(32, 8, 128, 32), {}),
+        (Heads(16, 8, 256, 32), {"softcap": 50.0, "window": 512}),
+        (Heads(64, 8, 64, 16), {"window": 128, "has_sinks": True}),
+        (Heads(12, 12, 80, 32), {}),
+    ],
+    ids=["Qwen3-8B", "Gemma 2 9B", "gpt-oss-20b", "heads of 80"],
+)
+@pytest.mark.parametrize("num_splits", [1, 8, 32])
+def test_attention_of_real_shapes_is_that_of_the_reference(heads: Heads, how: dict[str, Any], num_splits: int) -> None:
+    chunks = [(0, 1), (777, 1), (3_000, 1), (0, 300), (1_500, 200)]
+    pool = Pool(heads, chunks, "cuda:0", torch.bfloat16)
+    output, expected = attend(pool, num_splits, device="cuda:0", dtype=torch.bfloat16, **how)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_are_as_good_as_the_exact_ones(
+    family: str, dtype: str, checkpoint: Checkpoints, oracle: Oracles
+) -> None:
+    """By graphs where decode steps fit one; each token is the best one, or nearly, by logits in float64 on the CPU."""
+    prompts = ragged_prompts()
+    outputs = generate(checkpoint(family), [greedy(prompt) for prompt in prompts], dtype=dtype)
+    num_exact = 0
+    for prompt, token_ids in zip(prompts, outputs, strict=True):
+        expected = oracle(family).generate(prompt, NUM_TOKENS)
+        num_exact += tuple(token_ids) == expected.token_ids
+        for i, token_id in enumerate(token_ids):
+            if token_ids[: i + 1] == list(expected.token_ids[: i + 1]):
+                continue
+            [logits] = oracle(family).generate([*prompt, *token_ids[:i]], 1).logits
+            assert float(logits.max() - logits[token_id]) < TOLERANCE[dtype]
+    print(f"{num_exact} of {len(prompts)} outputs are exactly the CPU's")
+    assert dtype == "bfloat16" or num_exact >= len(prompts) - 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_families_are_captured_in_half_precision(family: str, checkpoint: Checkpoints) -> None:
+    runner = load(checkpoint(family), "bfloat16")
+    assert runs_graphs(runner)
+    runner.close()
+
+
+@pytest.fixture(params=["llama", "gemma2"])
+def both(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator[tuple[TorchRunner, TorchRunner]]:
+    """A runner with graphs and one without, whose pools hold the same."""
+    runners = load(checkpoint(request.param)), load(checkpoint(request.param), cuda_graph_max_batch_size=0)
+    assert [runs_graphs(runner) for runner in runners] == [True, False]
+    runners[1]._pool.tensor.copy_(runners[0]._pool.tensor.normal_())
+    yield runners
+    for runner in runners:
+        runner.close()
+
+
+def decodes(num_rows: int) -> list[Any]:
+    """Sequences of 1 to 250 tokens, each in blocks of its own."""
+    lengths = [1 + (37 * row) % 250 for row in range(num_rows)]
+    free = iter(range(512))
+    return [make_chunk([next(free) % 512 for _ in range(-(-length // 4))], length - 1, 1, True) for length in lengths]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 7, 13, 16, 3])
+def test_a_padded_graph_yields_the_logits_of_the_step(both: tuple[TorchRunner, TorchRunner], num_rows: int) -> None:
+    chunks = decodes(num_rows)[:num_rows]
+    with torch.inference_mode():
+        by_graph, eager = (runner._forward(chunks).clone() for runner in both)
+    torch.testing.assert_close(by_graph, eager, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(both[0]._pool.tensor, both[1]._pool.tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_of_prompts_do_not_disturb_graphs(both: tuple[TorchRunner, TorchRunner]) -> None:
+    """Whatever memory they take between two runs of a graph, a graph has its own."""
+    prompt = make_chunk(range(400, 512), 0, 400, True)
+    chunks = decodes(5)
+    with torch.inference_mode():
+        for _ in range(3):
+            outputs = [[runner._forward(step).clone() for step in ([prompt], chunks)] for runner in both]
+            for by_graph, eager in zip(*outputs, strict=True):
+                torch.testing.assert_close(by_graph, eager, rtol=1e-4, atol=1e-4)
+    torch.cuda.empty_cache()
+
+
+def test_graphs_have_their_memory_before_the_pool_takes_its_share(checkpoint: Checkpoints) -> None:
+    torch.cuda.empty_cache()
+    runner = load(checkpoint("llama"), free_gpu_memory_fraction=0.5, cuda_graph_max_batch_size=256)
+    assert runs_graphs(runner)
+    free, total = torch.cuda.mem_get_info()
+    pool = runner._pool.tensor
+    size_bytes = pool.element_size() * pool.nelement()
+    # As much is left as the pool has: the other half of what graphs left.
+    assert math.isclose(free, size_bytes, rel_tol=0.02), (free, size_bytes, total)
+    [token] = runner.run([make_chunk([runner.num_blocks - 1], 2, 1, True)])
+    assert 0 <= token.token_id < VOCAB_SIZE
+    runner.close()
+
+
+def test_a_model_that_waits_for_the_gpu_runs_without_graphs(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from quartet.engine.torch import graphs
+
+    original = graphs.DecodeGraphs.__init__
+
+    def init(self: Any, builder: Any, compute: Any, bounds: Any) -> None:
+        def waits(step: Any) -> torch.Tensor:
+            logits: torch.Tensor = compute(step)
+            return logits * float(logits.isfinite().all())
+
+        original(self, builder, waits, bounds)
+
+    monkeypatch.setattr(graphs.DecodeGraphs, "__init__", init)
+    with caplog.at_level(logging.WARNING):
+        runner = load(checkpoint("llama"))
+    assert "without CUDA graphs" in caplog.text
+    [token] = runner.run(decodes(1))
+    assert 0 <= token.token_id < VOCAB_SIZE
+    runner.close()
+
+
+def test_a_pool_beyond_what_32_bits_reach_is_attended_to_at_its_end() -> None:
+    from quartet.engine.torch.kernels import attention
+
+    free, _ = torch.cuda.mem_get_info()
+    shape = (1, 1, 2, 16, 8, 128)
+    num_blocks = (1 << 32) // math.prod(shape) + 3
+    if free < 3 * num_blocks * math.prod(shape):
+        pytest.skip("needs 13 GB of free GPU memory")
+    pool = torch.zeros(num_blocks, *shape[1:], dtype=torch.bfloat16, device="cuda:0")
+    key, value = torch.randn(2, 1, 8, 128, device="cuda:0").bfloat16().split(1)
+    query = torch.randn(1, 32, 128, device="cuda:0").bfloat16()
+    output = torch.zeros_like(query)
+    slots = torch.tensor([(num_blocks - 1) * 16], device="cuda:0")
+    attention.store_kv(key[0], value[0], slots, pool, 0)
+    last, zero = (torch.tensor([n], dtype=torch.int32, device="cuda:0") for n in (num_blocks - 1, 0))
+    attention.attend_decode(query, output, pool, 0, attention.BlockTables(last, zero, zero), attention.Scores(0.1))
+    torch.testing.assert_close(output, value[0].repeat_interleave(4, dim=1))
+    assert not pool[:-1].any()
