@@ -79,7 +79,7 @@ class Pool:
         tiles = [(i, begin) for i, (_, num) in enumerate(self.chunks) if i >= first for begin in range(0, num, step)]
         begins = [sum(num for _, num in self.chunks[:i]) for i in range(len(self.chunks) + 1)]
         return attention.Chunks(
-            self.ints(begins), self.ints([seq for seq, _ in tiles]), self.ints([begin for _, begin in tiles])
+            step, self.ints(begins), self.ints([seq for seq, _ in tiles]), self.ints([begin for _, begin in tiles])
         )
 
 
