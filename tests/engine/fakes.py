@@ -136,17 +136,21 @@ class FakeRunner:
             assert self.step_gate.acquire(timeout=WAIT_S), "no permit for a step"
         if self.failure is not None:
             raise self.failure
-        self.chunk_sizes.append([chunk.num_tokens for chunk in chunks])
-        assert len({chunk.running for chunk in chunks}) == len(chunks), "one chunk a request"
-        for chunk in chunks:
-            self._compute(chunk)
-        return [self._sample(chunk) for chunk in chunks if chunk.samples]
+        return self.compute(chunks)
 
     def close(self) -> None:
         self.num_closes += 1
         self._memory.close()
         if self.embeddings is not None:
             self.embeddings.memory.close()
+
+    def compute(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
+        """What a step does, now."""
+        self.chunk_sizes.append([chunk.num_tokens for chunk in chunks])
+        assert len({chunk.running for chunk in chunks}) == len(chunks), "one chunk a request"
+        for chunk in chunks:
+            self._compute(chunk)
+        return [self._sample(chunk) for chunk in chunks if chunk.samples]
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         seq = chunk.running.seq

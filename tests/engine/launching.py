@@ -48,14 +48,12 @@ class LaunchingRunner(FakeRunner):
         assert len(self.in_flight) < 2
         previous = self.in_flight[-1] if self.in_flight else None
         assert previous is None or previous.can_follow
+        self.num_steps += 1
+        self.step_began.set()
         step = FakeStep(self, chunks, previous)
         self.in_flight.append(step)
         self.launched.append([chunk.running.id for chunk in chunks])
         return step
-
-    def compute(self, step: FakeStep) -> list[SampledToken]:
-        """What ``FakeRunner.run`` would have done, now."""
-        return super().run(step.chunks)
 
     def complete(self, num_steps: int) -> None:
         """The device computes the first ``num_steps`` in flight."""
@@ -105,7 +103,7 @@ class FakeStep:
                 assert running.unread_row is not None
                 assert self._previous.sampling[running.unread_row] == running.id, "another request's token"
                 running.seq.read(self._previous.sampled[running.unread_row].token_id)
-        self._sampled = self._runner.compute(self)
+        self._sampled = self._runner.compute(self.chunks)
         self._previous = None
 
     @property

@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias, cast
 from unittest import mock
 
 import grpc
@@ -121,6 +121,8 @@ NUM_BLOCKS = 12
 PROMPTS = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7, 8))  # each of two blocks, of which they share the first
 SAMPLING = Sampling(max_tokens=3, temperature=0)
 EXPECTED = [expected_output(Generation(prompt_token_ids=prompt, sampling=SAMPLING)) for prompt in PROMPTS]
+
+MakeRunner: TypeAlias = Callable[..., FakeRunner]
 
 _HOST = HostIdentity(boot_id="boot", ipc_namespace="ipc")
 _TOKENIZER = byte_level_tokenizer()
@@ -315,8 +317,11 @@ class Step:
 class World:
     """All processes, once."""
 
-    def __init__(self, scenario: Scenario, metrics: tuple[WorkerMetrics, RouterMetrics]) -> None:
+    def __init__(
+        self, scenario: Scenario, metrics: tuple[WorkerMetrics, RouterMetrics], make_runner: MakeRunner
+    ) -> None:
         self.scenario = scenario
+        self._make_runner = make_runner
         self.loop = SimLoop()
         self.net = SimNet(self.loop)
         self.net.on_server_write = self._note_answer
@@ -416,7 +421,7 @@ class World:
         """As ``WorkerProcess._serve`` wires it."""
         role = Role(life.name.partition("-")[0])
         config = WorkerConfig(worker_id=life.name, model_path="none", transfer=TRANSFER)
-        process = WorkerProcess(config, role, _make_engine)
+        process = WorkerProcess(config, role, self._make_engine)
         process._surroundings = replace(process._surroundings, epoch=life.number)
         parts = process._make_parts()
         assert isinstance(parts, EngineParts)
@@ -621,13 +626,22 @@ class World:
             found.append(self._step(f"first: {_describe(way)}", deliver, is_fault=False, may_expire=False))
         return found
 
+    def _make_engine(self, _config: WorkerConfig, kind: RequestKind, puller: Puller) -> StepEngine:
+        return StepEngine(
+            lambda: self._make_runner(num_blocks=NUM_BLOCKS),
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+            puller=puller,
+            kinds=frozenset({kind}),
+        )
+
     def _compute(self, worker: WorkerLife) -> None:
         steps = worker.thread.steps
         assert steps is not None, "started"
         is_over = self.ended_at is not None and not self.net.has_requests(worker.life)
-        before = steps._num_prompt_tokens + steps._num_output_tokens
+        runner = cast(FakeRunner, steps._runner)
+        before = runner.num_steps
         run_in(worker.life, worker.thread.step)
-        if is_over and steps._num_prompt_tokens + steps._num_output_tokens > before:
+        if is_over and runner.num_steps > before:
             self.problems.append(f"{worker.life} computes for a request that has ended")
 
     def _deliver(self, way: Way) -> None:
@@ -976,15 +990,6 @@ def _repeating_offers(epoch: int, ttl_s: float, max_pull_s: float) -> Offers:
     return Offers(epoch, ttl_s, max_pull_s, draw=lambda size: next(numbers).to_bytes(size, "big"))
 
 
-def _make_engine(_config: WorkerConfig, kind: RequestKind, puller: Puller) -> StepEngine:
-    return StepEngine(
-        lambda: FakeRunner(num_blocks=NUM_BLOCKS),
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
-        puller=puller,
-        kinds=frozenset({kind}),
-    )
-
-
 def _begun(task: Any) -> Any:
     """The ticket of the pull that runs in ``task``, a handler of Pull."""
     coroutine = None if task is None else task.get_coro()
@@ -1080,14 +1085,15 @@ def explore(
     depth: int,
     scenarios: Sequence[Scenario] = tuple(Scenario),
     *,
+    make_runner: MakeRunner = FakeRunner,
     one_in: int = 1,
     max_broken: int = 1,
     on_run: Callable[[Found], None] = lambda _found: None,
 ) -> Found:
     """Run each scenario with every combination of at most ``depth`` disturbances, until ``max_broken`` runs broke.
 
-    ``one_in``: of the disturbances that each moment has, try one in so many, other ones at the next moment.
-    ``on_run`` is called after each run.
+    ``make_runner``: makes the runners of all workers. ``one_in``: of the disturbances that each moment has, try one in
+    so many, other ones at the next moment. ``on_run`` is called after each run.
     """
     logging.disable(logging.CRITICAL)
     metrics = (WorkerMetrics(CollectorRegistry()), RouterMetrics(CollectorRegistry()))
@@ -1096,7 +1102,7 @@ def explore(
     try:
         while pending and len(found.broken) < max_broken:
             scenario, choices = pending.pop()
-            widths, problem, trace = run_once(scenario, choices, depth, metrics)
+            widths, problem, trace = run_once(scenario, choices, depth, metrics, make_runner)
             found.num_runs += 1
             found.num_moments += len(widths)
             on_run(found)
@@ -1119,13 +1125,17 @@ _MAX_MOMENTS = 2000
 
 
 def run_once(
-    scenario: Scenario, choices: Sequence[Choice], depth: int, metrics: tuple[WorkerMetrics, RouterMetrics]
+    scenario: Scenario,
+    choices: Sequence[Choice],
+    depth: int,
+    metrics: tuple[WorkerMetrics, RouterMetrics],
+    make_runner: MakeRunner,
 ) -> tuple[list[int], str | None, list[str]]:
     """One run. Returns how many disturbances each moment had, the promise that was broken, and what happened."""
     widths: list[int] = []
     disturbed = dict(choices)
     is_leaf = len(choices) >= depth
-    with World(scenario, metrics) as world:
+    with World(scenario, metrics, make_runner) as world:
         try:
             _play(world, disturbed, widths, is_leaf=is_leaf)
         except BrokenPromiseError as error:

@@ -9,13 +9,16 @@ import pytest
 from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.hand_off import HandOffState, Offer, Offers
 from quartet.transfer.grpc.puller import PullClaim
-from tests.model.hand_off import Scenario, explore
+from tests.engine.fakes import FakeRunner
+from tests.engine.launching import LaunchingRunner
+from tests.model.hand_off import MakeRunner, Scenario, explore
 
 
-def test_a_disturbance_at_any_moment_breaks_no_promise() -> None:
-    found = explore(1, one_in=16)
+@pytest.mark.parametrize(("make_runner", "one_in", "num_runs"), [(FakeRunner, 16, 100), (LaunchingRunner, 32, 50)])
+def test_a_disturbance_at_any_moment_breaks_no_promise(make_runner: MakeRunner, one_in: int, num_runs: int) -> None:
+    found = explore(1, make_runner=make_runner, one_in=one_in)
     assert found.broken == []
-    assert found.num_runs > 100
+    assert found.num_runs > num_runs
 
 
 def test_a_hand_off_that_is_never_renewed_is_found() -> None:

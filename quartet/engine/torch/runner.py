@@ -84,6 +84,9 @@ class TorchRunner:
             torch.set_num_threads(config.num_threads)
         # cuDNN's attention makes a plan for every new length, in 50 to 60 ms; flash attention needs none.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        self._device = torch.device(config.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread: kernels and events go to its current device
         loaded = load_model(config)
         self.layout = KvLayout(
             model_fingerprint=model_fingerprint(config.model_path, loaded.dtype, config.random_seed),
@@ -93,7 +96,6 @@ class TorchRunner:
             head_dim=loaded.shape.head_dim,
             block_size=config.block_size,
         )
-        self._device = torch.device(config.device)
         self.eos_token_ids = loaded.eos_token_ids
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len

@@ -19,10 +19,14 @@ from tests.engine.torch.test_oracle import ragged_prompts
 
 Checkpoints = Callable[[str], Path]
 
-CUDA = pytest.param(
-    "cuda:0",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
+# The second one is not the device that a thread has at first.
+CUDA = [
+    pytest.param(
+        f"cuda:{index}",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() <= index, reason="needs more GPUs")],
+    )
+    for index in range(2)
+]
 
 ODD_SAMPLINGS = (
     Sampling(temperature=0.8, max_tokens=7),
@@ -92,7 +96,7 @@ def run(
     return outcomes, driver
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", ["cpu", *CUDA])
 def test_launched_steps_give_the_tokens_of_steps_that_are_run(device: str, checkpoint: Checkpoints) -> None:
     model_path = checkpoint("qwen3")
     alone, _ = run(model_path, device, greedy_requests, launches=False)
