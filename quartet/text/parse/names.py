@@ -88,8 +88,7 @@ def choose_format(
 
 @cache
 def _make_format(reasoning_parser: str, tool_call_parser: str) -> Format:
-    reasoning = REASONING_PARSERS.get(reasoning_parser)
-    calls = TOOL_CALL_PARSERS.get(tool_call_parser)
+    reasoning, calls = REASONING_PARSERS.get(reasoning_parser), TOOL_CALL_PARSERS.get(tool_call_parser)
     if not callable(reasoning) and not callable(calls):
         return join_tables(reasoning, calls)
     make = reasoning or calls
