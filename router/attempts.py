@@ -45,6 +45,9 @@ _Attempt: TypeAlias = Callable[[Reservation, HandOff | None], Awaitable[ResultT]
 # Between two attempts at a draining worker, which the router takes to be ready: its reports do not arrive.
 _LEAVING_PAUSE_S = 0.25
 
+# An answer that grows is charged so many tokens at a time, or more: to charge each block is dearer than to book it.
+_MIN_CHARGED_TOKENS = 64
+
 _NO_MEDIA = frozenset[str]()
 _NOTHING_TO_ENCODE = nullcontext()
 
@@ -361,12 +364,12 @@ class ChoiceRun:
         return FinishReason.STOP_STRING if finished is None else finished.reason
 
     def _book(self, booking: Booking, num_tokens: int) -> int:
-        """Its decode rank has ``num_tokens`` tokens of it: book and charge what is more than before.
+        """Its decode rank has ``num_tokens`` tokens of it: book what is more than before, and charge it at times.
 
         Returns:
             The caller need not call again until there are more tokens than this.
         """
-        if num_tokens > self._num_charged_tokens > 0:
+        if self._num_charged_tokens and num_tokens - self._num_charged_tokens >= _MIN_CHARGED_TOKENS:
             self._charge(num_tokens - self._num_charged_tokens)
         return booking.grow_to(num_tokens)
 

@@ -156,7 +156,8 @@ class HeldPrompt:
 
     def read(self, num_bytes: int) -> None:
         """Its request was read, and takes so many bytes in all. Raises ``QueueFullError``: with them too much waits."""
-        self._memory.grow(self, num_bytes - self.num_bytes)
+        if num_bytes != self.num_bytes:
+            self._memory.grow(self, num_bytes - self.num_bytes)
 
     def tokenized(self, num_tokens: int) -> None:
         """Its text became so many tokens. Raises ``QueueFullError``: with them too much waits."""

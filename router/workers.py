@@ -32,7 +32,7 @@ _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 _LAST_REPORTS_S = 0.5
 
 # Of ranks that have not reported theirs.
-_UNMEASURED = StepTime()
+_UNMEASURED, _IDLE = StepTime(), RankLoad()
 
 # Heartbeats come once a second. A worker whose events don't arrive is only probed now and then.
 _QUIET_S = 3.0
@@ -570,7 +570,7 @@ class KnownWorker:
         """Read each rank's state from the load and the record; a rank that is in no report is idle."""
         size = self.record.data_parallel_size
         reported = () if self.load is None else self.load.ranks
-        self._rank_loads = [*reported[:size], *[RankLoad()] * (size - len(reported))]
+        self._rank_loads = [*reported[:size], *[_IDLE] * (size - len(reported))]
         # As announced, as long as no report has come.
         self._num_blocks = [load.num_total_blocks or self.record.num_blocks for load in self._rank_loads]
         self.num_rank_tokens = max(self._num_blocks) * self.record.block_size

@@ -162,16 +162,8 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     async def _next(self) -> pb.SessionResponse | None:
         loop, outbox = asyncio.get_running_loop(), self._outbox
         while not self._is_over():
-            if self._makes_room and not self._is_busy():
-                raise SessionIdleError(
-                    "no request runs in the session, and the router has as many sessions as it may have (its "
-                    "calls.max_sessions): open another one for the next request"
-                )
-            if self._is_idle():
-                raise SessionIdleError(
-                    f"no request ran in the session for {self._limits.idle_timeout_s:g} s (the router's "
-                    "session.idle_timeout_s): open another one for the next request"
-                )
+            if self._makes_room or self._num_idle_polls:  # mostly neither: each message of tokens passes here
+                self._check_idle()
             await outbox.wait()
             now = loop.time()
             if now < self._next_at - _TIMER_RESOLUTION_S:
@@ -182,6 +174,19 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         if not self._is_half_closed:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
         return None
+
+    def _check_idle(self) -> None:
+        """Raises ``SessionIdleError``: it ends because no request runs."""
+        if self._makes_room and not self._is_busy():
+            raise SessionIdleError(
+                "no request runs in the session, and the router has as many sessions as it may have (its "
+                "calls.max_sessions): open another one for the next request"
+            )
+        if self._is_idle():
+            raise SessionIdleError(
+                f"no request ran in the session for {self._limits.idle_timeout_s:g} s (the router's "
+                "session.idle_timeout_s): open another one for the next request"
+            )
 
     def _is_over(self) -> bool:
         return (self._is_half_closed or self._is_draining) and not self._requests.by_slot and self._outbox.is_empty

@@ -70,6 +70,11 @@ class RequestContext:
                 f"router_id is longer than {_MAX_ROUTER_ID_BYTES} bytes: give the router a shorter one",
                 field="context.router_id",
             )
+        longest = max(len(self.traceparent), len(self.tenant), len(self.session_key), len(self.trust_domain))
+        if longest > _MAX_NAME_LENGTH:
+            self._refuse_long_name()
+
+    def _refuse_long_name(self) -> None:
         for name in ("traceparent", "tenant", "session_key", "trust_domain"):
             if len(getattr(self, name)) > _MAX_NAME_LENGTH:
                 message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"

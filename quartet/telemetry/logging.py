@@ -148,9 +148,11 @@ class _PlainFormatter(logging.Formatter):
     """``2025-01-31T12:00:00.000Z INFO quartet.x: message key=value``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_timestamp(record)} {record.levelname} {record.name}: {_message(record)}"
-        for name, value in _fields_of(record).items():
-            line += f" {name}={_quoted(value) if isinstance(value, str) else value}"
+        fields = [
+            f" {name}={_quoted(value) if isinstance(value, str) else value}"
+            for name, value in _fields_of(record).items()
+        ]
+        line = f"{_timestamp(record)} {record.levelname} {record.name}: {_message(record)}{''.join(fields)}"
         trace = _trace(self, record)
         return f"{line}\n{trace}" if trace else line
 
