@@ -192,7 +192,7 @@ class RequestRules:
             sampling.presence_penalty or sampling.frequency_penalty
         )
         self.stop_ids = tuple(sorted(running.stop_ids))
-        self._seed, self._choice = generation.seed, generation.choice
+        self._sequence_state = _sequence_state(generation.seed, generation.choice)
         self._num_prompt_tokens = running.num_prompt_tokens
         self._counts: TokenCounts | None = None
 
@@ -208,7 +208,7 @@ class RequestRules:
 
     def key(self, position: int) -> int:
         """The noise's state for the token at ``position`` of the sequence."""
-        return noise_key(self._seed, self._choice, position)
+        return _to_signed(_absorb(self._sequence_state, position))
 
     def counts(self, token_ids: Sequence[int], vocab_size: int, device: torch.device) -> TokenCounts:
         """Counts of the sequence's tokens; ``token_ids`` only ever grows from call to call."""

@@ -177,7 +177,8 @@ def test_half_precision_runs(family: str, checkpoint: Checkpoints) -> None:
     assert all(len(token_ids) == NUM_TOKENS for token_ids in outputs)
 
 
-def test_seeded_tokens_are_those_of_the_cpu(checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize("dtype", ["float64", "float32"])  # by PyTorch's operations, and by our kernels
+def test_seeded_tokens_are_those_of_the_cpu(dtype: str, checkpoint: Checkpoints) -> None:
     samplings = [
         Sampling(max_tokens=NUM_TOKENS),
         Sampling(top_p=0.9, top_k=50, temperature=1.3, max_tokens=NUM_TOKENS),
@@ -194,7 +195,8 @@ def test_seeded_tokens_are_those_of_the_cpu(checkpoint: Checkpoints) -> None:
             for i, item in enumerate(drawn)
         ]
 
-    assert run_on("cuda:0", checkpoint("llama"), requests()) == run_on("cpu", checkpoint("llama"), requests())
+    model_path = checkpoint("llama")
+    assert run_on("cuda:0", model_path, requests(), dtype) == run_on("cpu", model_path, requests(), dtype)
 
 
 def test_random_weights_are_those_of_the_cpu(checkpoint: Checkpoints) -> None:

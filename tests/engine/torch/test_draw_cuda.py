@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from quartet.engine.runner import SampledToken
+from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.engine.torch.sampler import DrawParameters, Sampler, gumbel_noise, noise_key, noise_state
 from quartet.engine.torch.sampler import draw as draw_on_the_cpu
 from tests.engine.torch.test_device_sampler import VOCAB_SIZE, make_requests, step_logits
@@ -145,6 +148,14 @@ def test_steps_launched_before_any_token_is_read_give_the_tokens_of_the_cpu() ->
         assert found.logprobs.top_token_ids == wanted.logprobs.top_token_ids
         assert found.logprobs.logprob == pytest.approx(wanted.logprobs.logprob, abs=1e-5)
         assert found.logprobs.top_logprobs == pytest.approx(wanted.logprobs.top_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "sampler"), [("bfloat16", device_sampler.DeviceSampler), ("float64", Sampler)])
+def test_an_engine_on_a_gpu_samples_there(dtype: str, sampler: type, checkpoint: Callable[[str], Path]) -> None:
+    config = TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=4, device="cuda:0", dtype=dtype)
+    runner = create_runner(config)
+    assert type(runner._sampler) is sampler
+    runner.close()
 
 
 def _ids(tokens: list[SampledToken]) -> list[int]:
