@@ -14,7 +14,7 @@ from quartet.engine.torch.batch import fill_unread
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.graphs import DecodeGraphs, GraphBounds
 from quartet.engine.torch.kernel_step import Compute, StepBuilder, probe_logits
-from quartet.engine.torch.kernels.attention import DTYPES
+from quartet.engine.torch.kernels.attention import DTYPES, SPLITS
 from quartet.engine.torch.pool import KvPool
 
 _LOG = logging.getLogger(__name__)
@@ -93,10 +93,13 @@ class KernelForward:
             _LOG.debug("CUDA graphs can't be measured", exc_info=True)
             return 0
 
-    def probe(self, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """Logits of all these tokens, computed in block 0; ``None``, with a warning: the kernels don't work here."""
+    def probe(self, token_ids: Sequence[int]) -> list[torch.Tensor] | None:
+        """Logits of all these tokens, computed in block 0 in each way that there is: no step has to compile any later.
+
+        ``None``, with a warning: the kernels don't work here.
+        """
         try:
-            return probe_logits(self._builder, self._compute, token_ids)
+            return [probe_logits(self._builder, self._compute, token_ids, splits) for splits in SPLITS]
         except Exception:  # noqa: BLE001  # such as a machine without a C compiler, which Triton needs
             _LOG.warning("attention runs without kernels: they can't be run here", exc_info=True)
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -182,7 +182,7 @@ class StepBuilder:
         return Singles(tables, num_rows, self.num_splits(num_rows, longest))
 
 
-def probe_logits(builder: StepBuilder, compute: Compute, token_ids: Sequence[int]) -> torch.Tensor:
+def probe_logits(builder: StepBuilder, compute: Compute, token_ids: Sequence[int], num_splits: int = 1) -> torch.Tensor:
     """Logits of all these tokens of one sequence in block 0: of a chunk, and of the last one as a decoding sequence.
 
     There are at most as many as a block has.
@@ -195,5 +195,6 @@ def probe_logits(builder: StepBuilder, compute: Compute, token_ids: Sequence[int
             step = builder.make(inputs)
             everything = torch.arange(end - first, device=builder.device)
             batch = FlatBatch(step.batch.token_ids, step.batch.positions, (), everything, ())
-            logits.append(compute(KernelStep(step.pool, batch, step.slots, step.singles, step.chunks)))
+            singles = replace(step.singles, num_splits=num_splits)
+            logits.append(compute(replace(step, batch=batch, singles=singles, sampled=None)))
     return torch.cat(logits)

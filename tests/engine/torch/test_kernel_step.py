@@ -85,8 +85,9 @@ def test_kernels_are_tried_on_a_prompt_and_a_decoding_sequence(checkpoint: Check
     with torch.inference_mode(), interpreted():
         expected = runner._compute(step)
         builder = kernel_step.StepBuilder(runner._pool, num_heads=4)
-        logits = kernel_step.probe_logits(builder, runner._compute, step.batch.token_ids[0].tolist())
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        for num_splits in (1, 8):
+            logits = kernel_step.probe_logits(builder, runner._compute, step.batch.token_ids[0].tolist(), num_splits)
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     runner.close()
 
 
