@@ -19,13 +19,14 @@ from tests.engine.torch.test_oracle import ragged_prompts
 
 Checkpoints = Callable[[str], Path]
 
-# The second one is not the device that a thread has at first.
+# In float64 PyTorch's operations attend and sample, else our kernels. The second GPU is not what a thread has at first.
 CUDA = [
     pytest.param(
         f"cuda:{index}",
+        dtype,
         marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() <= index, reason="needs more GPUs")],
     )
-    for index in range(2)
+    for index, dtype in ((0, "float64"), (0, "float32"), (1, "float32"))
 ]
 
 ODD_SAMPLINGS = (
@@ -64,12 +65,12 @@ def all_requests(whole: list[int]) -> list[EngineRequest]:
 
 
 def run(
-    model_path: Path, device: str, make_requests: Callable[[], list[EngineRequest]], *, launches: bool
+    model_path: Path, device: str, dtype: str, make_requests: Callable[[], list[EngineRequest]], *, launches: bool
 ) -> tuple[list[Outcome], Driver]:
     """What comes of the requests, in order, from a pool in which they are preempted."""
     config = TorchEngineConfig(
         model_path=str(model_path),
-        dtype="float64",
+        dtype=dtype,
         device=device,
         num_blocks=20,
         block_size=4,
@@ -96,17 +97,17 @@ def run(
     return outcomes, driver
 
 
-@pytest.mark.parametrize("device", ["cpu", *CUDA])
-def test_launched_steps_give_the_tokens_of_steps_that_are_run(device: str, checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float64"), *CUDA])
+def test_launched_steps_give_the_tokens_of_steps_that_are_run(device: str, dtype: str, checkpoint: Checkpoints) -> None:
     model_path = checkpoint("qwen3")
-    alone, _ = run(model_path, device, greedy_requests, launches=False)
+    alone, _ = run(model_path, device, dtype, greedy_requests, launches=False)
     whole = alone[0].token_ids
 
     def make_requests() -> list[EngineRequest]:
         return all_requests(whole)
 
-    expected, _ = run(model_path, device, make_requests, launches=False)
-    outcomes, driver = run(model_path, device, make_requests, launches=True)
+    expected, _ = run(model_path, device, dtype, make_requests, launches=False)
+    outcomes, driver = run(model_path, device, dtype, make_requests, launches=True)
     assert outcomes == expected
     assert (outcomes[0].token_ids, outcomes[0].reason) == (whole[:2], FinishReason.STOP_ID)
     stats = driver.steps.snapshot.stats
