@@ -46,13 +46,18 @@ class IncrementalDetokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+    tokenizer: Tokenizer,
+    *,
+    skip_special_tokens: bool = True,
+    shown: frozenset[int] = frozenset(),
+    prompt_tail: Sequence[int] = (),
 ) -> IncrementalDetokenizer:
     """Start a stream of text.
 
     Args:
         tokenizer: of the model that makes the tokens.
         skip_special_tokens: leave special tokens out of the text.
+        shown: those that stay in it all the same.
         prompt_tail: the prompt's last few ids where the text continues the prompt: its first word then
             keeps its space. Without them the text is decoded on its own.
 
@@ -60,10 +65,10 @@ def make_detokenizer(
         InvalidRequestError: an id of ``prompt_tail`` is no unsigned 32-bit number.
     """
     rule = tokenizer.piece_rule
-    table = tokenizer.piece_table(skip_special_tokens=skip_special_tokens)
+    table = tokenizer.piece_table(skip_special_tokens=skip_special_tokens, shown=shown)
     detokenizer: IncrementalDetokenizer
     if rule is None or table is None:
-        detokenizer = WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        detokenizer = WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
     else:
         detokenizer = PieceDetokenizer(tokenizer, rule, table)
     detokenizer.push(prompt_tail)
@@ -135,9 +140,9 @@ class WindowDetokenizer:
 
     token_work = 64
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
         # Tokens shown last, as context, then those not yet shown.
         self._window: list[int] = []
         self._num_shown = 0

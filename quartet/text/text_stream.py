@@ -71,6 +71,7 @@ class TextStream:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
         prompt_tail: Sequence[int] = (),
     ) -> None:
         """Start a choice.
@@ -80,6 +81,7 @@ class TextStream:
             stops: what ends the choice; it needs a tokenizer. Choices of one request share it.
             include_stop: show the stop string too.
             skip_special_tokens: leave special tokens out of the text (not out of the ids).
+            shown: special tokens that stay in it all the same, as parsers of output read them.
             prompt_tail: the prompt's last few ids, see ``make_detokenizer``.
 
         Raises:
@@ -89,7 +91,7 @@ class TextStream:
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = make_detokenizer(
-                tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail
+                tokenizer, skip_special_tokens=skip_special_tokens, shown=shown, prompt_tail=prompt_tail
             )
         self._stops = stops
         self._matcher = None if stops is None else StopMatcher(stops, include_stop)

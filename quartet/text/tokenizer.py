@@ -103,7 +103,7 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.longest_token_bytes = max([len(token.encode()) for token in vocabulary], default=1)
         self.piece_rule = _read_piece_rule(backend)
-        self._tables = {skip: self._make_table(skip) for skip in (False, True)}
+        self._tables = {skipped: self._make_table(skipped) for skipped in (frozenset(), self.special_token_ids)}
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
@@ -124,9 +124,20 @@ class Tokenizer:
         """Number of tokens, added ones included; the model's table may be larger (padding)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def piece_table(self, *, skip_special_tokens: bool) -> PieceTable | None:
-        """Bytes by token id, shared by all streams; ``None`` where there is no ``piece_rule``."""
-        return self._tables[skip_special_tokens]
+    def piece_table(self, *, skip_special_tokens: bool, shown: frozenset[int] = frozenset()) -> PieceTable | None:
+        """Bytes by token id, shared by all streams; ``None`` where there is no ``piece_rule``.
+
+        Of special tokens that are left out, those in ``shown`` are not.
+        """
+        skipped = self.special_token_ids - shown if skip_special_tokens else frozenset()
+        if skipped not in self._tables:
+            self._tables[skipped] = self._make_table(skipped)
+        return self._tables[skipped]
+
+    def special_tokens_where(self, is_wanted: Callable[[str], bool]) -> frozenset[int]:
+        """Ids of the special tokens whose text is wanted; ``Format.needs`` of ``quartet.text.parse`` says it."""
+        texts = {token_id: self._backend.id_to_token(token_id) for token_id in self.special_token_ids}
+        return frozenset(token_id for token_id, text in texts.items() if text is not None and is_wanted(text))
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a token's exact text."""
@@ -206,8 +217,7 @@ class Tokenizer:
         [encoded] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
-    def _make_table(self, skip_special_tokens: bool) -> PieceTable | None:
-        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+    def _make_table(self, skipped: frozenset[int]) -> PieceTable | None:
         if self.piece_rule is None:
             return None
         return PieceTable(
