@@ -45,9 +45,6 @@ _Attempt: TypeAlias = Callable[[Reservation, HandOff | None], Awaitable[ResultT]
 # Between two attempts at a draining worker, which the router takes to be ready: its reports do not arrive.
 _LEAVING_PAUSE_S = 0.25
 
-# An answer that grows is charged so many tokens at a time, or more: to charge each block is dearer than to book it.
-_MIN_CHARGED_TOKENS = 64
-
 _NO_MEDIA = frozenset[str]()
 _NOTHING_TO_ENCODE = nullcontext()
 
@@ -364,12 +361,12 @@ class ChoiceRun:
         return FinishReason.STOP_STRING if finished is None else finished.reason
 
     def _book(self, booking: Booking, num_tokens: int) -> int:
-        """Its decode rank has ``num_tokens`` tokens of it: book what is more than before, and charge it at times.
+        """Its decode rank has ``num_tokens`` tokens of it: book and charge what is more than before.
 
         Returns:
             The caller need not call again until there are more tokens than this.
         """
-        if self._num_charged_tokens and num_tokens - self._num_charged_tokens >= _MIN_CHARGED_TOKENS:
+        if num_tokens > self._num_charged_tokens > 0:
             self._charge(num_tokens - self._num_charged_tokens)
         return booking.grow_to(num_tokens)
 

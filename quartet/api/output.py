@@ -154,12 +154,12 @@ class ChoiceOutput:
         Raises:
             WorkerUnavailableError: tokens before ``offset`` are missing, so the attempt is broken.
         """
-        known = self.token_ids
-        if self._is_plain and offset == len(known) and token_ids:
+        known, num_tokens = self.token_ids, len(token_ids)
+        if self._is_plain and offset == len(known) and num_tokens:
             known.extend(token_ids)
-            if len(known) > self._num_booked_tokens:
-                self._num_booked_tokens = self._book(len(known))
-            self._observe_itl((now - self._last_tokens_at) / len(token_ids))
+            if offset + num_tokens > self._num_booked_tokens:
+                self._num_booked_tokens = self._book(offset + num_tokens)
+            self._observe_itl((now - self._last_tokens_at) / num_tokens)
             self._last_tokens_at = now
             text = self._text.push_text(token_ids) if self._makes_text else ""
             self._sink.add(self._choice, offset, token_ids, text, logprobs)

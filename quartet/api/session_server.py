@@ -162,7 +162,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     async def _next(self) -> pb.SessionResponse | None:
         loop, outbox = asyncio.get_running_loop(), self._outbox
         while not self._is_over():
-            if self._makes_room or self._num_idle_polls:  # mostly neither: each message of tokens passes here
+            if self._makes_room or self._has_idled:  # mostly neither, and each message of tokens passes here
                 self._check_idle()
             await outbox.wait()
             now = loop.time()

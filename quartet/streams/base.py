@@ -64,6 +64,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         self._idle_timeout_s = idle_timeout_s
         self._idle_timer: asyncio.TimerHandle | None = None
         self._num_idle_polls = 0
+        self._has_idled = False  # for so long, at the last poll
         self._num_starts = 0
         self._message_bytes = 0  # while a long message is handled, its size
         self._num_starts_polled: int | None = 0  # None: it was busy
@@ -122,7 +123,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
 
     def _is_idle(self) -> bool:
         """Whether no request has run for ``idle_timeout_s``, and none does now."""
-        return self._num_idle_polls > _IDLE_POLLS and not self._is_busy()
+        return self._has_idled and not self._is_busy()
 
     def _poll_idle(self) -> None:
         """Count for how long no request has run. While this process gets no CPU nothing is counted."""
@@ -131,7 +132,8 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
         is_idle = num_starts is not None and num_starts == self._num_starts_polled
         self._num_starts_polled = num_starts
         self._num_idle_polls = self._num_idle_polls + 1 if is_idle else 0
-        if self._num_idle_polls > _IDLE_POLLS:
+        self._has_idled = self._num_idle_polls > _IDLE_POLLS
+        if self._has_idled:
             self._wake()
         assert self._idle_timeout_s is not None, "else there is no poll"
         delay_s = self._idle_timeout_s / _IDLE_POLLS

@@ -81,7 +81,7 @@ class WorkerCall(Wakeable):
         """``send_cancel`` asks the worker to end it."""
         super().__init__()
         self._send_cancel = send_cancel
-        self._error: ServingError | None = None
+        self._error: Exception | None = None
         self._is_cancelled = False
         self.is_over = False
 
@@ -96,7 +96,7 @@ class WorkerCall(Wakeable):
         if not self.is_over:
             self._end(error)
 
-    def _end(self, error: ServingError | None) -> None:
+    def _end(self, error: Exception | None) -> None:
         self._error = error
         self.is_over = True
         self._wake()
@@ -143,10 +143,11 @@ class DecodeCall(WorkerCall):
             self.received_at = now
             self._sink.started(started)
 
-    def stop(self, error: ServingError | None = None) -> None:
-        """The sink wants no more, or refused its tokens with ``error``: end this decode alone."""
-        self.cancel()
-        self._end(error)
+    def stop(self, error: Exception | None = None) -> None:
+        """End this decode alone, unless it is over: the sink wants no more, or ``error`` says why."""
+        if not self.is_over:
+            self.cancel()
+            self._end(error)
 
     def finish(self, finished: DecodeFinished) -> None:
         """End it well, unless it is over."""
@@ -154,7 +155,7 @@ class DecodeCall(WorkerCall):
             self._outcome = finished
             self._end(None)
 
-    def _end(self, error: ServingError | None) -> None:
+    def _end(self, error: Exception | None) -> None:
         self.take = _drop_tokens
         super()._end(error)
 
@@ -381,6 +382,10 @@ class RunningDecode(Protocol):
         """
         ...
 
+    def stop(self, error: Exception) -> None:
+        """Ask the worker to end it; ``outcome`` raises ``error``. Harmless after its end."""
+        ...
+
 
 async def outcome_in_time(
     decode: RunningDecode, *, start_timeout_s: float, stall_timeout_s: float
@@ -391,19 +396,44 @@ async def outcome_in_time(
         TimeoutError: the worker sent nothing of it within ``start_timeout_s``, or nothing more for ``stall_timeout_s``.
         ServingError: it ended badly.
     """
-    loop = asyncio.get_running_loop()
-    start_by = loop.time() + start_timeout_s
-    while True:
-        give_up_at = start_by if decode.received_at is None else decode.received_at + stall_timeout_s
-        try:
-            # Polling costs nothing for each token; moving a timer would. Nothing wakes this task at the first output,
-            # so wait no longer than the stall timeout: by then an output may have come, and be that old.
-            async with asyncio.timeout_at(min(give_up_at, loop.time() + stall_timeout_s)):
-                return await decode.outcome()
-        except TimeoutError:
-            give_up_at = start_by if decode.received_at is None else decode.received_at + stall_timeout_s
-            if give_up_at <= loop.time():
-                raise
+    patience = _Patience(decode, start_timeout_s, stall_timeout_s)
+    try:
+        return await decode.outcome()
+    finally:
+        patience.end()
+
+
+class _Patience:
+    """Stops a decode whose worker is silent for too long.
+
+    It polls, which costs nothing for each token; moving a timer would. ``asyncio.timeout`` costs three times as much.
+    """
+
+    __slots__ = ("_decode", "_loop", "_stall_timeout_s", "_start_by", "_timer")
+
+    def __init__(self, decode: RunningDecode, start_timeout_s: float, stall_timeout_s: float) -> None:
+        self._decode = decode
+        self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
+        self._start_by = now + start_timeout_s
+        self._poll_later(self._start_by, now)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _poll_later(self, give_up_at: float, now: float) -> None:
+        # Nothing is told of the first output, so wait no longer than the stall timeout: by then an output may have
+        # come, and be that old.
+        self._timer = self._loop.call_at(min(give_up_at, now + self._stall_timeout_s), self._poll)
+
+    def _poll(self) -> None:
+        now, heard_at = self._loop.time(), self._decode.received_at
+        give_up_at = self._start_by if heard_at is None else heard_at + self._stall_timeout_s
+        if give_up_at <= now:
+            self._decode.stop(TimeoutError())
+        else:
+            self._poll_later(give_up_at, now)
 
 
 def pause_s(error: ServingError, num_failures: int) -> float:

@@ -252,6 +252,7 @@ class FakeDecode:
 
     def __init__(self, hops: FakeHops, rank: Rank, start: WorkerStart, sink: DecodeSink, plan: Plan) -> None:
         self.received_at: float | None = None
+        self._stopped_by: Exception = RequestCancelledError("cancelled")
         self._hops, self._start, self._sink, self._plan = hops, start, sink, plan
         self._token_ids = list(start.generation.generated_token_ids)
         self._num_given = 0
@@ -264,6 +265,10 @@ class FakeDecode:
             self._end()
             self._wake.set()
 
+    def stop(self, error: Exception) -> None:
+        self._stopped_by = error
+        self.cancel()
+
     async def outcome(self) -> DecodeFinished | None:
         while not self._is_over:
             await asyncio.sleep(0)
@@ -273,14 +278,14 @@ class FakeDecode:
             if self._plan.hang_after is not None and self._num_given >= self._plan.hang_after:
                 self._hops.hung.set()
                 await self._wake.wait()
-                raise RequestCancelledError("cancelled")
+                raise self._stopped_by
             reason, is_enough = self._step()
             if reason is not None:
                 self._end()
                 return DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids) + self._plan.num_extra)
             if is_enough:
                 return None
-        raise RequestCancelledError("cancelled")
+        raise self._stopped_by
 
     def _take_hand_off(self) -> DecodeStarted:
         self._hops.pull(self._start)

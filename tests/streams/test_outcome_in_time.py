@@ -22,6 +22,7 @@ class FakeDecode:
         self.end = asyncio.Event()
         self.last_word_at: float | None = None
         self._num_looks_left = num_looks
+        self._stopped_by: Exception | None = None
 
     @property
     def received_at(self) -> float | None:
@@ -32,7 +33,13 @@ class FakeDecode:
 
     async def outcome(self) -> DecodeFinished:
         await self.end.wait()
+        if self._stopped_by is not None:
+            raise self._stopped_by
         return FINISHED
+
+    def stop(self, error: Exception) -> None:
+        self._stopped_by = error
+        self.end.set()
 
 
 async def test_a_worker_that_starts_and_hangs_is_given_up_long_before_the_start_timeout() -> None:
