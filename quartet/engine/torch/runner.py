@@ -231,6 +231,7 @@ class TorchRunner:
         """A pool of all blocks, with this memory left for something else; ``pool``, if it has them."""
         if config.num_blocks is not None:
             return pool
+        self._wait_for_device()  # which may still write to it
         pool.close()
         num_blocks = num_pool_blocks(config, self.layout, reserved_size_bytes=reserved_size_bytes)
         return KvPool(self.layout, num_blocks, self._device)

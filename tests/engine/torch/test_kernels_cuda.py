@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -31,6 +31,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+attention = pytest.importorskip("quartet.engine.torch.kernels.attention", reason="Triton is not installed")
+if TYPE_CHECKING:
+    from quartet.engine.torch.kernels import attention
 
 Checkpoints = Callable[[str], Path]
 Oracles = Callable[[str], Oracle]
@@ -129,10 +133,14 @@ def test_all_families_are_captured_in_half_precision(family: str, checkpoint: Ch
 
 
 @pytest.fixture(params=["llama", "gemma2"])
-def both(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator[tuple[TorchRunner, TorchRunner]]:
-    """A runner with graphs and one without, whose pools hold the same."""
+def both(
+    request: pytest.FixtureRequest, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[TorchRunner, TorchRunner]]:
+    """A runner with graphs, for steps whose keys are split and others, and one without, whose pools hold the same."""
+    monkeypatch.setattr(attention, "_MIN_SPLIT_TOKENS", 32)
     runners = load(checkpoint(request.param)), load(checkpoint(request.param), cuda_graph_max_batch_size=0)
     assert [runs_graphs(runner) for runner in runners] == [True, False]
+    assert {splits for _, splits in runners[0]._forward._graphs._graphs} == {1, 8}
     runners[1]._pool.tensor.copy_(runners[0]._pool.tensor.normal_())
     yield runners
     for runner in runners:
@@ -205,8 +213,6 @@ def test_a_model_that_waits_for_the_gpu_runs_without_graphs(
 
 
 def test_a_pool_beyond_what_32_bits_reach_is_attended_to_at_its_end() -> None:
-    from quartet.engine.torch.kernels import attention
-
     free, _ = torch.cuda.mem_get_info()
     shape = (1, 1, 2, 16, 8, 128)
     num_blocks = (1 << 32) // math.prod(shape) + 3
