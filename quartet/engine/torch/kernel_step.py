@@ -172,11 +172,18 @@ class StepBuilder:
             ),
             slots=slots,
             singles=self._singles(BlockTables(blocks, begins, contexts), inputs.num_singles, inputs.longest),
-            chunks=Chunks(self._tile_queries, query_begins, others[0], others[1]) if len(tile_seqs) else None,
+            chunks=self._chunks(inputs, query_begins, others[0], others[1]) if len(tile_seqs) else None,
             sampled=None
             if has_all
             else self._singles(BlockTables(blocks, others[3], others[2]), len(sampled), inputs.longest),
         )
+
+    def _chunks(
+        self, inputs: HostInputs, query_begins: torch.Tensor, tile_seqs: torch.Tensor, tile_begins: torch.Tensor
+    ) -> Chunks:
+        num_kv_heads = self.pool.layout.num_kv_heads
+        num_splits = kernels.num_chunk_splits(tile_seqs.shape[0], num_kv_heads, inputs.longest, self._num_sms)
+        return Chunks(self._tile_queries, inputs.num_singles, num_splits, query_begins, tile_seqs, tile_begins)
 
     def _singles(self, tables: BlockTables, num_rows: int, longest: int) -> Singles:
         return Singles(tables, num_rows, self.num_splits(num_rows, longest))
@@ -196,5 +203,6 @@ def probe_logits(builder: StepBuilder, compute: Compute, token_ids: Sequence[int
             everything = torch.arange(end - first, device=builder.device)
             batch = FlatBatch(step.batch.token_ids, step.batch.positions, (), everything, ())
             singles = replace(step.singles, num_splits=num_splits)
-            logits.append(compute(replace(step, batch=batch, singles=singles, sampled=None)))
+            chunks = step.chunks and replace(step.chunks, num_splits=min(num_splits, kernels.MAX_CHUNK_SPLITS))
+            logits.append(compute(replace(step, batch=batch, singles=singles, chunks=chunks, sampled=None)))
     return torch.cat(logits)

@@ -73,13 +73,18 @@ class Pool:
             device=self.device,
         )
 
-    def chunks_in_tiles(self, first: int) -> attention.Chunks:
-        """The sequences from ``first`` on."""
+    def chunks_in_tiles(self, first: int, num_splits: int) -> attention.Chunks:
+        """The sequences from ``first`` on; those before have a row each."""
         step = attention.queries_per_tile(self.heads.query, self.tensor)
         tiles = [(i, begin) for i, (_, num) in enumerate(self.chunks) if i >= first for begin in range(0, num, step)]
         begins = [sum(num for _, num in self.chunks[:i]) for i in range(len(self.chunks) + 1)]
         return attention.Chunks(
-            step, self.ints(begins), self.ints([seq for seq, _ in tiles]), self.ints([begin for _, begin in tiles])
+            step,
+            first,
+            num_splits,
+            self.ints(begins),
+            self.ints([seq for seq, _ in tiles]),
+            self.ints([begin for _, begin in tiles]),
         )
 
 
@@ -116,7 +121,7 @@ def attend(
         attention.attend_decode(
             query[:num_decodes], output[:num_decodes], pool.tensor, LAYER, pool.tables, scores, num_splits
         )
-    chunks = pool.chunks_in_tiles(num_decodes)
+    chunks = pool.chunks_in_tiles(num_decodes, min(num_splits, attention.MAX_CHUNK_SPLITS))
     attention.attend_chunks(query, output, pool.tensor, LAYER, pool.tables, chunks, scores)
     rows = query.split([num for _, num in pool.chunks])
     expected = [
@@ -203,6 +208,13 @@ def test_blocks_lie_beyond_what_32_bits_reach(tmp_path: Path) -> None:
 )
 def test_few_sequences_and_long_ones_are_split(num_rows: int, longest: int, expected: int) -> None:
     assert attention.num_splits(num_rows, num_kv_heads=8, longest=longest, num_sms=132) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "longest", "expected"), [(1, 8_000, 8), (4, 2_048, 8), (4, 2_000, 1), (5, 8_000, 1)]
+)
+def test_a_short_rest_of_a_long_conversation_is_split(num_tiles: int, longest: int, expected: int) -> None:
+    assert attention.num_chunk_splits(num_tiles, num_kv_heads=8, longest=longest, num_sms=132) == expected
 
 
 @pytest.mark.parametrize("is_decode", [True, False])

@@ -28,6 +28,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: In how many parts the keys of a decoding sequence may be split. Each is a kernel of its own.
 SPLITS = (1, 8, 32)
 
+#: The most of them for prompts, whose queries make many programs.
+MAX_CHUNK_SPLITS = 8
+
 _LOG2_E = 1.4426950408889634
 # A split of fewer tokens costs more than it saves: what it found must be merged.
 _MIN_SPLIT_TOKENS = 256
@@ -79,12 +82,16 @@ class Chunks:
 
     Attributes:
         num_queries: of a tile, as ``queries_per_tile`` says; a sequence's last tile may have fewer.
+        first_row: of these sequences, which come last.
+        num_splits: in how many parts the keys are split; one of ``SPLITS``.
         query_begins: ``[S + 1]`` int32: row of each sequence's first query, and the row after the last one's.
         tile_seqs: ``[tiles]`` int32: which sequence each tile is of.
         tile_begins: ``[tiles]`` int32: its first query, counted from the sequence's first one.
     """
 
     num_queries: int
+    first_row: int
+    num_splits: int
     query_begins: torch.Tensor
     tile_seqs: torch.Tensor
     tile_begins: torch.Tensor
@@ -103,6 +110,12 @@ def num_splits(num_rows: int, num_kv_heads: int, longest: int, num_sms: int) -> 
     for_the_longest = longest // _MAX_SPLIT_TOKENS
     wanted = min(max(for_the_gpu, for_the_longest), longest // _MIN_SPLIT_TOKENS)
     return next((splits for splits in SPLITS if splits >= wanted), SPLITS[-1])
+
+
+def num_chunk_splits(num_tiles: int, num_kv_heads: int, longest: int, num_sms: int) -> int:
+    """As ``num_splits``, for a prompt's tiles: a short rest of a long conversation leaves most of the GPU idle."""
+    is_small = 4 * num_tiles * num_kv_heads <= num_sms
+    return MAX_CHUNK_SPLITS if is_small and longest >= MAX_CHUNK_SPLITS * _MIN_SPLIT_TOKENS else 1
 
 
 def store_kv(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, layer: int) -> None:
@@ -159,25 +172,13 @@ def attend_decode(
         scores: how the layer attends.
         num_splits: one of ``SPLITS``.
     """
-    num_rows, num_heads, head_dim = query.shape
+    num_rows = query.shape[0]
     if not num_rows:
         return
-    shape = _Shape.of(query, pool)
-    parts = None
-    if num_splits > 1:
-        outputs = query.new_empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32)
-        parts = _Parts(num_splits, outputs, outputs.new_empty(num_rows, num_heads, num_splits))
+    shape, parts = _Shape.of(query, pool), _Parts.empty(query, num_splits)
     _launch(shape, decode_tile(shape), num_rows, query, output, pool, layer, tables, scores, parts=parts)
     if parts is not None:
-        _merge[(num_rows, num_heads)](
-            parts.outputs,
-            parts.weights,
-            output,
-            SPLITS=num_splits,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=shape.padded_dim,
-            num_warps=4,
-        )
+        parts.merge(output, first_row=0)
 
 
 def attend_chunks(
@@ -200,7 +201,10 @@ def attend_chunks(
     shape = _Shape.of(query, pool)
     tile = chunk_tile(shape, _shared_size_bytes(query.device))
     assert tile.num_queries == chunks.num_queries, "tiles are cut for layers with other heads"
-    _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks)
+    parts = _Parts.empty(query, chunks.num_splits)
+    _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks, parts=parts)
+    if parts is not None:
+        parts.merge(output, chunks.first_row)
 
 
 def queries_per_tile(num_heads: int, pool: torch.Tensor) -> int:
@@ -232,7 +236,11 @@ class _Shape:
 
     @property
     def padded_dim(self) -> int:
-        return max(16, int(triton.next_power_of_2(self.head_dim)))  # a product's least
+        return _padded_dim(self.head_dim)
+
+
+def _padded_dim(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))  # 16: a product's least
 
 
 @dataclass(frozen=True)
@@ -301,6 +309,28 @@ class _Parts:
     num_splits: int
     outputs: torch.Tensor
     weights: torch.Tensor
+
+    @classmethod
+    def empty(cls, query: torch.Tensor, num_splits: int) -> "_Parts | None":
+        """For all rows of ``query``; ``None``: there is nothing to split."""
+        if num_splits == 1:
+            return None
+        num_rows, num_heads, head_dim = query.shape
+        outputs = query.new_empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32)
+        return cls(num_splits, outputs, outputs.new_empty(num_rows, num_heads, num_splits))
+
+    def merge(self, output: torch.Tensor, first_row: int) -> None:
+        """Fill the rows of ``output`` from ``first_row`` on."""
+        num_rows, num_heads, head_dim = output.shape
+        _merge[(num_rows - first_row, num_heads)](
+            self.outputs[first_row:],
+            self.weights[first_row:],
+            output[first_row:],
+            SPLITS=self.num_splits,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=_padded_dim(head_dim),
+            num_warps=4,
+        )
 
 
 def _launch(
