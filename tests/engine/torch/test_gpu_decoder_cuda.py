@@ -125,7 +125,12 @@ def test_heads_go_to_the_pool(num_heads: int, num_kv_heads: int, head_dim: int, 
 def running(model_path: Path, dtype: str) -> Iterator[TorchRunner]:
     runner = TorchRunner(
         TorchEngineConfig(
-            model_path=str(model_path), dtype=dtype, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device="cuda:0"
+            model_path=str(model_path),
+            dtype=dtype,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            device="cuda:0",
+            cuda_graph_max_batch_size=4,
         )
     )
     with torch.inference_mode():
