@@ -5,6 +5,7 @@ By Triton's interpreter a row takes some hundredths of a second: ``test_draw_cud
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from quartet.engine.sampling import Sampling
 from quartet.engine.torch.sampler import Sampler, gumbel_noise, noise_bits, noise_key
+from tests.engine.torch.test_draw import Settings, expected_probabilities
 from tests.engine.torch.test_sampler import running
 from tests.triton_kernels import compile_for_sm90, interpreted
 
@@ -109,6 +111,37 @@ def test_a_vocabulary_of_many_tiles_and_splits_is_searched_whole() -> None:
     expected, drawn = tokens_of(logits, samplings, tile=128)
     assert drawn == expected
     assert max(drawn) > 384 > 128 > min(drawn)
+
+
+@pytest.mark.usefixtures("by_interpreter")
+def test_filters_keep_the_tokens_that_the_warpers_keep_and_no_others() -> None:
+    kinds = [
+        Settings(top_k=1),
+        Settings(top_k=7),
+        Settings(top_k=300, top_p=0.8),
+        Settings(top_p=0.3),
+        Settings(temperature=2.5, top_p=0.95),
+        Settings(temperature=0.4, top_k=20, top_p=0.7, min_p=0.05),
+    ]
+    logits = torch.randn(len(kinds), 700, generator=torch.Generator().manual_seed(3))
+    tables: list[torch.Tensor] = []
+
+    def take(_logits: torch.Tensor, rows: torch.Tensor, **_options: int) -> torch.Tensor:
+        tables.append(rows)
+        return torch.zeros(len(rows), dtype=torch.int64)
+
+    samplings = [Sampling(**dataclasses.asdict(kind)) for kind in kinds]
+    device_sampler.DeviceSampler(CPU, 700, take).sample(logits, [running(item) for item in samplings])
+    best = logits.amax(-1, keepdim=True)
+    limits = torch.empty(len(kinds), dtype=torch.int32)
+    draw._filter[(len(kinds),)](
+        *(logits, logits.stride(0), tables[0], torch.empty(0), best.expand(-1, 64).contiguous()),
+        *(torch.empty_like(logits), limits, 700, 1),
+        TILE=128,
+    )
+    for row, kind in enumerate(kinds):
+        distances = (best[row] - logits[row]) / kind.temperature
+        assert torch.equal(distances.view(torch.int32) <= limits[row], expected_probabilities(logits[row], kind) > 0)
 
 
 @pytest.mark.usefixtures("by_interpreter")
