@@ -229,7 +229,7 @@ class OutputParser:
         self._num_calls -= sum(isinstance(event, CallBegin) for event in self._ready)
         self._ready.clear()
         self._enter(self._origin)
-        if not self._is_shown and self._plain is not None:
+        if raw and not self._is_shown and self._plain is not None:
             self._events.append(self._plain(raw))
         return at
 

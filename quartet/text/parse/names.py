@@ -61,8 +61,8 @@ _TEMPLATES: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("<function=",), "qwen3", "</think>", "qwen3_coder"),
     (("<tool_call>",), "qwen3", "</think>", "hermes"),
     (("[TOOL_CALLS]",), "mistral", "[THINK]", "mistral"),
+    (('{"name": function name, "parameters"',), "", "", "llama3_json"),  # Llama 4's own template asks for it, too
     (("<|header_start|>",), "", "", "pythonic"),
-    (("<|start_header_id|>", '"parameters"'), "", "", "llama3_json"),
     (("</think>",), "qwen3", "", ""),
 )
 

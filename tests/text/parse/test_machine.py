@@ -67,7 +67,9 @@ def merged(events: Iterable[Event]) -> list[tuple[object, ...]]:
 
 def run(parser: OutputParser, deltas: Iterable[str]) -> list[Event]:
     events = [event for delta in deltas for event in parser.push(delta)]
-    return [*events, *parser.finish()]
+    events += parser.finish()
+    assert all(event.text for event in events if isinstance(event, Content | Reasoning | CallArguments))
+    return events
 
 
 def markers_of(format: Format) -> list[str]:

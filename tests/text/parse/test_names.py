@@ -22,6 +22,7 @@ TEMPLATES = [
     ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
     ("<|channel>thought<|tool_call>call:", "gemma4", "gemma4"),
     ('<|start_header_id|>{"name": function name, "parameters": {}}', "", "llama3_json"),
+    ('<|header_start|>{"name": function name, "parameters": {}}', "", "llama3_json"),
     ("<|header_start|>", "", "pythonic"),
     ("<|im_start|>", "", ""),
 ]

@@ -1,0 +1,115 @@
+"""What parsing reasoning and tool calls costs the process that faces the user: CPU time of each token.
+
+An output of reasoning, content and one call with a long argument is pushed token by token, its text in pieces of about
+four characters, and no client takes the events.
+
+    python -m benchmarks.parsing --json FILE [--short]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.progress import LiveLine
+from benchmarks.report import Report, make_parser
+from quartet.text.parse import OutputParser, choose_format
+
+_PROSE = ("The quick brown fox jumps over the lazy dog, and then it rests. " * 6 + "\n\n") * 40
+_ARGUMENT = _PROSE[:8_000].strip()
+_TOOLS = {"write": {"properties": {"text": {"type": "string"}}}}
+_JSON_ARGUMENTS = json.dumps({"text": _ARGUMENT})
+_TOKEN = re.compile(r"\s?\w{1,5}|\s+|.", re.DOTALL)
+
+#: Outputs by reasoning and tool-call parser.
+OUTPUTS = {
+    ("qwen3", "hermes"): f"<think>\n{_PROSE}\n</think>\n\n{_PROSE}"
+    f'<tool_call>\n{{"name": "write", "arguments": {_JSON_ARGUMENTS}}}\n</tool_call>',
+    ("qwen3", "qwen3_coder"): f"<think>\n{_PROSE}\n</think>\n\n{_PROSE}"
+    f"<tool_call>\n<function=write>\n<parameter=text>\n{_ARGUMENT}\n</parameter>\n</function>\n</tool_call>",
+    ("gpt_oss", "harmony"): f"<|channel|>analysis<|message|>{_PROSE}<|end|><|start|>assistant<|channel|>commentary"
+    f"<|message|>{_PROSE}<|end|><|start|>assistant<|channel|>commentary to=functions.write"
+    f"<|message|>{_JSON_ARGUMENTS}<|call|>",
+    ("gemma4", "gemma4"): f"<|channel>thought\n{_PROSE}<channel|>{_PROSE}"
+    f'<|tool_call>call:write{{text:<|"|>{_ARGUMENT}<|"|>}}<tool_call|>',
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Microseconds of CPU for each token, over the runs.
+
+    Attributes:
+        output_us, output_min_us: median and least of the whole output, its call shown once it is complete.
+        streamed_us, streamed_min_us: the same with the call's arguments as they come.
+        content_us: median within content alone.
+    """
+
+    num_tokens: int
+    output_us: float
+    output_min_us: float
+    streamed_us: float
+    streamed_min_us: float
+    content_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All that was measured, by ``REASONING PARSER and TOOL-CALL PARSER``."""
+
+    num_runs: int
+    costs: dict[str, Cost]
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = make_parser("parsing", __doc__)
+    parser.add_argument("--short", action="store_true", help="3 runs instead of 30")
+    arguments = parser.parse_args()
+    report = Report("parsing")
+    report.write(measure(3 if arguments.short else 30), arguments.json)
+
+
+def measure(num_runs: int) -> Results:
+    """Measure each output ``num_runs`` times."""
+    costs: dict[str, Cost] = {}
+    with LiveLine() as line:
+        for names, output in OUTPUTS.items():
+            name = " and ".join(names)
+            costs[name] = cost = _measure_output(names, _TOKEN.findall(output), num_runs)
+            line.say(f"{name}: {cost.output_us:.2f} us a token, {cost.streamed_us:.2f} with streamed arguments")
+    return Results(num_runs=num_runs, costs=costs)
+
+
+def _measure_output(names: tuple[str, str], tokens: Sequence[str], num_runs: int) -> Cost:
+    content = _TOKEN.findall(_PROSE)
+    whole, streamed, plain = [], [], []
+    for _ in range(num_runs):
+        whole.append(_run_us(names, tokens, streams_arguments=False))
+        streamed.append(_run_us(names, tokens, streams_arguments=True))
+        plain.append(_run_us(names, content, streams_arguments=False))
+    return Cost(
+        num_tokens=len(tokens),
+        output_us=median(whole),
+        output_min_us=min(whole),
+        streamed_us=median(streamed),
+        streamed_min_us=min(streamed),
+        content_us=median(plain),
+    )
+
+
+def _run_us(names: tuple[str, str], tokens: Sequence[str], *, streams_arguments: bool) -> float:
+    parser = OutputParser(choose_format(*names), tools=_TOOLS, streams_arguments=streams_arguments)
+    began = time.thread_time()
+    for token in tokens:
+        parser.push(token)
+    parser.finish()
+    return (time.thread_time() - began) / len(tokens) * 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""The outputs whose parsing is measured are what they seem, and a short run measures all of them."""
+
+import json
+
+from benchmarks import parsing
+from quartet.text.parse import CallArguments, OutputParser, Reasoning, choose_format
+
+
+def test_each_output_has_reasoning_and_a_call_and_is_measured() -> None:
+    for names, output in parsing.OUTPUTS.items():
+        parser = OutputParser(choose_format(*names), tools=parsing._TOOLS)
+        events = [*parser.push(output), *parser.finish()]
+        [arguments] = [event.text for event in events if isinstance(event, CallArguments)]
+        assert json.loads(arguments) == {"text": parsing._ARGUMENT}
+        assert any(isinstance(event, Reasoning) for event in events)
+    results = parsing.measure(1)
+    assert set(results.costs) == {" and ".join(names) for names in parsing.OUTPUTS}
+    assert all(cost.output_us > 0 and cost.streamed_us > 0 and cost.content_us > 0 for cost in results.costs.values())
