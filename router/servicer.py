@@ -242,7 +242,7 @@ def router_service(servicer: RouterServicer) -> Service:
 class _UntilClosing:
     """Stop waiting in the block when the router closes: ``DrainingError`` then comes out of the block.
 
-    It is a class, since a generator as a context manager costs twice as much, and each call of Generate pays for it.
+    It is a class, since a generator as a context manager takes more steps, and each call of Generate pays for it.
     """
 
     __slots__ = ("_closing", "_idle_tasks", "_task")

@@ -347,7 +347,7 @@ class StalledCalls:
             self._set_timer()
 
 
-# These two are classes, since a generator as a context manager costs twice as much, and each call pays for both.
+# These two are classes, since a generator as a context manager takes more steps, and each call pays for both.
 
 
 class FirstMessage:
