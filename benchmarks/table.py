@@ -1024,7 +1024,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "saturation": saturation_tables,
     "isolation_before": isolation_tables,
     "isolation": isolation_tables,
-    "isolation_16_cores": isolation_tables,
+    "isolation_5_cores": isolation_tables,
     "chaos": chaos_tables,
     "chaos_torch": chaos_tables,
     "fuzz": fuzz_tables,

@@ -28,7 +28,7 @@ from benchmarks.children import ROLE_VARIABLE
 from quartet.discovery.base import Role
 from quartet.engine.base import Engine, EngineRequest, RequestKind
 from quartet.engine.mock.runner import MockRunner
-from quartet.engine.runner import ScheduledChunk
+from quartet.engine.runner import LaunchedStep, SampledToken, ScheduledChunk
 from quartet.engine.settings import EngineKind
 from quartet.engine.step_engine import StepEngine
 from quartet.media.items import MediaFile
@@ -99,7 +99,7 @@ class Tracer:
 def hook_engine(tracer: Tracer, runner: type[Any]) -> None:
     """Trace all engines of this process, whose runners are of the class ``runner``."""
     keys: dict[int, str] = {}
-    submit, cancel, run = StepEngine.submit, StepEngine.cancel, runner.run
+    submit, cancel = StepEngine.submit, StepEngine.cancel
 
     def traced_submit(self: StepEngine, request: EngineRequest) -> None:
         key = keys[request.id] = str(request.generation.seed)
@@ -110,17 +110,45 @@ def hook_engine(tracer: Tracer, runner: type[Any]) -> None:
         cancel(self, id)
         tracer.note("cancel", {keys[id]: 0})
 
-    def traced_run(self: Any, chunks: Sequence[ScheduledChunk]) -> Any:
-        began_at = time.monotonic()
-        try:
-            return run(self, chunks)
-        finally:
-            counts = {str(chunk.running.request.generation.seed): chunk.num_tokens for chunk in chunks}
-            tracer.note("step", counts, began_at)
+    def ended(chunks: Sequence[ScheduledChunk]) -> Callable[[], None]:
+        """What notes the end of a step of ``chunks`` that begins now."""
+        counts = {str(chunk.running.request.generation.seed): chunk.num_tokens for chunk in chunks}
+        return functools.partial(tracer.note, "step", counts, time.monotonic())
 
     _replace(StepEngine, "submit", traced_submit)
     _replace(StepEngine, "cancel", traced_cancel)
+    if hasattr(runner, "launch"):  # by which it runs steps that are waited for, too
+        launch = runner.launch
+        _replace(runner, "launch", lambda self, chunks: _TracedStep(ended(chunks), launch(self, chunks)))
+        return
+    run = runner.run
+
+    def traced_run(self: Any, chunks: Sequence[ScheduledChunk]) -> Any:
+        note = ended(chunks)
+        try:
+            return run(self, chunks)
+        finally:
+            note()
+
     _replace(runner, "run", traced_run)
+
+
+class _TracedStep:
+    """A ``LaunchedStep`` that notes its end, which is when its tokens are read."""
+
+    def __init__(self, ended: Callable[[], None], step: LaunchedStep) -> None:
+        self._ended = ended
+        self._step = step
+
+    @property
+    def can_follow(self) -> bool:
+        return self._step.can_follow
+
+    def read(self) -> list[SampledToken]:
+        try:
+            return self._step.read()
+        finally:
+            self._ended()
 
 
 def hook_encoder(tracer: Tracer) -> None:

@@ -72,7 +72,9 @@ class Peer:
 
 @asynccontextmanager
 async def peer(*arguments: object, seed: int = 0, gpu: int | None = None) -> AsyncIterator[Peer]:
-    """``gpu``: the only one that the process sees; ``None``: it sees what this one does."""
+    """``gpu``: the only one that the process sees, as this one numbers them; ``None``: it sees what this one does."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = gpu if gpu is None or visible == [""] else visible[gpu]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "tests.transfer.gpu_process", *map(str, arguments)),
@@ -80,7 +82,7 @@ async def peer(*arguments: object, seed: int = 0, gpu: int | None = None) -> Asy
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 24,
         cwd=ROOT,
-        env=os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+        env=os.environ if name is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(name)},
     )
     found = Peer(process, seed)
     try:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -308,7 +309,8 @@ _Numbers: TypeAlias = npt.NDArray[np.int64]
 
 def _ascending(copies: Sequence[PieceCopy]) -> tuple[_Numbers, _Numbers]:
     """Pieces, ascending, and the block of each."""
-    table = np.array(copies, np.int64).reshape(-1, 2)
+    # numpy takes ten times as long for a list of tuples as for their numbers.
+    table = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies)).reshape(-1, 2)
     if (np.diff(table[:, 0]) < 0).any():
         table = table[table[:, 0].argsort()]
     return table[:, 0], table[:, 1]

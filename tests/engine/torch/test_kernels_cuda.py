@@ -219,8 +219,9 @@ def test_a_pool_beyond_what_32_bits_reach_is_attended_to_at_its_end() -> None:
     if free < 3 * num_blocks * math.prod(shape):
         pytest.skip("needs 13 GB of free GPU memory")
     pool = torch.zeros(num_blocks, *shape[1:], dtype=torch.bfloat16, device="cuda:0")
-    key, value = torch.randn(2, 1, 8, 128, device="cuda:0").bfloat16().split(1)
-    query = torch.randn(1, 32, 128, device="cuda:0").bfloat16()
+    # Drawn on the CPU: a capture that failed in this process leaves PyTorch's generator of the device unusable.
+    key, value = torch.randn(2, 1, 8, 128).bfloat16().to("cuda:0").split(1)
+    query = torch.randn(1, 32, 128).bfloat16().to("cuda:0")
     output = torch.zeros_like(query)
     slots = torch.tensor([(num_blocks - 1) * 16], device="cuda:0")
     attention.store_kv(key[0], value[0], slots, pool, 0)
