@@ -551,7 +551,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     request.tokenize_s = time.monotonic() - began
     if request.held is not None and not isinstance(start.prompt, TokenPrompt):
         request.held.tokenized(len(token_ids))
-    if not start.has_media:
+    if request.arrived is None:
         request.forget_text()
     # Before any token is looked at.
     request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
