@@ -47,6 +47,7 @@ class TransferSource:
         self._time_to_live = timedelta(seconds=config.hand_off_ttl_s)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0  # of the timer: where it is due, uvloop's has no ``when``
         self._is_closed = False
 
     @property
@@ -131,11 +132,11 @@ class TransferSource:
     def _arm(self) -> None:
         """Wake at the next deadline. A timer that is set earlier stays: waking in vain is cheap."""
         deadline = self._offers.next_deadline()
-        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+        if deadline is None or (self._timer is not None and self._wakes_at <= deadline):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._expire)
+        self._timer, self._wakes_at = self._loop.call_at(deadline, self._expire), deadline
 
     def _expire(self) -> None:
         self._timer = None
