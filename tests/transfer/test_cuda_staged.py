@@ -146,7 +146,7 @@ async def test_pullers_that_know_no_staging_get_their_blocks(
 ) -> None:
     def ways(fetch: puller._Fetch) -> tuple[TransferWay, ...]:
         own = (TransferWay.SHM, TransferWay.GRPC) if kind == "cpu" else (TransferWay.CUDA_IPC,)
-        return own if fetch._copies else (TransferWay.GRPC,)
+        return own if len(fetch._pieces) else (TransferWay.GRPC,)
 
     monkeypatch.setattr(puller._Fetch, "_ways", ways)
     async with AsyncExitStack() as stack:

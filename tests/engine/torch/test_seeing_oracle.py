@@ -189,4 +189,4 @@ async def test_a_placeholder_that_was_generated_is_a_token_like_any_other(
     async with torch_engine(checkpoint("llava_clip_llama")) as engine:
         [outcome] = await run_all(engine, [Album(oracle, engine).request(prompt, 4, generated=generated)])
     assert outcome.token_ids == [int(expected.argmax())]
-    assert outcome.logprobs[0].logprob == pytest.approx(float(expected.max()), abs=1e-7)
+    assert outcome.logprobs[0].logprob == pytest.approx(float(expected.max()), abs=1e-6)
