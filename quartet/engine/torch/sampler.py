@@ -16,6 +16,7 @@ itself. With filters, only the kept tokens need noise.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quartet.engine.torch.device_sampler import DeviceSampler
+
+_LOG = logging.getLogger(__name__)
 
 # A nucleus or a min-p set is mostly far smaller: these many best tokens are tried before the vocabulary is sorted.
 _NUM_CANDIDATES = 1024
@@ -96,15 +99,20 @@ class Sampler:
 def create_sampler(model: PreTrainedModel, vocab_size: int, device: torch.device) -> Sampler | DeviceSampler:
     """The sampler for a model's logits, warmed up: of our kernels on a GPU, unless the logits are float64.
 
-    ``vocab_size`` may be less than the model has logits.
+    Where the kernels can't be run, a warning says why, and PyTorch's operations sample. ``vocab_size`` may be less than
+    the model has logits.
     """
     if device.type != "cuda" or model.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
         return Sampler()
     from quartet.engine.torch.device_sampler import DeviceSampler
 
-    sampler = DeviceSampler(device, vocab_size)
     num_logits = model.get_output_embeddings().weight.shape[0]  # type: ignore[no-untyped-call]
-    sampler.warm_up(torch.zeros((1, num_logits), dtype=model.dtype, device=device)[:, :vocab_size])
+    try:
+        sampler = DeviceSampler(device, vocab_size)
+        sampler.warm_up(torch.zeros((1, num_logits), dtype=model.dtype, device=device)[:, :vocab_size])
+    except Exception:  # noqa: BLE001  # such as a machine without a C compiler, which Triton needs
+        _LOG.warning("tokens are drawn without kernels: they can't be run here", exc_info=True)
+        return Sampler()
     return sampler
 
 

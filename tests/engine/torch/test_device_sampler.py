@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import Sampling
-from quartet.engine.torch.sampler import Sampler
+from quartet.engine.torch.sampler import Sampler, create_sampler
 from tests.engine.torch.test_sampler import VOCAB_SIZE, random_logits, running
 from tests.triton_kernels import interpreted
 
@@ -154,3 +155,19 @@ def test_requests_have_slots_for_as_long_as_they_live() -> None:
     assert rows[-1]["top_k"].tolist() == [40] * 100 + [1 + i for i in range(10)]
     assert [number for number in rows[-1]["ruled_row"].tolist() if number >= 0] == [0, 1, 2, 3, 4]
     assert len(table._rows) == 256
+
+
+def test_where_the_kernels_can_not_be_run_pytorch_samples(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unusable:
+        def __init__(self, *_: object) -> None:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(device_sampler, "DeviceSampler", Unusable)
+    model = SimpleNamespace(
+        dtype=torch.float32, get_output_embeddings=lambda: SimpleNamespace(weight=torch.zeros(VOCAB_SIZE, 1))
+    )
+    sampler: object = create_sampler(model, VOCAB_SIZE, torch.device("cuda:0"))  # type: ignore[arg-type]
+    assert type(sampler) is Sampler
+    assert "Failed to find C compiler" in caplog.text
