@@ -122,6 +122,8 @@ class KvAwarePolicy:
         """Choose ranks for the requests to bind now; ``None`` keeps a request in the router's queue."""
         placements: list[Placement | None] = [None] * len(queued)
         routes, config = _routes(snapshot), self._config
+        if (busy_s := self._busy_s(queued, routes, snapshot.now)) > 0.0:
+            return Decision(placements, max(busy_s, _MIN_POLL_S))
         limit = min(config.num_planned_per_rank * len(routes), config.max_planned)
         planned = choose_planned(queued, snapshot, limit)
         if not planned:
@@ -171,6 +173,28 @@ class KvAwarePolicy:
             obstacle = "" if is_able else obstacle or JUST_FAILED
             options.append(_option(forecast, job, pending, route, obstacle))
         return options
+
+    def _busy_s(self, queued: Sequence[Pending], routes: Sequence[_Route], now: float) -> float:
+        """For so many seconds no rank that may prefill ``queued`` is given anything, whatever the plan; 0: who knows.
+
+        Under load the policy runs far more often than a rank becomes free. A plan takes ten times as long as this.
+        """
+        limit, least_s = self._config.local_prefill_max_tokens, math.inf
+        remote = [route.candidate for route in routes if not route.is_decode]
+        if limit is None or not remote:
+            return 0.0
+        for candidate in remote:
+            free_in_s = _free_in_s(candidate, now) - self._config.margin_s
+            if free_in_s <= 0.0 or candidate.num_spare_tokens or not candidate.is_measured:
+                return 0.0
+            least_s = min(least_s, free_in_s)
+        first, *others = remote
+        for pending in queued:
+            if pending.binds_at_once or pending.num_tokens <= limit:
+                return 0.0
+            if not (can_prefill(first, pending) or any(can_prefill(other, pending) for other in others)):
+                return 0.0
+        return least_s
 
     def _worth_planning(self, routes: list[_Route], planned: Sequence[Planned], now: float) -> list[_Route]:
         """All routes, unless there are very many."""

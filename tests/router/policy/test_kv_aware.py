@@ -222,3 +222,40 @@ def test_only_prompts_up_to_the_limit_are_prefilled_where_they_are_decoded() -> 
     too_small = candidate("p", total=5)
     [placement] = chooser.assign([pending(100)], Snapshot([too_small], [candidate("d")])).placements
     assert placement is not None and placement.prefill is None
+
+
+@given(
+    ends_in_s=st.lists(st.sampled_from([0.0, 0.004, 0.0051, 0.02, 0.3]), min_size=1, max_size=3),
+    unbegun=st.sampled_from([0, 1, 500, 5000]),
+    num_spare_tokens=st.sampled_from([0, 50]),
+    is_measured=st.booleans(),
+    limit=st.sampled_from([None, 0, 100]),
+    queued=st.lists(st.tuples(st.sampled_from([1, 100, 101, 3000]), st.booleans(), st.booleans()), max_size=5),
+)
+def test_while_all_ranks_are_busy_nothing_is_planned_and_nothing_would_have_been_bound(
+    ends_in_s: list[float],
+    unbegun: int,
+    num_spare_tokens: int,
+    is_measured: bool,
+    limit: int | None,
+    queued: list[tuple[int, bool, bool]],
+) -> None:
+    prefill = [candidate(f"p{number}", ends_in_s=one, unbegun=unbegun) for number, one in enumerate(ends_in_s)]
+    prefill[0].num_spare_tokens, prefill[0].is_measured = num_spare_tokens, is_measured
+    snapshot = Snapshot(prefill, [candidate("d")])
+    waiting = [pending(count, is_local=is_local, binds_at_once=at_once) for count, is_local, at_once in queued]
+    quick, thorough = policy(local_prefill_max_tokens=limit), policy(local_prefill_max_tokens=limit)
+    thorough._busy_s = lambda *_arguments: 0.0  # type: ignore[method-assign]
+    decision, planned = quick.assign(waiting, snapshot), thorough.assign(waiting, snapshot)
+    assert decision.placements == planned.placements
+    if planned.poll_again_in_s is not None:
+        assert decision.poll_again_in_s is not None
+        assert decision.poll_again_in_s <= planned.poll_again_in_s + 1e-9
+
+
+def test_waiting_for_busy_ranks_costs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefillForecast, "plan", lambda *_arguments: pytest.fail("it planned"))
+    snapshot = Snapshot([candidate("p", ends_in_s=0.03)], [candidate("d")])
+    decision = policy(local_prefill_max_tokens=0, margin_s=0.005).assign([pending(100)] * 60, snapshot)
+    assert decision.placements == [None] * 60
+    assert decision.poll_again_in_s == pytest.approx(0.025)
