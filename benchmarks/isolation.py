@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import grpc
@@ -51,6 +52,8 @@ _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 # An attack has begun to work by then.
 _SETTLE_S = 2.0
 _TIMEOUT_S = 60.0
+# Of the requests, one in so many is among the slowest.
+_SLOWEST_PART = 20
 _ENDED = "quartet_router_requests_total"
 _STDOUT = "-"
 _LONGEST_STALL = "quartet_process_event_loop_longest_stall_seconds"
@@ -72,6 +75,9 @@ class Window:
         ended: choices of both tenants that ended, by outcome, as the router counts them.
         waiting: of the requests, how many had no answer when the last one was made.
         overtaken: requests of the other tenant by Generate that were answered from then on until the last of those.
+        slowest_ms: where the twentieth of the requests whose first token came last were until then, on average, by
+            stage: ``line``, on the way to the router and back, gRPC's line of calls included; ``begin``, on its event
+            loop; ``queue``, waiting for room in its queue; ``prefill``, the way to the worker and back included.
     """
 
     requests: int
@@ -84,6 +90,7 @@ class Window:
     ended: Mapping[str, int]
     waiting: int
     overtaken: int
+    slowest_ms: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +249,7 @@ class _Victim:
     def clear(self) -> None:
         """Forget what was measured."""
         self._ttft_s: list[float] = []
+        self._stages: list[tuple[float, Mapping[str, float]]] = []
         self._failed: Counter[str] = Counter()
 
     async def run(self, duration_s: float, on_asked: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -264,7 +272,14 @@ class _Victim:
             "failed": dict(self._failed),
             "ttft_ms_p50": round(times_ms[len(times_ms) // 2], 2),
             "ttft_ms_p99": round(times_ms[int(0.99 * len(times_ms))], 2),
+            "slowest_ms": self._slowest_ms(),
         }
+
+    def _slowest_ms(self) -> dict[str, float]:
+        ranked = sorted(self._stages, key=lambda one: -one[0])
+        slowest = [stages for _ttft_s, stages in ranked[: -(-len(ranked) // _SLOWEST_PART)]]
+        names = slowest[0] if slowest else ()
+        return {name: round(1e3 * fmean(stages[name] for stages in slowest), 1) for name in names}
 
     async def _ask(self) -> None:
         token_ids = self._rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=_NUM_PROMPT_TOKENS)
@@ -281,12 +296,23 @@ class _Victim:
                 async for part in call:
                     if first_s is None and part.HasField("delta"):
                         first_s = time.monotonic() - began
+                    elif first_s is not None and part.HasField("finished"):
+                        self._stages.append((first_s, _stages(first_s, part.finished.time)))
         except grpc.aio.AioRpcError as error:
             self._failed[error.code().name] += 1
         except TimeoutError:
             self._failed["no answer"] += 1
         self.num_waiting -= 1
         self._ttft_s.append(time.monotonic() - began if first_s is None else first_s)
+
+
+def _stages(first_s: float, spent: router_pb2.TimeBreakdown) -> dict[str, float]:
+    """Where a request was until its first token came after ``first_s`` seconds, in seconds, as ``slowest_ms`` says."""
+    in_router_s, queue_s, prefill_s = (
+        part.ToTimedelta().total_seconds() for part in (spent.first_token, spent.router_queue, spent.prefill)
+    )
+    stages = {"line": first_s - in_router_s, "begin": in_router_s - queue_s - prefill_s}
+    return {**stages, "queue": queue_s, "prefill": prefill_s}
 
 
 def _progress(attack: str, elapsed_s: float, _interval_s: float) -> str:

@@ -830,6 +830,12 @@ def _ended(outcome: Row) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in ended.items())
 
 
+def _slowest(outcome: Row) -> str:
+    """Where the slowest requests were, attacked; burnt. Empty where it was not measured."""
+    both = [outcome[window].get("slowest_ms") for window in ("attacked", "burnt")]
+    return "; ".join(" + ".join(f"{spent_ms:.0f}" for spent_ms in one.values()) for one in both) if all(both) else ""
+
+
 _ISOLATION_COLUMNS: Columns = {
     "attack": "`{name}`",
     "p50, p99 attacked (ms)": "{attacked[ttft_ms_p50]:.0f}, {attacked[ttft_ms_p99]:.0f}",
@@ -841,6 +847,7 @@ _ISOLATION_COLUMNS: Columns = {
     "router's longest stall (ms)": lambda row: (
         f"{row['attacked']['router_stall_ms']:.0f}" if "router_stall_ms" in row["attacked"] else ""
     ),
+    "slowest 20th (ms): line + begin + queue + prefill, attacked; burnt": _slowest,
     "attacker's client (cores)": "{attacked[other_share]:.2f}",
     "cores of router + workers + clients: attacked; burnt": lambda row: _both(row, _cores_used),
     "router's loop ready without a core: attacked; burnt": lambda row: _both(row, _router_waited),

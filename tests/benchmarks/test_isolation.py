@@ -23,6 +23,7 @@ def outcome(ratio: float, cores: dict[str, CoreUse] | None = None) -> Outcome:
         ended={},
         waiting=1,
         overtaken=1,
+        slowest_ms={"line": 3.0, "begin": 1.2, "queue": 14.6, "prefill": 12.0} if cores else {},
     )
     return Outcome(attacked=window, burnt=window, ratio=ratio)
 
@@ -57,7 +58,7 @@ def test_several_commands_share_the_attacks_and_the_newest_measurement_of_each_s
     assert "--run 2" not in table, "it comes with the page"
 
 
-def test_the_table_shows_who_waited_for_a_core() -> None:
+def test_the_table_shows_where_the_slowest_were_and_who_waited_for_a_core() -> None:
     cores = {
         name: CoreUse(cores=number / 10, main_waited=number / 100, busiest_waited=2 * number / 100)
         for number, name in enumerate(("prefill-0", "decode-0", "router", "tenant", "other"), start=1)
@@ -69,4 +70,5 @@ def test_the_table_shows_who_waited_for_a_core() -> None:
 
     measured = {key: report(0).finish(outcome(1.0, cores))[key] for key in measured}
     row = isolation_tables({"started_at": "", "outcomes": {"small": measured}}).splitlines()[-1]
+    assert "| 3 + 1 + 15 + 12; 3 + 1 + 15 + 12 |" in row
     assert row.endswith("| 0.30 + 0.30 + 0.90; 0.30 + 0.30 + 0.90 | 3%; 3% | 2%, 4%; 2%, 4% |")
