@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -32,18 +31,16 @@ from typing import Any, TypeAlias
 import uvloop
 
 from benchmarks.children import Child, start_child
-from benchmarks.gpu_rows import Measured, Measurements, gpu_names
+from benchmarks.gpu_rows import Command, Measurements, measure_rows
 from benchmarks.gpu_serving import Fleet, serving
 from benchmarks.progress import LiveLine
 from benchmarks.random_model import QWEN3_8B, TINY, RandomModel
-from benchmarks.report import Report, make_parser
+from benchmarks.report import make_parser
 from cli.bench.load import Window, run_closed_loop
 from cli.bench.workload import BenchRequest, IntRange, WorkloadConfig, make_workload
 from quartet.client import Delta, QuartetClient, Sampling
 from quartet.discovery.base import Role
 from quartet.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 _NAME = "gpu_engine"
 _PACKAGES = ("torch", "transformers", "triton")
@@ -215,27 +212,19 @@ def main() -> None:
 
 
 async def _run(arguments: argparse.Namespace) -> bool:
-    """Measure the rows that are asked for, and go on where one fails. Returns whether none did."""
+    """Measure the rows that are asked for. Returns whether none failed."""
     num_gpus = 0 if arguments.device == _CPU else arguments.gpus
     devices = [(_CPU, _CPU), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")][num_gpus]
-    gpus, measurements, is_done = gpu_names(num_gpus), Measurements(Path(arguments.json)), True
+    command = Command(name=_NAME, packages=_PACKAGES, commit=arguments.commit, shape=arguments.shape, num_gpus=num_gpus)
+    measurements = Measurements(Path(arguments.json))
     with LiveLine() as line, tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
         plan = PLANS[arguments.shape]
         plan.model.write(Path(directory))
         bench = _Bench(plan, devices, Path(directory), line)
-        for row in arguments.only:
-            report = Report(_NAME, packages=_PACKAGES, revision=arguments.commit)
-            try:
-                figures = await bench.measure(row)
-            except Exception:  # a row ends here, and the others can be measured all the same
-                logger.exception("%s could not be measured", row)
-                is_done = False
-                await bench.close_engine()
-                continue
-            measured = Measured(row=row, shape=arguments.shape, num_gpus=num_gpus, gpus=gpus, figures=figures)
-            measurements.write(report.finish(measured))
-        await bench.close_engine()
-    return is_done
+        try:
+            return await measure_rows(arguments.only, command, bench.measure, measurements, line)
+        finally:
+            await bench.close_engine()
 
 
 class _Bench:
@@ -250,8 +239,20 @@ class _Bench:
         self._exits = AsyncExitStack()
         self._engine: Child | None = None
 
-    async def measure(self, row: Row) -> _Figures:
-        """The figures of ``row``."""
+    async def measure(self, row: Row, _on_part: Callable[[Any], None]) -> _Figures:
+        """The figures of ``row``. Where it fails, the next one gets a new engine."""
+        try:
+            return await self._measure(row)
+        except Exception:
+            await self.close_engine()
+            raise
+
+    async def close_engine(self) -> None:
+        """End the engine of the batches, if there is one: its memory is needed."""
+        self._engine = None
+        await self._exits.aclose()
+
+    async def _measure(self, row: Row) -> _Figures:
         match row:
             case Row.SAMPLED:
                 return await self._sampled()
@@ -261,11 +262,6 @@ class _Bench:
                 return await self._stack()
             case _:
                 return await self._batch(row)
-
-    async def close_engine(self) -> None:
-        """End the engine of the batches, if there is one: its memory is needed."""
-        self._engine = None
-        await self._exits.aclose()
 
     async def _batch(self, row: Row) -> BatchRow:
         plan, engine = self._plan.batches[row], await self._batch_engine()

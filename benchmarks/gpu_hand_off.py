@@ -17,10 +17,8 @@ and machine; the file keeps the last two measurements of each row, and those of 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,17 +29,15 @@ import uvloop
 
 from benchmarks.gpu_mixed import DISAGG, MixedPlan, MixedRow, measure_mixed
 from benchmarks.gpu_pull import OWNER, READER, BusyRow, IdleRow, PullPlan, StreamsPlan, measure_busy, measure_idle
-from benchmarks.gpu_rows import Measured, Measurements, gpu_names
+from benchmarks.gpu_rows import Command, Measurements, measure_rows
 from benchmarks.gpu_serving import FirstStepPlan, FirstStepRow, Fleet, measure_first_step
 from benchmarks.progress import LiveLine
 from benchmarks.random_model import QWEN3_8B, TINY, RandomModel
-from benchmarks.report import Report, make_parser
+from benchmarks.report import make_parser
 from benchmarks.transfer_source import PoolShape
 from cli.bench.workload import IntRange
 from quartet.discovery.base import Role
 from quartet.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 _NAME = "gpu_hand_off"
 _PACKAGES = ("torch", "transformers")
@@ -196,26 +192,12 @@ def _parse() -> argparse.Namespace:
 
 
 async def _run(arguments: argparse.Namespace, measurements: Measurements) -> bool:
-    """Measure the rows that are asked for, and go on where one fails. Returns whether none did."""
-    is_done, num_gpus = True, _num_gpus(arguments)
-    gpus = gpu_names(num_gpus) if arguments.only else ()  # a picture can be drawn anywhere
+    """Measure the rows that are asked for. Returns whether none failed."""
+    num_gpus = _num_gpus(arguments)
+    command = Command(name=_NAME, packages=_PACKAGES, commit=arguments.commit, shape=arguments.shape, num_gpus=num_gpus)
     with LiveLine() as line, tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
         bench = _Bench(PLANS[arguments.shape], _devices(num_gpus), Path(directory), line)
-        for row in arguments.only:
-            report = Report(_NAME, packages=_PACKAGES, revision=arguments.commit)
-
-            def write(figures: Any, row: Row = row, report: Report = report) -> None:
-                measured = Measured(row=row, shape=arguments.shape, num_gpus=num_gpus, gpus=gpus, figures=figures)
-                measurements.write(report.finish(measured))
-
-            began = time.monotonic()
-            try:
-                write(await bench.measure(row, write))
-            except Exception:  # a row ends here, and the others can be measured all the same
-                logger.exception("%s could not be measured", row)
-                is_done = False
-            line.say(f"{row} took {time.monotonic() - began:.0f} s")
-    return is_done
+        return await measure_rows(arguments.only, command, bench.measure, measurements, line)
 
 
 class _Bench:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from benchmarks.progress import LiveLine
+from benchmarks.report import Report
 from quartet.errors import ConfigError
 from quartet.telemetry.provenance import write_report
 
+logger = logging.getLogger(__name__)
+
 # Measurements of one row that the file keeps.
 _NUM_KEPT = 2
+
+_Row = TypeVar("_Row", bound=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +66,65 @@ class Measurements:
     def rows(self) -> Sequence[Mapping[str, Any]]:
         """What it holds, of one row the newest last."""
         return self._rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What the rows of one command have in common.
+
+    Attributes:
+        name: of the benchmark.
+        packages: whose versions are noted.
+        commit: what is measured, in a copy of the files without git; ``None``: what git says.
+        shape, num_gpus: as ``Measured`` has them.
+    """
+
+    name: str
+    packages: Sequence[str]
+    commit: str | None
+    shape: str
+    num_gpus: int
+
+
+async def measure_rows(
+    rows: Sequence[_Row],
+    command: Command,
+    measure: Callable[[_Row, Callable[[Any], None]], Awaitable[Any]],
+    measurements: Measurements,
+    line: LiveLine,
+) -> bool:
+    """Measure each row and write it at once, and go on where one fails.
+
+    Args:
+        rows: their names.
+        command: noted with each of them.
+        measure: returns the figures of a row; what it is given writes those of a part of a long one.
+        measurements: where they are written.
+        line: says how long each row took.
+
+    Returns:
+        Whether none failed.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+    """
+    is_done = True
+    gpus = gpu_names(command.num_gpus) if rows else ()
+    for row in rows:
+        report = Report(command.name, packages=command.packages, revision=command.commit)
+
+        def write(figures: Any, row: str = row, report: Report = report) -> None:
+            measured = Measured(row=row, shape=command.shape, num_gpus=command.num_gpus, gpus=gpus, figures=figures)
+            measurements.write(report.finish(measured))
+
+        began = time.monotonic()
+        try:
+            write(await measure(row, write))
+        except Exception:  # a row ends here, and the others can be measured all the same
+            logger.exception("%s could not be measured", row)
+            is_done = False
+        line.say(f"{row} took {time.monotonic() - began:.0f} s")
+    return is_done
 
 
 def gpu_names(num_gpus: int) -> Sequence[str]:
