@@ -82,6 +82,7 @@ class DeviceSampler:
         rows = self._new_rows(1)
         row = rows.numpy().view(ROW)[0, 0]
         row["temperature"] = row["top_p"] = 0.5
+        row["top_k"] = logits.shape[1] - 1
         row["repetition_penalty"] = 1.0
         row["tokens"] = known.data_ptr()
         row["largest_key"] = largest_key(0)
@@ -92,13 +93,7 @@ class DeviceSampler:
         return torch.zeros((num_rows, NUM_FIELDS), dtype=torch.int64, pin_memory=self._device.type == "cuda")
 
     def _launch(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        fields = rows.numpy().view(ROW)[:, 0]
-        return self._draw(
-            logits,
-            rows.to(self._device, non_blocking=True),
-            num_ruled=int(fields["ruled_row"].max()) + 1,
-            num_filtered=int(fields["filtered_row"].max()) + 1,
-        )
+        return self._draw(logits, rows.to(self._device, non_blocking=True), rows.numpy().view(ROW)[:, 0])
 
     def _report(
         self, logits: torch.Tensor, token_ids: torch.Tensor, requests: Sequence[RunningRequest], indices: Iterable[int]

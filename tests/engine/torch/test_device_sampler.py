@@ -135,10 +135,10 @@ def test_greedy_rows_without_rules_launch_no_kernel() -> None:
 def test_requests_have_slots_for_as_long_as_they_live() -> None:
     rows: list[Any] = []
 
-    def take(logits: torch.Tensor, table: torch.Tensor, *, num_ruled: int, num_filtered: int) -> torch.Tensor:
-        rows.append(table.numpy().view(draw.ROW)[:, 0].copy())
-        assert num_ruled == (rows[-1]["tokens"] != 0).sum()
-        assert num_filtered == (rows[-1]["filtered_row"] >= 0).sum()
+    def take(logits: torch.Tensor, _rows: torch.Tensor, table: Any) -> torch.Tensor:
+        rows.append(table.copy())
+        assert rows[-1]["ruled_row"].max() + 1 == (rows[-1]["tokens"] != 0).sum()
+        assert rows[-1]["filtered_row"].max() + 1 == (rows[-1]["filtered_row"] >= 0).sum()
         return torch.zeros(len(logits), dtype=torch.int64)
 
     sampler = device_sampler.DeviceSampler(CPU, VOCAB_SIZE, take)

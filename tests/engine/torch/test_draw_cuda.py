@@ -72,7 +72,7 @@ class Draws:
         is_filtered = (rows["top_k"] > 0) | (rows["top_p"] < 1)
         rows["filtered_row"] = np.where(is_filtered, np.cumsum(is_filtered) - 1, -1)
         rows["ruled_row"] = -1
-        self.num_filtered = int(is_filtered.sum())
+        self.table = rows
         self.rows = torch.from_numpy(rows.view(np.int64).reshape(num_rows, -1)).cuda()
         self.parameters = DrawParameters(
             temperature=torch.from_numpy(rows["temperature"].copy()),
@@ -83,7 +83,7 @@ class Draws:
         )
 
     def on_the_device(self, logits: torch.Tensor) -> torch.Tensor:
-        return draw.draw_tokens(logits.cuda(), self.rows, num_ruled=0, num_filtered=self.num_filtered).cpu()
+        return draw.draw_tokens(logits.cuda(), self.rows, self.table).cpu()
 
     def check(self, logits: torch.Tensor) -> int:
         """That only near ties differ from the CPU's draws; returns how many do."""
@@ -118,11 +118,10 @@ def test_a_whole_vocabulary_is_drawn_from_as_by_the_cpu(num_rows: int, dtype: to
     draws = Draws(num_rows, 5)
     num_different = draws.check(logits)
     on_device = logits.cuda()
-    num_filtered = draws.num_filtered
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(20):
-        draw.draw_tokens(on_device, draws.rows, num_ruled=0, num_filtered=num_filtered)
+        draw.draw_tokens(on_device, draws.rows, draws.table)
     end.record()
     end.synchronize()
     print(f"\n{num_rows} rows, {dtype}: {num_different} different, {begin.elapsed_time(end) / 20:.3f} ms a launch")

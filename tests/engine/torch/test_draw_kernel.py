@@ -114,7 +114,7 @@ def test_a_vocabulary_of_many_tiles_and_splits_is_searched_whole() -> None:
 
 
 @pytest.mark.usefixtures("by_interpreter")
-def test_filters_keep_the_tokens_that_the_warpers_keep_and_no_others() -> None:
+def test_filters_keep_the_tokens_that_the_warpers_keep_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [
         Settings(top_k=1),
         Settings(top_k=7),
@@ -122,26 +122,26 @@ def test_filters_keep_the_tokens_that_the_warpers_keep_and_no_others() -> None:
         Settings(top_p=0.3),
         Settings(temperature=2.5, top_p=0.95),
         Settings(temperature=0.4, top_k=20, top_p=0.7, min_p=0.05),
+        Settings(top_k=200),
+        Settings(top_k=500, top_p=0.6),
     ]
     logits = torch.randn(len(kinds), 700, generator=torch.Generator().manual_seed(3))
-    tables: list[torch.Tensor] = []
+    # More tokens than are held lie nearer to each other than passes tell apart.
+    logits[-2:, 1:] /= 1e4
+    logits[-2:, 0] = -9.0
+    limits: list[torch.Tensor] = []
+    find = draw._filter
 
-    def take(_logits: torch.Tensor, rows: torch.Tensor, **_options: int) -> torch.Tensor:
-        tables.append(rows)
-        return torch.zeros(len(rows), dtype=torch.int64)
+    def note(_source: Any, found: torch.Tensor, *arguments: Any) -> None:
+        find(_source, found, *arguments)
+        limits.append(found.view(torch.float32))
 
-    samplings = [Sampling(**dataclasses.asdict(kind)) for kind in kinds]
-    device_sampler.DeviceSampler(CPU, 700, take).sample(logits, [running(item) for item in samplings])
-    best = logits.amax(-1, keepdim=True)
-    limits = torch.empty(len(kinds), dtype=torch.int32)
-    draw._filter[(len(kinds),)](
-        *(logits, logits.stride(0), tables[0], torch.empty(0), best.expand(-1, 64).contiguous()),
-        *(torch.empty_like(logits), limits, 700, 1),
-        TILE=128,
-    )
+    monkeypatch.setattr(draw, "_filter", note)
+    tokens_of(logits, [Sampling(**dataclasses.asdict(kind)) for kind in kinds], tile=128)
     for row, kind in enumerate(kinds):
-        distances = (best[row] - logits[row]) / kind.temperature
-        assert torch.equal(distances.view(torch.int32) <= limits[row], expected_probabilities(logits[row], kind) > 0)
+        distances = (logits[row].amax() - logits[row]) / kind.temperature
+        kept = distances <= -math.log(kind.min_p) if kind.min_p else distances < math.inf
+        assert torch.equal(kept & (distances <= limits[0][row]), expected_probabilities(logits[row], kind) > 0)
 
 
 @pytest.mark.usefixtures("by_interpreter")
@@ -155,11 +155,12 @@ def test_many_rows_in_one_launch_get_the_tokens_that_the_cpu_draws() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_row_without_a_best_token_gets_one_of_the_vocabulary_and_disturbs_no_other() -> None:
     logits = torch.randn(16, 70, generator=torch.Generator().manual_seed(5))
-    logits[:4], logits[4:8], logits[8:12] = math.nan, -math.inf, math.inf
+    logits[:4], logits[4:8], logits[8:12, 30] = math.nan, -math.inf, math.inf
     logits[:, 40:] = -math.inf
     samplings = [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=3)] * 4
     expected, drawn = tokens_of(logits, samplings, tile=32)
-    assert drawn[12:] == expected[12:]
+    assert drawn[8:] == expected[8:]
+    assert drawn[8:12] == [30] * 4
     assert all(0 <= token_id < 70 for token_id in drawn)
 
 
@@ -170,10 +171,10 @@ def test_a_row_without_a_best_token_gets_one_of_the_vocabulary_and_disturbs_no_o
 def _probe(keys, bits, noise, bounds):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     index = tl.arange(0, 65536)
-    found = draw._noise_bits(tl.load(keys + row).to(tl.uint64, bitcast=True), index)
-    tl.store(bits + row * 65536 + index, found)
-    tl.store(noise + row * 65536 + index, draw._gumbel(found))
-    tl.store(bounds + row * 65536 + index, draw._noise_bounds(found))
+    mixed = draw._mixed_at(tl.load(keys + row).to(tl.uint64, bitcast=True), index)
+    tl.store(bits + row * 65536 + index, draw._noise_bits(mixed))
+    tl.store(noise + row * 65536 + index, draw._gumbel(draw._noise_bits(mixed)))
+    tl.store(bounds + row * 65536 + index, -tl.log(draw._noise_bounds(mixed)))
 
 
 @pytest.mark.usefixtures("by_interpreter")
@@ -190,6 +191,7 @@ def test_noise_is_that_of_the_cpu_and_its_bounds_are_above_it_and_near() -> None
     torch.testing.assert_close(noise, expected, rtol=1e-13, atol=1e-13)
     excess = bounds.double() - expected
     assert float(excess.min()) > -draw._BOUND_MARGIN.value / 10
+    excess[5, 0] = 0.0  # the largest of all noise has no bound
     assert float(excess[expected > 8].max()) < draw._BOUND_MARGIN.value
     assert float(expected.max() - expected.min()) < draw.LARGEST_DISTANCE
 
@@ -197,30 +199,38 @@ def test_noise_is_that_of_the_cpu_and_its_bounds_are_above_it_and_near() -> None
 # Compilation.
 
 
-_SOURCE = {"logits": "*bf16", "row_stride": "i32:16", "rows": "*i64", "ruled": "*fp32", "maxima": "*fp32"}
+_SOURCE = {"logits": "*bf16", "row_stride": "i32:16", "rows": "*i64", "ruled": "*fp32", "extremes": "*fp32"}
 _SIZES = {"vocab_size": "i32:16", "num_splits": "i32"}
+_SEARCHED = {"limits": "*i32", "brackets": "*fp32"}
+_HELD = {"held": "*fp32", "num_held": "*i32", "masses": "*fp64", "num_passes": "i32", "by_mass": "i32", **_SIZES}
 _CHOSEN = {"scores": "*fp64", "choices": "*i32"}
 
 
 @pytest.mark.parametrize(
-    ("name", "signature", "tile", "num_warps"),
+    ("name", "signature", "constants", "num_warps"),
     [
-        ("_prepare", {**_SOURCE, **_SIZES}, 2048, 8),
-        ("_filter", {**_SOURCE, "candidates": "*fp32", "limits": "*i32", **_SIZES}, 4096, 16),
-        ("_score", {**_SOURCE, "limits": "*i32", **_CHOSEN, **_SIZES}, 2048, 8),
-        ("_choose", {"rows": "*i64", **_CHOSEN, "token_ids": "*i64", "num_splits": "i32"}, None, 1),
+        ("_prepare", {**_SOURCE, **_SIZES}, {"TILE": 2048}, 8),
+        (
+            "_measure",
+            {**_SOURCE, **_SEARCHED, "sums": "*fp32", "number": "i32", "by_mass": "i32", **_SIZES},
+            {"TILE": 2048, "CAPACITY": 4096},
+            8,
+        ),
+        ("_collect", {**_SOURCE, **_SEARCHED, "sums": "*fp32", **_HELD}, {"TILE": 2048, "CAPACITY": 4096}, 8),
+        ("_settle", {**_SOURCE, **_SEARCHED, **_HELD}, {"CAPACITY": 4096}, 16),
+        ("_score", {**_SOURCE, "limits": "*i32", **_CHOSEN, **_SIZES}, {"TILE": 2048}, 8),
+        ("_choose", {"rows": "*i64", **_CHOSEN, "token_ids": "*i64", "num_splits": "i32"}, {}, 1),
     ],
 )
 def test_it_compiles_for_a_hopper_without_one_and_rounds_as_the_cpu_does(
     name: str,
     signature: Mapping[str, str],
-    tile: int | None,
+    constants: Mapping[str, int],
     num_warps: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {} if tile is None else {"TILE": tile}
     kernel = compile_for_sm90(getattr(draw, name), signature, constants, num_warps=num_warps, enable_fp_fusion=False)
     ptx = kernel.asm["ptx"]
     assert "div.full" not in ptx

@@ -1,17 +1,19 @@
-"""Draws one token a row on the device: rules, temperature, filters and noise in four launches, without sorting.
+"""Draws one token a row on the device: rules, temperature, filters and noise in a few launches, without sorting.
 
 What is drawn is what ``quartet.engine.torch.sampler`` draws from the same logits: rules and temperature are the same
 operations in float32, the noise is the same integers, and sums with noise are float64.
 
-Each filter keeps the tokens up to some distance from the best one, and that distance is found by bisection. Distances
-are floats of at least 0, whose bits as integers have the same order: 31 halvings of the integers are exact. To halve
-over the whole vocabulary each time would be slow, so a few coarse passes come first, and what they leave is copied.
+Each filter keeps the tokens up to some distance from the best one. Passes in float32, shared by many programs, narrow
+down where that distance lies; one more pass weighs all tokens exactly and copies those in between, and one program a
+row finds the distance among these by bisection. Distances are floats of at least 0, whose bits as integers have the
+same order: halving the integers is exact.
 """
 # No `from __future__ import annotations`: Triton's interpreter would not know the constants any more.
 
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -88,36 +90,37 @@ _SPLITS = tl.constexpr(_MAX_SPLITS)
 
 # Tokens that a program takes at a time.
 _TILE = 2048
-_FILTER_TILE = 4096
 
-# Thresholds that a coarse pass tries at once: each pass narrows the range to a quarter. Five leave 0.04.
-_NUM_WAYS = tl.constexpr(4)
-_ONE_WAY = tl.constexpr(1 / 4)
-_MAX_COARSE_PASSES = tl.constexpr(5)
-# Coarse sums are float32.
+# Distances that the last step of a filter's search holds at once.
+_CAPACITY = 4096
+
+# Each pass narrows a search to an eighth: three leave 0.08 of the whole range, and of top-p's mostly 0.03.
+_NUM_PASSES = 3
+_MAX_PASSES = tl.constexpr(_NUM_PASSES)
+_NUM_WAYS = tl.constexpr(8)
+_ONE_WAY = tl.constexpr(1 / 8)
+# Sums of passes are float32, and their distances are rounded otherwise than exact ones.
 _COARSE_MARGIN = tl.constexpr(1.0001)
+_ABOVE = tl.constexpr(1 + 2.0**-20)
+_BELOW = tl.constexpr(1 - 2.0**-20)
 
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
-_LARGEST_UNIFORM = tl.constexpr((1 << 52) - 1)
-_LOG_NUM_UNIFORMS = tl.constexpr(36.04365338911715)  # of 2 ** 52
+_BOUND_STEP = tl.constexpr(2.0**-32)
 _UNIFORM_STEP = tl.constexpr(2.0**-52)
 # More than float32 gets wrong in sums of noise and distances.
 _BOUND_MARGIN = tl.constexpr(1e-3)
 
 
-def draw_tokens(
-    logits: torch.Tensor, rows: torch.Tensor, *, num_ruled: int, num_filtered: int, tile: int = 0
-) -> torch.Tensor:
+def draw_tokens(logits: torch.Tensor, rows: torch.Tensor, table: npt.NDArray[np.void], tile: int = 0) -> torch.Tensor:
     """Choose a token for each row, on the device's current stream, and count it in what its rules know.
 
     Args:
         logits: ``[N, V]`` bfloat16, float16 or float32, with the tokens of a row side by side; not changed.
         rows: ``[N, NUM_FIELDS]`` int64, ``ROW``, on the same device.
-        num_ruled: how many have ``tokens``.
-        num_filtered: how many have a ``filtered_row``.
-        tile: tokens that a program takes at a time, a power of two; 0: what suits a GPU.
+        table: ``[N]`` of ``ROW``, the same on the host.
+        tile: tokens that a program takes or holds at a time, a power of two; 0: what suits a GPU.
 
     Returns:
         ``[N]`` int64 token ids, on the device.
@@ -125,25 +128,61 @@ def draw_tokens(
     num_rows, vocab_size = logits.shape
     device = logits.device
     num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_rows, triton.cdiv(vocab_size, tile or _TILE)))
+    num_ruled = int(table["ruled_row"].max()) + 1
     ruled = torch.empty((num_ruled, vocab_size), dtype=torch.float32, device=device)
-    maxima = torch.empty((num_rows, _MAX_SPLITS), dtype=torch.float32, device=device)
+    extremes = torch.empty((num_rows, 2, _MAX_SPLITS), dtype=torch.float32, device=device)
     limits = torch.empty(num_rows, dtype=torch.int32, device=device)
     scores = torch.empty((num_rows, _MAX_SPLITS), dtype=torch.float64, device=device)
     choices = torch.empty((num_rows, _MAX_SPLITS), dtype=torch.int32, device=device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    source = (logits, logits.stride(0), rows, ruled)
+    source = (logits, logits.stride(0), rows, ruled, extremes)
     # A fused multiplication and addition would round otherwise than PyTorch's operations do.
-    split: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 8, "enable_fp_fusion": False}
-    whole: dict[str, Any] = {"TILE": tile or _FILTER_TILE, "num_warps": 16, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 8, "enable_fp_fusion": False}
     # Triton launches on the current device.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        _prepare[(num_rows, num_splits)](*source, maxima, vocab_size, num_splits, **split)
-        if num_filtered:
-            candidates = torch.empty((num_filtered, vocab_size), dtype=torch.float32, device=device)
-            _filter[(num_rows,)](*source, maxima, candidates, limits, vocab_size, num_splits, **whole)
-        _score[(num_rows, num_splits)](*source, maxima, limits, scores, choices, vocab_size, num_splits, **split)
+        _prepare[(num_rows, num_splits)](*source, vocab_size, num_splits, **options)
+        _filter(source, limits, table, num_splits, tile)
+        _score[(num_rows, num_splits)](*source, limits, scores, choices, vocab_size, num_splits, **options)
         _choose[(num_rows,)](rows, scores, choices, token_ids, num_splits, num_warps=1)
     return token_ids
+
+
+def _filter(
+    source: tuple[Any, ...], limits: torch.Tensor, table: npt.NDArray[np.void], num_splits: int, tile: int
+) -> None:
+    """Write to ``limits``, ``[N]``, how far away the filters of each row that has some keep tokens: bits of distances.
+
+    ``source`` is what kernels read tokens from.
+    """
+    num_rows, vocab_size = source[0].shape
+    device = limits.device
+    filtered = table[table["filtered_row"] >= 0]
+    if not len(filtered):
+        return
+    capacity = tile or _CAPACITY
+    brackets = torch.empty((len(filtered), _NUM_PASSES + 1, 2), dtype=torch.float32, device=device)
+    sums = torch.empty((len(filtered), _NUM_PASSES, _MAX_SPLITS, _NUM_WAYS.value), dtype=torch.float32, device=device)
+    held = torch.empty((len(filtered), num_splits, capacity), dtype=torch.float32, device=device)
+    num_held = torch.empty((len(filtered), _MAX_SPLITS), dtype=torch.int32, device=device)
+    masses = torch.empty((len(filtered), 2, _MAX_SPLITS), dtype=torch.float64, device=device)
+    grid = (num_rows, num_splits)
+    options: dict[str, Any] = {"CAPACITY": capacity, "enable_fp_fusion": False}
+    split: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 8, **options}
+    has_top_k = (filtered["top_k"] > 0) & (filtered["top_k"] < vocab_size)
+    has_top_p = filtered["top_p"] < 1
+    # What is left of many tokens is searched in passes.
+    has_many = (vocab_size > capacity) & ~(has_top_k & (filtered["top_k"] <= capacity // 2))
+    searches = [(0, bool(has_top_k.any()), vocab_size > capacity), (1, bool(has_top_p.any()), bool(has_many.any()))]
+    for by_mass, is_asked, is_narrowed in searches:
+        if not is_asked:
+            continue
+        num_passes = _NUM_PASSES if is_narrowed else 0
+        sizes = (by_mass, vocab_size, num_splits)
+        for number in range(num_passes):
+            _measure[grid](*source, limits, brackets, sums, number, *sizes, **split)
+        _collect[grid](*source, limits, brackets, sums, held, num_held, masses, num_passes, *sizes, **split)
+        found = (held, num_held, masses)
+        _settle[(num_rows,)](*source, limits, brackets, *found, num_passes, *sizes, num_warps=16, **options)
 
 
 def largest_key(min_p: float) -> int:
@@ -157,15 +196,19 @@ def largest_key(min_p: float) -> int:
 
 @triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
-    logits, row_stride, rows, ruled, maxima, vocab_size, num_splits, TILE: tl.constexpr
+    logits, row_stride, rows, ruled, extremes, vocab_size, num_splits, TILE: tl.constexpr
 ):
-    """Write the logits that rules leave to ``ruled``, and the largest of each split to ``maxima``, ``[N, SPLITS]``."""
+    """Write the logits that rules leave to ``ruled``, and the largest and the least of each split to ``extremes``.
+
+    These are ``[N, 2, SPLITS]``; the least is finite, or infinity if none is.
+    """
     row = tl.program_id(0).to(tl.int64)
     begin, end = _split_of(vocab_size, num_splits, TILE)
     record = rows + row * _NUM_FIELDS
     has_rules = tl.load(record + _TOKENS) != 0
     target = ruled + tl.load(record + _RULED_ROW) * vocab_size
     best = tl.full([TILE], float("-inf"), tl.float32)
+    least = tl.full([TILE], float("inf"), tl.float32)
     for first in range(begin, end, TILE):
         index = first + tl.arange(0, TILE)
         is_inside = index < end
@@ -174,7 +217,10 @@ def _prepare(  # type: ignore[no-untyped-def]
             values = _ruled(values, record, index, is_inside)
             tl.store(target + index, values, mask=is_inside)
         best = tl.maximum(best, values)
-    tl.store(maxima + row * _SPLITS + tl.program_id(1), tl.max(best, 0))
+        least = tl.minimum(least, tl.where(values > float("-inf"), values, float("inf")))
+    place = extremes + row * 2 * _SPLITS + tl.program_id(1)
+    tl.store(place, tl.max(best, 0))
+    tl.store(place + _SPLITS, tl.min(least, 0))
 
 
 @triton.jit
@@ -183,9 +229,10 @@ def _ruled(values, record, index, is_inside):  # type: ignore[no-untyped-def]
     known = tl.load(_address(record + _TOKENS, tl.int32) + index, mask=is_inside, other=0)
     repetition = _float(record + _REPETITION).to(tl.float32)
     num_in_output = known // _ONE_OUTPUT
-    is_seen = ((known & _IN_PROMPT) != 0) | (num_in_output > 0)
-    repeated = tl.where(values > 0, tl.div_rn(values, tl.zeros_like(values) + repetition), values * repetition)
-    values = tl.where(is_seen, repeated, values)
+    if repetition != 1:
+        is_seen = ((known & _IN_PROMPT) != 0) | (num_in_output > 0)
+        repeated = tl.where(values > 0, tl.div_rn(values, tl.zeros_like(values) + repetition), values * repetition)
+        values = tl.where(is_seen, repeated, values)
     values = values - num_in_output.to(tl.float32) * _float(record + _FREQUENCY).to(tl.float32)
     values = values - tl.where(num_in_output > 0, _float(record + _PRESENCE).to(tl.float32), 0.0)
     if tl.load(record + _BIAS) != 0:
@@ -194,164 +241,300 @@ def _ruled(values, record, index, is_inside):  # type: ignore[no-untyped-def]
     return tl.where(((known & _IS_STOP_ID) != 0) & is_too_early, float("-inf"), values)
 
 
-@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
-def _filter(  # type: ignore[no-untyped-def]
-    logits, row_stride, rows, ruled, maxima, candidates, limits, vocab_size, num_splits, TILE: tl.constexpr
-):
-    """Write to ``limits``, ``[N]``, the largest distance that top-k, top-p and min-p all keep: its bits.
+@triton.jit(do_not_specialize=["number", "by_mass", "num_splits"])  # type: ignore[untyped-decorator]
+def _measure(  # type: ignore[no-untyped-def]
+    logits, row_stride, rows, ruled, extremes, limits, brackets, sums, number, by_mass, vocab_size, num_splits,
+    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Pass ``number`` of a search: write the mass, or number, of the split's tokens up to each try to ``sums``.
 
-    ``candidates`` is room for ``[num_filtered, V]`` float32.
+    ``sums`` is ``[num_filtered, MAX_PASSES, SPLITS, WAYS]`` float32, the last of a split is that of all its tokens up
+    to the cap.
     """
     row = tl.program_id(0).to(tl.int64)
     record = rows + row * _NUM_FIELDS
-    limit = tl.load(record + _LARGEST_KEY).to(tl.int32)
-    filtered_row = tl.load(record + _FILTERED_ROW)
-    if filtered_row >= 0:
-        best = _best(maxima, row, num_splits)
-        kept = candidates + filtered_row * vocab_size
-        limit = tl.minimum(limit, _limit(logits, row_stride, row, record, ruled, best, kept, vocab_size, TILE))
-    tl.store(limits + row, limit)
+    if _is_searched(record, by_mass, vocab_size) & ~_has_few(record, by_mass, vocab_size, CAPACITY):
+        begin, end = _split_of(vocab_size, num_splits, TILE)
+        best = _best(extremes, row, num_splits)
+        low, high, cap = _bracket(
+            record, row, extremes, limits, brackets, sums, number, by_mass, vocab_size, num_splits, CAPACITY
+        )
+        tries = _tries(low, high, cap)
+        # A division takes as long as all else; ``_bracket`` knows that these distances are a little off.
+        scale = tl.div_rn(tl.full([], 1.0, tl.float32), _temperature(record))
+        found = tl.zeros([_NUM_WAYS, TILE], tl.float32)
+        for first in range(begin, end, TILE):
+            index = first + tl.arange(0, TILE)
+            distances = (best - _logits(logits, row_stride, row, record, ruled, index, end, vocab_size)) * scale
+            weights = tl.zeros([TILE], tl.float32) + 1
+            if by_mass:
+                weights = tl.exp(-distances)
+            is_near = (distances[None, :] <= tries[:, None]).to(tl.float32)
+            found = tl.fma(is_near, tl.broadcast_to(weights[None, :], [_NUM_WAYS, TILE]), found)
+        place = (tl.load(record + _FILTERED_ROW) * _MAX_PASSES + number) * _SPLITS + tl.program_id(1)
+        tl.store(sums + place * _NUM_WAYS + tl.arange(0, _NUM_WAYS), tl.sum(found, 1))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _limit(logits, row_stride, row, record, ruled, best, candidates, vocab_size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest key that top-k keeps and top-p keeps of what that leaves."""
-    top_k = tl.load(record + _TOP_K)
-    top_p = _float(record + _TOP_P)
-    has_top_k = (top_k > 0) & (top_k < vocab_size)
-    # What is kept is at most ``high`` away.
-    low = tl.full([], 0.0, tl.float32)
-    high = tl.full([], _LARGEST_DISTANCE, tl.float32)
-    num_left = vocab_size + 0
-    num_passes = 0
-    while (num_left > TILE) & (num_passes < _MAX_COARSE_PASSES):
-        tries = low + (high - low) * ((tl.arange(0, _NUM_WAYS) + 1).to(tl.float32) * _ONE_WAY)
-        counts, masses, total = _measure(logits, row_stride, row, record, ruled, best, tries, vocab_size, TILE)
-        has_mass = masses.to(tl.float64) >= top_p * total.to(tl.float64) * _COARSE_MARGIN
-        is_enough = tl.where(has_top_k, counts >= top_k, has_mass)
-        num_left = tl.min(tl.where(is_enough, counts, num_left), 0)
-        high = tl.min(tl.where(is_enough, tries, high), 0)
-        low = tl.max(tl.where(is_enough, low, tries), 0)
-        num_passes += 1
-    num_held, total = _copy_near(logits, row_stride, row, record, ruled, best, high, candidates, vocab_size, TILE)
-    # Other threads have written what the loops below read.
-    tl.debug_barrier()
-    limit = high.to(tl.int32, bitcast=True)
-    num = num_held
-    if has_top_k:
-        limit, num = _key_with(candidates, num_held, limit, num, top_k.to(tl.float64), TILE, HAS_MASS=False)
-        num, total = _sums(candidates, num_held, limit, TILE, HAS_MASS=True)
-    if top_p < 1:
-        limit, num = _key_with(candidates, num_held, limit, num, top_p * total, TILE, HAS_MASS=True)
-    return limit
+@triton.jit(do_not_specialize=["num_passes", "by_mass", "num_splits"])  # type: ignore[untyped-decorator]
+def _collect(  # type: ignore[no-untyped-def]
+    logits, row_stride, rows, ruled, extremes, limits, brackets, sums, held, num_held, masses, num_passes, by_mass,
+    vocab_size, num_splits, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Write the distances that a search still has to tell apart to ``held``, and weigh all others exactly.
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _measure(logits, row_stride, row, record, ruled, best, tries, vocab_size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tokens are no further away than each of ``tries``, their mass, and all tokens' mass."""
-    counts = tl.zeros([TILE, _NUM_WAYS], tl.int32)
-    masses = tl.zeros([TILE, _NUM_WAYS], tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    for first in range(0, vocab_size, TILE):
-        index = first + tl.arange(0, TILE)
-        distances = _distances(logits, row_stride, row, record, ruled, best, index, vocab_size, vocab_size)
-        mass = tl.exp(-distances)
-        is_near = distances[:, None] <= tries[None, :]
-        counts += is_near.to(tl.int32)
-        masses += tl.where(is_near, mass[:, None], 0.0)
-        total += mass
-    return tl.sum(counts, 0), tl.sum(masses, 0), tl.sum(total, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_near(logits, row_stride, row, record, ruled, best, limit, target, vocab_size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the distances of at most ``limit`` to ``target``; returns their number and all tokens' mass in float64."""
-    num = 0
-    total = tl.zeros([TILE], tl.float64)
-    for first in range(0, vocab_size, TILE):
-        index = first + tl.arange(0, TILE)
-        distances = _distances(logits, row_stride, row, record, ruled, best, index, vocab_size, vocab_size)
-        total += tl.exp(-distances.to(tl.float64))
-        is_near = (distances <= limit).to(tl.int32)
-        num_near = tl.sum(is_near, 0)
-        if num_near > 0:
-            tl.store(target + num + tl.cumsum(is_near, 0) - 1, distances, mask=is_near != 0)
-        num += num_near
-    return num, tl.sum(total, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _key_with(candidates, num_held, upper, num, wanted, TILE: tl.constexpr, HAS_MASS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A key up to which candidates have the mass or number wanted, and no more of them than needed.
-
-    ``num`` of them are up to ``upper``: taken for enough. Returns the key and the number up to it.
+    ``held`` is ``[num_filtered, num_splits, CAPACITY]`` float32: what does not go in is left out. ``num_held``,
+    ``[num_filtered, SPLITS]`` int32, counts it all the same. ``masses``, ``[num_filtered, 2, SPLITS]`` float64, are of
+    nearer tokens, and of all up to the cap.
     """
-    lower = -1
-    num_lower = 0
-    while (upper - lower > 1) & (num - num_lower > 1):
-        middle = lower + ((upper - lower) >> 1)
-        count, mass = _sums(candidates, num_held, middle, TILE, HAS_MASS)
-        is_enough = mass >= wanted
-        upper = tl.where(is_enough, middle, upper)
-        num = tl.where(is_enough, count, num)
-        lower = tl.where(is_enough, lower, middle)
-        num_lower = tl.where(is_enough, num_lower, count)
-    return upper, num
+    row = tl.program_id(0).to(tl.int64)
+    record = rows + row * _NUM_FIELDS
+    if _is_searched(record, by_mass, vocab_size):
+        begin, end = _split_of(vocab_size, num_splits, TILE)
+        best = _best(extremes, row, num_splits)
+        low, high, cap = _bracket(
+            record, row, extremes, limits, brackets, sums, num_passes, by_mass, vocab_size, num_splits, CAPACITY
+        )
+        filtered_row = tl.load(record + _FILTERED_ROW)
+        target = held + (filtered_row * num_splits + tl.program_id(1)) * CAPACITY
+        num = 0
+        nearer = tl.zeros([TILE], tl.float64)
+        total = tl.zeros([TILE], tl.float64)
+        for first in range(begin, end, TILE):
+            index = first + tl.arange(0, TILE)
+            distances = _distances(logits, row_stride, row, record, ruled, best, index, end, vocab_size)
+            weights = _weights(distances, by_mass)
+            nearer += tl.where(distances <= low, weights, 0.0)
+            total += tl.where(distances <= cap, weights, 0.0)
+            is_held = ((distances > low) & (distances <= high)).to(tl.int32)
+            num_more = tl.sum(is_held, 0)
+            if num_more > 0:
+                place = num + tl.cumsum(is_held, 0) - 1
+                tl.store(target + place, distances, mask=(is_held != 0) & (place < CAPACITY))
+            num += num_more
+        tl.store(num_held + filtered_row * _SPLITS + tl.program_id(1), num)
+        tl.store(masses + filtered_row * 2 * _SPLITS + tl.program_id(1), tl.sum(nearer, 0))
+        tl.store(masses + (filtered_row * 2 + 1) * _SPLITS + tl.program_id(1), tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["num_passes", "by_mass", "num_splits"])  # type: ignore[untyped-decorator]
+def _settle(  # type: ignore[no-untyped-def]
+    logits, row_stride, rows, ruled, extremes, limits, brackets, held, num_held, masses, num_passes, by_mass,
+    vocab_size, num_splits, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Write to ``limits``, ``[N]``, the largest distance that the filter keeps: its bits."""
+    row = tl.program_id(0).to(tl.int64)
+    record = rows + row * _NUM_FIELDS
+    if _is_searched(record, by_mass, vocab_size):
+        filtered_row = tl.load(record + _FILTERED_ROW)
+        split = tl.arange(0, _SPLITS)
+        is_one = split < num_splits
+        num = tl.sum(tl.load(num_held + filtered_row * _SPLITS + split, mask=is_one, other=0), 0)
+        nearer = tl.sum(tl.load(masses + filtered_row * 2 * _SPLITS + split, mask=is_one, other=0.0), 0)
+        total = tl.sum(tl.load(masses + (filtered_row * 2 + 1) * _SPLITS + split, mask=is_one, other=0.0), 0)
+        wanted = _wanted(record, total, by_mass)
+        bracket = brackets + (filtered_row * (_MAX_PASSES + 1) + num_passes) * 2
+        low, high = tl.load(bracket), tl.load(bracket + 1)
+        if num <= CAPACITY:
+            source = held + filtered_row * num_splits * CAPACITY
+            counts = num_held + filtered_row * _SPLITS
+            limit = _limit_of_held(source, counts, num, nearer, wanted, high, by_mass, num_splits, CAPACITY)
+        else:
+            best = _best(extremes, row, num_splits)
+            limit = _limit_of_all(
+                logits, row_stride, row, record, ruled, best, low, high, wanted, by_mass, vocab_size, CAPACITY
+            )
+        tl.store(limits + row, limit)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(candidates, num_held, limit, TILE: tl.constexpr, HAS_MASS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Number of the candidates up to a key, and their mass, or else their number again, in float64."""
-    counts = tl.zeros([TILE], tl.int32)
-    masses = tl.zeros([TILE], tl.float64)
-    for first in range(0, num_held, TILE):
-        index = first + tl.arange(0, TILE)
-        distances = tl.load(candidates + index, mask=index < num_held, other=float("inf"))
-        is_near = distances.to(tl.int32, bitcast=True) <= limit
-        counts += is_near.to(tl.int32)
-        if HAS_MASS:
-            masses += tl.where(is_near, tl.exp(-distances.to(tl.float64)), 0.0)
-    count = tl.sum(counts, 0)
-    if HAS_MASS:
-        mass = tl.sum(masses, 0)
-    else:
-        mass = count.to(tl.float64)
-    return count, mass
+def _limit_of_held(source, counts, num, nearer, wanted, high, by_mass, num_splits, CAPACITY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The least key up to which there is what is wanted, of ``num`` distances that lie at the begin of each split's."""
+    place = tl.arange(0, CAPACITY)
+    address = place
+    num_before = 0
+    for split in range(num_splits):
+        address = tl.where(place >= num_before, split * CAPACITY + place - num_before, address)
+        num_before += tl.load(counts + split)
+    is_held = place < num
+    distances = tl.load(source + address, mask=is_held, other=float("inf"))
+    weights = tl.where(is_held, _weights(distances, by_mass), 0.0)
+    keys = distances.to(tl.int32, bitcast=True)
+    upper = tl.max(tl.where(is_held, keys, -1), 0)
+    lower = tl.min(keys, 0) - 1
+    while upper - lower > 1:
+        middle = lower + ((upper - lower) >> 1)
+        if nearer + tl.sum(tl.where(keys <= middle, weights, 0.0), 0) >= wanted:
+            upper = tl.max(tl.where(keys <= middle, keys, -1), 0)
+        else:
+            lower = tl.min(tl.where(keys > middle, keys, upper), 0) - 1
+    return tl.where(num > 0, upper, high.to(tl.int32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _limit_of_all(  # type: ignore[no-untyped-def]
+    logits, row_stride, row, record, ruled, best, low, high, wanted, by_mass, vocab_size, TILE: tl.constexpr
+):
+    """As ``_limit_of_held``, where too many tokens are about as far away: reads all of them at each step."""
+    upper = high.to(tl.int32, bitcast=True)
+    lower = tl.where(low < 0, -1, low.to(tl.int32, bitcast=True))
+    while upper - lower > 1:
+        middle = lower + ((upper - lower) >> 1)
+        found = tl.zeros([TILE], tl.float64)
+        below = tl.full([TILE], -1, tl.int32)
+        above = tl.zeros([TILE], tl.int32) + upper
+        for first in range(0, vocab_size, TILE):
+            index = first + tl.arange(0, TILE)
+            distances = _distances(logits, row_stride, row, record, ruled, best, index, vocab_size, vocab_size)
+            keys = distances.to(tl.int32, bitcast=True)
+            is_near = distances <= middle.to(tl.float32, bitcast=True)
+            found += tl.where(is_near, _weights(distances, by_mass), 0.0)
+            below = tl.maximum(below, tl.where(is_near, keys, -1))
+            above = tl.minimum(above, tl.where(distances > middle.to(tl.float32, bitcast=True), keys, upper))
+        if tl.sum(found, 0) >= wanted:
+            upper = tl.maximum(tl.max(below, 0), lower + 1)
+        else:
+            lower = tl.min(above, 0) - 1
+    return upper
+
+
+@triton.jit
+def _is_searched(record, by_mass, vocab_size):  # type: ignore[no-untyped-def]
+    """Whether the row has a filter of this kind that may leave tokens out."""
+    is_asked = _has_top_k(record, vocab_size)
+    if by_mass:
+        is_asked = _float(record + _TOP_P) < 1
+    return is_asked & (tl.load(record + _FILTERED_ROW) >= 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _has_few(record, by_mass, vocab_size, CAPACITY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether top-k has left so few tokens that top-p's search need not narrow them down: all can be held."""
+    return (by_mass != 0) & _has_top_k(record, vocab_size) & (tl.load(record + _TOP_K) <= CAPACITY // 2)
+
+
+@triton.jit
+def _has_top_k(record, vocab_size):  # type: ignore[no-untyped-def]
+    top_k = tl.load(record + _TOP_K)
+    return (top_k > 0) & (top_k < vocab_size)
+
+
+@triton.jit
+def _wanted(record, total, by_mass):  # type: ignore[no-untyped-def]
+    """The mass, or the number of tokens, that the row's filter keeps at least, in float64."""
+    wanted = tl.load(record + _TOP_K).to(tl.float64)
+    if by_mass:
+        wanted = _float(record + _TOP_P) * total.to(tl.float64)
+    return wanted
+
+
+@triton.jit
+def _weights(distances, by_mass):  # type: ignore[no-untyped-def]
+    """What tokens count for in a search, in float64."""
+    weights = tl.zeros_like(distances).to(tl.float64) + 1
+    if by_mass:
+        weights = tl.exp(-distances.to(tl.float64))
+    return weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bracket(  # type: ignore[no-untyped-def]
+    record, row, extremes, limits, brackets, sums, number, by_mass, vocab_size, num_splits, CAPACITY: tl.constexpr
+):
+    """What pass ``number`` of a search goes on with.
+
+    All programs of a row find the same, and one of them keeps it in ``brackets``,
+    ``[num_filtered, MAX_PASSES + 1, 2]`` float32.
+
+    Returns:
+        A distance up to which there is too little, -1 if even the best token may be enough; one up to which there is
+        enough, or beyond which no token is wanted; and the cap: of tokens further away the filter knows nothing.
+    """
+    cap = tl.full([], float("inf"), tl.float32)
+    if (by_mass != 0) & _has_top_k(record, vocab_size):
+        cap = tl.load(limits + row).to(tl.float32, bitcast=True)
+    low = tl.full([], -1.0, tl.float32)
+    high = tl.minimum(cap, _first_high(record, row, extremes, by_mass, vocab_size, num_splits))
+    filtered_row = tl.load(record + _FILTERED_ROW)
+    place = brackets + (filtered_row * (_MAX_PASSES + 1) + number) * 2
+    if (number > 0) & ~_has_few(record, by_mass, vocab_size, CAPACITY):
+        low, high = tl.load(place - 2), tl.load(place - 1)
+        way, split = tl.arange(0, _NUM_WAYS), tl.arange(0, _SPLITS)
+        of_pass = sums + (filtered_row * _MAX_PASSES + number - 1) * _SPLITS * _NUM_WAYS
+        is_one = (split < num_splits)[:, None]
+        found = tl.load(of_pass + split[:, None] * _NUM_WAYS + way[None, :], mask=is_one, other=0.0)
+        masses = tl.sum(found, 0)
+        wanted = _wanted(record, tl.sum(tl.where(way == _NUM_WAYS - 1, masses, 0.0), 0), by_mass)
+        tries = _tries(low, high, cap)
+        is_enough = (way < _NUM_WAYS - 1) & (masses.to(tl.float64) >= wanted * _COARSE_MARGIN)
+        is_little = (way < _NUM_WAYS - 1) & (masses.to(tl.float64) * _COARSE_MARGIN < wanted)
+        high = tl.min(tl.where(is_enough, tries * _ABOVE, high), 0)
+        low = tl.max(tl.where(is_little, tries * _BELOW, low), 0)
+    if tl.program_id(1) == 0:
+        tl.store(place, low)
+        tl.store(place + 1, high)
+    return low, high, cap
+
+
+@triton.jit
+def _tries(low, high, cap):  # type: ignore[no-untyped-def]
+    """Distances in between, evenly, and the cap."""
+    way = tl.arange(0, _NUM_WAYS)
+    least = tl.maximum(low, 0.0)
+    tries = least + (high - least) * ((way + 1).to(tl.float32) * _ONE_WAY)
+    return tl.where(way < _NUM_WAYS - 1, tl.minimum(tries, high), cap)
+
+
+@triton.jit
+def _first_high(record, row, extremes, by_mass, vocab_size, num_splits):  # type: ignore[no-untyped-def]
+    """A distance up to which there surely is enough, or beyond which no token is wanted."""
+    best, least = _best(extremes, row, num_splits), _least(extremes, row, num_splits)
+    high = tl.minimum(_LARGEST_DISTANCE, tl.maximum(_distance(best, least, record), 0.0))
+    if by_mass:
+        # Top-p is the last search: what min-p leaves out need not be told apart.
+        high = tl.minimum(high, tl.load(record + _LARGEST_KEY).to(tl.int32).to(tl.float32, bitcast=True))
+        # Tokens further away than d have at most V * exp(-d), and all together 1 or more.
+        most_left_out = 1 - _float(record + _TOP_P)
+        num_tokens = tl.zeros([], tl.float64) + vocab_size
+        high = tl.minimum(high, (tl.log(num_tokens / most_left_out) + _BOUND_MARGIN).to(tl.float32))
+    return high
 
 
 @triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator]
 def _score(  # type: ignore[no-untyped-def]
-    logits, row_stride, rows, ruled, maxima, limits, scores, choices, vocab_size, num_splits, TILE: tl.constexpr
+    logits, row_stride, rows, ruled, extremes, limits, scores, choices, vocab_size, num_splits, TILE: tl.constexpr
 ):
     """Write each split's best token and its logit, or its sum with noise, to ``choices`` and ``scores``."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = _split_of(vocab_size, num_splits, TILE)
     record = rows + row * _NUM_FIELDS
-    best = _best(maxima, row, num_splits)
-    limit = tl.load(record + _LARGEST_KEY).to(tl.int32)
+    best = _best(extremes, row, num_splits)
+    key = tl.load(record + _LARGEST_KEY).to(tl.int32)
     if tl.load(record + _FILTERED_ROW) >= 0:
-        limit = tl.load(limits + row)
+        key = tl.minimum(key, tl.load(limits + row))
     is_greedy = _float(record + _TEMPERATURE) == 0
     if is_greedy:
-        limit = 0
-    key = _mixed((tl.load(record + _NOISE_STATE).to(tl.uint64, bitcast=True) + _GAMMA) ^ _position(record))
+        key = 0
+    limit = key.to(tl.float32, bitcast=True)
+    state = _mixed((tl.load(record + _NOISE_STATE).to(tl.uint64, bitcast=True) + _GAMMA) ^ _position(record))
+    scale = tl.div_rn(tl.full([], 1.0, tl.float32), _temperature(record))
     # In range even if no logit is a number.
     choice = tl.minimum(begin, vocab_size - 1)
     score = tl.full([], float("-inf"), tl.float64)
     for first in range(begin, end, TILE):
         index = first + tl.arange(0, TILE)
-        distances = _distances(logits, row_stride, row, record, ruled, best, index, end, vocab_size)
-        is_kept = distances.to(tl.int32, bitcast=True) <= limit
-        bounds = -distances
+        values = _logits(logits, row_stride, row, record, ruled, index, end, vocab_size)
+        near = tl.where(values == float("inf"), 0.0, (best - values) * scale)
+        bounds = tl.exp(tl.where(near <= limit * _ABOVE, near, float("inf")))
         if not is_greedy:
-            bounds += _noise_bounds(_noise_bits(key, index))
-        largest = tl.max(tl.where(is_kept, bounds, float("-inf")), 0)
+            bounds *= _noise_bounds(_mixed_at(state, index))
+        bound = -tl.log(tl.min(bounds, 0))
         # Noise in float64 is dear, and few tiles can hold the best sum.
-        if largest + _BOUND_MARGIN > score.to(tl.float32):
+        if bound + _BOUND_MARGIN > score.to(tl.float32):
+            distances = _distance(best, values, record)
             sums = -distances.to(tl.float64)
             if not is_greedy:
-                sums += _gumbel(_noise_bits(key, index))
-            sums = tl.where(is_kept, sums, float("-inf"))
+                sums += _gumbel(_noise_bits(_mixed_at(state, index)))
+            sums = tl.where(distances <= limit, sums, float("-inf"))
             found = tl.max(sums, 0)
             if found > score:
                 choice = tl.min(tl.where(sums == found, index, vocab_size), 0)
@@ -384,28 +567,60 @@ def _split_of(vocab_size, num_splits, TILE: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _best(maxima, row, num_splits):  # type: ignore[no-untyped-def]
+def _best(extremes, row, num_splits):  # type: ignore[no-untyped-def]
     """The row's largest logit."""
     split = tl.arange(0, _SPLITS)
-    return tl.max(tl.load(maxima + row * _SPLITS + split, mask=split < num_splits, other=float("-inf")), 0)
+    found = tl.load(extremes + row * 2 * _SPLITS + split, mask=split < num_splits, other=float("-inf"))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def _least(extremes, row, num_splits):  # type: ignore[no-untyped-def]
+    """The row's least finite logit."""
+    split = tl.arange(0, _SPLITS)
+    found = tl.load(extremes + (row * 2 + 1) * _SPLITS + split, mask=split < num_splits, other=float("inf"))
+    return tl.min(found, 0)
 
 
 @triton.jit
 def _distances(logits, row_stride, row, record, ruled, best, index, end, vocab_size):  # type: ignore[no-untyped-def]
     """How far tokens are from the best one after temperature; infinite from ``end`` on."""
+    return _distance(best, _logits(logits, row_stride, row, record, ruled, index, end, vocab_size), record)
+
+
+@triton.jit
+def _distance(best, values, record):  # type: ignore[no-untyped-def]
+    """How far logits are from the best one after temperature; 0 if they are infinite."""
+    distances = tl.div_rn(best - values, tl.zeros_like(values) + _temperature(record))
+    return tl.where(values == float("inf"), 0.0, distances)
+
+
+@triton.jit
+def _logits(logits, row_stride, row, record, ruled, index, end, vocab_size):  # type: ignore[no-untyped-def]
+    """What rules have left of logits, in float32; minus infinity from ``end`` on."""
     if tl.load(record + _TOKENS) != 0:
         source = ruled + tl.load(record + _RULED_ROW) * vocab_size
         values = tl.load(source + index, mask=index < end, other=float("-inf"))
     else:
         values = tl.load(logits + row * row_stride + index, mask=index < end, other=float("-inf")).to(tl.float32)
-    temperature = tl.maximum(_float(record + _TEMPERATURE).to(tl.float32), _MIN_TEMPERATURE)
-    return tl.div_rn(best - values, tl.zeros_like(values) + temperature)
+    return values
 
 
 @triton.jit
-def _noise_bits(key, token_ids):  # type: ignore[no-untyped-def]
-    """As ``noise_bits`` of 52 bits: SplitMix64 read by position."""
-    return (_mixed(key + (token_ids.to(tl.uint64) + 1) * _GAMMA) >> 12).to(tl.int64)
+def _temperature(record):  # type: ignore[no-untyped-def]
+    return tl.maximum(_float(record + _TEMPERATURE).to(tl.float32), _MIN_TEMPERATURE)
+
+
+@triton.jit
+def _mixed_at(state, token_ids):  # type: ignore[no-untyped-def]
+    """64 random bits for each token: SplitMix64 read by position."""
+    return _mixed(state + (token_ids.to(tl.uint64) + 1) * _GAMMA)
+
+
+@triton.jit
+def _noise_bits(mixed):  # type: ignore[no-untyped-def]
+    """As ``noise_bits`` of 52 bits."""
+    return (mixed >> 12).to(tl.int64)
 
 
 @triton.jit
@@ -416,9 +631,9 @@ def _gumbel(noise):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _noise_bounds(noise):  # type: ignore[no-untyped-def]
-    """At least the noise, but for rounding, in float32: -log(u) is at least 1 - u, and close where noise is large."""
-    return -tl.log((-noise + _LARGEST_UNIFORM).to(tl.float32) + 0.5) + _LOG_NUM_UNIFORMS
+def _noise_bounds(mixed):  # type: ignore[no-untyped-def]
+    """At most ``exp(-noise)``, but for rounding, in float32: ``1 - u`` is near ``-log(u)`` where noise is large."""
+    return (~(mixed >> 32).to(tl.uint32)).to(tl.float32) * _BOUND_STEP
 
 
 @triton.jit
