@@ -1,8 +1,9 @@
 """The embedded engine on a GPU: tokens a second of batches, what sampling and the whole stack cost, and how it starts.
 
 Rows: ``one``, ``many``, ``large`` and ``prefill`` are batches of requests that are submitted at once, ``sampled`` is
-``many`` with sampling over the same without, ``start`` is from when the weights are loaded until the engine is ready,
-and ``stack`` is streams through Router, Prefill and Decode over the same streams in the engine alone.
+``many`` with sampling over the same without, ``sampler`` is what sampling takes of a step, by itself, ``start`` is from
+when the weights are loaded until the engine is ready, and ``stack`` is streams through Router, Prefill and Decode over
+the same streams in the engine alone.
 
 Weights are random (``engine.load_format``), in the shape of Qwen3-8B; the shape ``tiny`` with ``--device cpu`` shows in
 seconds that all of it works. Each row is written to the file as soon as it is measured, with its own command, commit
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import sys
 import tempfile
@@ -63,6 +65,7 @@ class Row(StrEnum):
     LARGE = "large"
     PREFILL = "prefill"
     SAMPLED = "sampled"
+    SAMPLER = "sampler"
     START = "start"
     STACK = "stack"
 
@@ -89,12 +92,20 @@ class StreamsPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplerPlan:
+    """Steps of so many rows each."""
+
+    num_rows: Sequence[int]
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is measured with one shape of model.
 
     Attributes:
         batches: by row.
-        sampling: of ``sampled``; its batch is that of ``many``.
+        sampling: of ``sampled`` and ``sampler``; the batch of ``sampled`` is that of ``many``.
         num_blocks, max_num_seqs, max_num_batched_tokens: of the engine of the batches.
         num_stream_blocks: of each engine of ``stack``.
     """
@@ -102,6 +113,7 @@ class Plan:
     model: RandomModel
     batches: Mapping[Row, BatchPlan]
     sampling: Mapping[str, float]
+    sampler: SamplerPlan
     streams: StreamsPlan
     num_blocks: int
     num_stream_blocks: int
@@ -122,6 +134,7 @@ PLANS: Mapping[str, Plan] = {
             Row.PREFILL: BatchPlan(num_requests=32, num_prompt_tokens=4096, num_output_tokens=1, num_runs=3),
         },
         sampling=_SAMPLING,
+        sampler=SamplerPlan(num_rows=(1, 64, 256), num_steps=20),
         streams=StreamsPlan(num_streams=64, num_prompt_tokens=128, num_output_tokens=256, warm_up_s=4.0, window_s=10.0),
         num_blocks=20992,
         num_stream_blocks=4096,
@@ -137,6 +150,7 @@ PLANS: Mapping[str, Plan] = {
             Row.PREFILL: BatchPlan(num_requests=4, num_prompt_tokens=64, num_output_tokens=1, num_runs=2),
         },
         sampling=_SAMPLING,
+        sampler=SamplerPlan(num_rows=(1, 2, 4), num_steps=2),
         streams=StreamsPlan(num_streams=4, num_prompt_tokens=16, num_output_tokens=16, warm_up_s=0.3, window_s=1.0),
         num_blocks=128,
         num_stream_blocks=128,
@@ -175,6 +189,14 @@ class SampledRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplerRow:
+    """The row ``sampler``: each is a ``gpu_sampler.SamplerCase``, of a number of rows with flat or peaked logits."""
+
+    sampling: Mapping[str, float]
+    cases: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartRow:
     """The row ``start``: seconds from loaded weights to ready, with nothing compiled before, and once more."""
 
@@ -192,7 +214,7 @@ class StackRow:
     ratio: float
 
 
-_Figures: TypeAlias = BatchRow | SampledRow | StartRow | StackRow
+_Figures: TypeAlias = BatchRow | SampledRow | SamplerRow | StartRow | StackRow
 
 
 def main() -> None:
@@ -256,6 +278,8 @@ class _Bench:
         match row:
             case Row.SAMPLED:
                 return await self._sampled()
+            case Row.SAMPLER:
+                return await self._sampler()
             case Row.START:
                 return await self._start()
             case Row.STACK:
@@ -292,6 +316,29 @@ class _Bench:
         ratio = median(quick / slow for quick, slow in zip(greedy, sampled, strict=True))
         self._line.say(f"sampled: {ratio:.3f} of greedy's tokens a second")
         return SampledRow(sampling=sampling, greedy_s=greedy, sampled_s=sampled, ratio=ratio)
+
+    async def _sampler(self) -> SamplerRow:
+        plan, cases = self._plan, []
+        async with start_child(_SIDE) as child:
+            await child.read()
+            for num_rows, logits in itertools.product(plan.sampler.num_rows, ("flat", "peaked")):
+                order = {
+                    "do": "sampler",
+                    "device": self._devices[0],
+                    "dtype": plan.model.dtype,
+                    "vocab_size": plan.model.vocab_size,
+                    "num_rows": num_rows,
+                    "logits": logits,
+                    "num_steps": plan.sampler.num_steps,
+                    "sampling": plan.sampling,
+                }
+                case = await child.ask(order, _BATCH_TIMEOUT_S)
+                cases.append(case)
+                self._line.say(
+                    f"sampler: {num_rows} rows, {logits}: {case['device_ms']:.3f} ms a step, the best token "
+                    f"{case['greedy_device_ms']:.3f}; host {case['host_ms']:.3f}"
+                )
+        return SamplerRow(sampling=plan.sampling, cases=cases)
 
     async def _start(self) -> StartRow:
         await self.close_engine()

@@ -12,12 +12,14 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import uvloop
 
 from benchmarks.children import answer, orders
+from benchmarks.gpu_sampler import measure_sampler
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import SchedulerConfig
@@ -97,6 +99,10 @@ class _Side:
                 raise RuntimeError("a stream has ended") from (outcome if isinstance(outcome, Exception) else None)
         await self._ended(list(self._endings.values()))
         return tokens_per_s
+
+    async def sampler(self, **case: Any) -> Mapping[str, Any]:
+        """What a step's sampling takes: ``case`` as ``measure_sampler`` has it. Takes no engine."""
+        return asdict(measure_sampler(**case))
 
     async def close(self) -> None:
         """End the engine."""

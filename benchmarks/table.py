@@ -448,6 +448,22 @@ _GPU_ENGINE_FIGURES = (
         "32,700",
     ),
     ("sampled", "64 x 128 -> 256 with sampling: tok/s over greedy", "{ratio:.2f}", ">= 0.93", "", "about 0.3"),
+    *(
+        (
+            "sampler",
+            f"sampler alone, {what} logits, ms a step (of the best token alone)",
+            f"{{cases[{number}][device_ms]:.2f}} ({{cases[{number}][greedy_device_ms]:.2f}})",
+            wanted,
+            "",
+            "",
+        )
+        for number, what, wanted in (
+            (0, "1 row of flat", ""),
+            (2, "64 rows of flat", "<= 0.4"),
+            (3, "64 rows of peaked", "<= 0.4"),
+            (4, "256 rows of flat", ""),
+        )
+    ),
     ("start", "from weights loaded to ready, kernels compiled before, s", "{warm_s:.1f}", "<= 15", "", ""),
     ("start", "with nothing compiled, s", "{cold_s:.1f}", "", "", ""),
     (

@@ -51,10 +51,12 @@ def test_all_rows_are_measured(tmp_path: Path, request: pytest.FixtureRequest, d
     assert list(figures) == list(Row)
     assert all(run_s > 0 for row in (Row.ONE, Row.MANY, Row.LARGE, Row.PREFILL) for run_s in figures[row]["runs_s"])
     assert len(figures[Row.SAMPLED]["sampled_s"]) == PLANS["tiny"].batches[Row.MANY].num_runs
+    assert [case["num_rows"] for case in figures[Row.SAMPLER]["cases"]] == [1, 1, 2, 2, 4, 4]
+    assert all(min(case["device_ms"], case["greedy_device_ms"]) > 0 for case in figures[Row.SAMPLER]["cases"])
     assert figures[Row.START]["cold_s"] > 0 < figures[Row.START]["warm_s"]
     assert figures[Row.STACK]["ratio"] > 0
     # As if it had been measured on a GPU: the table finds all that it shows.
     rows = [row | {"shape": "qwen3-8b", "num_gpus": 1, "gpus": ["NVIDIA H100 80GB"]} for row in report["rows"]]
     table = gpu_engine_tables(report | {"rows": rows})
-    assert (table.count("not run"), table.count("(H100)")) == (0, 9)
-    assert gpu_engine_tables(report).count("not run") == 9
+    assert (table.count("not run"), table.count("(H100)")) == (0, 13)
+    assert gpu_engine_tables(report).count("not run") == 13
