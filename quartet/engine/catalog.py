@@ -96,6 +96,7 @@ def _torch_loader(spec: EngineSpec) -> Callable[[], ModelRunner]:
         device=settings.device,
         num_blocks=settings.num_pool_blocks if fraction is None else None,
         free_gpu_memory_fraction=fraction,
+        max_num_seqs=settings.step_bounds.max_num_seqs,
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         num_threads=settings.num_threads,

@@ -54,7 +54,8 @@ class TorchEngineConfig(TorchModelConfig):
     Attributes:
         num_blocks: KV blocks of the pool; ``None``: ``free_gpu_memory_fraction`` decides.
         free_gpu_memory_fraction: the pool's share of the memory that is free on a CUDA device after the weights are
-            loaded and the pool of media embeddings and CUDA graphs have their own, in (0, 1).
+            loaded and the pool of media embeddings, CUDA graphs and sampling have their own, in (0, 1).
+        max_num_seqs: sequences of a step at most: so many can be sampled without memory that the pool has.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
         num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, on ``device``; a
             model that takes text only has no such pool.
@@ -70,6 +71,7 @@ class TorchEngineConfig(TorchModelConfig):
 
     num_blocks: int | None = None
     free_gpu_memory_fraction: float | None = None
+    max_num_seqs: int = 256
     max_model_len: int | None = None
     num_embedding_blocks: int = 512
     takes_media: bool = True
@@ -80,7 +82,7 @@ class TorchEngineConfig(TorchModelConfig):
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
         super().__post_init__()
-        self._check_counts("num_blocks", "max_model_len", "num_embedding_blocks")
+        self._check_counts("num_blocks", "max_num_seqs", "max_model_len", "num_embedding_blocks")
         _check(self.cuda_graph_max_batch_size >= 0, "cuda_graph_max_batch_size", "must be at least 0")
         fraction = self.free_gpu_memory_fraction
         if fraction is None:

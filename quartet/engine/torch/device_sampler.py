@@ -25,6 +25,7 @@ from quartet.engine.torch.kernels.draw import (
     ROW,
     draw_tokens,
     largest_key,
+    scratch_size_bytes,
 )
 from quartet.engine.torch.sampler import LaunchedTokens, LogprobReport, RequestRules, Row, noise_state, to_device
 
@@ -76,6 +77,13 @@ class DeviceSampler:
         indices = np.flatnonzero(kinds["has_report"]).tolist()
         return LaunchedTokens(token_ids, self._report(logits, token_ids, requests, indices))
 
+    def size_bytes(self, num_rows: int) -> int:
+        """Device memory that so many requests and their steps take at most, but for log probabilities.
+
+        What rules know of each, bias and all, and what ``draw_tokens`` takes.
+        """
+        return num_rows * self._requests.row_size_bytes + scratch_size_bytes(num_rows, self._requests.vocab_size)
+
     def warm_up(self, logits: torch.Tensor) -> None:
         """Compile the kernels for logits like these, ``[N, V]``, so that no request waits for it."""
         known = torch.zeros(logits.shape[1], dtype=torch.int32, device=self._device)
@@ -110,11 +118,14 @@ class _RequestTable:
 
     Attributes:
         kinds: ``[slots]`` of ``_SLOT``.
+        vocab_size: tokens that rules know of.
+        row_size_bytes: what rules know of a request that has all of them, on the device.
     """
 
     def __init__(self, device: torch.device, vocab_size: int) -> None:
         self._device = device
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        self.row_size_bytes = vocab_size * (torch.int32.itemsize + torch.float32.itemsize)
         self._rows = np.zeros(_NUM_SLOTS, ROW)
         self.kinds = np.zeros(_NUM_SLOTS, _SLOT)
         self._free = list(range(_NUM_SLOTS))
@@ -178,9 +189,9 @@ class _RequestTable:
         masks = sampling.min_tokens > 0 and bool(rules.stop_ids)
         tokens = None
         if rules.has_penalties or bias is not None or masks:
-            tokens = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+            tokens = torch.zeros(self.vocab_size, dtype=torch.int32, device=self._device)
             self._tensors[slot] = (tokens, bias)
-        is_filtered = not sampling.is_greedy and (0 < sampling.top_k < self._vocab_size or sampling.top_p < 1)
+        is_filtered = not sampling.is_greedy and (0 < sampling.top_k < self.vocab_size or sampling.top_p < 1)
         row = self._rows[slot]
         row["noise_state"] = noise_state(generation.seed, generation.choice)
         row["stops_from"] = running.num_prompt_tokens + sampling.min_tokens
@@ -198,7 +209,7 @@ class _RequestTable:
         self.kinds[slot] = (rules.is_plain, only_masks, rules.num_logprobs is not None, -1)
 
     def _bias(self, logit_bias: Mapping[int, float]) -> torch.Tensor:
-        bias = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
+        bias = torch.zeros(self.vocab_size, dtype=torch.float32, device=self._device)
         bias[self._ids(logit_bias)] = self._sent(np.fromiter(logit_bias.values(), np.float32))
         return bias
 

@@ -228,11 +228,12 @@ class TorchRunner:
         return can_compute(pool.tensor.dtype, self._device)
 
     def _resize(self, config: TorchEngineConfig, pool: KvPool, reserved_size_bytes: int) -> KvPool:
-        """A pool of all blocks, with this memory left for something else; ``pool``, if it has them."""
+        """A pool of all blocks, with this memory and what sampling takes left; ``pool``, if it has them."""
         if config.num_blocks is not None:
             return pool
         self._wait_for_device()  # which may still write to it
         pool.close()
+        reserved_size_bytes += self._sampler.size_bytes(config.max_num_seqs)
         num_blocks = num_pool_blocks(config, self.layout, reserved_size_bytes=reserved_size_bytes)
         return KvPool(self.layout, num_blocks, self._device)
 

@@ -89,6 +89,10 @@ class Sampler:
         # step's tokens must not wait.
         return LaunchedTokens(token_ids, report, can_follow=False)
 
+    def size_bytes(self, _num_rows: int) -> int:
+        """As ``DeviceSampler.size_bytes``; 0, as a pool that shares a GPU's memory is sampled from by that one."""
+        return 0
+
     def _rules_of(self, running: RunningRequest) -> RequestRules:
         rules = self._rules.get(running)
         if rules is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import Sampling
@@ -155,6 +156,29 @@ def test_requests_have_slots_for_as_long_as_they_live() -> None:
     assert rows[-1]["top_k"].tolist() == [40] * 100 + [1 + i for i in range(10)]
     assert [number for number in rows[-1]["ruled_row"].tolist() if number >= 0] == [0, 1, 2, 3, 4]
     assert len(table._rows) == 256
+
+
+@pytest.mark.usefixtures("by_interpreter")
+def test_what_requests_and_their_step_take_of_the_device_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Allocations(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size_bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):
+                self.size_bytes += made.nbytes
+            return made
+
+    for name in ("_TILE", "_CAPACITY"):
+        monkeypatch.setattr(draw, name, 32)
+    item = Sampling(top_k=20, top_p=0.5, logit_bias={3: 1.0})
+    requests = [running(item, seed=i) for i in range(3)]
+    sampler = device_sampler.DeviceSampler(CPU, VOCAB_SIZE)
+    with Allocations() as allocations:
+        sampler.sample(random_logits(3), requests)
+    assert allocations.size_bytes == sampler.size_bytes(3)
 
 
 def test_where_the_kernels_can_not_be_run_pytorch_samples(

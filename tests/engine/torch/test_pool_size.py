@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quartet.engine.torch import TorchEngineConfig, create_runner
+from quartet.engine.torch import runner as runner_module
 from quartet.engine.torch.pool import num_pool_blocks
 from quartet.errors import ConfigError, InvalidRequestError
 from quartet.kvcache.layout import KvLayout
@@ -35,6 +37,24 @@ def test_what_graphs_take_is_no_part_of_what_is_shared() -> None:
     assert num_pool_blocks(share, LAYOUT, lambda: 100 * size, reserved_size_bytes=20 * size) == 40
     with pytest.raises(InvalidRequestError, match="holds no block"):
         num_pool_blocks(share, LAYOUT, lambda: 100 * size, reserved_size_bytes=101 * size)
+
+
+def test_what_sampling_takes_is_no_part_of_what_is_shared(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=1))
+    reserved: list[int] = []
+
+    def note(_config: TorchEngineConfig, _layout: KvLayout, *, reserved_size_bytes: int) -> int:
+        reserved.append(reserved_size_bytes)
+        return 2
+
+    monkeypatch.setattr(runner_module, "num_pool_blocks", note)
+    monkeypatch.setattr(runner, "_sampler", SimpleNamespace(size_bytes=lambda num_rows: 100 * num_rows))
+    share = config(free_gpu_memory_fraction=0.5, max_num_seqs=7)
+    runner._pool = runner._resize(share, runner._pool, 1000)
+    assert (reserved, runner._pool.num_blocks) == ([1700], 2)
+    runner.close()
 
 
 def test_a_share_that_holds_no_block_is_refused_by_name() -> None:

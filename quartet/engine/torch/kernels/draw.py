@@ -127,7 +127,7 @@ def draw_tokens(logits: torch.Tensor, rows: torch.Tensor, table: npt.NDArray[np.
     """
     num_rows, vocab_size = logits.shape
     device = logits.device
-    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_rows, triton.cdiv(vocab_size, tile or _TILE)))
+    num_splits = _num_splits(num_rows, vocab_size, tile or _TILE)
     num_ruled = int(table["ruled_row"].max()) + 1
     ruled = torch.empty((num_ruled, vocab_size), dtype=torch.float32, device=device)
     extremes = torch.empty((num_rows, 2, _MAX_SPLITS), dtype=torch.float32, device=device)
@@ -145,6 +145,21 @@ def draw_tokens(logits: torch.Tensor, rows: torch.Tensor, table: npt.NDArray[np.
         _score[(num_rows, num_splits)](*source, limits, scores, choices, vocab_size, num_splits, **options)
         _choose[(num_rows,)](rows, scores, choices, token_ids, num_splits, num_warps=1)
     return token_ids
+
+
+def scratch_size_bytes(num_rows: int, vocab_size: int) -> int:
+    """Device memory that ``draw_tokens`` takes at most, while it draws for so many rows."""
+    ruled = vocab_size * 4
+    held = _num_splits(num_rows, vocab_size, _TILE) * _CAPACITY * 4
+    num_ways: int = _NUM_WAYS.value
+    passes = (_NUM_PASSES + 1) * 2 * 4 + _NUM_PASSES * _MAX_SPLITS * num_ways * 4
+    # Of each split: extremes, score and choice, number held and two masses.
+    of_splits = _MAX_SPLITS * (2 * 4 + 8 + 4 + 4 + 2 * 8)
+    return num_rows * (ruled + held + passes + of_splits + NUM_FIELDS * 8 + 4 + 8)
+
+
+def _num_splits(num_rows: int, vocab_size: int, tile: int) -> int:
+    return max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_rows, -(-vocab_size // tile)))
 
 
 def _filter(
