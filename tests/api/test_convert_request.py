@@ -21,7 +21,7 @@ from quartet.api.fleet import Explanation, Model, WorkerStatus
 from quartet.api.request import AnswerPart, ChatPrompt, GenerateStart, TextPrompt, TokenPrompt
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling
-from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.media.items import MediaUrl
 from quartet.text.chat_message import ChatMessage
 from quartet.v1 import router_pb2, types_pb2
@@ -140,13 +140,6 @@ def test_a_value_that_a_message_cannot_hold_is_refused(start: GenerateStart, fie
     with pytest.raises(InvalidRequestError) as caught:
         to_generate_start(start)
     assert caught.value.field == field
-
-
-def test_a_speakers_name_is_refused_not_dropped() -> None:
-    start = GenerateStart(prompt=ChatPrompt((ChatMessage("user", "Hi", name="Ada"),)))
-    with pytest.raises(UnsupportedFieldError) as caught:
-        to_generate_start(start)
-    assert caught.value.field == "chat.messages.name"
 
 
 @pytest.mark.parametrize(
