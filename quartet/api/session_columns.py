@@ -171,10 +171,11 @@ class SessionBacklog:
                 taken.append(entry)
                 room_bytes -= self._count_out(request, entry)
             shown, left = _split_parsed(pending.parsed, room_bytes)
+            if left and not (shown or taken or parsed):
+                shown, left = left[:1], left[1:]  # a call whose name alone is too long: it must go on
             parsed += [(slot, choice, part) for part in shown]
-            num_bytes = sum(map(_parsed_bytes, shown))
-            room_bytes -= num_bytes
-            request.size_bytes -= num_bytes
+            room_bytes -= sum(map(_parsed_bytes, shown))
+            request.size_bytes -= sum(map(_parsed_bytes, pending.parsed)) - sum(map(_parsed_bytes, left))
             if left:
                 request.choices[choice] = _PendingChoice(pending.offset + len(pending.token_ids), parsed=left)
                 break
