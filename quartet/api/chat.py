@@ -33,9 +33,11 @@ class ToolChoice(StrEnum):
     FUNCTION = "function"  # it calls the one that is named
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChatPrompt:
-    """A conversation, laid out by the model's chat template.
+    """A conversation, laid out by the model's chat template. Nothing changes it once it is made.
+
+    Not frozen, as ``GenerateStart`` is not.
 
     Attributes:
         tools: that the answer may call.

@@ -9,7 +9,7 @@ from quartet.api.request import Resume
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import InvalidRequestError
-from quartet.text.parse import Content, Event
+from quartet.text.parse import CallArguments, Content, Event, Reasoning
 from quartet.text.parsed import GivenParts, OutputParsing, Parsed
 
 # Text of a resumed choice is parsed in pieces of so many characters. A character costs as much as so many token ids of
@@ -49,8 +49,15 @@ class ParsingSink:
             return
         if len(events) == 1 and self._given is None:
             event = events[0]
-            if type(event) is Content:  # mostly
+            # Mostly it is one of these.
+            if type(event) is Content:
                 self._add(choice, token_offset, token_ids, event.text, logprobs)
+                return
+            if type(event) is Reasoning:
+                self._add_parsed(choice, token_offset, token_ids, Parsed("", event.text), logprobs)
+                return
+            if type(event) is CallArguments and (delta := self._text.more_arguments(event)) is not None:
+                self._add_parsed(choice, token_offset, token_ids, Parsed("", "", (delta,)), logprobs)
                 return
         self._show(token_offset, token_ids, events, logprobs)
 

@@ -55,8 +55,10 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     media: MediaText | None = None
-    _formats: dict[tuple[str, str], OutputFormat] = field(default_factory=dict, repr=False, compare=False)
-    _parsers: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict, repr=False, compare=False)
+    _formats: dict[tuple[str, str], OutputFormat] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parsers: dict[tuple[str, str], tuple[str, str]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ModelText:

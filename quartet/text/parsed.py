@@ -176,6 +176,10 @@ class ParsedText:
                 self._add_call(calls, event)
         return Parsed("".join(text), "".join(reasoning), calls)
 
+    def more_arguments(self, event: CallArguments) -> ToolCallDelta | None:
+        """What ``join`` makes of ``event`` alone; ``None``: nothing."""
+        return None if self._has_one_call and event.index else ToolCallDelta(event.index, "", "", event.text)
+
     def _add_call(self, calls: list[ToolCallDelta], event: CallBegin | CallArguments | CallEnd) -> None:
         if isinstance(event, CallBegin):
             calls.append(ToolCallDelta(event.index, event.id, event.name))

@@ -23,7 +23,8 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.media.items import MediaUrl
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, ToolCall
+from quartet.text.json_object import JsonObject
 from quartet.v1 import router_pb2, types_pb2
 from tests.api import strategies
 from tests.streams.test_convert import over_the_wire
@@ -139,6 +140,26 @@ def test_empty_media_are_refused(part: router_pb2.MediaPart) -> None:
 def test_a_value_that_a_message_cannot_hold_is_refused(start: GenerateStart, field: str | None) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         to_generate_start(start)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (ChatMessage("user", "Hi", name="x" * 257), "chat.messages[1].name"),
+        (ChatMessage("tool", "Hi", tool_call_id="x" * 257), "chat.messages[1].tool_call_id"),
+        (ChatMessage("assistant", "", tool_calls=(ToolCall("f"), ToolCall(""))), "chat.messages[1].tool_calls[1].name"),
+        (ChatMessage("assistant", "", tool_calls=(ToolCall("f", id="x" * 257),)), "chat.messages[1].tool_calls[0].id"),
+        (
+            ChatMessage("assistant", "", tool_calls=(ToolCall("f", JsonObject.of_text("x" * (256 * 1024 + 1))),)),
+            "chat.messages[1].tool_calls[0].arguments",
+        ),
+    ],
+)
+def test_names_and_calls_of_a_message_are_bounded(message: ChatMessage, field: str) -> None:
+    start = to_generate_start(GenerateStart(prompt=ChatPrompt((ChatMessage("user", "Hi"), message))))
+    with pytest.raises(InvalidRequestError) as caught:
+        from_generate_start(start)
     assert caught.value.field == field
 
 

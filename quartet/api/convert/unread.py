@@ -33,7 +33,7 @@ _MAX_WORK_BEFORE = 8_192
 # Files in a message of so many bytes are counted only when it is read.
 _MAX_UNCOUNTED_BYTES = 256 << 10
 
-# What is converted of a longer chat in one step: 1,024 messages, or fewer with parts.
+# What is converted of a longer chat in one step: 768 messages, or fewer with parts.
 _STEP_WORK = 12_288
 
 
@@ -81,9 +81,9 @@ class UnreadStart:
             self.num_token_ids = self.work = len(message.token_ids.ids)
             is_short = self.work <= _MAX_WORK_BEFORE
         elif kind == "chat":
-            messages = message.chat.messages
+            chat = message.chat
+            messages, num_tools = chat.messages, len(chat.tools)
             num_parts, num_media_parts = _glance(messages)
-            num_tools = len(message.chat.tools)
             self.work = min(MESSAGE_WORK * len(messages), _STEP_WORK) + PART_WORK * num_parts + TOOL_WORK * num_tools
             num_media += num_media_parts
             is_short = max(len(messages), num_parts, num_tools) <= _MAX_AT_A_GLANCE
