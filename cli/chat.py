@@ -105,11 +105,15 @@ class _Conversation:
         fields: GenerateFields = {**self._fields, "messages": messages}
         stream = self._client.generate(path=self._path, **fields)
         texts: list[str] = []
-        line = ""
+        line, thinks = "", False
         try:
             for part in stream:
                 if isinstance(part, Delta):
-                    print(part.text, end="", flush=True)
+                    if part.reasoning:
+                        typer.secho(part.reasoning, dim=True, nl=False)
+                    is_first = part.text and thinks and not any(texts)
+                    thinks = thinks or bool(part.reasoning)
+                    print(f"\n\n{part.text}" if is_first else part.text, end="", flush=True)
                     texts.append(part.text)
                 elif isinstance(part, ChoiceFinished):
                     line = time_line(part.time)

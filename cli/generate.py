@@ -62,6 +62,8 @@ async def _run(
         line = ""
         async for part in client.generate(prompt, path=path, **fields):
             if isinstance(part, Delta):
+                if part.reasoning:
+                    typer.secho(part.reasoning, dim=True, nl=False, err=True)
                 print(part.text, end="", flush=True)
             elif isinstance(part, ChoiceFinished):
                 line = time_line(part.time)
@@ -76,6 +78,7 @@ def _to_json(completion: Completion) -> dict[str, object]:
         "request_id": completion.accepted.request_id,
         "seed": completion.accepted.seed,
         "text": choice.text,
+        "reasoning": choice.reasoning,
         "token_ids": choice.token_ids,
         "finish_reason": choice.finished.reason,
         "stop_string": choice.finished.stop_string,

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 
 from quartet.api.output import ChoiceOutput, first_error
-from quartet.api.placement import PlacedChoice, PlacedRequest
+from quartet.api.placement import PlacedChoice, PlacedParsing, PlacedRequest
 from quartet.api.request import ChoiceFinished, TextOptions
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
 from quartet.streams.messages import SignedPlacement
+from quartet.text.parsed import OutputParsing, Parsed
 from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
 from router.fair_queue import Standing
@@ -83,6 +84,17 @@ class PlaceRun:
         """Take a choice's first token, as ``DeltaSink`` says; the choice's output has the token itself."""
         self._choices[choice].logprobs.extend(logprobs)
 
+    def add_parsed(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        parsed: Parsed,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """Never called: there is no text."""
+        raise AssertionError("the client parses the text")
+
     def _check_budgets(self) -> None:
         """Refuse a tenant that takes nothing up, before any work is done. Raises ``PlacementBudgetError``."""
         asked = self._request.asked
@@ -109,6 +121,7 @@ class PlaceRun:
             model_fingerprint=request.pool.key.fingerprint,
             prompt_tail_token_ids=tuple(request.prompt_tail),
             tokenize_s=request.tokenize_s,
+            parsing=_to_placed(request.parsing),
         )
 
     def _check_media(self, media: RequestMedia, pool: PoolKey) -> None:
@@ -159,6 +172,17 @@ class PlaceRun:
             if isinstance(choice.end, SignedRun):
                 choice.end.release(self._context.hops)
         self._context.admission.wake()
+
+
+def _to_placed(parsing: OutputParsing | None) -> PlacedParsing | None:
+    if parsing is None:
+        return None
+    format = parsing.format
+    return PlacedParsing(
+        reasoning_parser=format.reasoning_parser,
+        tool_call_parser=format.tool_call_parser,
+        prompt_end=parsing.prompt_end,
+    )
 
 
 class _Choice:

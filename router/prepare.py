@@ -14,10 +14,10 @@ from functools import partial
 from typing import TypeVar
 
 from quartet.api.answer import DeltaSink
+from quartet.api.chat import ChatPrompt
 from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
     AskedStart,
-    ChatPrompt,
     GenerateStart,
     Resume,
     TextOptions,
@@ -40,6 +40,7 @@ from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, MediaSpan, sequen
 from quartet.rpc.message_limits import MAX_NUMBER_BYTES, MAX_TEXT_BYTES, MaxBytes
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
+from quartet.text.parsed import OutputParsing
 from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
 from router.media.queue import MediaRoom
@@ -291,7 +292,7 @@ class RouterRequest:
         """
         prompt = self.start.prompt
         if isinstance(prompt, ChatPrompt) and len(prompt.messages) > _MAX_KEPT_MESSAGES:
-            self.start = replace(self.start, prompt=ChatPrompt((), prompt.add_generation_prompt))
+            self.start = replace(self.start, prompt=replace(prompt, messages=()))
         elif isinstance(prompt, TextPrompt) and len(prompt.text) > _MAX_KEPT_CHARACTERS:
             self.start = replace(self.start, prompt=TextPrompt(""))
 
@@ -360,7 +361,28 @@ class RouterRequest:
             num_media_tokens=self.num_media_tokens,
             num_placeholders=self.num_placeholders,
         )
-        return make_outputs(self.choices, sink, options, self.text.tokenizer, self.prompt_tail, settings)
+        parsing = None if options.omit_text else self.parsing
+        return make_outputs(self.choices, sink, options, self.text.tokenizer, self.prompt_tail, settings, parsing)
+
+    @property
+    def parsing(self) -> OutputParsing | None:
+        """How the text of a chat's answer is parsed; ``None``: it is not."""
+        prompt = self.start.prompt
+        if not isinstance(prompt, ChatPrompt) or self.start.text_options.raw_text:
+            return None
+        reasoning, calls = self.text.parsers(self.pool.reasoning_parser, self.pool.tool_call_parser)
+        tools = prompt.shown_tools
+        if not reasoning and not (calls and tools):
+            return None
+        format = self.text.output_format(reasoning, calls if tools else "")
+        return OutputParsing(
+            format=format,
+            request_id=self.request_id,
+            prompt_end=self.text.prompt_end(self.prompt_token_ids) if format.needs_prompt_end else "",
+            tools={tool.name: tool.parameters.value("chat.tools") for tool in tools},
+            streams_arguments=self.start.text_options.stream_tool_arguments,
+            allows_parallel_calls=prompt.parallel_tool_calls,
+        )
 
     @property
     def prompt_tail(self) -> Sequence[int]:
@@ -443,6 +465,19 @@ def check_pool(start: GenerateStart, pool: Pool) -> None:
         raise UnsupportedFieldError("this model gives no log probabilities", field="output.logprobs")
     if start.adapter and start.adapter not in pool.adapters:
         raise UnsupportedFieldError("this model has no such adapter", field="adapter")
+
+
+def check_chat_of_model(start: GenerateStart, pool: Pool, text: ModelText) -> None:
+    """Refuse tools that a model can't be shown, or whose calls nobody would find. Raises ``UnsupportedFieldError``."""
+    prompt = start.prompt
+    if not (isinstance(prompt, ChatPrompt) and prompt.shown_tools and text.chat_template is not None):
+        return
+    if not text.chat_template.takes_tools:
+        raise UnsupportedFieldError("this model's chat template takes no tools", field="chat.tools")
+    options = start.text_options
+    if not (options.raw_text or options.omit_text or text.parsers(pool.reasoning_parser, pool.tool_call_parser)[1]):
+        message = "this model has no parser of tool calls; text_options.raw_text leaves them in the text"
+        raise UnsupportedFieldError(message, field="chat.tools")
 
 
 def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -546,6 +581,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         request.trust_domain = context.tenants.domain_id(start.tenant)
         request.cache_salt = salt_in_domain(request.trust_domain, start.cache_salt)
     text = request.text = await context.texts.model_text(pool.key)
+    check_chat_of_model(start, pool, text)
     began = time.monotonic()
     token_ids = request.prompt_token_ids = await _tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
     request.tokenize_s = time.monotonic() - began
@@ -631,7 +667,13 @@ async def _tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queu
         encode = partial(text.encode_text, prompt.text)
     else:
         cost = sum([message.num_characters + _MESSAGE_COST for message in prompt.messages])
-        encode = partial(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
+        tools, arguments = prompt.shown_tools, prompt.template_arguments
+        if tools or arguments is not None:
+            cost += sum([tool.num_characters + _MESSAGE_COST for tool in tools])
+            cost += 0 if arguments is None else arguments.num_characters
+        encode = partial(
+            text.encode_messages, prompt.messages, prompt.add_generation_prompt, tools=tools, arguments=arguments
+        )
     try:
         if cost <= _MAX_INLINE_LENGTH:
             return array("I", encode(limit=EncodeLimit(max_tokens)))
@@ -639,6 +681,7 @@ async def _tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queu
             start.tenant, cost, lambda is_wanted: array("I", encode(limit=EncodeLimit(max_tokens, is_wanted)))
         )
     except InvalidRequestError as error:
-        # The text side reads only the messages; in a request they are part of `chat`.
-        field = "chat.messages" if error.field == "messages" else error.field
+        # The text side reads only the chat.
+        is_chat = isinstance(prompt, ChatPrompt) and error.field is not None
+        field = f"chat.{error.field}" if is_chat else error.field
         raise type(error)(error.message, field=field) from error

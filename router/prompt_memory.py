@@ -15,6 +15,7 @@ from sys import getsizeof
 from quartet.api.request import AskedStart, GenerateStart, Prompt, Resume, TextPrompt, TokenPrompt
 from quartet.errors import QueueFullError
 from quartet.media.items import MediaPart
+from quartet.text.chat_message import ChatMessage
 from router.config import AdmissionConfig
 from router.tenants import Tenants
 
@@ -23,6 +24,9 @@ _TOKEN_BYTES = 8
 
 # A message of a chat, besides its text.
 _MESSAGE_BYTES = 512
+
+# A character of JSON, once it is read.
+_JSON_FACTOR = 8
 
 # A request besides its prompt: its call, tasks and settings.
 _REQUEST_BYTES = 16 << 10
@@ -209,7 +213,17 @@ def _prompt_bytes(prompt: Prompt) -> int:
         return getsizeof(prompt.text)
     # Up to 4096, in one turn of the event loop. A string's method gives what `getsizeof` does, five times as fast.
     num_bytes = _MESSAGE_BYTES * len(prompt.messages)
-    return num_bytes + sum([one.role.__sizeof__() + _content_bytes(one.content) for one in prompt.messages])
+    num_bytes += sum([one.role.__sizeof__() + _content_bytes(one.content) for one in prompt.messages])
+    num_bytes += sum([_calls_bytes(one) for one in prompt.messages if one.tool_calls or one.reasoning])
+    num_bytes += sum([_MESSAGE_BYTES + _JSON_FACTOR * tool.num_characters for tool in prompt.tools])
+    arguments = prompt.template_arguments
+    return num_bytes if arguments is None else num_bytes + _JSON_FACTOR * arguments.num_characters
+
+
+def _calls_bytes(message: ChatMessage) -> int:
+    calls = message.tool_calls
+    num_characters = sum([call.num_characters for call in calls])
+    return message.reasoning.__sizeof__() + _MESSAGE_BYTES * len(calls) + _JSON_FACTOR * num_characters
 
 
 def _content_bytes(content: str | tuple[str | MediaPart, ...]) -> int:

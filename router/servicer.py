@@ -220,6 +220,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def _model(self, pool: Pool) -> Model:
         text = self._texts.known(pool.key)
+        template = None if text is None else text.chat_template
+        parsers = "", ""
+        if text is not None and template is not None:
+            parsers = text.parsers(pool.reasoning_parser, pool.tool_call_parser)
+        features = (
+            ("reasoning", bool(parsers[0])),
+            ("tools", bool(parsers[1]) and template is not None and template.takes_tools),
+        )
         return Model(
             name=pool.key.model_name,
             fingerprint=pool.key.fingerprint,
@@ -229,7 +237,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             sampling_fields=tuple(sorted(pool.sampling_fields)),
             media=tuple(sorted(pool.media.kinds)),
             adapters=tuple(sorted(pool.adapters)),
-            has_chat_template=text is not None and text.chat_template is not None,
+            has_chat_template=template is not None,
+            reasoning_parser=parsers[0],
+            tool_call_parser=parsers[1],
+            chat_features=tuple(name for name, has_it in features if has_it),
+            template_arguments=() if template is None else template.arguments,
         )
 
 

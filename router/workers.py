@@ -717,6 +717,7 @@ class Pool:
             prefill worker where none decodes; requests with them go only to workers that honour them.
         media: media that any of its workers takes.
         adapters: adapters that at least one decode worker serves; requests for them go only there.
+        reasoning_parser, tool_call_parser: those that most workers name; empty: none names one.
     """
 
     key: PoolKey
@@ -730,6 +731,8 @@ class Pool:
     num_ready_decode: int
     num_ready_encode: int = 0
     num_prefill_tokens: int = 0
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
 
 
 def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], ready: _Ready) -> Pool:
@@ -757,7 +760,15 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], ready: _Ready) -
         num_ready_decode=len(ready.decode),
         num_ready_encode=len(ready.encode),
         num_prefill_tokens=min([worker.num_rank_tokens for worker in prefill], default=0),
+        reasoning_parser=_named_most([worker.record.reasoning_parser for worker in models]),
+        tool_call_parser=_named_most([worker.record.tool_call_parser for worker in models]),
     )
+
+
+def _named_most(names: Sequence[str]) -> str:
+    """The name that comes most often; the first of several, by the alphabet, and empty if there is none."""
+    given = sorted(filter(None, names))
+    return mode(given) if given else ""
 
 
 def _usual(values: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlac
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import StalledStreamError
 from quartet.streams.wakeable import Wakeable
+from quartet.text.parsed import Parsed, ParsedBuilder
 
 
 class DeltaSink(Protocol):
@@ -19,6 +20,17 @@ class DeltaSink(Protocol):
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         """Take more of one choice, as the fields of ``Delta``. It is called for each token, so they form no object."""
+        ...
+
+    def add_parsed(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        parsed: Parsed,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """As ``add``, with reasoning or tool calls in ``parsed``; where there is only text, ``add`` is called."""
         ...
 
 
@@ -57,6 +69,7 @@ class Answer(Wakeable):
         self._is_accepted = False
         self._placed: list[Placed] = []
         self._deltas: dict[int, Delta] = {}
+        self._parsed: dict[int, ParsedBuilder] = {}  # by choice, what goes with these
         self._finished: dict[int, ChoiceFinished] = {}
         self._has_rare = False  # whether anything but deltas waits
         self._has_more = False
@@ -93,14 +106,33 @@ class Answer(Wakeable):
                 logprobs=tuple(logprobs) if logprobs else (),
             )
         else:
+            if not delta.token_ids:
+                delta.token_offset = token_offset
             delta.token_ids += tuple(token_ids)
             delta.text += text
             delta.logprobs += tuple(logprobs)
             if self._max_unread is not None and len(delta.token_ids) + len(delta.text) > self._max_unread:
-                raise StalledStreamError(f"more than {self._max_unread} tokens and characters were left unread")
+                raise self._unread_error()
         self._has_more = True
         if self._waiter is not None:
             self._wake()
+
+    def add_parsed(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        parsed: Parsed,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """Take more of one choice. Raises ``StalledStreamError`` if too much of it is unread."""
+        builder = self._parsed.get(choice)
+        if builder is None:
+            builder = self._parsed[choice] = ParsedBuilder()
+        builder.add(parsed.reasoning, parsed.tool_calls)
+        if self._max_unread is not None and builder.num_characters > self._max_unread and choice in self._deltas:
+            raise self._unread_error()
+        self.add(choice, token_offset, token_ids, parsed.text, logprobs)
 
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended."""
@@ -146,8 +178,15 @@ class Answer(Wakeable):
             if not parts:
                 await self.more()
 
+    def _unread_error(self) -> StalledStreamError:
+        return StalledStreamError(f"more than {self._max_unread} tokens and characters were left unread")
+
     def _gathered(self) -> list[AnswerPart]:
         deltas = self._deltas
+        if self._parsed:
+            for choice, builder in self._parsed.items():
+                deltas[choice].reasoning, deltas[choice].tool_calls = builder.reasoning, builder.tool_calls
+            self._parsed.clear()
         if not self._has_rare:
             parts: list[AnswerPart] = list(deltas.values())
             deltas.clear()

@@ -48,6 +48,9 @@ class Model:
         num_decode_workers: decode workers that are ready now.
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that at least one of its decode workers honours.
         media: kinds of media that it takes.
+        reasoning_parser, tool_call_parser: how its answers to chats are parsed; empty: such parts stay in the text.
+        chat_features: what chats may have beside messages: ``tools``, ``reasoning``.
+        template_arguments: variables that its chat template reads.
     """
 
     name: str
@@ -59,6 +62,10 @@ class Model:
     media: tuple[str, ...]
     adapters: tuple[str, ...]
     has_chat_template: bool
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
+    chat_features: tuple[str, ...] = ()
+    template_arguments: tuple[str, ...] = ()
 
 
 # Why a request goes where it goes, in domain terms.

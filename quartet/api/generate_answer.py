@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 
-from quartet.api.convert.answer import put_delta, to_generate_response
+from quartet.api.convert.answer import put_delta, put_parsed, to_generate_response
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Placed
 from quartet.engine.sampling import TokenLogprobs
 from quartet.streams.wakeable import Wakeable
+from quartet.text.parsed import Parsed, ParsedBuilder
 from quartet.v1 import router_pb2
 
 
@@ -22,7 +23,7 @@ class GenerateAnswer(Wakeable):
     message: protobuf copies all of a text that grows, and keeps each copy for as long as the message lives.
     """
 
-    __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages", "_texts")
+    __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages", "_parsed", "_texts")
 
     def __init__(self) -> None:
         """Begin with nothing to send."""
@@ -31,6 +32,7 @@ class GenerateAnswer(Wakeable):
         self._messages: deque[router_pb2.GenerateResponse] = deque()
         self._deltas: dict[int, router_pb2.Delta] = {}  # by choice, within messages that wait
         self._texts: dict[int, StringIO] = {}  # by choice, what comes after the text in these
+        self._parsed: dict[int, ParsedBuilder] = {}  # by choice, the reasoning and tool calls of these
         self._has_ended = False
         self._error: BaseException | None = None
 
@@ -70,6 +72,21 @@ class GenerateAnswer(Wakeable):
         if self._waiter is not None:
             self._wake()
 
+    def add_parsed(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        parsed: Parsed,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """Take more of one choice."""
+        builder = self._parsed.get(choice)
+        if builder is None:
+            builder = self._parsed[choice] = ParsedBuilder()
+        builder.add(parsed.reasoning, parsed.tool_calls)
+        self.add(choice, token_offset, token_ids, parsed.text, logprobs)
+
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended."""
         self._send(to_generate_response(finished))
@@ -92,6 +109,8 @@ class GenerateAnswer(Wakeable):
                     del self._deltas[message.delta.choice]
                     if self._texts and (more := self._texts.pop(message.delta.choice, None)) is not None:
                         message.delta.text += more.getvalue()
+                    if self._parsed and (parsed := self._parsed.pop(message.delta.choice, None)) is not None:
+                        put_parsed(message.delta, parsed.reasoning, parsed.tool_calls)
                 return message
             if self._has_ended:
                 if self._error is not None:

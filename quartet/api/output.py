@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quartet.api.answer import AnswerSink, DeltaSink
+from quartet.api.parsing import ParsingSink
 from quartet.api.request import Accepted, ChoiceFinished, Resume, TextOptions, TimeBreakdown, Usage
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import InvalidRequestError, RequestCancelledError, ServingError, WorkerUnavailableError
 from quartet.streams.messages import DecodeStarted
+from quartet.text.parsed import OutputParsing
 from quartet.text.stop_strings import StopStrings
 from quartet.text.text_stream import TextDelta, TextStream
 from quartet.text.tokenizer import Tokenizer
@@ -96,6 +98,7 @@ class ChoiceOutput:
         "_observe_itl",
         "_omits_token_ids",
         "_owed_text",
+        "_parsing",
         "_settings",
         "_sink",
         "_stop_string",
@@ -107,8 +110,15 @@ class ChoiceOutput:
         "token_ids",
     )
 
-    def __init__(self, settings: OutputSettings, choice: int, text: TextStream, sink: DeltaSink) -> None:
-        """``sink`` takes all that may be shown."""
+    def __init__(
+        self,
+        settings: OutputSettings,
+        choice: int,
+        text: TextStream,
+        sink: DeltaSink,
+        parsing: ParsingSink | None = None,
+    ) -> None:
+        """``sink`` takes all that may be shown; it is ``parsing`` if the text is parsed."""
         self.token_ids: list[int] = []
         self.num_attempts = 0
         self._settings = settings
@@ -116,6 +126,7 @@ class ChoiceOutput:
         self._text = text
         self._matches = text.has_stop_strings
         self._sink = sink
+        self._parsing = parsing
         # Copied to attributes of this object, because each token needs them.
         self._makes_text = text.makes_text
         self._observe_itl = settings.itl.observe
@@ -188,14 +199,18 @@ class ChoiceOutput:
         Raises:
             InvalidRequestError: these tokens can't give that many bytes of text; names ``field``.
         """
+        parsing = self._parsing
         self.num_attempts = resume.attempt
         self.token_ids.extend(resume.generated_token_ids)
         self._is_timed = bool(self.token_ids)
         delta = yield from self._text.push_in_steps(self.token_ids)
         self._stop_string, self._is_over = delta.stop_string, delta.stop_string is not None
-        known = delta.text.encode()
         # Text held back here, because it may begin a stop string, was shown if more tokens had come by then.
         self._num_given_tokens = len(self.token_ids) - delta.num_tokens
+        if parsing is not None:
+            yield from parsing.resume(delta.text, resume)
+            return
+        known = delta.text.encode()
         self._num_given_bytes = max(resume.num_text_bytes - len(known), 0)
         try:
             self._owed_text = known[resume.num_text_bytes :].decode()
@@ -206,8 +221,7 @@ class ChoiceOutput:
     def begin_attempt(self) -> None:
         """One more attempt begins; the sink already has the choice's placement."""
         self.num_attempts += 1
-        if self._owed_text:
-            self._give_owed()
+        self._give_owed()
 
     def book_by(self, book: Callable[[int], int]) -> None:
         """From now on, call ``book`` with the number of tokens here once it is above what ``book`` last returned."""
@@ -246,11 +260,12 @@ class ChoiceOutput:
     def finish(self, reason: FinishReason) -> ChoiceFinished:
         """Show what was held back, and end the choice. Tokens still on their way from a worker come too late."""
         self._is_over, self._is_plain = True, False
-        if self._owed_text:
-            self._give_owed()
+        self._give_owed()
         self._deliver(self._text.finish(), time.monotonic())
         if self.has_stopped:
             reason = FinishReason.STOP_STRING
+        if self._parsing is not None:
+            reason = self._parsing.finish(self._num_shown, reason)
         time_breakdown = self.time_breakdown()
         self._times["total_s"] = time_breakdown.total_s or 0.0
         return ChoiceFinished(
@@ -308,8 +323,11 @@ class ChoiceOutput:
         self._show(delta.token_ids, delta.num_tokens, delta.text, logprobs, now)
 
     def _give_owed(self) -> None:
-        text, self._owed_text = self._owed_text, ""
-        self._sink.add(self._choice, self._num_shown, (), text, ())
+        if self._owed_text:
+            text, self._owed_text = self._owed_text, ""
+            self._sink.add(self._choice, self._num_shown, (), text, ())
+        elif self._parsing is not None and self._parsing.owes:
+            self._parsing.give_owed(self._num_shown)
 
     def _leave_out_given(self, delta: TextDelta) -> TextDelta:
         """``delta`` without what the client had before it resumed."""
@@ -363,6 +381,7 @@ def make_outputs(
     tokenizer: Tokenizer | None,
     prompt_tail: Sequence[int],
     settings: OutputSettings,
+    parsing: OutputParsing | None = None,
 ) -> dict[int, ChoiceOutput]:
     """The outputs of one request's choices, by choice.
 
@@ -373,6 +392,7 @@ def make_outputs(
         tokenizer: makes the text; ``None``: no text, whatever ``options`` say.
         prompt_tail: the prompt's last few token ids, which the text continues.
         settings: what they share.
+        parsing: how reasoning and tool calls are found in the text; ``None``: they stay in it.
     """
     outputs = {}
     stops = StopStrings(options.stop_strings) if options.stop_strings else None
@@ -382,9 +402,14 @@ def make_outputs(
             stops,
             include_stop=options.include_stop_string,
             skip_special_tokens=not options.show_special_tokens,
+            shown=frozenset() if parsing is None else parsing.format.shown,
             prompt_tail=prompt_tail,
         )
-        outputs[choice] = ChoiceOutput(settings, choice, text, sink)
+        if parsing is None or not text.makes_text:
+            outputs[choice] = ChoiceOutput(settings, choice, text, sink)
+        else:
+            parser = ParsingSink(parsing, choice, sink)
+            outputs[choice] = ChoiceOutput(settings, choice, text, parser, parser)
     return outputs
 
 

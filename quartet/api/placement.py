@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quartet.api.request import ChoiceFinished, ChoicePlacement
 from quartet.engine.sampling import TokenLogprobs
@@ -43,6 +43,7 @@ class PlacedRequest:
         attempt: the highest attempt's number among the choices; a request that resumes it needs a higher number.
         model_fingerprint: identifies the text files that the decode worker gives.
         prompt_tail_token_ids: the prompt's last few tokens, which the answer's text continues.
+        parsing: how reasoning and tool calls are found in it; ``None``: they are not looked for.
         tokenize_s: seconds that template and tokenizer took.
     """
 
@@ -55,3 +56,17 @@ class PlacedRequest:
     model_fingerprint: str
     prompt_tail_token_ids: tuple[int, ...]
     tokenize_s: float
+    parsing: PlacedParsing | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedParsing:
+    """The parsers of a model's output, by name, and where an answer begins.
+
+    Attributes:
+        prompt_end: the end of the prompt's text, special tokens included.
+    """
+
+    reasoning_parser: str
+    tool_call_parser: str
+    prompt_end: str = field(repr=False)

@@ -11,13 +11,14 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, TypeAlias
 
+from quartet.api.chat import ChatPrompt, check_chat
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError
 from quartet.media.items import MediaPart
 from quartet.streams.messages import is_request_id
-from quartet.text.chat_message import ChatMessage
+from quartet.text.parsed import ToolCallDelta
 from quartet.transfer.base import TransferWay
 
 
@@ -26,14 +27,6 @@ class TextPrompt:
     """Text, tokenized as it is."""
 
     text: str = field(repr=False)
-
-
-@dataclass(frozen=True)
-class ChatPrompt:
-    """A conversation, laid out by the model's chat template."""
-
-    messages: tuple[ChatMessage, ...] = field(repr=False)
-    add_generation_prompt: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,8 @@ class TextOptions:
         omit_text: token ids only.
         omit_token_ids: text only.
         show_special_tokens: show them as text.
+        raw_text: leave reasoning and tool calls in the text of a chat's answer.
+        stream_tool_arguments: show arguments of tool calls as they come; else a call once it is complete.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -63,6 +58,8 @@ class TextOptions:
     omit_text: bool = False
     omit_token_ids: bool = False
     show_special_tokens: bool = False
+    raw_text: bool = False
+    stream_tool_arguments: bool = False
 
 
 class AskedStart(Protocol):
@@ -240,7 +237,9 @@ class Resume:
         attempt: the new attempt's number, above the last one's, so at least 1.
         choice: the choice that broke; only it runs.
         generated_token_ids: the tokens that the choice already gave.
-        num_text_bytes: UTF-8 bytes of the text that the choice already gave.
+        num_text_bytes, num_reasoning_bytes: UTF-8 bytes of the text and the reasoning that the choice already gave.
+        num_tool_calls: tool calls of which it already gave the first part.
+        num_argument_bytes: UTF-8 bytes of the arguments that it already gave, of all tool calls together.
         model_fingerprint: identifies the model that gave them; only it may continue. Empty: any model of that name.
     """
 
@@ -250,6 +249,9 @@ class Resume:
     choice: int = 0
     generated_token_ids: Sequence[int] = field(default=(), repr=False)
     num_text_bytes: int = 0
+    num_reasoning_bytes: int = 0
+    num_tool_calls: int = 0
+    num_argument_bytes: int = 0
     model_fingerprint: str = ""
 
     def read(self) -> Resume:
@@ -311,8 +313,10 @@ class Delta:
     Attributes:
         token_offset: number of the first of ``token_ids`` within the output.
         text: new text, never half a character; not aligned with the tokens, because text that may begin a stop
-            string comes later.
+            string, or a marker of reasoning or tool calls, comes later.
         logprobs: one entry a token, if the client asked for them.
+        reasoning: new text of what the model thinks before it answers.
+        tool_calls: new parts of calls, in order.
     """
 
     choice: int
@@ -320,6 +324,8 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -447,6 +453,8 @@ def check_read(start: GenerateStart) -> None:
     _check_text_options(start)
     if _is_empty(start.prompt):
         raise InvalidRequestError("the prompt is empty", field=prompt_field(start.prompt))
+    if isinstance(start.prompt, ChatPrompt):
+        check_chat(start.prompt)
 
 
 def check_name(field: str, name: str) -> None:

@@ -10,7 +10,12 @@ from typing import TypeAlias
 import grpc
 
 from quartet.api.answer import Answer
-from quartet.api.convert.answer import from_accepted, from_choice_finished, from_choice_placement
+from quartet.api.convert.answer import (
+    from_accepted,
+    from_choice_finished,
+    from_choice_placement,
+    from_session_parsed,
+)
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, StalledStreamError
@@ -18,9 +23,12 @@ from quartet.rpc.errors import from_failure
 from quartet.streams.convert.messages import from_token_logprobs
 from quartet.streams.messages import split_tokens
 from quartet.streams.slots import SlotClient
+from quartet.text.parsed import Parsed
 from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 
 _Add: TypeAlias = Callable[[int, int, Sequence[int], str, Sequence[TokenLogprobs]], None]
+
+_AddParsed: TypeAlias = Callable[[int, int, Sequence[int], Parsed, Sequence[TokenLogprobs]], None]
 
 
 class SessionCall:
@@ -34,6 +42,7 @@ class SessionCall:
         self._answer = answer
         #: Takes more of one choice, as the fields of ``Delta``. Raises ``StalledStreamError``: too much is unread.
         self.add: _Add = answer.add
+        self.add_parsed: _AddParsed = answer.add_parsed
 
     def cancel(self) -> None:
         """Ask the router to end it; what the router still sends goes to the answer. Harmless after its end."""
@@ -76,6 +85,7 @@ class SessionCall:
     def _end(self) -> None:
         self.is_over = True
         self.add = _ignore
+        self.add_parsed = _ignore_parsed
 
 
 class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResponse, SessionCall]):
@@ -120,6 +130,8 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         for later in response.placed:
             self._call(later.slot).placed(from_choice_placement(later.placement))
         self._receive_deltas(response)
+        if response.parsed:
+            self._receive_parsed(response)
         for ended in response.finished:
             if self._call(ended.slot).finish(from_choice_finished(ended.finished)):
                 self._end(ended.slot)
@@ -145,6 +157,15 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         if logprobs:
             raise ValueError("log probabilities of nothing")
 
+    def _receive_parsed(self, response: router_pb2.SessionResponse) -> None:
+        for message in response.parsed:
+            call = self._call(message.slot)
+            try:
+                # Its tokens came in the columns.
+                call.add_parsed(message.choice, 0, (), from_session_parsed(message), ())
+            except StalledStreamError as error:
+                call.drop(error)
+
 
 class _LogprobsColumn:
     """One entry for each entry of the columns that has log probabilities, in their order."""
@@ -169,6 +190,12 @@ def _ignore(
     _choice: int, _token_offset: int, _token_ids: Sequence[int], _text: str, _logprobs: Sequence[TokenLogprobs]
 ) -> None:
     """Drop the deltas: the request has ended."""
+
+
+def _ignore_parsed(
+    _choice: int, _token_offset: int, _token_ids: Sequence[int], _parsed: Parsed, _logprobs: Sequence[TokenLogprobs]
+) -> None:
+    """The same of reasoning and tool calls."""
 
 
 def _nothing(_error: ServingError) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from quartet.engine.sampling import TokenLogprobs
 from quartet.streams.outbox import TOKEN_BYTES, payload_bytes
+from quartet.text.parsed import Parsed, ParsedBuilder, ToolCallDelta
+
+#: Slot, choice, and reasoning and tool calls of it; its text is in an entry.
+ParsedEntry: TypeAlias = tuple[int, int, Parsed]
 
 #: Slot, choice, token offset, token ids, text, log probabilities. A tuple, because each token makes one, and columns
 #: can be made of many tuples without running a line of Python for each.
@@ -42,7 +46,9 @@ class Columns(NamedTuple):
 
 
 def to_columns(entries: Sequence[Entry]) -> Columns:
-    """The columns of ``entries``, which are not empty."""
+    """The columns of ``entries``."""
+    if not entries:
+        return _NO_COLUMNS
     columns: Any = zip(*entries, strict=True)
     slots, choices, offsets, token_ids, texts, logprobs = columns
     return Columns(
@@ -56,12 +62,37 @@ def to_columns(entries: Sequence[Entry]) -> Columns:
     )
 
 
+_NO_COLUMNS = Columns((), (), (), (), (), (), ())
+
+
+def joined(entries: Iterable[ParsedEntry]) -> Mapping[tuple[int, int], ParsedBuilder]:
+    """Those of each slot and choice together."""
+    builders: dict[tuple[int, int], ParsedBuilder] = {}
+    for slot, choice, parsed in entries:
+        builder = builders.get((slot, choice))
+        if builder is None:
+            builder = builders[slot, choice] = ParsedBuilder()
+        builder.add(parsed.reasoning, parsed.tool_calls)
+    return builders
+
+
+def parsed_bytes(entries: Iterable[ParsedEntry]) -> int:
+    """Upper bound of their size in a message."""
+    return sum([_parsed_bytes(parsed) for _, _, parsed in entries])
+
+
 @dataclass(slots=True)
 class _PendingChoice:
     offset: int
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    parsed: list[Parsed] = field(default_factory=list)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether anything but reasoning and tool calls waits."""
+        return bool(self.token_ids or self.texts or self.logprobs)
 
 
 @dataclass(slots=True)
@@ -102,6 +133,13 @@ class SessionBacklog:
             request.num_tokens += len(token_ids)
             request.size_bytes += _entry_bytes(token_ids, text, logprobs)
 
+    def add_parsed(self, entries: Iterable[ParsedEntry]) -> None:
+        """Put ``entries``, whose own entries were added, behind the waiting ones of the same choices."""
+        for slot, choice, parsed in entries:
+            request = self._requests[slot]
+            request.choices[choice].parsed.append(parsed)
+            request.size_bytes += _parsed_bytes(parsed)
+
     def beyond(self, max_tokens: int, max_bytes: int) -> list[int]:
         """Slots of the requests with more tokens or bytes waiting than that."""
         requests = self._requests.items()
@@ -111,30 +149,45 @@ class SessionBacklog:
         """Forget what waits of the request in ``slot``, if anything does."""
         self._requests.pop(slot, None)
 
-    def take(self, room_bytes: int) -> list[Entry]:
+    def take(self, room_bytes: int) -> tuple[list[Entry], list[ParsedEntry]]:
         """The first entries, one a choice, that fit into ``room_bytes``; the last one may be a part of an entry."""
         taken: list[Entry] = []
+        parsed: list[ParsedEntry] = []
         while self._requests and room_bytes > _ENTRY_BYTES:
             slot, request = next(iter(self._requests.items()))
             choice, pending = next(iter(request.choices.items()))
             entry: Entry = (slot, choice, pending.offset, pending.token_ids, "".join(pending.texts), pending.logprobs)
             room_bytes -= _ENTRY_BYTES
-            if _entry_bytes(*entry[3:]) <= room_bytes:
-                del request.choices[choice]
-            else:
-                entry, request.choices[choice] = _split(entry, room_bytes)
+            if _entry_bytes(*entry[3:]) > room_bytes:
+                entry, rest = _split(entry, room_bytes)
+                rest.parsed = pending.parsed
+                request.choices[choice] = rest
                 if not any(entry[3:]):
                     break
-            taken.append(entry)
-            room_bytes -= self._count_out(slot, request, entry)
-        return taken
+                taken.append(entry)
+                room_bytes -= self._count_out(request, entry)
+                continue
+            if pending.has_columns or not pending.parsed:
+                taken.append(entry)
+                room_bytes -= self._count_out(request, entry)
+            shown, left = _split_parsed(pending.parsed, room_bytes)
+            if left and not (shown or taken or parsed):
+                shown, left = left[:1], left[1:]  # a call whose name alone is too long: it must go on
+            parsed += [(slot, choice, part) for part in shown]
+            room_bytes -= sum(map(_parsed_bytes, shown))
+            request.size_bytes -= sum(map(_parsed_bytes, pending.parsed)) - sum(map(_parsed_bytes, left))
+            if left:
+                request.choices[choice] = _PendingChoice(pending.offset + len(pending.token_ids), parsed=left)
+                break
+            del request.choices[choice]
+            if not request.choices:
+                del self._requests[slot]
+        return taken, parsed
 
-    def _count_out(self, slot: int, request: _PendingRequest, entry: Entry) -> int:
+    def _count_out(self, request: _PendingRequest, entry: Entry) -> int:
         size_bytes = _entry_bytes(*entry[3:])
         request.num_tokens -= len(entry[3])
         request.size_bytes -= size_bytes
-        if not request.choices:
-            del self._requests[slot]
         return size_bytes
 
 
@@ -157,10 +210,59 @@ def _split(entry: Entry, room_bytes: int) -> tuple[Entry, _PendingChoice]:
     return part, rest
 
 
+def _split_parsed(waiting: Sequence[Parsed], room_bytes: int) -> tuple[list[Parsed], list[Parsed]]:
+    """What fits into ``room_bytes``, and the rest."""
+    for number, parsed in enumerate(waiting):
+        num_bytes = _parsed_bytes(parsed)
+        if num_bytes > room_bytes:
+            shown, left = _split_one(parsed, room_bytes - _ENTRY_BYTES)
+            taken = [*waiting[:number], shown] if shown.reasoning or shown.tool_calls else list(waiting[:number])
+            return taken, [left, *waiting[number + 1 :]]
+        room_bytes -= num_bytes
+    return list(waiting), []
+
+
+def _split_one(parsed: Parsed, room_bytes: int) -> tuple[Parsed, Parsed]:
+    reasoning = _first_bytes(parsed.reasoning, room_bytes)
+    if len(reasoning) < len(parsed.reasoning):
+        return Parsed("", reasoning), Parsed("", parsed.reasoning[len(reasoning) :], parsed.tool_calls)
+    room_bytes -= _text_bytes(reasoning)
+    shown: list[ToolCallDelta] = []
+    for number, call in enumerate(parsed.tool_calls):
+        num_bytes = _call_bytes(call)
+        if num_bytes > room_bytes:
+            room_bytes -= num_bytes - _text_bytes(call.arguments)
+            arguments = _first_bytes(call.arguments, room_bytes)
+            rest = [call]
+            if arguments:
+                shown.append(ToolCallDelta(call.index, call.id, call.name, arguments))
+                rest = [ToolCallDelta(call.index, "", "", call.arguments[len(arguments) :], call.is_complete)]
+            return Parsed("", reasoning, shown), Parsed("", "", (*rest, *parsed.tool_calls[number + 1 :]))
+        shown.append(call)
+        room_bytes -= num_bytes
+    return Parsed("", reasoning, shown), Parsed()
+
+
+def _first_bytes(text: str, room_bytes: int) -> str:
+    return text.encode()[: max(room_bytes, 0)].decode(errors="ignore")
+
+
+def _parsed_bytes(parsed: Parsed) -> int:
+    return _ENTRY_BYTES + _text_bytes(parsed.reasoning) + sum([_call_bytes(call) for call in parsed.tool_calls])
+
+
+def _call_bytes(call: ToolCallDelta) -> int:
+    return _ENTRY_BYTES + _text_bytes(call.id) + _text_bytes(call.name) + _text_bytes(call.arguments)
+
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def _entry_bytes(token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> int:
     size_bytes = TOKEN_BYTES * len(token_ids)
     if text:
-        size_bytes += len(text) if text.isascii() else len(text.encode())
+        size_bytes += _text_bytes(text)
     if logprobs:
         size_bytes += payload_bytes((), logprobs)
     return size_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
@@ -19,6 +19,7 @@ from quartet.api.convert.answer import (
     to_session_accepted,
     to_session_failure,
     to_session_finished,
+    to_session_parsed,
     to_session_placed,
     to_session_response,
 )
@@ -31,7 +32,7 @@ from quartet.api.request import (
     SessionRun,
     SessionStart,
 )
-from quartet.api.session_columns import Entry, SessionBacklog, to_columns
+from quartet.api.session_columns import Entry, ParsedEntry, SessionBacklog, joined, parsed_bytes, to_columns
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import (
@@ -49,6 +50,7 @@ from quartet.streams.base import ServerStream
 from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
 from quartet.streams.read_pace import Account
 from quartet.streams.wakeable import Wakeable
+from quartet.text.parsed import Parsed
 from quartet.v1 import router_pb2 as pb
 
 #: Begins a request whose answer goes to the sink; raises ``ServingError`` if it can't.
@@ -216,12 +218,14 @@ class SessionOutbox(Wakeable):
         entries: deltas as they came. After appending one, call ``poll`` if there are ``poll_at`` of them: one method
             for both would double the cost of a token.
         poll_at: the number of entries at which ``poll`` must be called.
+        parsed: reasoning and tool calls, each before the entry that it came with.
     """
 
     def __init__(self, limits: SessionLimits, on_overflow: Callable[[int, ServingError], None]) -> None:
         """``on_overflow`` is called with a request for which too much waits, after its failure was added here."""
         super().__init__()
         self.entries: Final[list[Entry]] = []
+        self.parsed: Final[list[ParsedEntry]] = []
         self._limits = limits
         self._on_overflow = on_overflow
         self._max_unseen = self.poll_at = min(_MAX_UNSEEN_ENTRIES, limits.max_pending_tokens)
@@ -346,20 +350,30 @@ class SessionOutbox(Wakeable):
         if not self._backlog:
             columns = to_columns(self.entries)
             size_bytes = columns.max_size_bytes
+            if self.parsed:
+                size_bytes += parsed_bytes(self.parsed)
             if size_bytes <= room:
+                message = to_session_response(columns)
+                if self.parsed:
+                    message.parsed.extend(_to_parsed(self.parsed))
+                    self.parsed.clear()
                 self.entries.clear()
-                return to_session_response(columns), room - size_bytes
+                return message, room - size_bytes
         self._gather()
-        entries = self._backlog.take(room)
-        if not entries:
+        entries, parsed = self._backlog.take(room)
+        if not (entries or parsed):
             return pb.SessionResponse(), 0
         columns = to_columns(entries)
+        message = to_session_response(columns)
+        message.parsed.extend(_to_parsed(parsed))
         # Its upper bound may be above the backlog's count, character by character.
-        return to_session_response(columns), max(0, room - columns.max_size_bytes)
+        return message, max(0, room - columns.max_size_bytes - parsed_bytes(parsed))
 
     def _gather(self) -> None:
         self._backlog.add(self.entries)
+        self._backlog.add_parsed(self.parsed)
         self.entries.clear()
+        self.parsed.clear()
 
     def _forget_ended(self) -> None:
         self._ended &= {item.slot for pending in (self._finished, self._failures) for item in pending}
@@ -452,6 +466,19 @@ class _Request:
         if len(entries) >= self._outbox.poll_at:
             self._outbox.poll()
 
+    def add_parsed(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        parsed: Parsed,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """Take more of one choice."""
+        if not self._is_over:
+            self._outbox.parsed.append((self._slot, choice, parsed))
+            self.add(choice, token_offset, token_ids, parsed.text, logprobs)
+
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended; with the last one, the client's request has."""
         if self._is_over:
@@ -491,6 +518,14 @@ def _num_choices(message: pb.SessionStart) -> int:
     if message.HasField("resume") or not message.start.HasField("num_choices"):
         return 1
     return min(max(message.start.num_choices, 1), MAX_CHOICES)
+
+
+def _to_parsed(entries: Iterable[ParsedEntry]) -> list[pb.SessionParsed]:
+    """One side message for each choice."""
+    return [
+        to_session_parsed(slot, choice, builder.reasoning, builder.tool_calls)
+        for (slot, choice), builder in joined(entries).items()
+    ]
 
 
 def _first(pending: deque[SideT], held: Container[int], room: int) -> tuple[list[SideT], int]:

@@ -1,5 +1,6 @@
 """The Python client of Quartet: ``QuartetClient`` for asyncio, ``quartet.client.sync.SyncClient`` for the rest."""
 
+from quartet.api.chat import ToolChoice
 from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import (
     Accepted,
@@ -18,7 +19,9 @@ from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, Tool, ToolCall
+from quartet.text.json_object import JsonObject
+from quartet.text.parsed import ToolCallDelta
 from quartet.transfer.base import TransferWay
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "FinishReason",
     "GenerateFields",
     "GenerateStream",
+    "JsonObject",
     "MediaFile",
     "MediaKind",
     "MediaPart",
@@ -47,6 +51,10 @@ __all__ = [
     "Sampling",
     "TimeBreakdown",
     "TokenLogprobs",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
     "TransferWay",
     "Usage",
     "WorkerState",

@@ -12,6 +12,7 @@ from functools import partial
 
 from quartet import errors
 from quartet.api.answer import Answer
+from quartet.api.chat import ChatPrompt
 from quartet.api.convert.answer import from_place_response, to_place_request
 from quartet.api.convert.request import to_generate_start
 from quartet.api.output import ChoiceOutput, OutputSettings, RunningChoices, make_outputs
@@ -38,7 +39,7 @@ from quartet.streams import client
 from quartet.streams.client import outcome_in_time
 from quartet.streams.messages import DecodeStarted, SignedPlacement
 from quartet.text.model_text import ModelText
-from quartet.text.tokenizer import Tokenizer
+from quartet.text.parsed import OutputParsing, Parsed
 
 
 class DirectRequest:
@@ -104,13 +105,13 @@ class DirectRequest:
 
     async def _generate(self) -> None:
         try:
-            request, tokenizer = await self._placer.place()
+            request, text = await self._placer.place()
         except (errors.MessageTooLargeError, errors.PlaceTooLargeError, NoTextError):
             # Too long to be signed, no room for all choices at once, or no known worker has the tokenizer.
             await self._generate_by_router()
             return
         self._choices.accept(_accepted(request))
-        self._choices.outputs = self._make_outputs(request, tokenizer)
+        self._choices.outputs = self._make_outputs(request, text)
         if len(request.choices) == 1:
             await self._run_choice(request.choices[0])
             return
@@ -128,16 +129,17 @@ class DirectRequest:
                     case Placed():
                         self._answer.placed(part.placement)
                     case Delta():
-                        self._answer.add(part.choice, part.token_offset, part.token_ids, part.text, part.logprobs)
+                        parsed = Parsed(part.text, part.reasoning, part.tool_calls)
+                        self._answer.add_parsed(part.choice, part.token_offset, part.token_ids, parsed, part.logprobs)
                     case ChoiceFinished():
                         self._choices.finish(part)
 
-    def _make_outputs(self, request: PlacedRequest, tokenizer: Tokenizer | None) -> Mapping[int, ChoiceOutput]:
+    def _make_outputs(self, request: PlacedRequest, text: ModelText | None) -> Mapping[int, ChoiceOutput]:
         return make_outputs(
             [placed.choice for placed in request.choices],
             self._answer,
             self._start.text_options,
-            tokenizer,
+            None if text is None else text.tokenizer,
             request.prompt_tail_token_ids,
             OutputSettings(
                 num_prompt_tokens=request.num_prompt_tokens,
@@ -145,6 +147,26 @@ class DirectRequest:
                 tokenize_s=request.tokenize_s,
                 omits_token_ids=self._start.text_options.omit_token_ids,
             ),
+            None if text is None else self._parsing(request, text),
+        )
+
+    def _parsing(self, request: PlacedRequest, text: ModelText) -> OutputParsing | None:
+        """How the answer is parsed, as the router says."""
+        placed, prompt = request.parsing, self._start.prompt
+        if placed is None or not isinstance(prompt, ChatPrompt):
+            return None
+        try:
+            format = text.output_format(placed.reasoning_parser, placed.tool_call_parser)
+        except errors.ConfigError as error:
+            message = f"this client can't parse the answer: {error}; text_options.raw_text leaves it as it is"
+            raise errors.UnsupportedFieldError(message, field="chat") from error
+        return OutputParsing(
+            format=format,
+            request_id=request.request_id,
+            prompt_end=placed.prompt_end,
+            tools={tool.name: tool.parameters.value("chat.tools") for tool in prompt.shown_tools},
+            streams_arguments=self._start.text_options.stream_tool_arguments,
+            allows_parallel_calls=prompt.parallel_tool_calls,
         )
 
     async def _run_choice(self, placed: PlacedChoice) -> None:
@@ -336,8 +358,8 @@ class Placer:
         self._request: PlacedRequest | None = None
         self._attempts: dict[int, int] = {}
 
-    async def place(self) -> tuple[PlacedRequest, Tokenizer | None]:
-        """The placement, and the tokenizer that makes its text; no tokenizer if no text is wanted.
+    async def place(self) -> tuple[PlacedRequest, ModelText | None]:
+        """The placement, and the model's text side, which makes its text; ``None`` if no text is wanted.
 
         Raises:
             NoTextError: another path must make the text.
@@ -347,7 +369,7 @@ class Placer:
         while True:
             request = self._request = await self._ask(None)
             try:
-                return request, await self._tokenizer(request)
+                return request, await self._model_text(request)
             except asyncio.CancelledError:
                 self._tools.workers.release(request.choices)
                 raise
@@ -399,15 +421,14 @@ class Placer:
             raise errors.RequestTimeoutError(f"the request did not end within {self._start.timeout_s:g} s")
         return left_s
 
-    async def _tokenizer(self, request: PlacedRequest) -> Tokenizer | None:
+    async def _model_text(self, request: PlacedRequest) -> ModelText | None:
         if self._start.text_options.omit_text:
             return None
         fingerprint = request.model_fingerprint
         addresses = [choice.next.address for choice in request.choices if isinstance(choice.next, SignedPlacement)]
         if not addresses and self._tools.texts.known(fingerprint) is None:
             raise NoTextError
-        text = await self._tools.model_text(fingerprint, addresses)
-        return text.tokenizer
+        return await self._tools.model_text(fingerprint, addresses)
 
 
 # What a failed attempt of a direct request means for the next one; pure.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TypedDict
 
 from google.protobuf.message import Message
 
-from quartet.api.request import ChatPrompt, GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt, check_start
+from quartet.api.chat import ChatPrompt, ToolChoice
+from quartet.api.request import GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt, check_start
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError, MediaTooLargeError
 from quartet.media.items import MediaFile, MediaKind, MediaPart
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
-from quartet.text.chat_message import ChatMessage, media_of
+from quartet.text.chat_message import ChatMessage, Tool, media_of
+from quartet.text.json_object import JsonObject
 
 _DEFAULT_SAMPLING = Sampling()
 
@@ -27,6 +30,10 @@ class GenerateFields(TypedDict, total=False):
 
     Attributes:
         messages: a conversation, laid out by the model's chat template.
+        tools: functions that the answer to ``messages`` may call.
+        tool_choice: whether it may, or must.
+        parallel_tool_calls: it may hold several calls; else all but its first are left out.
+        template_arguments: further variables of the chat template, such as ``{"reasoning_effort": "low"}``.
         token_ids: a prompt that is already tokenized.
         media: the media that the placeholders in ``prompt`` or ``token_ids`` stand for, in order; messages hold theirs.
         model: empty: the only model, if there is only one.
@@ -40,9 +47,15 @@ class GenerateFields(TypedDict, total=False):
         omit_text: token ids only; not together with ``stop``.
         omit_token_ids: text only.
         show_special_tokens: show them as text.
+        raw_text: leave reasoning and tool calls in the text, as the model wrote them.
+        stream_tool_arguments: show arguments of tool calls as they come; else a call once it is complete.
     """
 
     messages: Sequence[ChatMessage] | None
+    tools: Sequence[Tool]
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    template_arguments: Mapping[str, object] | None
     token_ids: Sequence[int] | None
     media: Sequence[MediaPart]
     model: str
@@ -57,12 +70,18 @@ class GenerateFields(TypedDict, total=False):
     omit_text: bool
     omit_token_ids: bool
     show_special_tokens: bool
+    raw_text: bool
+    stream_tool_arguments: bool
 
 
 def make_start(
     prompt: str | None = None,
     *,
     messages: Sequence[ChatMessage] | None = None,
+    tools: Sequence[Tool] = (),
+    tool_choice: ToolChoice = ToolChoice.AUTO,
+    parallel_tool_calls: bool = True,
+    template_arguments: Mapping[str, object] | None = None,
     token_ids: Sequence[int] | None = None,
     media: Sequence[MediaPart] = (),
     model: str = "",
@@ -77,6 +96,8 @@ def make_start(
     omit_text: bool = False,
     omit_token_ids: bool = False,
     show_special_tokens: bool = False,
+    raw_text: bool = False,
+    stream_tool_arguments: bool = False,
 ) -> GenerateStart:
     """The request that ``GenerateFields`` describe, with exactly one of ``prompt``, ``messages`` and ``token_ids``.
 
@@ -88,8 +109,19 @@ def make_start(
         raise InvalidRequestError("stop is a list of strings, not a string", field="text_options.stop_strings")
     if media and messages is not None:
         raise InvalidRequestError("the media of a conversation are in its messages", field="media")
+    if (tools or template_arguments) and messages is None:
+        raise InvalidRequestError("tools and template_arguments are for messages", field="chat")
+    chat = None
+    if messages is not None:
+        chat = ChatPrompt(
+            tuple(messages),
+            tools=tuple(tools),
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            template_arguments=_to_json(template_arguments) if template_arguments else None,
+        )
     start = GenerateStart(
-        prompt=_make_prompt(prompt, messages, token_ids),
+        prompt=_make_prompt(prompt, chat, token_ids),
         model=model,
         sampling=sampling,
         seed=seed,
@@ -100,6 +132,8 @@ def make_start(
             omit_text=omit_text,
             omit_token_ids=omit_token_ids,
             show_special_tokens=show_special_tokens,
+            raw_text=raw_text,
+            stream_tool_arguments=stream_tool_arguments,
         ),
         timeout_s=timeout_s,
         session_key=session_key,
@@ -125,12 +159,20 @@ def check_size(start: GenerateStart, message: Message) -> None:
         raise MediaTooLargeError(reason, field="chat.messages" if in_chat else "media")
 
 
-def _make_prompt(text: str | None, messages: Sequence[ChatMessage] | None, token_ids: Sequence[int] | None) -> Prompt:
+def _to_json(value: Mapping[str, object]) -> JsonObject:
+    """``value`` as it is sent. Raises ``InvalidRequestError``: it is no JSON."""
+    try:
+        return JsonObject.of_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"no JSON: {error}", field="chat.template_arguments") from error
+
+
+def _make_prompt(text: str | None, chat: ChatPrompt | None, token_ids: Sequence[int] | None) -> Prompt:
     given: list[Prompt] = []
     if text is not None:
         given.append(TextPrompt(text))
-    if messages is not None:
-        given.append(ChatPrompt(tuple(messages)))
+    if chat is not None:
+        given.append(chat)
     if token_ids is not None:
         given.append(TokenPrompt(tuple(token_ids)))
     if len(given) != 1:

@@ -9,6 +9,9 @@ from typing import Protocol
 from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Placed
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError
+from quartet.text.chat_message import ToolCall
+from quartet.text.json_object import JsonObject
+from quartet.text.parsed import ParsedBuilder
 
 
 class ClientRequest(Protocol):
@@ -79,12 +82,19 @@ class GenerateStream:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedChoice:
-    """One whole answer."""
+    """One whole answer.
+
+    Attributes:
+        reasoning: what the model thought before it.
+        tool_calls: those that are complete, to be run.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finished: ChoiceFinished
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +121,7 @@ class _Answer:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    parsed: ParsedBuilder = field(default_factory=ParsedBuilder)
 
 
 class CompletionBuilder:
@@ -138,6 +149,7 @@ class CompletionBuilder:
                 answer.texts.append(part.text)
                 answer.token_ids += part.token_ids
                 answer.logprobs += part.logprobs
+                answer.parsed.add(part.reasoning, part.tool_calls)
 
     def build(self, router: str | None) -> Completion:
         """The answers of ``router``. Raises ``ProtocolError`` if none accepted the request."""
@@ -155,4 +167,10 @@ class CompletionBuilder:
             token_ids=tuple(answer.token_ids),
             logprobs=tuple(answer.logprobs),
             finished=self._finished[choice],
+            reasoning=answer.parsed.reasoning,
+            tool_calls=tuple(
+                ToolCall(call.name, JsonObject.of_text(call.arguments), call.id)
+                for call in answer.parsed.tool_calls
+                if call.is_complete
+            ),
         )

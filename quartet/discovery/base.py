@@ -86,6 +86,8 @@ class Abilities:
         max_media_tokens: tokens that one media item fills at most; 0: it takes none.
         adapters: names of the LoRA adapters that the worker serves.
         unannounced_blocks: cached blocks that its KV events leave out: ``salted``, ``adapter``, ``media``.
+        reasoning_parser, tool_call_parser: how the model's output is parsed; ``none``: not; empty: as its chat template
+            says.
     """
 
     model_fingerprint: str
@@ -98,6 +100,8 @@ class Abilities:
     max_media_tokens: int = 0
     adapters: tuple[str, ...] = ()
     unannounced_blocks: tuple[str, ...] = ()
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,9 @@ class WorkerRecord(Abilities):
         check_text("host", self.host.ipc_namespace)
         for name in ("transfer_ways", "sampling_fields", "media", "adapters", "unannounced_blocks"):
             check_texts(name, getattr(self, name))
+        for name in ("reasoning_parser", "tool_call_parser"):
+            if getattr(self, name):
+                check_name(name, getattr(self, name))
         check_count("data_parallel_size", self.data_parallel_size, least=1, most=MAX_RANKS)
         for name in ("num_blocks", "block_size", "max_model_len", "max_media_tokens"):
             check_count(name, getattr(self, name))

@@ -39,6 +39,7 @@ class FinishReason(StrEnum):
     STOP_STRING = "stop_string"  # found where tokens become text
     LENGTH = "length"  # max_tokens or the model's longest sequence
     CANCELLED = "cancelled"  # the client asked for an early end; engines report it as a failure
+    TOOL_CALLS = "tool_calls"  # as STOP_ID, and tool calls were found in the text
 
 
 @dataclass(kw_only=True)

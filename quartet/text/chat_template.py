@@ -9,45 +9,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.errors import InvalidRequestError, ModelFilesError, PromptTooLongError
-from quartet.media.items import MediaPart
 from quartet.text import model_files
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, Tool
+from quartet.text.template_forms import CallForm, ContentForm, Render, to_tool_variable, to_variable
 from quartet.text.tokenizer import SpecialTokens
 
 #: Characters: far above any context window's text, far below what would hurt the process.
 MAX_RENDERED_LENGTH = 32 * 1024 * 1024
 
-# Words that no template writes by itself.
-_PROBE_TEXT, _PROBE_KEY = "QZTEXTQZ", "QZKEYQZ"
+# Variables that the chat itself gives.
+_MESSAGES, _TOOLS, _ADDS_PROMPT = "messages", "tools", "add_generation_prompt"
+_OWN_VARIABLES = frozenset({_MESSAGES, _TOOLS, _ADDS_PROMPT})
+
+_NO_ARGUMENTS: Mapping[str, Any] = {}
 
 #: What Python raises in a template's expressions on messages that it was not written for.
 _EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 class ChatTemplate:
-    """A model's chat template, compiled once; may be shared by threads."""
+    """A model's chat template, compiled once; may be shared by threads.
+
+    Attributes:
+        sources: its Jinja source; that for chats with tools, if it is another, is joined to it.
+        takes_tools: whether it reads them; otherwise they would be lost.
+        arguments: sorted names of the further variables that it reads.
+    """
 
     def __init__(
-        self, source: str, special_tokens: SpecialTokens, *, now: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        special_tokens: SpecialTokens,
+        *,
+        source_for_tools: str | None = None,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile ``source``; ``now`` is the clock for templates that write the date.
 
+        ``source_for_tools`` writes chats with tools; ``None``: ``source`` does.
+
         Raises:
-            ModelFilesError: ``source`` is no valid template.
+            ModelFilesError: a source is no valid template.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
@@ -56,10 +71,18 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
         self._special_tokens = special_tokens
+        self.sources = source if source_for_tools is None else f"{source}\n{source_for_tools}"
         try:
-            self._template = environment.from_string(source)
+            self._template = self._template_for_tools = environment.from_string(source)
+            variables = meta.find_undeclared_variables(environment.parse(source))
+            if source_for_tools is not None:
+                self._template_for_tools = environment.from_string(source_for_tools)
+                variables |= meta.find_undeclared_variables(environment.parse(source_for_tools))
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelFilesError(f"the chat template is no valid Jinja: {error}") from error
+        self.takes_tools = _TOOLS in variables
+        known = _OWN_VARIABLES.union(environment.globals, special_tokens.named)
+        self.arguments = tuple(sorted(variables - known))
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], special_tokens: SpecialTokens) -> ChatTemplate | None:
@@ -71,54 +94,70 @@ class ChatTemplate:
         if model_files.CHAT_TEMPLATE in files:
             return cls(model_files.decode_utf8_file(files, model_files.CHAT_TEMPLATE), special_tokens)
         config = model_files.parse_json_file(files, model_files.TOKENIZER_CONFIG)
-        source = _default_template(config.get("chat_template"))
-        return None if source is None else cls(source, special_tokens)
+        source, for_tools = _named_templates(config.get("chat_template"))
+        return None if source is None else cls(source, special_tokens, source_for_tools=for_tools)
 
     def render(
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool = True,
         *,
+        tools: Sequence[Tool] = (),
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
         max_length: int | None = None,
-        **extra: Any,
     ) -> str:
         """Write ``messages`` as the model's text.
 
         Args:
             messages: at least one, oldest first.
             add_generation_prompt: end with what begins the model's answer.
+            tools: that the answer may call.
+            arguments: further variables of the template (``enable_thinking``); plain JSON values.
             max_length: characters of the text at most, if that is less than ``MAX_RENDERED_LENGTH``.
-            extra: further variables of the template (``enable_thinking``); plain JSON values.
 
         Raises:
-            InvalidRequestError: no messages, or the template refuses them or takes no media.
+            InvalidRequestError: no messages, or the template refuses them or takes no media; or tools, calls or
+                ``arguments`` are impossible. Names ``messages``, ``tools`` or ``template_arguments``, or what in them.
             PromptTooLongError: the text is too long.
         """
         if not messages:
             raise InvalidRequestError("there must be at least one message", field="messages")
-        variables = [_to_variable(message, self._content_form) for message in messages]
+        if not _OWN_VARIABLES.isdisjoint(arguments):
+            name = min(_OWN_VARIABLES.intersection(arguments))
+            raise InvalidRequestError(f"{name} has a field of its own", field="template_arguments")
+        content, calls = self._content_form, lambda: self._call_form
+        variables = [to_variable(message, number, content, calls) for number, message in enumerate(messages)]
+        extra = {**arguments, _ADDS_PROMPT: add_generation_prompt}
+        if tools:
+            extra[_TOOLS] = [to_tool_variable(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
         bound = MAX_RENDERED_LENGTH if max_length is None else min(max_length, MAX_RENDERED_LENGTH)
-        return self._write(variables, bound, add_generation_prompt=add_generation_prompt, **extra)
+        return self._write(variables, bound, extra)
 
     @cached_property
     def _content_form(self) -> ContentForm:
         """Found at the first messages: a model whose template is never used must not wait for it."""
-        return ContentForm.of(
-            lambda content: self._write(
-                [{"role": "user", "content": content}], MAX_RENDERED_LENGTH, add_generation_prompt=False
-            )
-        )
+        return ContentForm.of(self._probe)
 
-    def _write(self, messages: Sequence[Mapping[str, object]], max_length: int, **extra: Any) -> str:
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """Found at the first tool call."""
+        return CallForm.of(self._probe, self._content_form)
+
+    @property
+    def _probe(self) -> Render:
+        return lambda messages: self._write(messages, MAX_RENDERED_LENGTH, {_ADDS_PROMPT: False})
+
+    def _write(self, messages: Sequence[object], max_length: int, extra: Mapping[str, Any]) -> str:
         variables = {
             # Templates recognise "no tools" by a variable that is none, as transformers passes it.
-            **{"tools": None, "documents": None},
+            **{_TOOLS: None, "documents": None},
             **self._special_tokens.named,
             **extra,
-            "messages": messages,
+            _MESSAGES: messages,
         }
+        template = self._template_for_tools if extra.get(_TOOLS) else self._template
         try:
-            return _join_bounded(self._template.generate(variables), max_length)
+            return _join_bounded(template.generate(variables), max_length)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the model's chat template refuses: {error}", field="messages") from error
         except _EXPRESSION_ERRORS as error:
@@ -137,46 +176,6 @@ def read_template_file(file: Path) -> str:
     return source
 
 
-@dataclass(frozen=True)
-class ContentForm:
-    """What a template takes as a message's content; neither: it refuses the probes and is given strings.
-
-    Templates of text models know strings, those of many models with media know only lists of pieces and give an empty
-    turn for a string; some know both. Nothing in a model's files says which, so a template is asked by probes, as in
-    google/minja, ``include/minja/chat-template.hpp`` (``requires_typed_content``).
-
-    Attributes:
-        strings: all of the text in one.
-        pieces: a list of what each piece is, as transformers has it.
-    """
-
-    strings: bool
-    pieces: bool
-
-    @classmethod
-    def of(cls, render: Callable[[object], str]) -> ContentForm:
-        """Find out by ``render``, which writes a user's message of this content, or raises ``InvalidRequestError``."""
-        string = _written(render, _PROBE_TEXT)
-        pieces = _written(render, [{"type": "text", "text": _PROBE_TEXT, _PROBE_KEY: ""}])
-        # A template that knows only strings may write the list as Python or JSON has it, keys included.
-        return cls(strings=_PROBE_TEXT in string, pieces=_PROBE_TEXT in pieces and _PROBE_KEY not in pieces)
-
-    def variable(self, message: ChatMessage) -> object:
-        """The content of ``message`` as templates of this form take it.
-
-        Raises:
-            InvalidRequestError: there are media in it, and the template takes none.
-        """
-        if isinstance(message.content, str) and (self.strings or not self.pieces):
-            return message.content
-        has_media = any(not isinstance(piece, str) for piece in message.pieces)
-        if has_media and not self.pieces:
-            raise InvalidRequestError("the model's chat template takes text only, no media", field="messages")
-        if has_media or (self.pieces and not self.strings):
-            return [_piece(piece) for piece in message.pieces]
-        return message.text
-
-
 class _GenerationBlock(Extension):
     """``{% generation %}``: marks the assistant's text for training; here it only renders its body."""
 
@@ -192,31 +191,15 @@ class _GenerationBlock(Extension):
         return caller()
 
 
-def _default_template(value: Any) -> str | None:
-    """A model has one template, or a list of named ones."""
+def _named_templates(value: Any) -> tuple[str | None, str | None]:
+    """The template, and that for tools. A model has one template, or a list of named ones."""
     if value is None or isinstance(value, str):
-        return value
+        return value, None
     try:
         named = value if isinstance(value, dict) else {entry["name"]: entry["template"] for entry in value}
-        return str(named["default"])
+        return str(named["default"]), str(named["tool_use"]) if "tool_use" in named else None
     except (TypeError, LookupError) as error:
         raise ModelFilesError("chat_template must be text, or named templates with a default") from error
-
-
-def _to_variable(message: ChatMessage, form: ContentForm) -> dict[str, object]:
-    variable: dict[str, object] = {"role": message.role, "content": form.variable(message)}
-    return variable if message.name is None else {**variable, "name": message.name}
-
-
-def _written(render: Callable[[object], str], content: object) -> str:
-    try:
-        return render(content)
-    except InvalidRequestError:
-        return ""
-
-
-def _piece(piece: str | MediaPart) -> dict[str, str]:
-    return {"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"}
 
 
 def _join_bounded(pieces: Iterator[str], max_length: int) -> str:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.errors import ConfigError, InvalidRequestError, ModelFilesError
 from quartet.media.media_id import preprocessing_fingerprint
 from quartet.text import model_files
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, Tool
 from quartet.text.chat_template import ChatTemplate
+from quartet.text.json_object import JsonObject
+from quartet.text.parse import NO_PARSER, choose_format, choose_parsers
+from quartet.text.parsed import OutputFormat
 from quartet.text.tokenizer import EncodeLimit, Tokenizer
 
+logger = logging.getLogger(__name__)
+
 _ABSURD_VOCAB_SIZE = 10**9
+
+# What begins the reasoning in a prompt has fewer tokens, also where its marker is none.
+_END_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,10 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     media: MediaText | None = None
+    _formats: dict[tuple[str, str], OutputFormat] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parsers: dict[tuple[str, str], tuple[str, str]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ModelText:
@@ -70,6 +83,46 @@ class ModelText:
             media=_media_text(whole_config, files),
         )
 
+    def parsers(self, reasoning_parser: str = "", tool_call_parser: str = "") -> tuple[str, str]:
+        """The parsers of its answers to chats, as workers name them: ``""``: the chat template's, ``none``: none.
+
+        Returns:
+            Names that ``output_format`` takes; empty: there is none, or a newer worker named one that is unknown here.
+        """
+        key = reasoning_parser, tool_call_parser
+        known = self._parsers.get(key)
+        if known is None:
+            template = "" if self.chat_template is None else self.chat_template.sources
+            try:
+                known = choose_parsers(_as_chosen(key[0]), _as_chosen(key[1]), chat_template=template)
+            except ConfigError as error:
+                logger.warning("answers are not parsed: %s", error)
+                known = "", ""
+            self._parsers[key] = known
+        return known
+
+    def output_format(self, reasoning_parser: str, tool_call_parser: str) -> OutputFormat:
+        """How output is parsed by parsers of these names; empty: such parts stay in the text.
+
+        Raises:
+            ConfigError: they are unknown here, or don't go together.
+        """
+        key = reasoning_parser, tool_call_parser
+        known = self._formats.get(key)
+        if known is None:
+            format = choose_format(reasoning_parser, tool_call_parser)
+            known = self._formats[key] = OutputFormat(
+                format=format,
+                reasoning_parser=reasoning_parser,
+                tool_call_parser=tool_call_parser,
+                shown=self.tokenizer.special_tokens_where(format.needs),
+            )
+        return known
+
+    def prompt_end(self, prompt_token_ids: Sequence[int]) -> str:
+        """The end of a prompt's text, special tokens included."""
+        return self.tokenizer.decode(prompt_token_ids[-_END_TOKENS:], skip_special_tokens=False)
+
     def encode_text(self, text: str, limit: EncodeLimit | None = None) -> list[int]:
         """Turn a plain prompt into ids, with the special tokens that the model wants around it.
 
@@ -83,8 +136,9 @@ class ModelText:
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool = True,
         *,
+        tools: Sequence[Tool] = (),
+        arguments: JsonObject | None = None,
         limit: EncodeLimit | None = None,
-        **extra: Any,
     ) -> list[int]:
         """Turn a chat into ids, with placeholders where the template puts its media.
 
@@ -96,7 +150,13 @@ class ModelText:
             raise InvalidRequestError("this model has no chat template; send text or token ids", field="messages")
         self._refuse_spelled_placeholders(messages)
         max_length = None if limit is None else limit.max_tokens * self.tokenizer.longest_token_bytes
-        rendered = self.chat_template.render(messages, add_generation_prompt, max_length=max_length, **extra)
+        rendered = self.chat_template.render(
+            messages,
+            add_generation_prompt,
+            tools=tools,
+            arguments={} if arguments is None else arguments.value("template_arguments"),
+            max_length=max_length,
+        )
         # The template writes the beginning's token itself.
         return self.tokenizer.encode(rendered, add_special_tokens=False, field="messages", limit=limit)
 
@@ -104,9 +164,22 @@ class ModelText:
         """In a chat only the template writes placeholders: one in a text would move the media behind it by one."""
         placeholder = None if self.media is None else self.tokenizer.token_text(self.media.placeholder_id)
         # Pieces of text are written side by side.
-        if placeholder and any(placeholder in message.text for message in messages):
+        if placeholder and any(placeholder in text for message in messages for text in _texts(message)):
             message = "the text of a message spells out the model's media placeholder"
             raise InvalidRequestError(message, field="messages")
+
+
+def _as_chosen(name: str) -> str | None:
+    return None if not name else "" if name == NO_PARSER else name
+
+
+def _texts(message: ChatMessage) -> Iterator[str]:
+    """All that its client wrote."""
+    yield message.text
+    if message.reasoning:
+        yield message.reasoning
+    for call in message.tool_calls:
+        yield call.arguments.text
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,6 +24,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoice:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
+    """As TOOL_CHOICE_AUTO."""
+    TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 1
+    """The model decides."""
+    TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 2
+    """It calls none: tools are left out of the prompt, and the answer is not searched for calls."""
+    TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
+    """It calls at least one. Refused with INVALID_ARGUMENT: no engine is guided so yet."""
+    TOOL_CHOICE_FUNCTION: _ToolChoice.ValueType  # 4
+    """It calls `tool_name`. Refused likewise."""
+
+class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
+    """Whether an answer may, or must, call tools."""
+
+TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
+"""As TOOL_CHOICE_AUTO."""
+TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 1
+"""The model decides."""
+TOOL_CHOICE_NONE: ToolChoice.ValueType  # 2
+"""It calls none: tools are left out of the prompt, and the answer is not searched for calls."""
+TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
+"""It calls at least one. Refused with INVALID_ARGUMENT: no engine is guided so yet."""
+TOOL_CHOICE_FUNCTION: ToolChoice.ValueType  # 4
+"""It calls `tool_name`. Refused likewise."""
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -184,27 +216,125 @@ class ChatPrompt(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TOOL_NAME_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Ends the prompt where the assistant's answer begins. Default true."""
+    tool_choice: Global___ToolChoice.ValueType
+    """Whether the answer may, or must, call them. Unspecified: TOOL_CHOICE_AUTO."""
+    tool_name: _builtins.str
+    """The function that must be called, for TOOL_CHOICE_FUNCTION; one of `tools`. Empty otherwise."""
+    parallel_tool_calls: _builtins.bool
+    """The answer may hold several calls; else all but its first are left out. Default true."""
+    template_arguments: _builtins.str
+    """Further variables of the chat template, a JSON object such as `{"reasoning_effort": "low"}`. At most 64 KiB, nested
+    64 deep at most. `Model.template_arguments` lists those that a template reads; others change nothing. It can't set
+    what this message has fields for. Empty: none.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """In order, 1 to 4096. Required."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Functions that the answer may call, 1024 at most. INVALID_ARGUMENT: the model's chat template takes none, or there
+        is no parser of its calls (unless `text_options.raw_text` leaves them to the client). Empty: none.
+        """
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice.ValueType = ...,
+        tool_name: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        template_arguments: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the client can run for the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, at most 256 characters. Required."""
+    description: _builtins.str
+    """What it does, for the model. Empty: nothing is said."""
+    parameters: _builtins.str
+    """Its parameters, as a JSON Schema of an object. At most 256 KiB, nested 64 deep at most. Empty: it has none."""
+    strict: _builtins.bool
+    """Whether it is declared as strict; only templates read it. Absent: not said."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_strict", b"_strict", "strict", b"strict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_strict", b"_strict", "description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__strict: _TypeAlias = _typing.Literal["strict"]  # noqa: Y015
+    _WhichOneofArgType__strict: _TypeAlias = _typing.Literal["_strict", b"_strict"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__strict) -> _WhichOneofReturnType__strict | None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names it for the message with its result. Empty: none, which most templates take."""
+    name: _builtins.str
+    """The function, at most 256 characters. Required."""
+    arguments: _builtins.str
+    """Its arguments: a JSON object. At most 256 KiB, nested 64 deep at most. Empty: `{}`."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -215,13 +345,29 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """The speaker: `system`, `user`, `assistant`, or another role that the template knows. Required."""
     content: _builtins.str
     """The message's text. Empty: it is in `parts`, or there is none; both together are refused."""
+    name: _builtins.str
+    """The speaker's name; of a tool's result, the function's. At most 256 characters; most templates ignore it. Empty:
+    none.
+    """
+    tool_call_id: _builtins.str
+    """The call whose result this message is. At most 256 characters. Empty: it is no result, or the template needs none."""
+    reasoning: _builtins.str
+    """What the assistant thought before it answered; templates keep or drop it as the model was trained. Empty: nothing."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
         """The message in pieces of text and media, 4096 at most in all messages. Empty: `content` is all."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that the assistant made, 4096 at most in all messages. Empty: none."""
 
     def __init__(
         self,
@@ -229,10 +375,14 @@ class ChatMessage(_message.Message):
         role: _builtins.str = ...,
         content: _builtins.str = ...,
         parts: _abc.Iterable[Global___ContentPart] | None = ...,
+        name: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -335,6 +485,8 @@ class TextOptions(_message.Message):
     OMIT_TEXT_FIELD_NUMBER: _builtins.int
     OMIT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RAW_TEXT_FIELD_NUMBER: _builtins.int
+    STREAM_TOOL_ARGUMENTS_FIELD_NUMBER: _builtins.int
     include_stop_string: _builtins.bool
     """Shows the stop string that ended the answer. Default false."""
     omit_text: _builtins.bool
@@ -343,6 +495,15 @@ class TextOptions(_message.Message):
     """Leaves token ids out of deltas. Default false."""
     show_special_tokens: _builtins.bool
     """Shows special tokens as text. Default false."""
+    raw_text: _builtins.bool
+    """Leaves the reasoning and the tool calls of a chat's answer in the text, as the model wrote them. Default false:
+    where the model has parsers, `Delta.reasoning` and `Delta.tool_calls` have them. Prompts that are no chat are
+    answered so in any case.
+    """
+    stream_tool_arguments: _builtins.bool
+    """Shows the arguments of tool calls as they come; a call may then never be complete. Default false: a call is shown
+    once it is complete. Malformed, it stays text, and cut, it is left out.
+    """
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Text that ends the answer; neither it nor what follows is shown. At most 16, each at most 1024 bytes. Empty:
@@ -357,10 +518,12 @@ class TextOptions(_message.Message):
         omit_text: _builtins.bool = ...,
         omit_token_ids: _builtins.bool = ...,
         show_special_tokens: _builtins.bool = ...,
+        raw_text: _builtins.bool = ...,
+        stream_tool_arguments: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_stop_string", b"include_stop_string", "omit_text", b"omit_text", "omit_token_ids", b"omit_token_ids", "show_special_tokens", b"show_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_stop_string", b"include_stop_string", "omit_text", b"omit_text", "omit_token_ids", b"omit_token_ids", "raw_text", b"raw_text", "show_special_tokens", b"show_special_tokens", "stop_strings", b"stop_strings", "stream_tool_arguments", b"stream_tool_arguments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -545,13 +708,19 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Its number, from 0. Always set."""
     token_offset: _builtins.int
     """Number of the first token of `token_ids` within the output, from 0. Always set."""
     text: _builtins.str
-    """New text: never half a character; text that may begin a stop string comes later. Not aligned with tokens. Empty:
-    text was left out by request, or none came free yet.
+    """New text: never half a character; text that may begin a stop string, or a marker of reasoning or tool calls, comes
+    later. Not aligned with tokens. Empty: text was left out by request, or none came free yet.
+    """
+    reasoning: _builtins.str
+    """New text of what the model thinks before it answers. Empty: none, the model has no parser of it, or it was left in
+    the text by request.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -561,6 +730,10 @@ class Delta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
         """Log probabilities, one entry a token. Empty: not asked for."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """New parts of tool calls, in order. Empty: none, or as `reasoning`."""
+
     def __init__(
         self,
         *,
@@ -569,14 +742,56 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """More of one tool call. Its first part has `id` and `name`; all `arguments` of an index are joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its number within the choice, from 0. Always set."""
+    id: _builtins.str
+    """Names it; the model's own id if it writes one. Empty: not the first part."""
+    name: _builtins.str
+    """The function. Empty: not the first part."""
+    arguments: _builtins.str
+    """More of its arguments. All of a complete call are one JSON object. Empty: none came."""
+    is_complete: _builtins.bool
+    """It is complete. A call that never is was cut, or proved malformed after its arguments had been shown: don't run it.
+    Default false.
+    """
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+        is_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "is_complete", b"is_complete", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class ChoiceFinished(_message.Message):
@@ -941,6 +1156,9 @@ class Resume(_message.Message):
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_TEXT_BYTES_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUM_REASONING_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_ARGUMENT_BYTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its name, from the first placement. Required."""
     attempt: _builtins.int
@@ -957,6 +1175,12 @@ class Resume(_message.Message):
     """The model that gave them, from the first placement: no other model continues them. UNAVAILABLE: it is no longer
     served. Empty: the model that serves the name now.
     """
+    num_reasoning_bytes: _builtins.int
+    """UTF-8 bytes of the reasoning that it already gave, as `num_text_bytes`. 0: none."""
+    num_tool_calls: _builtins.int
+    """Tool calls of which it already gave the first part. 0: none."""
+    num_argument_bytes: _builtins.int
+    """UTF-8 bytes of the arguments that it already gave, of all tool calls together. 0: none."""
     @_builtins.property
     def generated_token_ids(self) -> Global___TokenIds:
         """The tokens that it already gave. Absent: none."""
@@ -971,10 +1195,13 @@ class Resume(_message.Message):
         generated_token_ids: Global___TokenIds | None = ...,
         num_text_bytes: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
+        num_reasoning_bytes: _builtins.int = ...,
+        num_tool_calls: _builtins.int = ...,
+        num_argument_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "generated_token_ids", b"generated_token_ids", "model_fingerprint", b"model_fingerprint", "num_text_bytes", b"num_text_bytes", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "generated_token_ids", b"generated_token_ids", "model_fingerprint", b"model_fingerprint", "num_argument_bytes", b"num_argument_bytes", "num_reasoning_bytes", b"num_reasoning_bytes", "num_text_bytes", b"num_text_bytes", "num_tool_calls", b"num_tool_calls", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,6 +1222,7 @@ class PlaceResponse(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_TAIL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENIZE_FIELD_NUMBER: _builtins.int
+    PARSING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in every log and span. Always set."""
     attempt: _builtins.int
@@ -1019,6 +1247,10 @@ class PlaceResponse(_message.Message):
     def tokenize(self) -> _duration_pb2.Duration:
         """Time in template and tokenizer. Always set."""
 
+    @_builtins.property
+    def parsing(self) -> Global___OutputParsing:
+        """How the client finds reasoning and tool calls in the answer. Absent: it does not look for any."""
+
     def __init__(
         self,
         *,
@@ -1031,14 +1263,45 @@ class PlaceResponse(_message.Message):
         model_fingerprint: _builtins.str = ...,
         prompt_tail_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokenize: _duration_pb2.Duration | None = ...,
+        parsing: Global___OutputParsing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokenize", b"tokenize"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parsing", b"parsing", "tokenize", b"tokenize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "prompt_tail_token_ids", b"prompt_tail_token_ids", "request_id", b"request_id", "seed", b"seed", "tokenize", b"tokenize"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "parsing", b"parsing", "prompt_tail_token_ids", b"prompt_tail_token_ids", "request_id", b"request_id", "seed", b"seed", "tokenize", b"tokenize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlaceResponse: _TypeAlias = PlaceResponse  # noqa: Y015
+
+@_typing.final
+class OutputParsing(_message.Message):
+    """How a model writes reasoning and tool calls, and where an answer begins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    PROMPT_END_FIELD_NUMBER: _builtins.int
+    reasoning_parser: _builtins.str
+    """Name of the parser of its reasoning. Empty: reasoning stays in the text."""
+    tool_call_parser: _builtins.str
+    """Name of the parser of its tool calls. Empty: they stay in the text."""
+    prompt_end: _builtins.str
+    """The end of the prompt's text, special tokens included: templates may begin the reasoning. Always set."""
+    def __init__(
+        self,
+        *,
+        reasoning_parser: _builtins.str = ...,
+        tool_call_parser: _builtins.str = ...,
+        prompt_end: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_end", b"prompt_end", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputParsing: _TypeAlias = OutputParsing  # noqa: Y015
 
 @_typing.final
 class PlacedChoice(_message.Message):
@@ -1246,6 +1509,7 @@ class SessionResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
+    PARSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that got more; one may come several times, in order. Empty: none did."""
@@ -1292,6 +1556,12 @@ class SessionResponse(_message.Message):
     def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionPlaced]:
         """Choices that were placed after their request's `accepted` had gone out. Empty: none was."""
 
+    @_builtins.property
+    def parsed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionParsed]:
+        """Reasoning and tool calls, in order; apart from the columns, which may have no entry beside. They come before the end
+        of their choice. Empty: there are none.
+        """
+
     def __init__(
         self,
         *,
@@ -1306,14 +1576,51 @@ class SessionResponse(_message.Message):
         finished: _abc.Iterable[Global___SessionFinished] | None = ...,
         failures: _abc.Iterable[Global___SessionFailure] | None = ...,
         placed: _abc.Iterable[Global___SessionPlaced] | None = ...,
+        parsed: _abc.Iterable[Global___SessionParsed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "placed", b"placed", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "parsed", b"parsed", "placed", b"placed", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionParsed(_message.Message):
+    """Reasoning and tool calls of one choice, as in `Delta`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The request. Always set."""
+    choice: _builtins.int
+    """Its choice. Always set."""
+    reasoning: _builtins.str
+    """New reasoning. Empty: none."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """New parts of tool calls, in order. Empty: none."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "reasoning", b"reasoning", "slot", b"slot", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionParsed: _TypeAlias = SessionParsed  # noqa: Y015
 
 @_typing.final
 class SessionLogprobs(_message.Message):
@@ -1664,6 +1971,10 @@ class Model(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    CHAT_FEATURES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that requests call it by. Always set."""
     fingerprint: _builtins.str
@@ -1676,6 +1987,12 @@ class Model(_message.Message):
     """Decode workers ready now. 0: none."""
     has_chat_template: _builtins.bool
     """Whether it has a chat template. Default false: it takes text and token ids only."""
+    reasoning_parser: _builtins.str
+    """Parser of the reasoning in answers to chats: named by the workers, or guessed from the chat template. Empty:
+    reasoning stays in the text.
+    """
+    tool_call_parser: _builtins.str
+    """Parser of the tool calls in them, likewise. Empty: they stay in the text."""
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fields of Sampling and OutputOptions that at least one decode worker honours; requests with them go to those that
@@ -1690,6 +2007,16 @@ class Model(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Adapters (LoRA) that are served. Empty: the base model only."""
 
+    @_builtins.property
+    def chat_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What chats may have beside messages: `tools` (the template shows them and calls are parsed), `reasoning` (it is
+        parsed). Empty: neither.
+        """
+
+    @_builtins.property
+    def template_arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Variables that the chat template reads and `ChatPrompt.template_arguments` may set. Empty: none."""
+
     def __init__(
         self,
         *,
@@ -1702,10 +2029,14 @@ class Model(_message.Message):
         media: _abc.Iterable[_builtins.str] | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         has_chat_template: _builtins.bool = ...,
+        reasoning_parser: _builtins.str = ...,
+        tool_call_parser: _builtins.str = ...,
+        chat_features: _abc.Iterable[_builtins.str] | None = ...,
+        template_arguments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "media", b"media", "name", b"name", "num_decode_workers", b"num_decode_workers", "num_prefill_workers", b"num_prefill_workers", "sampling_fields", b"sampling_fields"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "chat_features", b"chat_features", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "media", b"media", "name", b"name", "num_decode_workers", b"num_decode_workers", "num_prefill_workers", b"num_prefill_workers", "reasoning_parser", b"reasoning_parser", "sampling_fields", b"sampling_fields", "template_arguments", b"template_arguments", "tool_call_parser", b"tool_call_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

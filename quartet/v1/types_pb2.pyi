@@ -60,6 +60,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """`max_tokens` or the model's longest sequence was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
     """The caller cancelled. Only in the API: on the worker streams it is a `Failure` with code CANCELLED."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
+    """As FINISH_REASON_STOP_ID, and the answer holds tool calls that are complete: run them. Only in the API."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended well."""
@@ -74,6 +76,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 """`max_tokens` or the model's longest sequence was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
 """The caller cancelled. Only in the API: on the worker streams it is a `Failure` with code CANCELLED."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
+"""As FINISH_REASON_STOP_ID, and the answer holds tool calls that are complete: run them. Only in the API."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ChunkTarget:

@@ -27,35 +27,35 @@ from quartet.v1 import kv_events_pb2 as quartet_dot_v1_dot_kv__events__pb2
 from quartet.v1 import transfer_pb2 as quartet_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/worker.proto\x12\nquartet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aquartet/v1/kv_events.proto\x1a\x19quartet/v1/transfer.proto\"\x86\x04\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.quartet.v1.WorkerRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\x16\n\x0e\x65vents_address\x18\x05 \x01(\t\x12\x14\n\x0chttp_address\x18\x06 \x01(\t\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\t\x12&\n\x04host\x18\t \x01(\x0b\x32\x18.quartet.v1.HostIdentity\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12.\n\rtransfer_ways\x18\x0e \x03(\x0e\x32\x17.quartet.v1.TransferWay\x12\x17\n\x0fsampling_fields\x18\x0f \x03(\t\x12\r\n\x05media\x18\x10 \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x11 \x03(\t\x12\x18\n\x10\x63ontract_version\x18\x12 \x01(\t\x12\x18\n\x10max_media_tokens\x18\x13 \x01(\r\x12\x1a\n\x12unannounced_blocks\x18\x14 \x03(\t\"\x10\n\x0eGetInfoRequest\"\x8c\x01\n\x0fGetInfoResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.quartet.v1.WorkerRecord\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.quartet.v1.WorkerLoad\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x14GetModelFilesRequest\x12\r\n\x05names\x18\x01 \x03(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\"Y\n\x15GetModelFilesResponse\x12%\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelFileH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07message\"=\n\tModelFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"\x19\n\x17StreamKvSnapshotRequest\"\xbb\x01\n\x18StreamKvSnapshotResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x03 \x01(\r\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.quartet.v1.Tier\x12\x17\n\x0fsequence_hashes\x18\x05 \x03(\x06\x12\x15\n\rparent_hashes\x18\x06 \x03(\x06\x12\x14\n\x0c\x66irst_blocks\x18\x07 \x03(\r\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\rDrainResponse\x12\x15\n\rnum_completed\x18\x01 \x01(\r\x12\x15\n\rnum_cancelled\x18\x02 \x01(\r*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_ROLE_ENCODE\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x32\xca\x02\n\rWorkerService\x12\x42\n\x07GetInfo\x12\x1a.quartet.v1.GetInfoRequest\x1a\x1b.quartet.v1.GetInfoResponse\x12V\n\rGetModelFiles\x12 .quartet.v1.GetModelFilesRequest\x1a!.quartet.v1.GetModelFilesResponse0\x01\x12_\n\x10StreamKvSnapshot\x12#.quartet.v1.StreamKvSnapshotRequest\x1a$.quartet.v1.StreamKvSnapshotResponse0\x01\x12<\n\x05\x44rain\x12\x18.quartet.v1.DrainRequest\x1a\x19.quartet.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/worker.proto\x12\nquartet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aquartet/v1/kv_events.proto\x1a\x19quartet/v1/transfer.proto\"\xba\x04\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.quartet.v1.WorkerRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\x16\n\x0e\x65vents_address\x18\x05 \x01(\t\x12\x14\n\x0chttp_address\x18\x06 \x01(\t\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\t\x12&\n\x04host\x18\t \x01(\x0b\x32\x18.quartet.v1.HostIdentity\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12.\n\rtransfer_ways\x18\x0e \x03(\x0e\x32\x17.quartet.v1.TransferWay\x12\x17\n\x0fsampling_fields\x18\x0f \x03(\t\x12\r\n\x05media\x18\x10 \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x11 \x03(\t\x12\x18\n\x10\x63ontract_version\x18\x12 \x01(\t\x12\x18\n\x10max_media_tokens\x18\x13 \x01(\r\x12\x1a\n\x12unannounced_blocks\x18\x14 \x03(\t\x12\x18\n\x10reasoning_parser\x18\x15 \x01(\t\x12\x18\n\x10tool_call_parser\x18\x16 \x01(\t\"\x10\n\x0eGetInfoRequest\"\x8c\x01\n\x0fGetInfoResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.quartet.v1.WorkerRecord\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.quartet.v1.WorkerLoad\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x14GetModelFilesRequest\x12\r\n\x05names\x18\x01 \x03(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\"Y\n\x15GetModelFilesResponse\x12%\n\x04\x66ile\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelFileH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07message\"=\n\tModelFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"\x19\n\x17StreamKvSnapshotRequest\"\xbb\x01\n\x18StreamKvSnapshotResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x03 \x01(\r\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.quartet.v1.Tier\x12\x17\n\x0fsequence_hashes\x18\x05 \x03(\x06\x12\x15\n\rparent_hashes\x18\x06 \x03(\x06\x12\x14\n\x0c\x66irst_blocks\x18\x07 \x03(\r\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\rDrainResponse\x12\x15\n\rnum_completed\x18\x01 \x01(\r\x12\x15\n\rnum_cancelled\x18\x02 \x01(\r*r\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_ROLE_ENCODE\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x32\xca\x02\n\rWorkerService\x12\x42\n\x07GetInfo\x12\x1a.quartet.v1.GetInfoRequest\x1a\x1b.quartet.v1.GetInfoResponse\x12V\n\rGetModelFiles\x12 .quartet.v1.GetModelFilesRequest\x1a!.quartet.v1.GetModelFilesResponse0\x01\x12_\n\x10StreamKvSnapshot\x12#.quartet.v1.StreamKvSnapshotRequest\x1a$.quartet.v1.StreamKvSnapshotResponse0\x01\x12<\n\x05\x44rain\x12\x18.quartet.v1.DrainRequest\x1a\x19.quartet.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1368
-  _globals['_WORKERROLE']._serialized_end=1482
+  _globals['_WORKERROLE']._serialized_start=1420
+  _globals['_WORKERROLE']._serialized_end=1534
   _globals['_WORKERRECORD']._serialized_start=127
-  _globals['_WORKERRECORD']._serialized_end=645
-  _globals['_GETINFOREQUEST']._serialized_start=647
-  _globals['_GETINFOREQUEST']._serialized_end=663
-  _globals['_GETINFORESPONSE']._serialized_start=666
-  _globals['_GETINFORESPONSE']._serialized_end=806
-  _globals['_GETMODELFILESREQUEST']._serialized_start=808
-  _globals['_GETMODELFILESREQUEST']._serialized_end=872
-  _globals['_GETMODELFILESRESPONSE']._serialized_start=874
-  _globals['_GETMODELFILESRESPONSE']._serialized_end=963
-  _globals['_MODELFILE']._serialized_start=965
-  _globals['_MODELFILE']._serialized_end=1026
-  _globals['_STREAMKVSNAPSHOTREQUEST']._serialized_start=1028
-  _globals['_STREAMKVSNAPSHOTREQUEST']._serialized_end=1053
-  _globals['_STREAMKVSNAPSHOTRESPONSE']._serialized_start=1056
-  _globals['_STREAMKVSNAPSHOTRESPONSE']._serialized_end=1243
-  _globals['_DRAINREQUEST']._serialized_start=1245
-  _globals['_DRAINREQUEST']._serialized_end=1303
-  _globals['_DRAINRESPONSE']._serialized_start=1305
-  _globals['_DRAINRESPONSE']._serialized_end=1366
-  _globals['_WORKERSERVICE']._serialized_start=1485
-  _globals['_WORKERSERVICE']._serialized_end=1815
+  _globals['_WORKERRECORD']._serialized_end=697
+  _globals['_GETINFOREQUEST']._serialized_start=699
+  _globals['_GETINFOREQUEST']._serialized_end=715
+  _globals['_GETINFORESPONSE']._serialized_start=718
+  _globals['_GETINFORESPONSE']._serialized_end=858
+  _globals['_GETMODELFILESREQUEST']._serialized_start=860
+  _globals['_GETMODELFILESREQUEST']._serialized_end=924
+  _globals['_GETMODELFILESRESPONSE']._serialized_start=926
+  _globals['_GETMODELFILESRESPONSE']._serialized_end=1015
+  _globals['_MODELFILE']._serialized_start=1017
+  _globals['_MODELFILE']._serialized_end=1078
+  _globals['_STREAMKVSNAPSHOTREQUEST']._serialized_start=1080
+  _globals['_STREAMKVSNAPSHOTREQUEST']._serialized_end=1105
+  _globals['_STREAMKVSNAPSHOTRESPONSE']._serialized_start=1108
+  _globals['_STREAMKVSNAPSHOTRESPONSE']._serialized_end=1295
+  _globals['_DRAINREQUEST']._serialized_start=1297
+  _globals['_DRAINREQUEST']._serialized_end=1355
+  _globals['_DRAINRESPONSE']._serialized_start=1357
+  _globals['_DRAINRESPONSE']._serialized_end=1418
+  _globals['_WORKERSERVICE']._serialized_start=1537
+  _globals['_WORKERSERVICE']._serialized_end=1867
 # @@protoc_insertion_point(module_scope)

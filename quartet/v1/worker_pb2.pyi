@@ -76,6 +76,8 @@ class WorkerRecord(_message.Message):
     CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     MAX_MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
     UNANNOUNCED_BLOCKS_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name, unique within the namespace, also among workers of other roles. Always set."""
     role: Global___WorkerRole.ValueType
@@ -104,6 +106,12 @@ class WorkerRecord(_message.Message):
     """Version of these contracts, `quartet.v1`. Routers use only workers whose version they speak. Always set."""
     max_media_tokens: _builtins.int
     """Tokens that one media item fills at most. 0: it takes none, or does not say."""
+    reasoning_parser: _builtins.str
+    """Parser of the reasoning in the model's output. `none`: it stays in the text. Empty: routers guess it from the chat
+    template.
+    """
+    tool_call_parser: _builtins.str
+    """Parser of the tool calls in it, likewise."""
     @_builtins.property
     def host(self) -> _transfer_pb2.HostIdentity:
         """Where it runs. Always set."""
@@ -155,10 +163,12 @@ class WorkerRecord(_message.Message):
         contract_version: _builtins.str = ...,
         max_media_tokens: _builtins.int = ...,
         unannounced_blocks: _abc.Iterable[_builtins.str] | None = ...,
+        reasoning_parser: _builtins.str = ...,
+        tool_call_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "contract_version", b"contract_version", "data_parallel_size", b"data_parallel_size", "epoch", b"epoch", "events_address", b"events_address", "grpc_address", b"grpc_address", "host", b"host", "http_address", b"http_address", "max_media_tokens", b"max_media_tokens", "max_model_len", b"max_model_len", "media", b"media", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "sampling_fields", b"sampling_fields", "transfer_ways", b"transfer_ways", "unannounced_blocks", b"unannounced_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "contract_version", b"contract_version", "data_parallel_size", b"data_parallel_size", "epoch", b"epoch", "events_address", b"events_address", "grpc_address", b"grpc_address", "host", b"host", "http_address", b"http_address", "max_media_tokens", b"max_media_tokens", "max_model_len", b"max_model_len", "media", b"media", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "reasoning_parser", b"reasoning_parser", "role", b"role", "sampling_fields", b"sampling_fields", "tool_call_parser", b"tool_call_parser", "transfer_ways", b"transfer_ways", "unannounced_blocks", b"unannounced_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

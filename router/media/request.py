@@ -16,7 +16,8 @@ from functools import partial
 from itertools import count
 from typing import Protocol
 
-from quartet.api.request import ChatPrompt, GenerateStart
+from quartet.api.chat import ChatPrompt
+from quartet.api.request import GenerateStart
 from quartet.discovery.base import Rank
 from quartet.errors import InvalidRequestError, MediaTooLargeError, ServingError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan

@@ -43,7 +43,8 @@ _CHECKPOINT = "checkpoint"
 _OF_TLS = ("server.tls", "events_key_file")
 
 # Settings of workers and of the router that fit one model only.
-_OF_A_MODEL = ("model_path", "model_name", "custom_jinja_template", "custom_chat_template")
+_PARSERS = ("reasoning_parser", "tool_call_parser")
+_OF_A_MODEL = ("model_path", "model_name", "custom_jinja_template", "custom_chat_template", *_PARSERS)
 
 _Settings: TypeAlias = dict[str, Any]
 
@@ -61,10 +62,13 @@ class ModelSource:
         path: folder of a Hugging Face checkpoint, relative to the working directory; the mock engine needs no weights.
             Also a repository, such as ``Qwen/Qwen3-0.6B``, which workers fetch.
         name: its name in requests; empty: the folder's name.
+        reasoning_parser, tool_call_parser: how its answers to chats are parsed, as in ``WorkerConfig``.
     """
 
     path: Path = DEFAULT_MODEL_PATH
     name: str = ""
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,7 +450,11 @@ def _switch_model(settings: _Settings, model: Path) -> Iterator[str]:
     folder = inner if not (model / "config.json").is_file() and (inner / "config.json").is_file() else model
     # A folder ``checkpoint`` gives no name: its parent does.
     name = folder.absolute().parent.name if folder.name == _CHECKPOINT else ""
-    _below(settings, "model").update(path=str(folder), name=name)
+    source = _below(settings, "model")
+    source.update(path=str(folder), name=name)
+    for setting in _PARSERS:
+        if source.pop(setting, None) is not None:
+            yield f"model.{setting}: left out, as it is another model's"
     holders = [("router", _found(settings, "router")), *_groups(settings)]
     for where, holder in holders:
         for setting in _OF_A_MODEL:
@@ -490,6 +498,8 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
     base = WorkerConfig(
         model_path=str(topology.model.path),
         model_name=topology.model.name,
+        reasoning_parser=topology.model.reasoning_parser,
+        tool_call_parser=topology.model.tool_call_parser,
         engine=topology.engine,
         server=ServerConfig(namespace=topology.namespace),
         discovery=topology.namespaced_discovery,

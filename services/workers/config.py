@@ -13,6 +13,7 @@ from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.logging import LogConfig
+from quartet.text.parse import NO_PARSER, choose_parsers
 from quartet.transfer.config import TransferConfig
 
 #: Exit code of a worker whose id another process has taken; starting it again would take the id back from that one.
@@ -36,6 +37,8 @@ class WorkerConfig:
         events_address: ``host:port`` that the ZMQ PUB socket binds.
         custom_jinja_template: a Jinja file that lays out chats in place of the model's own template. It belongs to the
             model's identity: all workers of a pool have the same.
+        reasoning_parser, tool_call_parser: how routers find reasoning and tool calls in answers to chats, by
+            name (``quartet.text.parse``); ``none``: not at all; empty: as the chat template says.
         allowed_local_media_path: refused. Routers fetch media; it is their setting ``media.allowed_local_paths``.
         max_file_size_mb: largest media file, in MB of 10**6 bytes.
         events_key_file: the key that encrypts events (see ``quartet.events.curve``); ``None``: not encrypted, which
@@ -59,6 +62,8 @@ class WorkerConfig:
     events_address: str = "127.0.0.1:0"
     events_key_file: Path | None = None
     custom_jinja_template: Path | None = None
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
     allowed_local_media_path: Path | None = None
     max_file_size_mb: float = 50.0
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
@@ -82,6 +87,7 @@ class WorkerConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
         self.server.check_events_key(self.events_key_file)
+        _check_parsers(self.reasoning_parser, self.tool_call_parser)
         _ = self.listening
 
     @property
@@ -109,6 +115,16 @@ class WorkerConfig:
         if self.events_key_file is None and not self.server.insecure:
             address.require_loopback("events_address", "events_key_file, or server.insecure: true")
         return address
+
+
+def _check_parsers(reasoning_parser: str, tool_call_parser: str) -> None:
+    """Refuse names that are unknown, or don't go together. Raises ``ConfigError`` naming the field."""
+    reasoning, calls = ("" if name == NO_PARSER else name for name in (reasoning_parser, tool_call_parser))
+    for field_name, names in (("reasoning_parser", (reasoning, "")), ("tool_call_parser", (reasoning, calls))):
+        try:
+            choose_parsers(*names)
+        except ConfigError as error:
+            raise ConfigError(f"{field_name}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,8 @@ class EngineParts:
                 max_media_tokens=media.max_item_tokens,
                 adapters=capabilities.adapters,
                 unannounced_blocks=capabilities.unannounced_blocks,
+                reasoning_parser=self._config.reasoning_parser,
+                tool_call_parser=self._config.tool_call_parser,
             ),
             watches=media.watches,
         )

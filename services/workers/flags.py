@@ -134,6 +134,20 @@ FLAGS = (
         "FILE",
     ),
     Flag(
+        ("--reasoning-parser", "--dyn-reasoning-parser"),
+        "reasoning_parser",
+        Form.TEXT,
+        "how routers find the reasoning in answers to chats; none: not at all",
+        "NAME",
+    ),
+    Flag(
+        ("--tool-call-parser", "--dyn-tool-call-parser"),
+        "tool_call_parser",
+        Form.TEXT,
+        "how they find tool calls; none: not at all",
+        "NAME",
+    ),
+    Flag(
         ("--allowed-local-media-path",),
         "allowed_local_media_path",
         Form.TEXT,

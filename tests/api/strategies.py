@@ -7,11 +7,11 @@ from dataclasses import fields
 
 from hypothesis import strategies as st
 
+from quartet.api.chat import ChatPrompt, ToolChoice
 from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import (
     TIMES,
     Accepted,
-    ChatPrompt,
     ChoiceFinished,
     ChoicePlacement,
     Delta,
@@ -26,7 +26,9 @@ from quartet.api.request import (
 from quartet.discovery.base import Rank, Role
 from quartet.engine.base import FinishReason
 from quartet.media.items import MediaUrl
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, Tool, ToolCall
+from quartet.text.json_object import JsonObject
+from quartet.text.parsed import ToolCallDelta
 from quartet.transfer.base import TransferWay
 from tests.events.loads import make_load
 from tests.streams.strategies import (
@@ -54,12 +56,29 @@ PIECES = st.builds(
     MEDIA_PARTS,
     st.lists(TEXT | MEDIA_PARTS, max_size=2),
 )
-CHAT_MESSAGES = st.builds(ChatMessage, TEXT.filter(bool), TEXT | PIECES)
-PROMPTS = (
-    st.builds(TextPrompt, TEXT)
-    | st.builds(ChatPrompt, st.lists(CHAT_MESSAGES, max_size=3).map(tuple), st.booleans())
-    | st.builds(TokenPrompt, TOKEN_ARRAYS)
+JSON_OBJECTS = TEXT.filter(bool).map(JsonObject.of_text)
+CALLS = st.builds(ToolCall, TEXT.filter(bool), JSON_OBJECTS, TEXT)
+TOOLS = st.builds(Tool, TEXT, TEXT, JSON_OBJECTS, st.none() | st.booleans())
+CHAT_MESSAGES = st.builds(ChatMessage, TEXT.filter(bool), TEXT | PIECES) | st.builds(
+    ChatMessage,
+    TEXT.filter(bool),
+    TEXT | PIECES,
+    name=st.none() | TEXT.filter(bool),
+    tool_calls=st.lists(CALLS, max_size=2).map(tuple),
+    tool_call_id=st.none() | TEXT.filter(bool),
+    reasoning=TEXT,
 )
+CHATS = st.builds(
+    ChatPrompt,
+    st.lists(CHAT_MESSAGES, max_size=3).map(tuple),
+    st.booleans(),
+    tools=st.lists(TOOLS, max_size=2).map(tuple),
+    tool_choice=st.sampled_from(ToolChoice),
+    tool_name=TEXT,
+    parallel_tool_calls=st.booleans(),
+    template_arguments=st.none() | JSON_OBJECTS,
+)
+PROMPTS = st.builds(TextPrompt, TEXT) | CHATS | st.builds(TokenPrompt, TOKEN_ARRAYS)
 TEXT_OPTIONS = st.builds(
     TextOptions,
     stop_strings=NAMES,
@@ -67,6 +86,8 @@ TEXT_OPTIONS = st.builds(
     omit_text=st.booleans(),
     omit_token_ids=st.booleans(),
     show_special_tokens=st.booleans(),
+    raw_text=st.booleans(),
+    stream_tool_arguments=st.booleans(),
 )
 GENERATE_STARTS = st.builds(
     GenerateStart,
@@ -135,6 +156,8 @@ DELTAS = st.builds(
     token_ids=TOKEN_IDS.map(tuple),
     text=TEXT,
     logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+    reasoning=TEXT,
+    tool_calls=st.lists(st.builds(ToolCallDelta, U32, TEXT, TEXT, TEXT, st.booleans()), max_size=2).map(tuple),
 )
 FINISHED = st.builds(
     ChoiceFinished,
@@ -169,4 +192,8 @@ MODELS = st.builds(
     media=NAMES,
     adapters=NAMES,
     has_chat_template=st.booleans(),
+    reasoning_parser=TEXT,
+    tool_call_parser=TEXT,
+    chat_features=NAMES,
+    template_arguments=NAMES,
 )

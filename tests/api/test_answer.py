@@ -11,6 +11,7 @@ from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Delta
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.errors import StalledStreamError, WorkerUnavailableError
+from quartet.text.parsed import Parsed, ToolCallDelta
 
 WAIT_S = 30.0
 ACCEPTED = Accepted(request_id="0" * 32, choices=(), num_prompt_tokens=1, seed=0)
@@ -71,6 +72,19 @@ async def test_a_reader_whose_wait_was_cancelled_can_read_again() -> None:
     answer.accept(ACCEPTED)
     async with asyncio.timeout(WAIT_S):
         assert await anext(answer.parts()) == ACCEPTED
+
+
+async def test_reasoning_and_calls_go_with_their_choices_delta_and_are_bounded() -> None:
+    answer = Answer(max_unread=9)
+    answer.accept(ACCEPTED)
+    answer.add_parsed(0, 0, (), Parsed("", "abcd"), ())
+    answer.add_parsed(0, 3, (7,), Parsed("x", "", [ToolCallDelta(0, "id", "f", "{}", True)]), ())
+    [_accepted, delta] = await answer.next()
+    calls = (ToolCallDelta(0, "id", "f", "{}", True),)
+    assert delta == Delta(choice=0, token_offset=3, token_ids=(7,), text="x", reasoning="abcd", tool_calls=calls)
+    answer.add_parsed(0, 4, (), Parsed("", "abcdefgh"), ())
+    with pytest.raises(StalledStreamError, match="unread"):
+        answer.add_parsed(0, 4, (), Parsed("", "ij"), ())
 
 
 @pytest.mark.parametrize(("token_ids", "text"), [((1, 2), ""), ((), "ab"), ((1,), "a")])

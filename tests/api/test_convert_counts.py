@@ -13,6 +13,8 @@ from quartet.v1 import types_pb2
 # Impossible each by itself, so converting them in turn would name the first one.
 _NO_MESSAGE, _NO_PART, _NO_MEDIA = pb.ChatMessage(), pb.ContentPart(), pb.MediaPart()
 _PART = pb.ContentPart(text="a")
+_CALL, _NO_TOOL = pb.ToolCall(name="f"), pb.Tool()
+_MANY_CALLS = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall()] * 4096)
 _MANY_PARTS = pb.ChatMessage(role="user", parts=[_NO_PART] * 4096)
 
 
@@ -30,6 +32,8 @@ def sampled(**fields: object) -> pb.GenerateStart:
         (chat(*[_NO_MESSAGE] * 4097), "chat.messages"),
         (chat(pb.ChatMessage(role="user", parts=[_NO_PART] * 4097)), "chat.messages[0].parts"),
         (chat(pb.ChatMessage(role="user", parts=[_PART]), _MANY_PARTS), "chat.messages[1].parts"),
+        (chat(pb.ChatMessage(role="assistant", tool_calls=[_CALL]), _MANY_CALLS), "chat.messages[1].tool_calls"),
+        (pb.GenerateStart(chat=pb.ChatPrompt(messages=[_NO_MESSAGE], tools=[_NO_TOOL] * 1025)), "chat.tools"),
         (pb.GenerateStart(token_ids=pb.TokenIds(ids=[1] * ((1 << 20) + 1))), "token_ids.ids"),
         (pb.GenerateStart(text="Hi", media=[_NO_MEDIA] * 4097), "media"),
         (

@@ -21,9 +21,10 @@ from quartet.api.fleet import Explanation, Model, WorkerStatus
 from quartet.api.request import AnswerPart, ChatPrompt, GenerateStart, TextPrompt, TokenPrompt
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling
-from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.media.items import MediaUrl
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, ToolCall
+from quartet.text.json_object import JsonObject
 from quartet.v1 import router_pb2, types_pb2
 from tests.api import strategies
 from tests.streams.test_convert import over_the_wire
@@ -142,11 +143,24 @@ def test_a_value_that_a_message_cannot_hold_is_refused(start: GenerateStart, fie
     assert caught.value.field == field
 
 
-def test_a_speakers_name_is_refused_not_dropped() -> None:
-    start = GenerateStart(prompt=ChatPrompt((ChatMessage("user", "Hi", name="Ada"),)))
-    with pytest.raises(UnsupportedFieldError) as caught:
-        to_generate_start(start)
-    assert caught.value.field == "chat.messages.name"
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (ChatMessage("user", "Hi", name="x" * 257), "chat.messages[1].name"),
+        (ChatMessage("tool", "Hi", tool_call_id="x" * 257), "chat.messages[1].tool_call_id"),
+        (ChatMessage("assistant", "", tool_calls=(ToolCall("f"), ToolCall(""))), "chat.messages[1].tool_calls[1].name"),
+        (ChatMessage("assistant", "", tool_calls=(ToolCall("f", id="x" * 257),)), "chat.messages[1].tool_calls[0].id"),
+        (
+            ChatMessage("assistant", "", tool_calls=(ToolCall("f", JsonObject.of_text("x" * (256 * 1024 + 1))),)),
+            "chat.messages[1].tool_calls[0].arguments",
+        ),
+    ],
+)
+def test_names_and_calls_of_a_message_are_bounded(message: ChatMessage, field: str) -> None:
+    start = to_generate_start(GenerateStart(prompt=ChatPrompt((ChatMessage("user", "Hi"), message))))
+    with pytest.raises(InvalidRequestError) as caught:
+        from_generate_start(start)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError
+from quartet.text.parsed import Parsed, ToolCallDelta
 from quartet.v1 import router_pb2
 
 _ACCEPTED = Accepted(request_id="00" * 16, choices=(), num_prompt_tokens=3, seed=1)
@@ -131,6 +132,19 @@ async def test_however_it_is_read_each_choice_gets_its_tokens_in_order(
             assert part.token_offset == len(got.setdefault(part.choice, []))
             got[part.choice] += part.token_ids
     assert got == given_out
+
+
+async def test_reasoning_and_calls_that_wait_go_out_with_their_choices_tokens() -> None:
+    answer = GenerateAnswer()
+    answer.accept(_ACCEPTED)
+    answer.add(1, 0, [9], "x", ())
+    answer.add_parsed(0, 0, [5], Parsed("", "a", [ToolCallDelta(0, "id", "f", "{")]), ())
+    answer.add_parsed(0, 1, [6], Parsed("b", "c", [ToolCallDelta(0, arguments="}", is_complete=True)]), ())
+    answer.end()
+    _accepted, other, delta = await _rest(answer)
+    assert other == Delta(choice=1, token_offset=0, token_ids=(9,), text="x")
+    calls = (ToolCallDelta(0, "id", "f", "{}", True),)
+    assert delta == Delta(choice=0, token_offset=0, token_ids=(5, 6), text="b", reasoning="ac", tool_calls=calls)
 
 
 async def test_text_that_waits_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quartet.api.convert.answer import from_session_parsed
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, SessionLimits, TimeBreakdown, Usage
-from quartet.api.session_columns import Entry, SessionBacklog
+from quartet.api.session_columns import Entry, ParsedEntry, SessionBacklog, parsed_bytes
 from quartet.api.session_server import SessionOutbox
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError, SlowReaderError
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.text.parsed import Parsed, ToolCallDelta
 from quartet.v1 import router_pb2 as pb
 from tests.operations import count_operations
 
@@ -68,6 +70,16 @@ class Streams:
         self.token_ids: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.texts: dict[tuple[int, int], str] = defaultdict(str)
         self.logprobs: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.reasoning: dict[tuple[int, int], str] = defaultdict(str)
+        self.calls: dict[tuple[int, int], str] = defaultdict(str)
+
+    def add_parsed(self, entry: ParsedEntry) -> ParsedEntry:
+        slot, choice, parsed = entry
+        self.reasoning[slot, choice] += parsed.reasoning
+        for call in parsed.tool_calls:
+            begin = f"|{call.index} {call.id} {call.name}(" if call.name else ""
+            self.calls[slot, choice] += begin + call.arguments + (")" if call.is_complete else "")
+        return entry
 
     def add(self, entry: Entry) -> None:
         slot, choice, offset, token_ids, text, logprobs = entry
@@ -91,29 +103,39 @@ class Streams:
         return [{key: value for key, value in of.items() if value} for of in vars(self).values()]
 
 
+CALLS = st.builds(
+    ToolCallDelta, st.just(0), st.text(max_size=4), st.sampled_from(["", "f"]), st.text(max_size=60), st.booleans()
+)
 PARTS = st.lists(
     st.tuples(
         st.tuples(st.integers(0, 3), st.integers(0, 1)),
         st.integers(0, 40),
         st.text(max_size=60),
         st.booleans(),
+        st.none() | st.builds(Parsed, st.just(""), st.text(max_size=60), st.lists(CALLS, max_size=2)),
     ),
     max_size=25,
 )
 
 
-@given(PARTS, st.integers(100, 600))
+@given(PARTS, st.integers(250, 900))
 def test_a_backlog_comes_complete_and_in_order_for_any_message_size(
-    parts: list[tuple[tuple[int, int], int, str, bool]], room: int
+    parts: list[tuple[tuple[int, int], int, str, bool, Parsed | None]], room: int
 ) -> None:
     given_in, taken = Streams(), Streams()
     backlog = SessionBacklog()
-    backlog.add([given_in.next_entry(*part) for part in parts])
+    for key, *part, parsed in parts:
+        backlog.add([given_in.next_entry(key, *part)])
+        if parsed is not None:
+            backlog.add_parsed([given_in.add_parsed((*key, parsed))])
     while backlog:
-        entries = backlog.take(room)
-        assert entries, "it goes on"
+        entries, parsed_entries = backlog.take(room)
+        assert entries or parsed_entries, "it goes on"
         for entry in entries:
             taken.add(entry)
+        for parsed_entry in parsed_entries:
+            taken.add_parsed(parsed_entry)
+        assert parsed_bytes(parsed_entries) + sum(len(entry[4].encode()) for entry in entries) <= room
     assert taken.parts == given_in.parts
     assert not backlog.beyond(0, 0)
 
@@ -136,6 +158,24 @@ def test_choices_and_text_have_columns_where_any_request_has_them() -> None:
     message = owed.take()
     assert (list(message.choices), list(message.texts)) == ([0, 3], ["", "x"])
     assert [(entry.slot, entry.choice, len(entry.tokens)) for entry in message.logprobs] == [(2, 3, 1)]
+
+
+def test_reasoning_and_calls_come_beside_the_columns_whole_or_in_bounded_messages() -> None:
+    for length, has_more in ((3, False), (2 * MAX_STREAM_MESSAGE_BYTES, True)):
+        owed, taken = Owed(), Streams()
+        for number in range(2):
+            call = ToolCallDelta(number, "id", "f", "ä" * length, is_complete=True)
+            owed.outbox.parsed.append((5, 1, Parsed("", "é" * length, [call])))
+            owed.add(5, 1, number, [10], "", ())
+        owed.outbox.finish(5, make_finished(1), is_last=True)
+        messages = owed.take_all()
+        assert (len(messages) > 3) is has_more
+        for message in messages:
+            for part in message.parsed:
+                taken.add_parsed((part.slot, part.choice, from_session_parsed(part)))
+        assert taken.reasoning == {(5, 1): "é" * 2 * length}
+        assert taken.calls[5, 1] == "".join(f"|{number} id f({'ä' * length})" for number in range(2))
+        assert [item.slot for item in messages[-1].finished] == [5]
 
 
 def test_a_long_text_goes_out_in_bounded_messages_and_its_end_behind_it() -> None:

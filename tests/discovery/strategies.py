@@ -37,5 +37,7 @@ def worker_records(**changes: st.SearchStrategy[object]) -> st.SearchStrategy[Wo
         "adapters": _TEXTS,
         "unannounced_blocks": _TEXTS,
         "contract_version": _TEXT,
+        "reasoning_parser": st.sampled_from(["", "none", "qwen3"]),
+        "tool_call_parser": st.sampled_from(["", "none", "hermes"]),
     }
     return st.builds(WorkerRecord, **{**fields, **changes})

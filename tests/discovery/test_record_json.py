@@ -22,6 +22,7 @@ from tests.discovery.strategies import worker_records
 _REQUIRED = sorted(
     set(json.loads(to_json(make_record())))
     - {"data_parallel_size", "media", "adapters", "http_address", "max_media_tokens", "unannounced_blocks"}
+    - {"reasoning_parser", "tool_call_parser"}
 )
 
 

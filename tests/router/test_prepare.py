@@ -88,6 +88,8 @@ async def test_a_chat_of_many_empty_messages_is_laid_out_off_the_event_loop() ->
     fleet, threads = Fleet("decode-0", max_model_len=100_000, num_blocks=10_000), set[int]()
 
     class Template:
+        sources = ""
+
         def render(self, messages: Sequence[ChatMessage], *_: object, **__: object) -> str:
             threads.add(threading.get_ident())
             return "a"

@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from quartet import errors
-from quartet.api.request import ChatPrompt, TextOptions, TextPrompt, TokenPrompt
+from quartet.api.chat import ChatPrompt, ToolChoice
+from quartet.api.request import TextOptions, TextPrompt, TokenPrompt
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, Tool
+from quartet.text.chat_template import ChatTemplate
+from quartet.text.json_object import JsonObject
+from quartet.text.tokenizer import SpecialTokens
 from router.prepare import valid_traceparent
 from tests.router.fakes import MODEL_TEXT, Fleet, collect
 from tests.router.test_generate import make_start
+
+LONG = JsonObject.of_value({}, 256 * 1024 + 1)
+
+
+def chat(**fields: Any) -> ChatPrompt:
+    return ChatPrompt((ChatMessage("user", "hi"),), **fields)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "options", "is_refused"),
+    [
+        ("{{ messages }}", (Tool("f"),), TextOptions(), True),
+        ("{{ messages }}{{ tools }}", (Tool("f"),), TextOptions(), True),
+        ("{{ messages }}{{ tools }}", (Tool("f"),), TextOptions(raw_text=True), False),
+        ("{{ messages }}{{ tools }}<tool_call>", (Tool("f"),), TextOptions(), False),
+        ("{{ messages }}", (), TextOptions(), False),
+    ],
+)
+async def test_tools_are_refused_where_they_would_not_be_shown_or_their_calls_not_found(
+    template: str, tools: tuple[Tool, ...], options: TextOptions, is_refused: bool
+) -> None:
+    fleet = Fleet("decode-0")
+    fleet.texts.text = replace(MODEL_TEXT, chat_template=ChatTemplate(template, SpecialTokens()))
+    for choice in ToolChoice.AUTO, ToolChoice.NONE:
+        prompt = chat(tools=tools, tool_choice=choice)
+        start = make_start(prompt=prompt, text_options=options, sampling=Sampling(max_tokens=2))
+        if is_refused and choice is ToolChoice.AUTO:
+            with pytest.raises(errors.UnsupportedFieldError) as caught:
+                await collect(fleet.generate(start))
+            assert caught.value.field == "chat.tools"
+        else:
+            assert len((await collect(fleet.generate(start))).token_ids[0]) == 2
+    fleet.assert_nothing_left()
+
 
 _NARROW = ("temperature", "max_tokens")
 
@@ -23,6 +64,21 @@ _NARROW = ("temperature", "max_tokens")
         ({"prompt": TextPrompt("")}, "text", InvalidRequestError),
         ({"prompt": ChatPrompt(())}, "chat.messages", InvalidRequestError),
         ({"prompt": ChatPrompt((ChatMessage("user", "hi"),))}, "chat.messages", InvalidRequestError),
+        ({"prompt": chat(tools=(Tool("f"),) * 1025)}, "chat.tools", InvalidRequestError),
+        ({"prompt": chat(tools=(Tool("f"), Tool("g" * 257)))}, "chat.tools[1].name", InvalidRequestError),
+        ({"prompt": chat(tools=(Tool("f", "", LONG),))}, "chat.tools[0].parameters", InvalidRequestError),
+        ({"prompt": chat(tool_name="f", tools=(Tool("f"),))}, "chat.tool_name", InvalidRequestError),
+        (
+            {"prompt": chat(tool_choice=ToolChoice.FUNCTION, tool_name="g", tools=(Tool("f"),))},
+            "chat.tool_name",
+            InvalidRequestError,
+        ),
+        (
+            {"prompt": chat(tool_choice=ToolChoice.FUNCTION, tool_name="f", tools=(Tool("f"),))},
+            "chat.tool_choice",
+            errors.UnsupportedFieldError,
+        ),
+        ({"prompt": chat(template_arguments=LONG)}, "chat.template_arguments", InvalidRequestError),
         ({"prompt": TokenPrompt(())}, "token_ids.ids", InvalidRequestError),
         ({"prompt": TokenPrompt((1, MODEL_TEXT.vocab_size))}, "token_ids.ids", InvalidRequestError),
         ({"prompt": TokenPrompt((1,) * 2000)}, "token_ids.ids", errors.PromptTooLongError),

@@ -46,6 +46,8 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "--modality": (["--modality", "text"], Modality.TEXT),
     "--publish-events-and-metrics": ([*TRTLLM, "--no-publish-events-and-metrics"], False),
     "--custom-jinja-template": (["--custom-jinja-template", "chat.jinja"], Path("chat.jinja")),
+    "--reasoning-parser": (["--dyn-reasoning-parser", "gpt_oss"], "gpt_oss"),
+    "--tool-call-parser": (["--dyn-tool-call-parser", "harmony"], "harmony"),
     "--max-file-size-mb": (["--max-file-size-mb", "0.5"], 0.5),
 }
 REFUSED = {"--allowed-local-media-path": ["--allowed-local-media-path", "/media"]}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quartet.api.convert.request import from_resume, to_generate_start, to_resume
 from quartet.api.convert.unread import UnreadStart
-from quartet.api.placement import PlacedChoice, PlacedRequest
+from quartet.api.placement import PlacedChoice, PlacedParsing, PlacedRequest
 from quartet.api.request import (
     TIMES,
     Accepted,
@@ -35,6 +35,7 @@ from quartet.streams.convert.messages import (
 )
 from quartet.streams.convert.workers import from_transfer_way, to_transfer_way
 from quartet.streams.messages import SignedPlacement
+from quartet.text.parsed import Parsed, ToolCallDelta
 from quartet.v1 import router_pb2, types_pb2
 from quartet.v1 import router_pb2 as pb
 
@@ -142,10 +143,43 @@ def put_delta(into: router_pb2.Delta, token_ids: Sequence[int], text: str, logpr
         into.logprobs.extend([to_token_logprobs(entry) for entry in logprobs])
 
 
+def put_parsed(into: router_pb2.Delta, reasoning: str, tool_calls: Iterable[ToolCallDelta]) -> None:
+    """Append to a delta of one choice, whose reasoning is not set yet."""
+    if reasoning:
+        into.reasoning = reasoning
+    if tool_calls:
+        into.tool_calls.extend(map(_to_tool_call_delta, tool_calls))
+
+
+def to_session_parsed(
+    slot: int, choice: int, reasoning: str, tool_calls: Iterable[ToolCallDelta]
+) -> router_pb2.SessionParsed:
+    """The side message."""
+    return router_pb2.SessionParsed(
+        slot=slot, choice=choice, reasoning=reasoning, tool_calls=map(_to_tool_call_delta, tool_calls)
+    )
+
+
+def from_session_parsed(message: router_pb2.SessionParsed) -> Parsed:
+    """What of an answer was parsed."""
+    return Parsed("", message.reasoning, tuple(map(_from_tool_call_delta, message.tool_calls)))
+
+
+def _to_tool_call_delta(delta: ToolCallDelta) -> router_pb2.ToolCallDelta:
+    return router_pb2.ToolCallDelta(
+        index=delta.index, id=delta.id, name=delta.name, arguments=delta.arguments, is_complete=delta.is_complete
+    )
+
+
+def _from_tool_call_delta(message: router_pb2.ToolCallDelta) -> ToolCallDelta:
+    return ToolCallDelta(message.index, message.id, message.name, message.arguments, message.is_complete)
+
+
 def _put_delta(into: router_pb2.Delta, delta: Delta) -> None:
     into.choice = delta.choice
     into.token_offset = delta.token_offset
     put_delta(into, delta.token_ids, delta.text, delta.logprobs)
+    put_parsed(into, delta.reasoning, delta.tool_calls)
 
 
 def _from_delta(message: router_pb2.Delta) -> Delta:
@@ -155,6 +189,8 @@ def _from_delta(message: router_pb2.Delta) -> Delta:
         token_ids=tuple(message.token_ids),
         text=message.text,
         logprobs=tuple(from_token_logprobs(entry) for entry in message.logprobs),
+        reasoning=message.reasoning,
+        tool_calls=tuple(map(_from_tool_call_delta, message.tool_calls)) if message.tool_calls else (),
     )
 
 
@@ -323,6 +359,7 @@ def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:
         model_fingerprint=placed.model_fingerprint,
         prompt_tail_token_ids=placed.prompt_tail_token_ids,
         tokenize=to_duration(placed.tokenize_s),
+        parsing=None if placed.parsing is None else router_pb2.OutputParsing(**vars(placed.parsing)),
     )
 
 
@@ -338,6 +375,15 @@ def from_place_response(message: router_pb2.PlaceResponse) -> PlacedRequest:
         model_fingerprint=message.model_fingerprint,
         prompt_tail_token_ids=tuple(message.prompt_tail_token_ids),
         tokenize_s=to_seconds(message.tokenize),
+        parsing=_from_parsing(message.parsing) if message.HasField("parsing") else None,
+    )
+
+
+def _from_parsing(message: router_pb2.OutputParsing) -> PlacedParsing:
+    return PlacedParsing(
+        reasoning_parser=message.reasoning_parser,
+        tool_call_parser=message.tool_call_parser,
+        prompt_end=message.prompt_end,
     )
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 
+from quartet.api.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    ChatPrompt,
+    ToolChoice,
+    check_count,
+    check_message,
+)
 from quartet.api.request import (
     MAX_STOP_STRINGS,
-    ChatPrompt,
     GenerateStart,
     Prompt,
     Resume,
@@ -18,7 +28,7 @@ from quartet.api.request import (
     TokenPrompt,
 )
 from quartet.engine.sampling import Sampling
-from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaPart
 from quartet.rpc.errors import to_duration, to_seconds
 from quartet.streams.convert.media import from_media_part, to_media_part
@@ -29,7 +39,8 @@ from quartet.streams.convert.messages import (
     to_output_options,
     to_sampling,
 )
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, Tool, ToolCall
+from quartet.text.json_object import JsonObject
 from quartet.v1 import router_pb2, types_pb2
 
 _MAX_UINT32 = 2**32 - 1
@@ -38,13 +49,21 @@ _MAX_UINT64 = 2**64 - 1
 
 _NO_TEXT_OPTIONS = TextOptions()
 
-#: Most messages, parts of all messages, and token ids of a request. They are counted before any of them is converted:
-#: so many take 20 ms.
-MAX_MESSAGES, MAX_PARTS, MAX_TOKEN_IDS = 4096, 4096, 1 << 20
+#: Most token ids of a request; they are counted before any of them is converted.
+MAX_TOKEN_IDS = 1 << 20
 
-#: What it costs to convert a message and a part of a chat, and to go through them on the event loop later, in token ids
-#: of a prompt: 0.1 microseconds each.
-MESSAGE_WORK, PART_WORK = 12, 12
+#: What it costs to convert a message, and a part, call or tool of a chat, and to go through them on the event loop
+#: later, in token ids of a prompt: 0.1 microseconds each.
+MESSAGE_WORK, PART_WORK, TOOL_WORK = 16, 12, 28
+
+_TOOL_CHOICES = {
+    ToolChoice.AUTO: router_pb2.TOOL_CHOICE_AUTO,
+    ToolChoice.NONE: router_pb2.TOOL_CHOICE_NONE,
+    ToolChoice.REQUIRED: router_pb2.TOOL_CHOICE_REQUIRED,
+    ToolChoice.FUNCTION: router_pb2.TOOL_CHOICE_FUNCTION,
+}
+_TOOL_CHOICES_BACK = {number: choice for choice, number in _TOOL_CHOICES.items()}
+_TOOL_CHOICES_BACK[router_pb2.TOOL_CHOICE_UNSPECIFIED] = ToolChoice.AUTO
 
 # Larger ones, with a bias for many tokens, are rare and would fill the memory.
 _MAX_KNOWN_BYTES = 256
@@ -129,18 +148,14 @@ def check_prompt(message: router_pb2.GenerateStart) -> str:
     if kind == "token_ids":
         check_count(message.token_ids.ids, MAX_TOKEN_IDS, "token_ids.ids", "token ids")
     elif kind == "chat":
-        check_count(message.chat.messages, MAX_MESSAGES, "chat.messages", "messages")
+        chat = message.chat
+        check_count(chat.messages, MAX_MESSAGES, "chat.messages", "messages")
+        check_count(chat.tools, MAX_TOOLS, "chat.tools", "tools")
     elif kind is None:
         raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
     if message.media:
         check_count(message.media, MAX_PARTS, "media", "media items")
     return kind
-
-
-def check_count(items: Sized, limit: int, field: str, what: str) -> None:
-    """Refuse more than ``limit`` items without a look at any. Raises ``InvalidRequestError`` naming ``field``."""
-    if len(items) > limit:
-        raise InvalidRequestError(f"a request has at most {limit} {what}, not {len(items)}", field=field)
 
 
 def _from_media(media: Sequence[router_pb2.MediaPart]) -> tuple[MediaPart, ...]:
@@ -164,8 +179,7 @@ def _put_prompt(message: router_pb2.GenerateStart, prompt: Prompt) -> None:
     if isinstance(prompt, TextPrompt):
         message.text = prompt.text
     elif isinstance(prompt, ChatPrompt):
-        message.chat.add_generation_prompt = prompt.add_generation_prompt
-        message.chat.messages.extend(map(_to_chat_message, prompt.messages))
+        _put_chat(message.chat, prompt)
     else:
         if not all(0 <= token_id <= _MAX_UINT32 for token_id in prompt.token_ids):
             raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids.ids")
@@ -183,20 +197,83 @@ def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
         check_count(ids, MAX_TOKEN_IDS, "token_ids.ids", "token ids")
         return TokenPrompt(_to_array(ids))
     if kind == "chat":
-        chat = message.chat
-        has_choice = chat.HasField("add_generation_prompt")
-        converter = ChatConverter(chat.messages)
+        check_count(message.chat.tools, MAX_TOOLS, "chat.tools", "tools")
+        converter = ChatConverter(message.chat.messages)
         converter.convert()
-        return ChatPrompt(tuple(converter.converted), chat.add_generation_prompt if has_choice else True)
+        return from_chat(message.chat, tuple(converter.converted))
     raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
 
 
+def _put_chat(into: router_pb2.ChatPrompt, prompt: ChatPrompt) -> None:
+    into.add_generation_prompt = prompt.add_generation_prompt
+    into.messages.extend(map(_to_chat_message, prompt.messages))
+    into.tools.extend(map(_to_tool, prompt.tools))
+    into.tool_choice = _TOOL_CHOICES[prompt.tool_choice]
+    into.tool_name = prompt.tool_name
+    if not prompt.parallel_tool_calls:
+        into.parallel_tool_calls = False
+    if prompt.template_arguments is not None:
+        into.template_arguments = prompt.template_arguments.text
+
+
+def from_chat(message: router_pb2.ChatPrompt, messages: tuple[ChatMessage, ...]) -> ChatPrompt:
+    """The conversation of ``messages``, which were converted already, with the rest of ``message``.
+
+    Raises:
+        InvalidRequestError: a choice that is none; ``field`` is the path.
+    """
+    tools, arguments = message.tools, message.template_arguments
+    adds_prompt = message.add_generation_prompt if message.HasField("add_generation_prompt") else True
+    is_plain = not (tools or arguments or message.tool_choice or message.tool_name)
+    if is_plain and not message.HasField("parallel_tool_calls"):  # mostly
+        return ChatPrompt(messages, adds_prompt)
+    choice = _TOOL_CHOICES_BACK.get(message.tool_choice)
+    if choice is None:
+        raise InvalidRequestError(f"there is no tool choice {message.tool_choice}", field="chat.tool_choice")
+    return ChatPrompt(
+        messages,
+        adds_prompt,
+        tools=tuple(map(_from_tool, tools)) if tools else (),
+        tool_choice=choice,
+        tool_name=message.tool_name,
+        parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
+        template_arguments=JsonObject.of_text(arguments) if arguments else None,
+    )
+
+
+def _to_tool(tool: Tool) -> router_pb2.Tool:
+    return router_pb2.Tool(
+        name=tool.name, description=tool.description, parameters=tool.parameters.text, strict=tool.strict
+    )
+
+
+def _from_tool(message: router_pb2.Tool) -> Tool:
+    strict = message.strict if message.HasField("strict") else None
+    if not message.parameters:
+        return Tool(message.name, message.description, strict=strict)
+    return Tool(message.name, message.description, JsonObject.of_text(message.parameters), strict)
+
+
 def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
-    if message.name is not None:
-        raise UnsupportedFieldError("a message has no field for its speaker's name", field="chat.messages.name")
-    if isinstance(message.content, str):
-        return router_pb2.ChatMessage(role=message.role, content=message.content)
-    return router_pb2.ChatMessage(role=message.role, parts=map(_to_content_part, message.content))
+    is_text = isinstance(message.content, str)
+    return router_pb2.ChatMessage(
+        role=message.role,
+        content=message.content if is_text else "",  # type: ignore[arg-type]
+        parts=() if is_text else map(_to_content_part, message.content),
+        name=message.name or "",
+        tool_calls=[
+            router_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments.text)
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning,
+    )
+
+
+def _from_tool_call(message: router_pb2.ToolCall) -> ToolCall:
+    if not message.arguments:
+        return ToolCall(message.name, id=message.id)
+    return ToolCall(message.name, JsonObject.of_text(message.arguments), message.id)
 
 
 class ChatConverter:
@@ -211,7 +288,7 @@ class ChatConverter:
         check_count(messages, MAX_MESSAGES, "chat.messages", "messages")
         self.converted: list[ChatMessage] = []
         self._messages = iter(messages)
-        self._num_parts = 0
+        self._num_parts = self._num_calls = 0
 
     def convert(self, max_work: float = math.inf) -> int:
         """Convert more of them, in work of ``max_work`` and one message more at most.
@@ -228,11 +305,34 @@ class ChatConverter:
             content = self._content(message, parts) if parts else message.content
             if not role:
                 raise InvalidRequestError("a message needs a role", field=f"chat.messages[{len(converted)}].role")
-            converted.append(_make_message(role, content))
             work += MESSAGE_WORK + PART_WORK * len(parts)
+            calls = message.tool_calls
+            if calls or message.name or message.tool_call_id or message.reasoning:
+                work += TOOL_WORK * (1 + len(calls))
+                converted.append(self._whole(message, content))
+            else:
+                converted.append(_make_message(role, content))
             if work >= max_work:
                 return work
         return 0
+
+    def _whole(self, message: router_pb2.ChatMessage, content: str | tuple[str | MediaPart, ...]) -> ChatMessage:
+        """A message that has more than its role and content."""
+        number = len(self.converted)
+        self._num_calls += len(message.tool_calls)
+        if self._num_calls > MAX_TOOL_CALLS:
+            text = f"the messages of a request have at most {MAX_TOOL_CALLS} tool calls"
+            raise InvalidRequestError(text, field=f"chat.messages[{number}].tool_calls")
+        converted = ChatMessage(
+            message.role,
+            content,
+            name=message.name or None,
+            tool_calls=tuple(map(_from_tool_call, message.tool_calls)),
+            tool_call_id=message.tool_call_id or None,
+            reasoning=message.reasoning,
+        )
+        check_message(converted, number)
+        return converted
 
     def _content(
         self, message: router_pb2.ChatMessage, parts: Sequence[router_pb2.ContentPart]
@@ -246,7 +346,8 @@ class ChatConverter:
 
 
 # The setters of its fields.
-_SET_ROLE, _SET_CONTENT, _SET_NAME = (vars(ChatMessage)[name].__set__ for name in ("role", "content", "name"))
+_SET_ROLE, _SET_CONTENT, *_SET_DEFAULTS = (vars(ChatMessage)[item.name].__set__ for item in fields(ChatMessage))
+_SET_NAME, _SET_CALLS, _SET_CALL_ID, _SET_REASONING = _SET_DEFAULTS
 
 
 def _make_message(role: str, content: str | tuple[str | MediaPart, ...]) -> ChatMessage:
@@ -255,6 +356,9 @@ def _make_message(role: str, content: str | tuple[str | MediaPart, ...]) -> Chat
     _SET_ROLE(message, role)
     _SET_CONTENT(message, content)
     _SET_NAME(message, None)
+    _SET_CALLS(message, ())
+    _SET_CALL_ID(message, None)
+    _SET_REASONING(message, "")
     return message
 
 
@@ -292,6 +396,8 @@ def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:
         omit_text=options.omit_text,
         omit_token_ids=options.omit_token_ids,
         show_special_tokens=options.show_special_tokens,
+        raw_text=options.raw_text,
+        stream_tool_arguments=options.stream_tool_arguments,
     )
 
 
@@ -314,6 +420,8 @@ def _read_text_options(message: router_pb2.TextOptions) -> TextOptions:
         omit_text=message.omit_text,
         omit_token_ids=message.omit_token_ids,
         show_special_tokens=message.show_special_tokens,
+        raw_text=message.raw_text,
+        stream_tool_arguments=message.stream_tool_arguments,
     )
 
 
@@ -330,6 +438,9 @@ def to_resume(resume: Resume) -> router_pb2.Resume:
         generated_token_ids=router_pb2.TokenIds(ids=resume.generated_token_ids) if resume.generated_token_ids else None,
         num_text_bytes=resume.num_text_bytes,
         model_fingerprint=resume.model_fingerprint,
+        num_reasoning_bytes=resume.num_reasoning_bytes,
+        num_tool_calls=resume.num_tool_calls,
+        num_argument_bytes=resume.num_argument_bytes,
     )
 
 
@@ -348,5 +459,8 @@ def from_resume(message: router_pb2.Resume) -> Resume:
         choice=message.choice,
         generated_token_ids=generated if generated else (),
         num_text_bytes=message.num_text_bytes,
+        num_reasoning_bytes=message.num_reasoning_bytes,
+        num_tool_calls=message.num_tool_calls,
+        num_argument_bytes=message.num_argument_bytes,
         model_fingerprint=message.model_fingerprint,
     )

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from quartet.api.convert.request import MESSAGE_WORK, PART_WORK, ChatConverter, check_prompt, from_generate_start
-from quartet.api.request import ChatPrompt, GenerateStart
+from quartet.api.convert.request import (
+    MESSAGE_WORK,
+    PART_WORK,
+    TOOL_WORK,
+    ChatConverter,
+    check_prompt,
+    from_chat,
+    from_generate_start,
+)
+from quartet.api.request import GenerateStart
 from quartet.rpc.errors import to_seconds
 from quartet.v1 import router_pb2
 
@@ -25,7 +33,7 @@ _MAX_WORK_BEFORE = 8_192
 # Files in a message of so many bytes are counted only when it is read.
 _MAX_UNCOUNTED_BYTES = 256 << 10
 
-# What is converted of a longer chat in one step: 1,024 messages, or fewer with parts.
+# What is converted of a longer chat in one step: 768 messages, or fewer with parts.
 _STEP_WORK = 12_288
 
 
@@ -73,11 +81,12 @@ class UnreadStart:
             self.num_token_ids = self.work = len(message.token_ids.ids)
             is_short = self.work <= _MAX_WORK_BEFORE
         elif kind == "chat":
-            messages = message.chat.messages
+            chat = message.chat
+            messages, num_tools = chat.messages, len(chat.tools)
             num_parts, num_media_parts = _glance(messages)
-            self.work = min(MESSAGE_WORK * len(messages), _STEP_WORK) + PART_WORK * num_parts
+            self.work = min(MESSAGE_WORK * len(messages), _STEP_WORK) + PART_WORK * num_parts + TOOL_WORK * num_tools
             num_media += num_media_parts
-            is_short = len(messages) <= _MAX_AT_A_GLANCE and num_parts <= _MAX_AT_A_GLANCE
+            is_short = max(len(messages), num_parts, num_tools) <= _MAX_AT_A_GLANCE
         self.is_short, self.shows_media = is_short, False
         if num_media or not is_short:
             self.work += _MEDIA_WORK * num_media
@@ -115,9 +124,7 @@ class UnreadStart:
                 yield due
                 ahead += due
         message = self._take()
-        chat = message.chat
-        adds_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-        prompt = ChatPrompt(tuple(converter.converted), adds_prompt)
+        prompt = from_chat(message.chat, tuple(converter.converted))
         return from_generate_start(message, tenant=self.tenant, prompt=prompt)
 
     def forget(self) -> None:
@@ -141,7 +148,7 @@ def _num_file_bytes(message: router_pb2.GenerateStart) -> int:
 
 
 def _glance(messages: Sequence[router_pb2.ChatMessage]) -> tuple[int, int]:
-    """Parts and media of a short chat; of a longer one they are counted when it is read."""
+    """Parts, with tool calls, and media of a short chat; of a longer one they are counted when it is read."""
     num_parts = num_media = 0
     if len(messages) > _MAX_AT_A_GLANCE:
         return 0, 0
@@ -150,4 +157,5 @@ def _glance(messages: Sequence[router_pb2.ChatMessage]) -> tuple[int, int]:
             num_parts += len(parts)
             if num_parts <= _MAX_AT_A_GLANCE:
                 num_media += sum([part.HasField("media") for part in parts])
+        num_parts += len(message.tool_calls)
     return num_parts, num_media if num_parts <= _MAX_AT_A_GLANCE else 0

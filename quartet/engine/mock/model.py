@@ -72,10 +72,12 @@ class MockSettings:
     Attributes:
         timing: of a step.
         speed_up: divides the time of ``timing``; below 1 steps take longer.
+        says: every answer's text, special tokens spelled out, before its end of sequence; empty: answers are words.
     """
 
     timing: StepTiming = field(default_factory=StepTiming)
     speed_up: float = 1.0
+    says: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -125,6 +127,7 @@ class MockModel:
         vocab_size: token ids are below it.
         eos_token_ids: tokens that end an output.
         word_ids: tokens to make answers of: none is special, and each is text by itself.
+        script: tokens of every answer, in place of such words; empty: there is none.
         max_model_len: tokens of prompt and output together; ``None``: config.json does not say.
     """
 
@@ -133,10 +136,11 @@ class MockModel:
     eos_token_ids: frozenset[int]
     word_ids: tuple[int, ...] = field(repr=False)
     max_model_len: int | None
+    script: tuple[int, ...] = field(default=(), repr=False)
 
     @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Read the files in ``directory``.
+    def load(cls, directory: Path, says: str = "") -> Self:
+        """Read the files in ``directory``; ``says`` is as in ``MockSettings``.
 
         Raises:
             ModelFilesError: there is no ``tokenizer.json``, or a file is malformed.
@@ -154,7 +158,12 @@ class MockModel:
             eos_token_ids=eos_token_ids,
             word_ids=word_ids,
             max_model_len=max_position_embeddings(files),
+            script=_script(text, says) if says else (),
         )
+
+
+def _script(text: ModelText, says: str) -> tuple[int, ...]:
+    return (*text.tokenizer.encode(says, add_special_tokens=False), *text.eos_token_ids[:1])
 
 
 def _word_ids(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> Iterator[int]:

@@ -84,7 +84,7 @@ class MockRunner:
         self.eos_token_ids = model.eos_token_ids
         self.memory: PoolMemory | None = shared.memory
         self._stamps = BlockStamps(shared.memory, config.block_size, rank * config.num_blocks)
-        self._tokens = MockTokens(model.word_ids)
+        self._tokens = MockTokens(model.word_ids, model.script)
         self._settings = config.settings
         self._pacer = pacer or StepPacer()
         self._is_owner = rank == 0
@@ -126,7 +126,7 @@ class SharedByRanks:
             ModelFilesError: files are missing or malformed, or neither they nor ``config`` give the longest sequence.
         """
         self.config = config
-        self.model = MockModel.load(Path(config.model_path))
+        self.model = MockModel.load(Path(config.model_path), config.settings.says)
         max_model_len = config.max_model_len or self.model.max_model_len
         if max_model_len is None:
             raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
@@ -187,15 +187,19 @@ class MockTokens:
     penalties change nothing.
     """
 
-    def __init__(self, word_ids: Sequence[int]) -> None:
+    def __init__(self, word_ids: Sequence[int], script: Sequence[int] = ()) -> None:
+        """Walk through ``word_ids``; the first tokens of every answer are ``script``."""
         self._word_ids = word_ids
+        self._script = script
         self._walks: dict[int, _Walk] = {}
 
     def next(self, requests: Sequence[RunningRequest]) -> list[int]:
         """The token that follows the ``seq`` of each of one step's ``requests``."""
         # Keep only the walks of this step: other requests have ended, or their walk can be made again.
         known = self._walks
-        self._walks = {running.id: known.get(running.id) or _Walk(running, self._word_ids) for running in requests}
+        self._walks = {
+            running.id: known.get(running.id) or _Walk(running, self._word_ids, self._script) for running in requests
+        }
         return [self._walks[running.id].token_at(len(running.seq.token_ids)) for running in requests]
 
 
@@ -282,8 +286,10 @@ def _num_quiet_tokens(running: RunningRequest, block_size: int) -> int:
 class _Walk:
     """One request's way through the words."""
 
-    def __init__(self, running: RunningRequest, word_ids: Sequence[int]) -> None:
+    def __init__(self, running: RunningRequest, word_ids: Sequence[int], script: Sequence[int]) -> None:
         self._word_ids = word_ids
+        self._script = script
+        self._num_prompt_tokens = running.num_prompt_tokens
         self._first, stride = _key(running)
         self._stride = 1 + stride % max(1, len(word_ids) - 1)
         bias = running.sampling.logit_bias
@@ -298,6 +304,9 @@ class _Walk:
         for token_id in self._favourites:
             if token_id not in refused:
                 return token_id
+        number = position - self._num_prompt_tokens
+        if number < len(self._script) and self._script[number] not in refused:
+            return self._script[number]
         words, index = self._word_ids, self._first + position * self._stride
         token_id = words[index % len(words)]
         if token_id not in refused:

@@ -69,6 +69,7 @@ _FINISH_REASONS = {
     FinishReason.STOP_STRING: types_pb2.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.TOOL_CALLS: types_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
 _ENGINE_FINISH_REASONS = frozenset({FinishReason.STOP_ID, FinishReason.LENGTH})

@@ -17,6 +17,17 @@ To add a family, write its table in ``formats``: a ``CallTable`` for calls betwe
 
 from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from quartet.text.parse.machine import OutputParser
-from quartet.text.parse.names import choose_format
+from quartet.text.parse.names import NO_PARSER, choose_format, choose_parsers
 
-__all__ = ["CallArguments", "CallBegin", "CallEnd", "Content", "Event", "OutputParser", "Reasoning", "choose_format"]
+__all__ = [
+    "NO_PARSER",
+    "CallArguments",
+    "CallBegin",
+    "CallEnd",
+    "Content",
+    "Event",
+    "OutputParser",
+    "Reasoning",
+    "choose_format",
+    "choose_parsers",
+]

@@ -38,6 +38,9 @@ TOOL_CALL_PARSERS: Mapping[str, CallTable | Callable[..., Format]] = {
     "qwen3_coder": formats.QWEN3_XML,
 }
 
+#: As the name of a parser in configurations: such parts stay in the text.
+NO_PARSER = "none"
+
 _ALIASES: Mapping[str, str] = {
     "deepseek_v31": "deepseek_v3_1",
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "deepseek_v41"), "deepseek_v3_2"),
@@ -67,23 +70,38 @@ _TEMPLATES: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 )
 
 
-def choose_format(
+def choose_parsers(
     reasoning_parser: str | None = None, tool_call_parser: str | None = None, *, chat_template: str = ""
-) -> Format:
-    """The format of a model's output, by names of ``REASONING_PARSERS`` and ``TOOL_CALL_PARSERS``.
+) -> tuple[str, str]:
+    """Names of ``REASONING_PARSERS`` and ``TOOL_CALL_PARSERS`` for a model; ``""``: such parts stay in the content.
 
-    ``""``: such parts stay in the content. ``None``: the one that ``chat_template``, a source, calls for, if any.
+    ``None``: the one that ``chat_template``, a source, calls for, if any, and if it goes with the one that is named.
 
     Raises:
-        ConfigError: a name is unknown, or the two don't go together.
+        ConfigError: a name is unknown, or the two that are named don't go together.
     """
     fitting = (row[1:] for row in _TEMPLATES if all(text in chat_template for text in row[0]))
     reasoning, text, calls = next(fitting, ("", "", ""))
     reasoning = reasoning if text in chat_template else ""
-    return _make_format(
-        _known(reasoning if reasoning_parser is None else reasoning_parser, REASONING_PARSERS),
-        _known(calls if tool_call_parser is None else tool_call_parser, TOOL_CALL_PARSERS),
-    )
+    reasoning = _known(reasoning if reasoning_parser is None else reasoning_parser, REASONING_PARSERS)
+    calls = _known(calls if tool_call_parser is None else tool_call_parser, TOOL_CALL_PARSERS)
+    if _go_together(reasoning, calls):
+        return reasoning, calls
+    if reasoning_parser is not None and tool_call_parser is not None:
+        raise ConfigError(f"the parsers {reasoning} and {calls} don't go together")
+    return ("", calls) if reasoning_parser is None else (reasoning, "")
+
+
+def choose_format(
+    reasoning_parser: str | None = None, tool_call_parser: str | None = None, *, chat_template: str = ""
+) -> Format:
+    """The format of a model's output, as ``choose_parsers`` does. Raises ``ConfigError``."""
+    return _make_format(*choose_parsers(reasoning_parser, tool_call_parser, chat_template=chat_template))
+
+
+def _go_together(reasoning_parser: str, tool_call_parser: str) -> bool:
+    made = [REASONING_PARSERS.get(reasoning_parser), TOOL_CALL_PARSERS.get(tool_call_parser)]
+    return not any(map(callable, made)) or None in made or made[0] is made[1]
 
 
 @cache
@@ -92,8 +110,7 @@ def _make_format(reasoning_parser: str, tool_call_parser: str) -> Format:
     if not callable(reasoning) and not callable(calls):
         return join_tables(reasoning, calls)
     make = reasoning or calls
-    if not callable(make) or (calls or make) is not make:
-        raise ConfigError(f"the parsers {reasoning_parser} and {tool_call_parser} don't go together")
+    assert callable(make), "they go together"
     return make(has_reasoning=reasoning is not None, has_calls=calls is not None)
 
 

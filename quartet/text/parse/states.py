@@ -147,10 +147,13 @@ class Format:
 
     def needs(self, special_token: str) -> bool:
         """Whether parsers must see ``special_token``, which text for people leaves out; also if it ends the output."""
+        return bool(special_token) and any(special_token in text for text in self._texts)
+
+    @cached_property
+    def _texts(self) -> frozenset[str]:
         states = self.states.values()
         texts = {text for state in states for edge in state.edges for text in (edge.marker, *edge.follow)}
-        texts.update(*(QUOTES[state.quoting] for state in states if state.scan is Scan.OBJECT))
-        return bool(special_token) and any(special_token in text for text in texts)
+        return frozenset(texts.union(*(QUOTES[state.quoting] for state in states if state.scan is Scan.OBJECT)))
 
 
 def trie(words: Iterable[str]) -> str:

@@ -13,6 +13,9 @@ from quartet.text.parse.states import QUOTES, Quoting, trie
 #: A model that nests deeper writes no call; readers of JSON recurse.
 _MAX_DEPTH = 100
 
+#: Parts of a tool's schema that are looked at for the types of one argument: clients may send it of any size.
+_MAX_SCHEMAS = 256
+
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -209,7 +212,9 @@ def argument_types(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]
     properties = (schema or {}).get("properties")
     schemas = [properties.get(key)] if isinstance(properties, dict) else []
     names: set[str] = set()
-    while schemas:
+    for _ in range(_MAX_SCHEMAS):
+        if not schemas:
+            break
         part = schemas.pop()
         if isinstance(part, dict):
             kinds = part.get("type")
