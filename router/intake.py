@@ -1,13 +1,14 @@
 """How requests begin: so much work in one turn of the event loop, tenants by fair share.
 
 A request is checked, hashed and placed on the event loop: 64 prompts of 8,000 tokens that came in one turn held it for
-25 to 100 ms, and another tenant's request takes several turns. So few of them begin in a turn, and the next ones are
-those whose tenant had least.
+25 to 100 ms, and another tenant's request takes some twenty turns. So one of them begins at a time, with turns between
+for all else, and the next one is of the tenant that had least.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
 from router.workers import PoolKey
@@ -15,12 +16,13 @@ from router.workers import PoolKey
 # Work is counted in tokens of a prompt; what a request needs whatever its length counts as so many.
 _REQUEST_TOKENS = 8_192
 
-# Of one turn: four short requests.
-_TURN_TOKENS = 4 * _REQUEST_TOKENS
-
 # gRPC hands over one call in about six turns, in order of arrival, without regard to tenants. Calls are to wait here,
-# where tenants have shares, and not there. So after long work nothing begins for twice the time that it took beyond a
-# short request.
+# where tenants have shares, and not there. So after a request nothing begins for so many turns. If a turn is this short
+# the loop has nothing else to do, and the turn counts as several.
+_TURNS_BETWEEN = 16
+_QUIET_TURN_S, _QUIET_TURNS = 2e-5, 4
+
+# After long work, moreover, nothing begins for twice the time that it took beyond a short request.
 _PAUSE_S_PER_TOKEN = 2e-7
 # A timer is no finer than a millisecond.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.0005, 0.01
@@ -38,7 +40,8 @@ class Intake:
         self._waiting: FairQueue[Turn] = FairQueue(share)
         self._num_entered = 0
         self._pause_s = 0.0
-        self._num_left_tokens = _TURN_TOKENS
+        self._num_turns_left = 0
+        self._turn_began_at = 0.0
         self._next_turn: asyncio.Handle | None = None
 
     @property
@@ -49,53 +52,44 @@ class Intake:
     async def enter(self, tenant: str, num_prompt_tokens: int) -> None:
         """Wait until the tenant's request may begin, which mostly is at once."""
         num_tokens = _REQUEST_TOKENS + num_prompt_tokens
-        if self._num_left_tokens > 0 and not self._waiting:
-            self._begin(tenant, num_tokens)
+        if self._num_turns_left <= 0 and not self._waiting:
+            self._share.serve(tenant, num_tokens)
+            self._begin(num_tokens)
             return
         self._num_entered += 1
         standing = Standing(pool=_POOL, tenant=tenant, number=self._num_entered, num_tokens=num_tokens)
         turn = Turn(standing=standing, placed=asyncio.get_running_loop().create_future())
         self._waiting.add(turn)
-        self._plan_turn()
         try:
             await turn.placed
         finally:
             self._waiting.remove(turn)
 
-    def _begin(self, tenant: str, num_tokens: int) -> None:
-        self._share.serve(tenant, num_tokens)
-        self._num_left_tokens -= num_tokens
+    def _begin(self, num_tokens: int) -> None:
+        self._num_turns_left = _TURNS_BETWEEN
         self._pause_s += _pause_s(num_tokens)
         self._plan_turn()
 
     def _plan_turn(self) -> None:
-        if self._next_turn is None:
-            self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
+        self._turn_began_at = time.perf_counter()
+        self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         """The next turn of the event loop has come."""
-        self._next_turn = None
         if self._pause_s >= _MIN_PAUSE_S:
             pause_s, self._pause_s = min(self._pause_s, _MAX_PAUSE_S), 0.0
             self._next_turn = asyncio.get_running_loop().call_later(pause_s, self._turn)
             return
-        self._num_left_tokens = _TURN_TOKENS
-        if not self._waiting:
+        is_quiet = time.perf_counter() - self._turn_began_at < _QUIET_TURN_S
+        self._num_turns_left -= _QUIET_TURNS if is_quiet else 1
+        if self._num_turns_left > 0:
+            self._plan_turn()
             return
-        begun: list[Turn] = []
-        num_tokens = 0
-        for turn in self._waiting.in_order(_is_kept):
-            if num_tokens >= _TURN_TOKENS:
-                break
-            begun.append(turn)
-            num_tokens += turn.standing.num_tokens
-        for turn in begun:
+        turn = next(self._waiting.in_order(_is_kept), None)
+        if turn is not None:
             self._waiting.serve(turn)
-            self._num_left_tokens -= turn.standing.num_tokens
-            self._pause_s += _pause_s(turn.standing.num_tokens)
             turn.placed.set_result(None)
-        if begun:
-            self._plan_turn()  # after what begins: the pause follows the work
+            self._begin(turn.standing.num_tokens)  # after what begins: the pause follows the work
 
 
 def _pause_s(num_tokens: int) -> float:

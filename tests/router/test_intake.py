@@ -1,9 +1,11 @@
-"""Requests begin in turns of the event loop: few in each, and those first whose tenant had least."""
+"""Requests begin one at a time, turns of the event loop apart, and those first whose tenant had least."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -50,12 +52,20 @@ async def test_a_request_alone_begins_at_once() -> None:
         entering.send(None)
 
 
-async def test_few_begin_in_a_turn_and_none_is_lost() -> None:
+@pytest.mark.parametrize(("turn_s", "fewest", "most"), [(5e-5, 16, 16), (0.0, 4, 12)])
+async def test_one_begins_at_a_time_with_turns_for_all_else_between_them(turn_s: float, fewest: int, most: int) -> None:
     entering = Entering()
-    entering.enter("acme", count=100)
-    turns = [await entering.turn() for _ in range(60)]
-    assert max(map(len, turns)) == 4
-    assert sum(map(len, turns)) == 100
+    entering.enter("acme", count=20)
+    turns: list[list[str]] = []
+    while sum(map(len, turns)) < 20:
+        until = time.perf_counter() + turn_s
+        while time.perf_counter() < until:  # all else
+            pass
+        turns.append(await entering.turn())
+    assert max(map(len, turns)) == 1
+    begun = [number for number, turn in enumerate(turns) if turn]
+    # A turn of a loop with nothing else to do may be long, too, on a busy machine.
+    assert fewest <= min(later - earlier for earlier, later in pairwise(begun)) <= most
     assert entering.intake.length == 0
 
 
@@ -86,7 +96,7 @@ async def test_a_tenant_that_comes_later_does_not_wait_for_all_of_another() -> N
     await entering.turn()
     entering.enter("other", count=2)
     order = await entering.all()
-    assert [index for index, tenant in enumerate(order) if tenant == "other"][-1] < 12
+    assert [index for index, tenant in enumerate(order) if tenant == "other"][-1] < 6
 
 
 async def test_a_tenant_of_twice_the_weight_begins_twice_as_often() -> None:
@@ -101,8 +111,8 @@ async def test_those_that_are_cancelled_leave_the_line_and_hold_up_no_one() -> N
     entering = Entering()
     entering.enter("acme", count=20)
     await entering.turn()
-    assert entering.intake.length == 16
-    entering.cancel(4, 20)
+    assert entering.intake.length == 19
+    entering.cancel(1, 20)
     entering.enter("other")
     assert (await entering.all()).count("other") == 1
     assert entering.intake.length == 0
@@ -110,8 +120,7 @@ async def test_those_that_are_cancelled_leave_the_line_and_hold_up_no_one() -> N
 
 async def test_one_that_comes_while_only_cancelled_ones_wait_gets_its_turn() -> None:
     intake = Intake(FairShare())
-    for _ in range(4):
-        await intake.enter("acme", 0)
+    await intake.enter("acme", 0)
     waiting = intake.enter("acme", 0)
     waiting.send(None).cancel()
     await asyncio.sleep(0)

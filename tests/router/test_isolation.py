@@ -122,7 +122,6 @@ async def run_in_turn(fleet: Fleet, requests: Sequence[Request], num_decodes: in
 async def test_a_tenant_with_long_answers_gets_no_more_tokens_than_one_with_short_answers() -> None:
     # Room for one request at a time: 20 tokens of prompt and 16 in reserve.
     fleet = Fleet("decode-0", attempts=AttemptConfig(reserve_tokens=16), num_blocks=10, max_model_len=1000)
-    fleet.hops.tokens_per_step = 10
     starts = [make_start("long", 60) for _ in range(20)] + [make_start("short", 10) for _ in range(60)]
     tenants = await run_in_turn(fleet, [fleet.generate(start) for start in starts], 30)
     num_tokens = Counter[str]()
