@@ -80,7 +80,7 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
         model=model,
         shape=shape,
         dtype=str(model.dtype).removeprefix("torch."),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=_eos_token_ids(model, found.config.vocab_size),
         vocab_size=found.config.vocab_size,
         max_model_len=max_model_len,
         hidden_size=found.config.hidden_size,
@@ -216,11 +216,11 @@ def _max_model_len(config: TorchEngineConfig, model_config: PretrainedConfig) ->
     return wanted
 
 
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The ids that ``generate`` takes: from generation_config.json, else config.json."""
+def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> frozenset[int]:
+    """The ids that ``generate`` takes: from generation_config.json, else config.json; those that the model can say."""
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     if eos is None:
         eos = model.config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos) if isinstance(eos, list | tuple) else frozenset({int(eos)})
+    ids = eos if isinstance(eos, list | tuple) else [] if eos is None else [int(eos)]
+    # Any other would be no column of logits where a step masks them.
+    return frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -397,7 +398,10 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 def _draw_group(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
     temperature = parameters.temperature.to(logits.dtype).clamp(min=_MIN_TEMPERATURE)[:, None]
     # Subtract the maximum first: a logit that would overflow becomes minus infinity, as it should.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    best = logits.amax(-1, keepdim=True)
+    scaled = (logits - best) / temperature
+    if bool((best == math.inf).any()):
+        scaled.masked_fill_(logits == math.inf, 0.0)  # all that have overflowed are best
     has_top_k = (parameters.top_k > 0) & (parameters.top_k < scaled.shape[1])
     is_filtered = has_top_k | (parameters.top_p < 1) | (parameters.min_p > 0)
     # What is sorted for one of these is sorted for all, so few rows with a very large k are apart from the others.

@@ -155,12 +155,12 @@ def test_many_rows_in_one_launch_get_the_tokens_that_the_cpu_draws() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_row_without_a_best_token_gets_one_of_the_vocabulary_and_disturbs_no_other() -> None:
     logits = torch.randn(16, 70, generator=torch.Generator().manual_seed(5))
-    logits[:4], logits[4:8], logits[8:12, 30] = math.nan, -math.inf, math.inf
+    logits[:4], logits[4:8], logits[8:12, 30:32] = math.nan, -math.inf, math.inf
     logits[:, 40:] = -math.inf
     samplings = [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=3)] * 4
     expected, drawn = tokens_of(logits, samplings, tile=32)
     assert drawn[8:] == expected[8:]
-    assert drawn[8:12] == [30] * 4
+    assert all(token_id in (30, 31) for token_id in drawn[8:12])
     assert all(0 <= token_id < 70 for token_id in drawn)
 
 
@@ -178,6 +178,7 @@ def _probe(keys, bits, noise, bounds):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.usefixtures("by_interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_noise_is_that_of_the_cpu_and_its_bounds_are_above_it_and_near() -> None:
     # Of the last two, token 0 mixes to the lowest bits and to the highest.
     keys = torch.tensor([*(noise_key(seed, 0, 5) for seed in range(4)), *EXTREME_KEYS])
@@ -209,16 +210,16 @@ _CHOSEN = {"scores": "*fp64", "choices": "*i32"}
 @pytest.mark.parametrize(
     ("name", "signature", "constants", "num_warps"),
     [
-        ("_prepare", {**_SOURCE, **_SIZES}, {"TILE": 2048}, 8),
+        ("_prepare", {**_SOURCE, **_SIZES}, {"TILE": 1024}, 8),
         (
             "_measure",
             {**_SOURCE, **_SEARCHED, "sums": "*fp32", "number": "i32", "by_mass": "i32", **_SIZES},
-            {"TILE": 2048, "CAPACITY": 4096},
+            {"TILE": 1024, "CAPACITY": 4096},
             8,
         ),
-        ("_collect", {**_SOURCE, **_SEARCHED, "sums": "*fp32", **_HELD}, {"TILE": 2048, "CAPACITY": 4096}, 8),
+        ("_collect", {**_SOURCE, **_SEARCHED, "sums": "*fp32", **_HELD}, {"TILE": 1024, "CAPACITY": 4096}, 8),
         ("_settle", {**_SOURCE, **_SEARCHED, **_HELD}, {"CAPACITY": 4096}, 16),
-        ("_score", {**_SOURCE, "limits": "*i32", **_CHOSEN, **_SIZES}, {"TILE": 2048}, 8),
+        ("_score", {**_SOURCE, "limits": "*i32", **_CHOSEN, **_SIZES}, {"TILE": 1024}, 8),
         ("_choose", {"rows": "*i64", **_CHOSEN, "token_ids": "*i64", "num_splits": "i32"}, {}, 1),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_checkpoint_keeps_its_dtype_unless_configured_otherwise(checkpoint: Ch
 
 
 def test_end_of_sequence_ids_are_those_of_generate(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    path = edit_json(checkpoint("llama"), tmp_path / "many", "generation_config.json", eos_token_id=[5, 7])
+    path = edit_json(checkpoint("llama"), tmp_path / "many", "generation_config.json", eos_token_id=[5, 7, 100_000, -1])
     assert load_model(config_for(path)).eos_token_ids == {5, 7}
     path = edit_json(checkpoint("llama"), tmp_path / "one", "config.json", eos_token_id=9)
     (path / "generation_config.json").unlink()

@@ -89,7 +89,7 @@ _NUM_PROGRAMS = 512
 _SPLITS = tl.constexpr(_MAX_SPLITS)
 
 # Tokens that a program takes at a time.
-_TILE = 2048
+_TILE = 1024
 
 # Distances that the last step of a filter's search holds at once.
 _CAPACITY = 4096
@@ -187,7 +187,10 @@ def _filter(
     has_top_p = filtered["top_p"] < 1
     # What is left of many tokens is searched in passes.
     has_many = (vocab_size > capacity) & ~(has_top_k & (filtered["top_k"] <= capacity // 2))
-    searches = [(0, bool(has_top_k.any()), vocab_size > capacity), (1, bool(has_top_p.any()), bool(has_many.any()))]
+    searches = (
+        (0, bool(has_top_k.any()), vocab_size > capacity),
+        (1, bool(has_top_p.any()), bool((has_top_p & has_many).any())),
+    )
     for by_mass, is_asked, is_narrowed in searches:
         if not is_asked:
             continue
