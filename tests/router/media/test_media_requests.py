@@ -281,7 +281,8 @@ def chat_text(num_ranks: int) -> ModelText:
         def encode_messages(self, messages: object, add_generation_prompt: bool = True, **extra: Any) -> list[int]:
             return [10, *[PLACEHOLDER] * num_ranks, 11]
 
-    return ChatText(**vars(replace(MODEL_TEXT, media=MEDIA_TEXT)))
+    known = MODEL_TEXT
+    return ChatText(known.tokenizer, known.chat_template, known.eos_token_ids, known.vocab_size, MEDIA_TEXT)
 
 
 async def test_explain_encodes_nothing_and_names_the_ranks_that_do_not_take_the_media() -> None:
