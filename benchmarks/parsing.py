@@ -1,7 +1,8 @@
 """What parsing reasoning and tool calls costs the process that faces the user: CPU time of each token.
 
 An output of reasoning, content and one call with a long argument is pushed token by token, its text in pieces of about
-four characters, and no client takes the events.
+four characters, and no client takes the events. The same output as tokens of the tiny model then goes from a worker's
+stream to a sink that drops it, with a parser between, and without.
 
     python -m benchmarks.parsing --json FILE [--short]
 """
@@ -13,11 +14,20 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
+from quartet.api.output import OutputSettings, make_outputs
+from quartet.api.request import TextOptions
+from quartet.engine.base import FinishReason
+from quartet.text.model_files import read_text_files
+from quartet.text.model_text import ModelText
 from quartet.text.parse import OutputParser, choose_format
+from quartet.text.parsed import OutputParsing
+
+_MODEL = Path(__file__).parents[1] / "models/tiny/checkpoint"
 
 _PROSE = ("The quick brown fox jumps over the lazy dog, and then it rests. " * 6 + "\n\n") * 40
 _ARGUMENT = _PROSE[:8_000].strip()
@@ -58,11 +68,31 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PathCost:
+    """Microseconds of CPU for each token that a ``ChoiceOutput`` takes: medians and least of the runs.
+
+    Attributes:
+        plain_us, plain_min_us: without a parser.
+        parsed_us, parsed_min_us: with one, its call shown once it is complete.
+        streamed_us, streamed_min_us: with the call's arguments as they come.
+    """
+
+    num_tokens: int
+    plain_us: float
+    plain_min_us: float
+    parsed_us: float
+    parsed_min_us: float
+    streamed_us: float
+    streamed_min_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Results:
     """All that was measured, by ``REASONING PARSER and TOOL-CALL PARSER``."""
 
     num_runs: int
     costs: dict[str, Cost]
+    paths: dict[str, PathCost]
 
 
 def main() -> None:
@@ -77,12 +107,16 @@ def main() -> None:
 def measure(num_runs: int) -> Results:
     """Measure each output ``num_runs`` times."""
     costs: dict[str, Cost] = {}
+    paths: dict[str, PathCost] = {}
+    text = ModelText.from_files(read_text_files(_MODEL))
     with LiveLine() as line:
         for names, output in OUTPUTS.items():
             name = " and ".join(names)
             costs[name] = cost = _measure_output(names, _TOKEN.findall(output), num_runs)
             line.say(f"{name}: {cost.output_us:.2f} us a token, {cost.streamed_us:.2f} with streamed arguments")
-    return Results(num_runs=num_runs, costs=costs)
+            paths[name] = path = _measure_path(names, output, text, num_runs)
+            line.say(f"{name}: {path.plain_us:.2f} us a token to the sink, {path.parsed_us:.2f} with the parser")
+    return Results(num_runs=num_runs, costs=costs, paths=paths)
 
 
 def _measure_output(names: tuple[str, str], tokens: Sequence[str], num_runs: int) -> Cost:
@@ -100,6 +134,52 @@ def _measure_output(names: tuple[str, str], tokens: Sequence[str], num_runs: int
         streamed_min_us=min(streamed),
         content_us=median(plain),
     )
+
+
+class _Drop:
+    """A sink that keeps nothing."""
+
+    def add(self, *_: object) -> None:
+        pass
+
+    def add_parsed(self, *_: object) -> None:
+        pass
+
+
+def _measure_path(names: tuple[str, str], output: str, text: ModelText, num_runs: int) -> PathCost:
+    token_ids = text.tokenizer.encode(output, add_special_tokens=False)
+    format = text.output_format(*names)
+    ways = [
+        None,
+        *(
+            OutputParsing(format=format, request_id="0" * 32, tools=_TOOLS, streams_arguments=streams)
+            for streams in (False, True)
+        ),
+    ]
+    plain, parsed, streamed = zip(
+        *([_path_us(token_ids, text, way) for way in ways] for _ in range(num_runs)), strict=True
+    )
+    return PathCost(
+        num_tokens=len(token_ids),
+        plain_us=median(plain),
+        plain_min_us=min(plain),
+        parsed_us=median(parsed),
+        parsed_min_us=min(parsed),
+        streamed_us=median(streamed),
+        streamed_min_us=min(streamed),
+    )
+
+
+def _path_us(token_ids: Sequence[int], text: ModelText, parsing: OutputParsing | None) -> float:
+    settings = OutputSettings(num_prompt_tokens=1, arrived_at=0.0, tokenize_s=0.0, omits_token_ids=False)
+    output = make_outputs([0], _Drop(), TextOptions(), text.tokenizer, (), settings, parsing)[0]
+    output.begin_attempt()
+    steps = [(number, (token_id,)) for number, token_id in enumerate(token_ids)]
+    began = time.thread_time()
+    for number, step in steps:
+        output.take(number, step, (), 0.0)
+    output.finish(FinishReason.LENGTH)
+    return (time.thread_time() - began) / len(token_ids) * 1e6
 
 
 def _run_us(names: tuple[str, str], tokens: Sequence[str], *, streams_arguments: bool) -> float:

@@ -26,7 +26,7 @@ _TOKEN_BYTES = 8
 _MESSAGE_BYTES = 512
 
 # A character of JSON, once it is read.
-_JSON_FACTOR = 8
+_JSON_FACTOR = 24
 
 # A request besides its prompt: its call, tasks and settings.
 _REQUEST_BYTES = 16 << 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,8 +17,9 @@ MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS = 4096, 4096, 4096
 #: Most tools of one request.
 MAX_TOOLS = 1024
 
-#: Characters of the JSON of one tool or call, and of a template's arguments: to read so much takes a few milliseconds.
-MAX_JSON_LENGTH, MAX_ARGUMENTS_LENGTH = 256 << 10, 64 << 10
+#: Characters of the JSON of one tool or call, of all tools or all calls of one message, and of a template's arguments.
+#: The JSON library lets nothing else run while it reads or writes one of these, at most some 20 ms.
+MAX_JSON_LENGTH, MAX_JOINT_LENGTH, MAX_ARGUMENTS_LENGTH = 256 << 10, 512 << 10, 64 << 10
 
 #: Characters of the name of a tool or speaker, and of a call's id.
 MAX_TOOL_NAME_LENGTH = 256
@@ -77,6 +78,7 @@ def check_chat(prompt: ChatPrompt) -> None:
         check_count(prompt.tools, MAX_TOOLS, "chat.tools", "tools")
         for number, tool in enumerate(prompt.tools):
             _check_tool(tool, f"chat.tools[{number}]")
+        _check_joint_length([tool.parameters for tool in prompt.tools], "chat.tools")
     if prompt.tool_choice is not ToolChoice.AUTO or prompt.tool_name:
         _check_choice(prompt)
     arguments = prompt.template_arguments
@@ -95,6 +97,7 @@ def check_message(message: ChatMessage, number: int) -> None:
         _check_name(call.id, f"{path}.id")
         _check_name(call.name, f"{path}.name", is_needed=True)
         _check_json(call.arguments, f"{path}.arguments")
+    _check_joint_length([call.arguments for call in message.tool_calls], f"{field}.tool_calls")
 
 
 def _check_tool(tool: Tool, field: str) -> None:
@@ -118,6 +121,11 @@ def _check_name(name: str, field: str, *, is_needed: bool = False) -> None:
         raise InvalidRequestError(f"it is longer than {MAX_TOOL_NAME_LENGTH} characters", field=field)
     if is_needed and not name:
         raise InvalidRequestError("it must not be empty", field=field)
+
+
+def _check_joint_length(values: Iterable[JsonObject], field: str) -> None:
+    if sum([value.num_characters for value in values]) > MAX_JOINT_LENGTH:
+        raise InvalidRequestError(f"their JSON is longer than {MAX_JOINT_LENGTH} characters together", field=field)
 
 
 def _check_json(value: JsonObject, field: str) -> None:

@@ -94,7 +94,7 @@ class ParsingSink:
         except UnicodeDecodeError as error:
             message = "what was given ends within a character"
             raise InvalidRequestError(message, field="resume.num_text_bytes") from error
-        self._owed = owed if any(owed) else None
+        self._owed = owed if owed.text or owed.reasoning or owed.tool_calls else None
         # What was held back here may have been shown by then.
         self._given = None if given.is_over else given
 

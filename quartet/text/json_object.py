@@ -13,7 +13,8 @@ from quartet.errors import InvalidRequestError
 MAX_JSON_DEPTH = 64
 
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_BRACKETS = re.compile(r"[\[{]+|[\]}]+")
+_NO_BRACKETS = re.compile(r"[^\[\]{}]+")
+_ALIKE = str.maketrans("{}", "[]")
 
 
 class JsonObject:
@@ -68,7 +69,7 @@ class JsonObject:
 
 
 def _read(text: str, field: str) -> Mapping[str, Any]:
-    if _depth(text) > MAX_JSON_DEPTH:
+    if _is_deep(text):
         raise InvalidRequestError(f"the JSON is nested deeper than {MAX_JSON_DEPTH}", field=field)
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -80,15 +81,19 @@ def _read(text: str, field: str) -> Mapping[str, Any]:
     return value
 
 
-def _depth(text: str) -> int:
-    """How deep ``text`` is nested; at most as deep as it has brackets."""
+def _is_deep(text: str) -> bool:
+    """Whether it is nested deeper than ``MAX_JSON_DEPTH``. Text that is no JSON may be called either.
+
+    Each round takes away the innermost brackets, at the speed of ``str.replace``.
+    """
     if text.count("{") + text.count("[") <= MAX_JSON_DEPTH:
-        return 0
-    depth = deepest = 0
-    for run in _BRACKETS.findall(_STRING.sub("", text)):
-        depth += len(run) if run[0] in "[{" else -len(run)
-        deepest = max(deepest, depth)
-    return deepest
+        return False
+    brackets = _NO_BRACKETS.sub("", _STRING.sub("", text)).translate(_ALIKE)
+    for _ in range(MAX_JSON_DEPTH):
+        if "[]" not in brackets:
+            return False
+        brackets = brackets.replace("[]", "")
+    return "[]" in brackets
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from quartet.text.parse import CallArguments, CallBegin, CallEnd, Content, Event, OutputParser, Reasoning
 from quartet.text.parse.states import Format
@@ -32,15 +32,13 @@ class ToolCallDelta:
     is_complete: bool = False
 
 
-class Parsed(NamedTuple):
-    """What an output shows next. Its parts are not aligned with each other. A tuple: each token may make one."""
+@dataclass(slots=True)
+class Parsed:
+    """What an output shows next. Its parts are not aligned with each other. Each token may make one."""
 
     text: str = ""
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()
-
-
-_NOTHING = Parsed()
 
 
 class ParsedBuilder:

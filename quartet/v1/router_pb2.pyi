@@ -240,8 +240,9 @@ class ChatPrompt(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Functions that the answer may call, 1024 at most. INVALID_ARGUMENT: the model's chat template takes none, or there
-        is no parser of its calls (unless `text_options.raw_text` leaves them to the client). Empty: none.
+        """Functions that the answer may call, 1024 at most, with 512 KiB of parameters together. INVALID_ARGUMENT: the
+        model's chat template takes none, or there is no parser of its calls (unless `text_options.raw_text` leaves them to
+        the client). Empty: none.
         """
 
     def __init__(
@@ -367,7 +368,7 @@ class ChatMessage(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Calls that the assistant made, 4096 at most in all messages. Empty: none."""
+        """Calls that the assistant made, 4096 at most in all messages, with 512 KiB of arguments in one. Empty: none."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from quartet.engine.settings import EngineKind, EngineSettings, Modality, refuse
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
-from services.workers.config import WorkerConfig
+from services.workers.config import WorkerConfig, check_parsers
 
 #: The model in the repository; relative to the working directory, which is the repository's root.
 DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")
@@ -69,6 +69,10 @@ class ModelSource:
     name: str = ""
     reasoning_parser: str = ""
     tool_call_parser: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        check_parsers(self.reasoning_parser, self.tool_call_parser)
 
 
 @dataclass(frozen=True, kw_only=True)

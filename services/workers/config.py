@@ -87,7 +87,7 @@ class WorkerConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
         self.server.check_events_key(self.events_key_file)
-        _check_parsers(self.reasoning_parser, self.tool_call_parser)
+        check_parsers(self.reasoning_parser, self.tool_call_parser)
         _ = self.listening
 
     @property
@@ -117,7 +117,7 @@ class WorkerConfig:
         return address
 
 
-def _check_parsers(reasoning_parser: str, tool_call_parser: str) -> None:
+def check_parsers(reasoning_parser: str, tool_call_parser: str) -> None:
     """Refuse names that are unknown, or don't go together. Raises ``ConfigError`` naming the field."""
     reasoning, calls = ("" if name == NO_PARSER else name for name in (reasoning_parser, tool_call_parser))
     for field_name, names in (("reasoning_parser", (reasoning, "")), ("tool_call_parser", (reasoning, calls))):

@@ -154,6 +154,10 @@ def test_a_value_that_a_message_cannot_hold_is_refused(start: GenerateStart, fie
             ChatMessage("assistant", "", tool_calls=(ToolCall("f", JsonObject.of_text("x" * (256 * 1024 + 1))),)),
             "chat.messages[1].tool_calls[0].arguments",
         ),
+        (
+            ChatMessage("assistant", "", tool_calls=(ToolCall("f", JsonObject.of_text("x" * 131_073)),) * 4),
+            "chat.messages[1].tool_calls",
+        ),
     ],
 )
 def test_names_and_calls_of_a_message_are_bounded(message: ChatMessage, field: str) -> None:

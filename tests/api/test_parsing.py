@@ -202,6 +202,17 @@ def test_a_cut_call_is_left_out_and_the_reason_stays(reason: FinishReason) -> No
     assert (sink.parsed.tool_calls, sink.text, sink.token_ids) == ((), "Moment.", token_ids)
 
 
+def test_a_closing_marker_that_is_cut_is_no_content_and_its_call_is_complete() -> None:
+    parsers, output, _ = OUTPUTS[1]
+    for cut in ("</tool_", "<", "</tool_call>"):
+        sink, token_ids = Shown(), encoded(output[: output.index("</tool_call>")] + cut)
+        choice = make_output(sink, parsing(parsers))
+        choice.begin_attempt()
+        choice.take(0, token_ids, (), 1.0)
+        assert choice.finish(FinishReason.LENGTH).reason is FinishReason.LENGTH
+        assert ([call.name for call in sink.parsed.tool_calls], sink.text) == (["f"], "Moment. <tool>")
+
+
 def test_choices_have_ids_of_their_own_and_mistrals_are_as_its_templates_want_them() -> None:
     output = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'
     ids: list[str] = []

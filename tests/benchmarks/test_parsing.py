@@ -14,5 +14,7 @@ def test_each_output_has_reasoning_and_a_call_and_is_measured() -> None:
         assert json.loads(arguments) == {"text": parsing._ARGUMENT}
         assert any(isinstance(event, Reasoning) for event in events)
     results = parsing.measure(1)
+    assert set(results.paths) == set(results.costs)
+    assert all(path.plain_us > 0 and path.parsed_us > 0 and path.streamed_us > 0 for path in results.paths.values())
     assert set(results.costs) == {" and ".join(names) for names in parsing.OUTPUTS}
     assert all(cost.output_us > 0 and cost.streamed_us > 0 and cost.content_us > 0 for cost in results.costs.values())

@@ -21,6 +21,8 @@ from quartet.client import (
     QuartetClient,
     RequestPath,
     Sampling,
+    Tool,
+    ToolChoice,
     TransferWay,
     WorkerState,
 )
@@ -41,6 +43,8 @@ from quartet.v1 import router_pb2, worker_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import REQUEST_ID, FakeRouter, worker_status
 from tests.stopwatch import Stopwatch
+
+HELLO = [ChatMessage("user", "Hi")]
 
 # Paths on which the router itself streams the answer.
 _BY_ROUTER = (RequestPath.GENERATE, RequestPath.SESSION)
@@ -259,7 +263,10 @@ async def test_the_routers_error_comes_as_its_own_type(
         (lambda client: client.generate("Hi", token_ids=[1]), "prompt"),
         (lambda client: client.generate(""), "text"),
         (lambda client: client.generate(token_ids=[-1]), "token_ids.ids"),
-        (lambda client: client.generate(messages=[ChatMessage("user", "Hi", name="Ada")]), "chat.messages.name"),
+        (lambda client: client.generate(messages=HELLO, tools=[Tool("")]), "chat.tools[0].name"),
+        (lambda client: client.generate(messages=HELLO, tool_choice=ToolChoice.REQUIRED), "chat.tool_choice"),
+        (lambda client: client.generate(messages=HELLO, template_arguments={"a": {1}}), "chat.template_arguments"),
+        (lambda client: client.generate("Hi", tools=[Tool("f")]), "chat"),
         (lambda client: client.generate("Hi", seed=2**64), "seed"),
         (lambda client: client.generate("Hi", num_choices=65), "num_choices"),
         (lambda client: client.generate("Hi", timeout_s=0), "timeout"),

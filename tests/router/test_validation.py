@@ -20,7 +20,7 @@ from router.prepare import valid_traceparent
 from tests.router.fakes import MODEL_TEXT, Fleet, collect
 from tests.router.test_generate import make_start
 
-LONG = JsonObject.of_value({}, 256 * 1024 + 1)
+LONG, HALF = JsonObject.of_value({}, 256 * 1024 + 1), JsonObject.of_value({}, 128 * 1024)
 
 
 def chat(**fields: Any) -> ChatPrompt:
@@ -67,6 +67,7 @@ _NARROW = ("temperature", "max_tokens")
         ({"prompt": chat(tools=(Tool("f"),) * 1025)}, "chat.tools", InvalidRequestError),
         ({"prompt": chat(tools=(Tool("f"), Tool("g" * 257)))}, "chat.tools[1].name", InvalidRequestError),
         ({"prompt": chat(tools=(Tool("f", "", LONG),))}, "chat.tools[0].parameters", InvalidRequestError),
+        ({"prompt": chat(tools=[Tool("f", "", HALF)] * 5)}, "chat.tools", InvalidRequestError),
         ({"prompt": chat(tool_name="f", tools=(Tool("f"),))}, "chat.tool_name", InvalidRequestError),
         (
             {"prompt": chat(tool_choice=ToolChoice.FUNCTION, tool_name="g", tools=(Tool("f"),))},

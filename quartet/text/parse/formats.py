@@ -50,8 +50,8 @@ def join_tables(reasoning: ReasoningTable | None, calls: CallTable | None) -> Fo
     return Format(states, starts=starts)
 
 
-def _expect(*edges: Edge, otherwise: str | None = None, drops_space: bool = True) -> State:
-    return State(edges, Scan.EXPECT, otherwise=otherwise, drops_space=drops_space)
+def _expect(*edges: Edge, otherwise: str | None = None, drops_space: bool = True, skips_cut: bool = False) -> State:
+    return State(edges, Scan.EXPECT, otherwise=otherwise, drops_space=drops_space, skips_cut=skips_cut)
 
 
 def _skip(*edges: Edge) -> State:
@@ -71,7 +71,7 @@ HERMES: CallTable = {
     "content": _skip(Edge("<tool_call>", "open", Do.OPEN, strips=True)),
     "open": _expect(Edge("{", "call", keeps=True)),
     "call": State(scan=Scan.CALL, then="close"),
-    "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK),
+    "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK, skips_cut=True),
 }
 
 # {"name": "f", "parameters": {}}, perhaps after <|python_tag|>; several with ; between
@@ -91,7 +91,7 @@ PYTHONIC: CallTable = {
     "callee": _field(Edge("(", "keywords", Do.NAME, keeps=True), bars=r"[^\w\s.\-]"),
     "keywords": State(scan=Scan.OBJECT, quoting=Quoting.PYTHON, then="more", ends=False),
     "more": _expect(Edge(",", "callee", Do.NEXT), Edge("]", "close", ends=True)),
-    "close": _expect(Edge("<|python_end|>", "content"), otherwise="content", drops_space=False),
+    "close": _expect(Edge("<|python_end|>", "content"), otherwise="content", drops_space=False, skips_cut=True),
     "start": _skip(Edge("[", "callee", Do.OPEN_UNMARKED)),
 }
 
@@ -180,7 +180,7 @@ QWEN3_XML: CallTable = {
         Edge("\n<parameter=", "key", Do.VALUE),
         Edge("\n</function>", "close", Do.VALUE, ends=True, follow=("</tool_call>",)),
     ),
-    "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK),
+    "close": _expect(Edge("</tool_call>", BACK), otherwise=BACK, skips_cut=True),
 }
 
 # <tool_call>f<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
@@ -207,7 +207,7 @@ GEMMA4: CallTable = {
     "open": _expect(Edge("call:", "name")),
     "name": _field(Edge("{", "object", Do.NAME, keeps=True), bars=r"[\s<]"),
     "object": State(scan=Scan.OBJECT, quoting=Quoting.GEMMA, then="close"),
-    "close": _expect(Edge("<tool_call|>", BACK), otherwise=BACK, drops_space=False),
+    "close": _expect(Edge("<tool_call|>", BACK), otherwise=BACK, drops_space=False, skips_cut=True),
 }
 
 

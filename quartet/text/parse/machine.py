@@ -168,6 +168,8 @@ class OutputParser:
         if is_open_end and not (self._is_last and state.otherwise is not None):
             self._waits = True
         elif state.otherwise is not None:
+            if is_open_end and state.skips_cut:
+                at = len(buffer)
             self._go(state.otherwise)
         else:
             self._fail(at)

@@ -93,6 +93,7 @@ class State:
     sink: Sink = Sink.NOTHING
     otherwise: str | None = None  # of ``Scan.EXPECT``
     drops_space: bool = True  # of ``Scan.EXPECT``: whitespace is dropped, also where ``otherwise`` is taken
+    skips_cut: bool = False  # of ``Scan.EXPECT`` with ``otherwise``: a marker that the output's end cuts is dropped
     then: str = BACK  # after an object or call; both end by themselves
     ends: bool = True  # whether the call is complete then
     quoting: Quoting = Quoting.JSON  # of objects

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -281,8 +281,8 @@ def chat_text(num_ranks: int) -> ModelText:
         def encode_messages(self, messages: object, add_generation_prompt: bool = True, **extra: Any) -> list[int]:
             return [10, *[PLACEHOLDER] * num_ranks, 11]
 
-    known = {one.name: getattr(MODEL_TEXT, one.name) for one in fields(MODEL_TEXT) if one.init}
-    return ChatText(**{**known, "media": MEDIA_TEXT})
+    known = MODEL_TEXT
+    return ChatText(known.tokenizer, known.chat_template, known.eos_token_ids, known.vocab_size, MEDIA_TEXT)
 
 
 async def test_explain_encodes_nothing_and_names_the_ranks_that_do_not_take_the_media() -> None:

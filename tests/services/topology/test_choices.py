@@ -142,14 +142,19 @@ def test_a_model_is_that_of_all_workers(model: str, path: str, name: str, monkey
     monkeypatch.chdir(CONFIGS.parent)
     own = {"model_path": "own", "model_name": "mine", "custom_jinja_template": "t.jinja", "stall_timeout_s": 7}
     settings = {
-        "model": {"name": "n"},
+        "model": {"name": "n", "reasoning_parser": "gpt_oss", "tool_call_parser": "none"},
         "router": {"overrides": {"custom_chat_template": "t.jinja"}},
         "workers": [{"role": "decode"}, {"role": "prefill", "overrides": own}],
     }
+    [before, _] = worker_configs(choose(settings, Choices()))
+    assert (before.reasoning_parser, before.tool_call_parser) == ("gpt_oss", "none")
     chosen = choose(settings, Choices(model=Path(model)))
+    assert {config.reasoning_parser + config.tool_call_parser for config in worker_configs(chosen)} == {""}
     assert (chosen.topology.model.path, chosen.topology.model.name) == (Path(path), name)
     assert {config.model_path for config in worker_configs(chosen)} == {path}
     assert [note.partition(":")[0] for note in chosen.notes] == [
+        "model.reasoning_parser",
+        "model.tool_call_parser",
         "router.overrides.custom_chat_template",
         "workers[1].overrides.model_path",
         "workers[1].overrides.model_name",

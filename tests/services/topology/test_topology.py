@@ -340,6 +340,12 @@ def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
         ("workers: [{role: decode}]\nrouter: {port: 70000}", "router.port: must be in"),
         ("workers: [{role: decode}]\nrouter: {policy: x}", "router.policy: unknown"),
         ("workers: [{role: decode}]\nengine: {num_blocs: 1}", "engine.num_blocs: unknown"),
+        ("workers: [{role: decode}]\nmodel: {reasoning_parser: x}", "model.reasoning_parser: no parser is called x"),
+        (
+            "workers: [{role: decode}]\nmodel: {reasoning_parser: gpt_oss, tool_call_parser: hermes}",
+            "model.tool_call_parser: the parsers gpt_oss and hermes don't go together",
+        ),
+        ("workers: [{role: decode, overrides: {tool_call_parser: x}}]", r"workers\[0\].overrides.tool_call_parser: no"),
         ("workers: [{role: decode}]\nengine: {kind: abacus}", "engine.kind: must be one of"),
         ("workers: [{role: decode}]\nengine: {mock: {speed_up: 0}}", "engine.mock.speed_up: must be above 0"),
         (
