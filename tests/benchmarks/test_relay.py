@@ -177,7 +177,7 @@ def test_the_ratio_to_grpc_is_the_median_of_the_runs_and_keeps_its_spread() -> N
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_is_measured_by_either_way() -> None:
-    for way in (Way.GENERATE, Way.SESSION):
+    for way in (Way.GENERATE, Way.SESSION, Way.HTTP):
         async with open_floor(way, Load.STREAMS, 20, TINY) as bare:
             for _ in range(2):
                 await bare.window()
