@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,27 @@ async def _decoding(stack: Stack, names: list[str]) -> str:
             if worker.record.worker_id in names and worker.num_requests:
                 return worker.record.worker_id
     raise AssertionError(json.dumps(names))
+
+
+def documented_lines() -> list[str]:
+    """The lines with curl of docs/http.md, but for the one with TLS."""
+    page = (Path(__file__).parents[2] / "docs/http.md").read_text()
+    lines = re.findall(r"`(curl [^`]*)`", page)
+    for language, block in re.findall(r"^```(\w*)\n(.*?)\n```$", page, flags=re.DOTALL | re.MULTILINE):
+        lines += [] if language else re.split(r"\n(?=curl |printf )", block)
+    return [line for line in lines if "--cacert" not in line]
+
+
+async def test_every_line_of_the_documentation_does_what_it_says(http_stack: Stack) -> None:
+    lines = documented_lines()
+    assert len(lines) >= 14
+    for line in lines:
+        command = line.replace("localhost:8000", url_of(http_stack)).replace(
+            "curl ", f"curl -sS -w '\\n%{{http_code}}' -H 'Authorization: Bearer {KEY}' "
+        )
+        process = await asyncio.create_subprocess_shell(
+            command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=PICTURE.parents[3]
+        )
+        out, err = await process.communicate()
+        expected = "404" if "embeddings" in line else "200"
+        assert out.decode().rpartition("\n")[2] == expected, (line, out[-500:], err)
