@@ -41,7 +41,10 @@ _STRING_PART = re.compile(
 )
 _NUMBER_LIST = re.compile(rb"\s*:\s*\[")
 _NOT_NUMBERS = b"0123456789, \t\r\n"
-_LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Half of a surrogate pair without the other, or something that looks like it.
+_MAYBE_LONE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
 
 
 ResultT = TypeVar("ResultT")
@@ -106,11 +109,15 @@ class Bodies:
     async def _parse(self, body: bytes, tenant: str) -> dict[str, Any]:
         try:
             if len(body) <= _SHORT_BODY_BYTES:
-                value = _SHORT.decode(body.decode())
+                value, rest = _SHORT.decode(body.decode()), body
             else:
-                value = await self._parse_long(body, tenant)
-            if _LONE_SURROGATE.search(body) is not None:
-                json.dumps(value, ensure_ascii=False, default=str).encode()
+                await self._enter(tenant, _STEP_BYTES // _BYTES_OF_WORK)
+                rest, taken = await self.in_turns(take_apart(body), tenant)
+                await self._enter(tenant, len(rest) // _BYTES_OF_WORK)
+                value = put_together(rest, taken)
+            if _MAYBE_LONE.search(rest) is not None:
+                # What was taken out is checked already.
+                json.dumps(json.loads(rest, parse_constant=lambda _name: None), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             await self._enter(tenant, len(body) // _BYTES_OF_WORK)
             raise InvalidRequestError("a text is not valid Unicode") from error
@@ -134,14 +141,6 @@ class Bodies:
                 await self._enter(tenant, _STEP_BYTES // _BYTES_OF_WORK)
                 raise
             await self._enter(tenant, _STEP_BYTES // _BYTES_OF_WORK)
-
-    async def _parse_long(self, body: bytes, tenant: str) -> Any:
-        await self._enter(tenant, _STEP_BYTES // _BYTES_OF_WORK)
-        rest, taken = await self.in_turns(take_apart(body), tenant)
-        if len(rest) > _MAX_REST_BYTES:
-            raise MessageTooLargeError(f"the body has more than {_MAX_REST_BYTES} bytes beside its long texts")
-        await self._enter(tenant, len(rest) // _BYTES_OF_WORK)
-        return put_together(rest, taken)
 
     def _hold(self, caller: str, num_bytes: int, num_held: int) -> None:
         """Hold so many bytes more of a body of which ``num_held`` are held. Raises ``QueueFullError``."""
@@ -169,7 +168,7 @@ def take_apart(body: bytes) -> Generator[None, None, tuple[bytes, list[str | arr
 
     Raises:
         ValueError: it is no JSON.
-        MessageTooLargeError: the rest holds more than ``MAX_VALUES`` values.
+        MessageTooLargeError: the rest holds more than ``MAX_VALUES`` values, or is too long.
     """
     kept: list[bytes] = []
     taken: list[str | array[int]] = []
@@ -189,6 +188,8 @@ def take_apart(body: bytes) -> Generator[None, None, tuple[bytes, list[str | arr
             raise MessageTooLargeError(f"the body has more than {MAX_VALUES} values")
         if quote < 0:
             kept.append(body[copied:])
+            if sum(map(len, kept)) > _MAX_REST_BYTES:
+                raise MessageTooLargeError(f"the body has more than {_MAX_REST_BYTES} bytes beside its long texts")
             return b"".join(kept), taken
         part = _STRING_PART.match(body, quote + 1, min(quote + 1 + _LONG_STRING_BYTES, len(body)))
         position = quote + 1 if part is None else part.end()

@@ -10,14 +10,23 @@ from functools import partial
 
 from aiohttp import web
 
+from quartet.api.openai.answers import (
+    Head,
+    StreamedAnswer,
+    TokenBytes,
+    WholeAnswer,
+    to_event,
+    usage_event,
+    whole_response,
+)
+from quartet.api.openai.requests import Asked, Caller, read_chat, read_completion
 from quartet.errors import InvalidRequestError, SlowReaderError
 from router.generate import GenerateRun, Pipeline
-from router.http.answers import Head, StreamedAnswer, TokenBytes, WholeAnswer, send_end, whole_response
 from router.http.body import Bodies
 from router.http.config import HttpConfig
 from router.http.connections import Connections
+from router.http.errors import error_body
 from router.http.events import EventStream
-from router.http.requests import Asked, Caller, read_chat, read_completion
 
 
 class Completions:
@@ -43,7 +52,7 @@ class Completions:
 
     async def _serve(self, request: web.BaseRequest, asked: Asked, caller: Caller) -> web.StreamResponse:
         self._find_adapter(asked)
-        token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.model)
+        token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.starts[0].model)
         try:
             if asked.streams:
                 return await self._stream(request, asked, caller, token_bytes)
@@ -83,7 +92,11 @@ class Completions:
                     await runs.wait()
                 except Exception as failure:  # noqa: BLE001 - the stream ends with it; `error_body` logs our bugs
                     error = failure
-                send_end(head, stream, answers, error)
+                if error is not None:
+                    stream.send(to_event(error_body(error)))
+                elif asked.shows_usage:
+                    stream.send(usage_event(head, answers))
+                stream.send("data: [DONE]\n\n")
             finally:
                 self._connections.forget(stream)
                 stream.close()
@@ -96,12 +109,13 @@ class Completions:
             return
         pool = next((pool for pool in table.pools(now) if asked.model in pool.adapters), None)
         if pool is not None:
-            asked.starts = [replace(one, model=pool.key.model_name, adapter=one.model) for one in asked.starts]
+            asked.starts = [replace(one, model=pool.key.model_name, adapter=asked.model) for one in asked.starts]
 
     def _head(self, asked: Asked, token_bytes: TokenBytes | None) -> Head:
-        pool = self._context.table.pool(asked.model, time.monotonic())
-        name = asked.model if pool is None else pool.key.model_name
-        return Head(asked, asked.starts[0].adapter or name, token_bytes)
+        start = asked.starts[0]
+        pool = self._context.table.pool(start.model, time.monotonic())
+        name = start.model if pool is None else pool.key.model_name
+        return Head(asked, start.adapter or name, token_bytes)
 
     async def _token_bytes(self, model: str) -> TokenBytes | None:
         """What each token adds to the text; ``None``: the model is not known, which the pipeline refuses."""
@@ -124,7 +138,7 @@ class _Runs:
         self._answers = answers
         self._runs: list[GenerateRun] = [
             pipeline.generate(start, answer, traceparent=caller.traceparent)
-            for start, answer in zip(asked.starts, answers, strict=True)
+            for start, answer in zip(asked.take_starts(), answers, strict=True)
         ]
         #: Names the response: the id of its first run.
         self.request_id = self._runs[0].request_id
@@ -155,8 +169,8 @@ def _end_slow(runs: _Runs, request: web.BaseRequest) -> None:
 
 def _first_choices(asked: Asked) -> range:
     """The number that the first choice of each prompt has in the response."""
-    num_choices = asked.starts[0].num_choices
-    return range(0, max(1, num_choices) * len(asked.starts), max(1, num_choices))
+    step = max(1, asked.num_choices)  # 0 is refused later
+    return range(0, step * len(asked.starts), step)
 
 
 def _headers(caller: Caller, request_id: str) -> Mapping[str, str]:

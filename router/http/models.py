@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quartet.api.fleet import WorkerState
+from quartet.api.openai.fields import Reader, anything, boolean, read_fields, text
+from quartet.api.openai.requests import Caller, read_chat, read_completion, read_token_ids
 from quartet.api.request import GenerateStart, TokenPrompt
 from quartet.discovery.base import Role
 from quartet.errors import InvalidRequestError
 from router.context import RouterContext
 from router.http.body import Bodies
-from router.http.fields import Reader, anything, boolean, read_fields, text
-from router.http.requests import Caller, read_chat, read_completion, read_token_ids
 from router.prepare import check_ids, find_pool, max_sequence_tokens, tokenize
 from router.workers import Pool, WorkerTable
 

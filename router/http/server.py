@@ -16,6 +16,7 @@ from urllib.parse import unquote
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from quartet.api.openai.requests import Caller
 from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
 from quartet.telemetry.http import Exposition
 from router.generate import Pipeline
@@ -27,7 +28,6 @@ from router.http.errors import HttpError, error_response
 from router.http.events import SERVER_NAME
 from router.http.keys import ApiKeys, Certificates
 from router.http.models import detokenize, health, list_models, show_model, tokenize_text
-from router.http.requests import Caller
 from router.prepare import valid_traceparent
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class HttpServer:
             tenant=tenant,
             address=client_address(request.transport),
             client_request_id=request_id,
-            session_key=headers.get("X-Session-Id", ""),
+            session_key=_printable(headers.get("X-Session-Id", "")),
             traceparent=valid_traceparent(headers.get("traceparent", "")),
         )
 

@@ -41,6 +41,7 @@ CHATS: list[tuple[Any, int, str | None]] = [
     (b"[" * 20_000, 400, None),
     (b'{"a": ' * 5_000, 400, None),
     (b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400, None),
+    (b'{"messages":[{"role":"user","content":"\\udc00"}],"user":"' + b"x" * 40_000 + b'"}', 400, None),
     (b'{"messages":[{"role":"user","content":"a"}],"seed":' + b"9" * 5_000 + b"}", 400, None),
     ({}, 400, "messages"),
     ({"messages": []}, 400, "messages"),

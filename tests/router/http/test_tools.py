@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quartet.api.chat import ChatPrompt, ToolChoice
+from quartet.api.openai.answers import Head, StreamedAnswer, WholeAnswer, whole_response
+from quartet.api.openai.requests import Asked, Caller, read_chat
 from quartet.api.request import Accepted, ChoiceFinished, TimeBreakdown, Usage
 from quartet.engine.base import FinishReason
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.parsed import Parsed, ToolCallDelta
 from quartet.text.tokenizer import SpecialTokens
-from router.http.answers import Head, StreamedAnswer, WholeAnswer, send_end, whole_response
-from router.http.requests import Asked, Caller, read_chat
 from tests.router.http.face import TEMPLATE, open_face
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -43,8 +43,7 @@ class Events:
     sent: list[Any] = field(default_factory=list)
 
     def send(self, event: str) -> None:
-        text = event.removeprefix("data: ")
-        self.sent.append(text.strip() if text.startswith("[DONE]") else json.loads(text))
+        self.sent.append(json.loads(event.removeprefix("data: ")))
 
 
 def finished(reason: FinishReason) -> ChoiceFinished:
@@ -102,13 +101,12 @@ async def test_a_whole_answer_has_its_reasoning_and_calls_apart_from_its_text() 
 
 async def test_a_stream_says_a_calls_name_once_and_its_arguments_as_they_come() -> None:
     head, events = Head(read(stream=True), "tiny"), Events()
-    answer = StreamedAnswer(head, events)  # type: ignore[arg-type]
+    answer = StreamedAnswer(head, events)
     for part in PARTS:
         answer.add_parsed(0, 0, (5,), part, ())
     answer.add(0, 4, (6,), "Bye.", ())
     answer.finish(finished(FinishReason.TOOL_CALLS))
-    send_end(head, events, [answer], None)  # type: ignore[arg-type]
-    *parts, end, done = events.sent
+    *parts, end = events.sent
     assert [part["choices"][0]["delta"] for part in parts] == [
         {"reasoning_content": "let me "},
         {"reasoning_content": "see", "content": "Well. "},
@@ -121,7 +119,7 @@ async def test_a_stream_says_a_calls_name_once_and_its_arguments_as_they_come() 
         },
         {"content": "Bye."},
     ]
-    assert end["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
+    assert end["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_the_template_gets_the_tools_or_the_request_is_refused() -> None:

@@ -7,15 +7,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from quartet.api.openai.requests import Asked
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Usage
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.text.parsed import Parsed, ParsedBuilder, ToolCallDelta
-from router.http.errors import error_body
-from router.http.events import EventStream
-from router.http.requests import Asked
 
 #: The bytes that a token adds to a text.
 TokenBytes: TypeAlias = Callable[[int], bytes]
@@ -39,6 +37,14 @@ def _no_bytes(_token_id: int) -> bytes:
     return _NO_BYTES
 
 
+class Events(Protocol):
+    """Takes the events of a stream: ASCII, with their ``data:`` and their empty line."""
+
+    def send(self, event: str) -> None:
+        """Send ``event`` now. Never waits."""
+        ...
+
+
 class Head:
     """What all parts of one response begin with."""
 
@@ -47,6 +53,7 @@ class Head:
         self.asked = asked
         self.id = ""
         self.created = int(time.time())
+        self.chunk_kind = "chat.completion.chunk" if asked.is_chat else "text_completion"
         self.model = model
         self.token_bytes = token_bytes or _no_bytes
 
@@ -202,13 +209,12 @@ def whole_response(head: Head, answers: Sequence[WholeAnswer]) -> dict[str, Any]
 class StreamedAnswer(Answer):
     """An ``AnswerSink`` that sends each part as an event. It runs for each token, so most events are a template."""
 
-    def __init__(self, head: Head, stream: EventStream, first_choice: int = 0) -> None:
+    def __init__(self, head: Head, stream: Events, first_choice: int = 0) -> None:
         super().__init__(head, first_choice)
         self._stream = stream
         asked = head.asked
         self._is_plain = not (asked.shows_token_ids or asked.shows_usage_always or asked.num_logprobs is not None)
         self._ends = ',"usage":null}\n\n' if asked.shows_usage else "}\n\n"
-        self._kind = "chat.completion.chunk" if asked.is_chat else "text_completion"
         self._frames: dict[int, tuple[str, str]] = {}
         self._reasoning_frames: dict[int, tuple[str, str]] = {}
         self._num_tokens: dict[int, int] = {}
@@ -217,7 +223,7 @@ class StreamedAnswer(Answer):
     def accept(self, accepted: Accepted) -> None:
         """The request runs: a chat's choices begin with their role."""
         if self._head.asked.is_chat:
-            for choice in range(self._head.asked.starts[0].num_choices):
+            for choice in range(self._head.asked.num_choices):
                 self._send(choice, {"delta": {"role": "assistant", "content": ""}})
         super().accept(accepted)
 
@@ -284,7 +290,7 @@ class StreamedAnswer(Answer):
         name = "reasoning_content" if is_reasoning else "content"
         shown.update({"delta": {name: "\0"}} if self._head.asked.is_chat else {"text": "\0"})
         shown.update(logprobs=None, finish_reason=None)
-        event = json.dumps(self._head.response(self._kind, [shown]), separators=(",", ":"))
+        event = json.dumps(self._head.response(self._head.chunk_kind, [shown]), separators=(",", ":"))
         # The model's name may hold the same character, but stands before the text.
         begin, _, end = event.rpartition('"\\u0000"')
         frames = self._reasoning_frames if is_reasoning else self._frames
@@ -309,7 +315,7 @@ class StreamedAnswer(Answer):
         more: dict[str, Any] = {}
         if asked.shows_usage:
             more["usage"] = self._usage_so_far() if asked.shows_usage_always else None
-        self._stream.send(to_event(head.response(self._kind, [one], **more)))
+        self._stream.send(to_event(head.response(head.chunk_kind, [one], **more)))
 
     def _usage_so_far(self) -> dict[str, Any]:
         num_prompt = 0 if self.accepted is None else self.accepted.num_prompt_tokens
@@ -317,14 +323,9 @@ class StreamedAnswer(Answer):
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
-def send_end(head: Head, stream: EventStream, answers: Sequence[StreamedAnswer], error: BaseException | None) -> None:
-    """Send what ends a stream: its usage, or the error with which it failed, and ``[DONE]``."""
-    if error is not None:
-        stream.send(to_event(error_body(error)))
-    elif head.asked.shows_usage:
-        kind = "chat.completion.chunk" if head.asked.is_chat else "text_completion"
-        stream.send(to_event(head.response(kind, [], usage=usage_json([answer.usages() for answer in answers]))))
-    stream.send("data: [DONE]\n\n")
+def usage_event(head: Head, answers: Sequence[StreamedAnswer]) -> str:
+    """The last event of a stream, with the usage of all."""
+    return to_event(head.response(head.chunk_kind, [], usage=usage_json([answer.usages() for answer in answers])))
 
 
 def to_event(value: dict[str, Any]) -> str:

@@ -12,21 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quartet.api.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS, MAX_TOOLS, ChatPrompt, ToolChoice, check_message
-from quartet.api.request import (
-    MAX_CHOICES,
-    MAX_STOP_STRINGS,
-    GenerateStart,
-    Prompt,
-    TextOptions,
-    TextPrompt,
-    TokenPrompt,
-)
-from quartet.engine.sampling import MAX_STOP_IDS, GrammarKind, GuidedDecoding, OutputOptions, Sampling
-from quartet.errors import InvalidRequestError, UnsupportedFieldError
-from quartet.media.items import MediaPart, MediaUrl
-from quartet.text.chat_message import ChatMessage, Tool, ToolCall
-from quartet.text.json_object import JsonObject
-from router.http.fields import (
+from quartet.api.openai.fields import (
     Reader,
     anything,
     boolean,
@@ -45,6 +31,20 @@ from router.http.fields import (
     text,
     wrong,
 )
+from quartet.api.request import (
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+    GenerateStart,
+    Prompt,
+    TextOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from quartet.engine.sampling import MAX_STOP_IDS, GrammarKind, GuidedDecoding, OutputOptions, Sampling
+from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.media.items import MediaPart, MediaUrl
+from quartet.text.chat_message import ChatMessage, Tool, ToolCall
+from quartet.text.json_object import JsonObject
 
 _MAX_INT32 = 2**31 - 1
 _MAX_TOKEN_ID = 2**32 - 1
@@ -63,7 +63,9 @@ class Asked:
     """A request for completions.
 
     Attributes:
-        starts: one for each prompt; a chat has one.
+        starts: one for each prompt; a chat has one. ``take_starts`` gives them away: a stream may live for long.
+        model: the name of the model, as the client gave it.
+        num_choices: of each prompt.
         is_chat: of messages, not of plain prompts.
         streams: the answer comes in events.
         shows_usage: a stream ends with the usage.
@@ -74,6 +76,8 @@ class Asked:
     """
 
     starts: Sequence[GenerateStart]
+    model: str
+    num_choices: int
     is_chat: bool
     streams: bool = False
     shows_usage: bool = False
@@ -82,10 +86,10 @@ class Asked:
     num_logprobs: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def model(self) -> str:
-        """The name of the model, as the client gave it."""
-        return self.starts[0].model
+    def take_starts(self) -> Sequence[GenerateStart]:
+        """The starts, which are not kept here any longer."""
+        starts, self.starts = self.starts, ()
+        return starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +384,8 @@ def _asked(
         raise UnsupportedFieldError("best_of: must be as n, or left out", field="best_of")
     return Asked(
         starts=starts,
+        model=found.get("model", ""),
+        num_choices=found.get("n", 1),
         is_chat=is_chat,
         streams=found.get("stream", False),
         shows_usage=options.get("include_usage", False),
