@@ -75,7 +75,7 @@ def test_medians_are_taken_figure_by_figure() -> None:
 
 
 def test_clients_of_one_load_share_no_seed() -> None:
-    stack = SimpleNamespace(router_address="127.0.0.1:1", clock_path="/c")
+    stack = SimpleNamespace(address=lambda _way: "127.0.0.1:1", clock_path="/c")
     for way in Way:
         jobs = stream_jobs(stack, Case(way=way, num_streams=1024, with_text=False))
         seeds = [seed for job in jobs for seed in range(job.first_seed, job.first_seed + job.count)]
