@@ -21,7 +21,7 @@ from quartet.errors import InvalidRequestError, MessageTooLargeError, QueueFullE
 from router.http.config import HttpConfig
 from router.http.errors import HttpError
 
-# Bodies up to this length are parsed at once, in 1 ms at most. They count for no budget.
+# Bodies up to this length are parsed in one step, in 1 ms at most. They count for no budget.
 _SHORT_BODY_BYTES = 32 << 10
 # What one step goes through: less than 1 ms.
 _STEP_BYTES = 64 << 10
@@ -107,11 +107,12 @@ class Bodies:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _parse(self, body: bytes, tenant: str) -> dict[str, Any]:
+        # However many bodies have come in one turn of the event loop, only few are parsed in it.
+        await self._enter(tenant, min(len(body), _STEP_BYTES) // _BYTES_OF_WORK)
         try:
             if len(body) <= _SHORT_BODY_BYTES:
                 value, rest = _SHORT.decode(body.decode()), body
             else:
-                await self._enter(tenant, _STEP_BYTES // _BYTES_OF_WORK)
                 rest, taken = await self.in_turns(take_apart(body), tenant)
                 await self._enter(tenant, len(rest) // _BYTES_OF_WORK)
                 value = put_together(rest, taken)
@@ -119,27 +120,21 @@ class Bodies:
                 # What was taken out is checked already.
                 json.dumps(json.loads(rest, parse_constant=lambda _name: None), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            await self._enter(tenant, len(body) // _BYTES_OF_WORK)
             raise InvalidRequestError("a text is not valid Unicode") from error
         except (ValueError, RecursionError) as error:
-            # Who sends what can't be read pays for it, too, and waits for the answer meanwhile.
-            await self._enter(tenant, len(body) // _BYTES_OF_WORK)
             raise HttpError(400, f"the body is no JSON: {_why(error)}") from error
         if not isinstance(value, dict):
             raise HttpError(400, "the body must be a JSON object")
         return value
 
     async def in_turns(self, steps: Generator[None, None, ResultT], tenant: str) -> ResultT:
-        """The result of ``steps``; before each but the first it is the tenant's turn, and so it is before a refusal."""
+        """The result of ``steps``; before each but the first it is the tenant's turn."""
         while True:
             try:
                 next(steps)
             except StopIteration as end:
                 result: ResultT = end.value
                 return result
-            except InvalidRequestError:
-                await self._enter(tenant, _STEP_BYTES // _BYTES_OF_WORK)
-                raise
             await self._enter(tenant, _STEP_BYTES // _BYTES_OF_WORK)
 
     def _hold(self, caller: str, num_bytes: int, num_held: int) -> None:
