@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import secrets
 import sys
 import time
 from collections import Counter
@@ -31,14 +32,14 @@ from typing import Any
 import grpc
 
 from benchmarks.children import Child, start_child
-from benchmarks.isolation_attack import MAX_MODEL_LEN, Attack
+from benchmarks.isolation_attack import ATTACKER, MAX_MODEL_LEN, Attack
 from benchmarks.processes import CoreMeter, CoreUse, process_cpu_s
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
 from quartet.api.convert.request import to_generate_start
 from quartet.client.request import make_start
-from quartet.config import build
+from quartet.config import build, write_secret_file
 from quartet.engine.sampling import Sampling
 from quartet.rpc.channels import create_channel
 from quartet.telemetry.provenance import write_report
@@ -56,6 +57,8 @@ _TIMEOUT_S = 60.0
 _SLOWEST_PART = 20
 _ENDED = "quartet_router_requests_total"
 _STDOUT = "-"
+# With which the attacker comes by HTTP.
+_KEY = secrets.token_hex(16)
 _LONGEST_STALL = "quartet_process_event_loop_longest_stall_seconds"
 #: p99 under attack may be this many times what it is beside a harmless process.
 BAR = 3.0
@@ -188,7 +191,8 @@ async def _run(attacks: Sequence[str], duration_s: float, measurements: Measurem
 
 
 async def _window(stack: Stack, attack: Attack, duration_s: float, share: float = 0.0) -> Window:
-    job = {"attack": attack.value, "router": stack.router_address, "share": share}
+    addresses = {"router": stack.router_address, "http": stack.http_address, "key": _KEY}
+    job = {"attack": attack.value, **addresses, "share": share}
     async with create_channel(stack.router_address, None) as channel:
         victim = _Victim(router_pb2_grpc.RouterServiceStub(channel))
         await victim.run(1.0)  # what a first request sets up is not counted
@@ -324,10 +328,18 @@ def _silent(_message: str) -> None:
 
 
 def _topology() -> Topology:
+    _LOG.parent.mkdir(parents=True, exist_ok=True)
+    keys = _LOG.with_suffix(".keys")
+    keys.unlink(missing_ok=True)
+    write_secret_file(keys, f"{ATTACKER} {_KEY}\n".encode())
     settings = {
         "namespace": "isolation",
         "engine": {"kind": "mock", "num_blocks": 2048, "max_model_len": MAX_MODEL_LEN, "mock": {"speed_up": 2.0}},
-        "router": {"overrides": {"policy": {"local_prefill_max_tokens": 0}}},
+        "router": {
+            "port": 0,
+            "http_port": 1,  # a free one
+            "overrides": {"policy": {"local_prefill_max_tokens": 0}, "http": {"keys_file": str(keys.absolute())}},
+        },
         "workers": [{"role": "prefill"}, {"role": "decode"}],
         "drain_timeout_s": 0.2,
     }

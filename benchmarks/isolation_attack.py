@@ -1,8 +1,9 @@
-"""One tenant's attacks on a router, each as a process: ``isolation`` starts it, and ends it by closing its input.
+r"""One tenant's attacks on a router, each as a process: ``isolation`` starts it, and ends it by closing its input.
 
 Each line that it reads it answers with the number of requests that the router has answered so far.
 
-python -m benchmarks.isolation_attack '{"attack": ..., "router": "host:port", "share": 0.5}'
+python -m benchmarks.isolation_attack \
+    '{"attack": ..., "router": "host:port", "http": "host:port", "key": KEY, "share": 0.5}'
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TypeAlias
 import grpc
 
 from benchmarks.children import answer, argument, orders
+from benchmarks.isolation_http import HttpAttack, attack_http
 from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 
 #: The tenant that attacks.
@@ -54,6 +56,16 @@ class Attack(StrEnum):
     SESSION_MESSAGES = "session_messages"  # three sessions: impossible starts, starts and cancels, cancels of nothing
     IDLE_SESSIONS = "idle_sessions"  # 10,000 sessions with one refused start each
     LONG_MESSAGES = "long_messages"  # eight clients with a session of its own for each start, of 12 MB
+    # By HTTP, as `HttpAttack` says.
+    HTTP_BOMBS = HttpAttack.BOMBS.value
+    HTTP_TEXTS = HttpAttack.TEXTS.value
+    HTTP_MALFORMED = HttpAttack.MALFORMED.value
+    HTTP_REFUSED = HttpAttack.REFUSED.value
+    HTTP_SMALL = HttpAttack.SMALL.value
+    HTTP_PROMPTS = HttpAttack.PROMPTS.value
+    HTTP_PRIORITY = HttpAttack.PRIORITY.value
+    HTTP_CANCELS = HttpAttack.CANCELS.value
+    HTTP_CONNECTIONS = HttpAttack.CONNECTIONS.value
 
 
 _Stub: TypeAlias = "router_pb2_grpc.RouterServiceAsyncStub"
@@ -67,9 +79,11 @@ def main() -> None:
     asyncio.run(_run(**argument()))
 
 
-async def _run(attack: str, router: str, share: float) -> None:
+async def _run(attack: str, router: str, http: str, key: str, share: float) -> None:
     if attack == Attack.NOTHING:
         work: Awaitable[None] = _burn(share)
+    elif attack in set(HttpAttack):
+        work = attack_http(HttpAttack(attack), http, key)
     else:
         work = _attack(_ATTACKS[Attack(attack)], router)
     working = asyncio.ensure_future(work)

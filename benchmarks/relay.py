@@ -38,13 +38,15 @@ from benchmarks.report import Report, make_parser
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)
 # Generate with more streams than one loop can carry has no floor: its cost depends on how many tokens are merged.
-_FLOORS = ((Way.GENERATE, 256), (Way.SESSION, 256), (Way.SESSION, 1024))
+_FLOORS = ((Way.GENERATE, 256), (Way.SESSION, 256), (Way.SESSION, 1024), (Way.HTTP, 256))
 _NUM_PROMPT_TOKENS = 128
 _NUM_REQUEST_CLIENTS = 16
 _LONG = Windows(warm_up_s=2.0, window_s=5.0, round_size=2, num_rounds=3)
 _SHORT = Windows(warm_up_s=0.5, window_s=1.0, round_size=3, num_rounds=1)
 #: Both Place ways are the same to the router, which sees no token.
 _REQUEST_WAYS = {"generate": Way.GENERATE, "session": Way.SESSION, "place": Way.PLACE_PER_CLIENT}
+#: Chats with text, by template and tokenizer, have no bare relay: they are compared with each other.
+_CHAT_WAYS = {"generate_chat": Way.GENERATE, "http_chat": Way.HTTP}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,10 @@ class Results:
 
     Attributes:
         ratio_to_grpc: the Router's CPU time over that of a bare relay's router. ``generate_256``, ``session_256`` and
-            ``session_1024`` are for a token, without text; ``request_generate``, ``request_session`` and
-            ``request_place`` are for a request of one token. A window's ratio is to the bare relay's window right
-            before it; a run's ratio is the median over its windows; this is the median over the runs.
+            ``session_1024`` are for a token, without text; ``http_256`` is for a token with text, over a bare relay
+            that pushes events through aiohttp; ``request_generate``, ``request_session`` and ``request_place`` are for
+            a request of one token. A window's ratio is to the bare relay's window right before it; a run's ratio is
+            the median over its windows; this is the median over the runs.
         ratio_to_grpc_spread: by the same names.
         floor: CPU time of a bare relay, by ``generate_256``, ``session_256`` and ``session_1024``.
         request_floor: CPU time of a bare relay for a request, by the names of ``requests``.
@@ -188,6 +191,9 @@ async def _round(
     for name, way in _REQUEST_WAYS.items():
         if way in ways:
             await _measure_requests(measurer, line, name, found)
+    for name, way in _CHAT_WAYS.items():
+        if way in ways and Way.HTTP in ways:
+            await _measure_chats(measurer, line, name, found)
     for case in cases:
         await _measure_streams(measurer, line, case, found)
 
@@ -207,6 +213,15 @@ async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found
             line.say(
                 f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second{beside}"
             )
+
+
+async def _measure_chats(measurer: Measurer, line: LiveLine, name: str, found: _Found) -> None:
+    load = f"chats of one token, {name}"
+    with _noting(line, load, found):
+        items = await measurer.requests(_CHAT_WAYS[name], _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, is_chat=True)
+        found.requests.setdefault(name, []).extend(items)
+        now = medians(items)
+        line.say(f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second")
 
 
 async def _measure_streams(measurer: Measurer, line: LiveLine, case: Case, found: _Found) -> None:
@@ -252,11 +267,12 @@ def _cases(ways: tuple[Way, ...]) -> list[Case]:
         for num_streams in _STREAMS
         for with_text in (False, True)
         for way in ways
+        if with_text or way is not Way.HTTP  # which always has text
     ]
 
 
 def _has_floor(case: Case) -> bool:
-    return (case.way, case.num_streams) in _FLOORS and not case.with_text
+    return (case.way, case.num_streams) in _FLOORS and case.with_text is (case.way is Way.HTTP)
 
 
 def _results(windows: Windows, num_runs: int, found: _Found) -> Results:

@@ -20,7 +20,19 @@ import uvloop
 
 from benchmarks.children import answer, orders
 from benchmarks.paced_clock import MAX_STREAMS, PacedClock
-from benchmarks.relay_load import Command, Job, Load, Opened, Outcome, Way, Window, make_start
+from benchmarks.relay_http import HttpAsker, HttpFailedError, chat_body, completion_body, open_stream
+from benchmarks.relay_load import (
+    Command,
+    Job,
+    Load,
+    Opened,
+    Outcome,
+    Way,
+    Window,
+    make_chat_start,
+    make_chat_text,
+    make_start,
+)
 from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc
@@ -87,6 +99,7 @@ class Requester:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._router = router_pb2_grpc.RouterServiceStub(self._channel(job.router_address))
         self._opening = asyncio.Semaphore(job.num_opening)
+        self._connections: list[asyncio.BaseTransport] = []
 
     async def generate(self, key: int, start: router_pb2.GenerateStart) -> None:
         """Run one request on a Generate stream of its own."""
@@ -110,6 +123,28 @@ class Requester:
         if not is_finished:
             listener.failed(key, why)
 
+    async def http(self, key: int, start: router_pb2.GenerateStart) -> None:
+        """Run one request as a streamed completion. Each event with text counts as a token: one word."""
+        listener, num_tokens = self._listener, 0
+
+        def take(count: int) -> None:
+            nonlocal num_tokens
+            listener.tokens(key, num_tokens, count, listener.message())
+            num_tokens += count
+
+        body = completion_body(start, streams=True)
+        why = _ENDED_EARLY
+        try:
+            async with self._opening:
+                transport, stream = await open_stream(
+                    self._job.router_address, "/v1/completions", body, lambda: listener.accepted(1), take
+                )
+            self._connections.append(transport)
+            await stream.ended
+        except (HttpFailedError, OSError) as error:
+            why = str(error)
+        listener.failed(key, why)
+
     def session(self) -> SlotStream:
         """A new Session stream."""
         return SlotStream(self._router.Session(), self._listener)
@@ -127,6 +162,8 @@ class Requester:
 
     async def close(self) -> None:
         """Drop all streams; this ends their requests."""
+        for connection in self._connections:
+            connection.close()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
@@ -202,6 +239,8 @@ class Streams:
         seeds = range(job.first_seed, job.first_seed + job.count)
         if job.way is Way.GENERATE:
             await asyncio.gather(*(self._requester.generate(seed, self._start(seed)) for seed in seeds))
+        elif job.way is Way.HTTP:
+            await asyncio.gather(*(self._requester.http(seed, self._start(seed)) for seed in seeds))
         elif job.way is Way.PLACE_PER_REQUEST:
             await asyncio.gather(*(self._watch(seeds[number : number + 1]) for number in range(job.count)))
         else:
@@ -352,6 +391,7 @@ class RequestLoad(Listener):
         self._clients: list[asyncio.Task[None]] = []
         self._requester = Requester(job, self)
         self._slots: SlotStream | None = None
+        self._askers: dict[int, HttpAsker] = {}
 
     async def open(self) -> Opened:
         """Start the clients, and wait until a request has ended, well or badly."""
@@ -366,6 +406,8 @@ class RequestLoad(Listener):
         for client in self._clients:
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
+        for asker in self._askers.values():
+            asker.close()
         await self._requester.close()
 
     def finished(self, key: int) -> None:
@@ -387,7 +429,7 @@ class RequestLoad(Listener):
                 await self._ended[slot]
                 self._tally.request()
                 self._first_ended.set()
-        except RequestFailedError as error:
+        except (RequestFailedError, HttpFailedError, EOFError, OSError) as error:
             self._tally.failed(slot, str(error))
         except grpc.aio.AioRpcError as error:
             self._tally.failed(slot, _describe(error))
@@ -395,8 +437,15 @@ class RequestLoad(Listener):
 
     async def _send(self, slot: int) -> None:
         """Send a request; under Place, have the router place it, then send it on one Decode stream, as clients do."""
+        if self._job.way is Way.HTTP:
+            await self._ask(slot)
+            self.finished(slot)
+            return
         # No client asks when its token was made.
-        start = _start(self._job, self._rng, MAX_STREAMS, num_output_tokens=1)
+        if self._job.is_chat:
+            start = make_chat_start(make_chat_text(self._rng, self._job.num_prompt_tokens), seed=MAX_STREAMS)
+        else:
+            start = _start(self._job, self._rng, MAX_STREAMS, num_output_tokens=1)
         if self._job.way is Way.GENERATE:
             await self._requester.generate(slot, start)
         elif self._job.way is Way.SESSION:
@@ -407,6 +456,15 @@ class RequestLoad(Listener):
             placed = await self._requester.place(start)
             self._slots = self._slots or self._requester.decode(placed)
             await self._slots.send(slot, slot, _signed_request(placed, slot))
+
+    async def _ask(self, slot: int) -> None:
+        asker = self._askers.setdefault(slot, HttpAsker(self._job.router_address))
+        if self._job.is_chat:
+            text = make_chat_text(self._rng, self._job.num_prompt_tokens)
+            await asker.ask("/v1/chat/completions", chat_body(text, MAX_STREAMS))
+        else:
+            start = _start(self._job, self._rng, MAX_STREAMS, num_output_tokens=1)
+            await asker.ask("/v1/completions", completion_body(start, streams=False))
 
 
 class Burst(Listener):

@@ -4,7 +4,8 @@ A worker, a router and a client run as processes, with none of Quartet's code be
 parsing, text, metrics or bookkeeping. The real Router is responsible for whatever it spends beyond this.
 
 *Streams*: the worker writes one message a step, at the real engine's pace. With ``session`` the router
-writes one message to its only client stream. With ``generate`` it writes a small message to a tenth of its client
+writes one message to its only client stream. With ``http`` it pushes one prepared event to a tenth of its clients,
+which are on connections of their own. With ``generate`` it writes a small message to a tenth of its client
 streams: those whose turn it is.
 
 *Requests*: clients ask in a closed loop. Their starts are as long as real ones with prompts of
@@ -34,10 +35,12 @@ from typing import Any, TypeAlias
 
 import grpc
 import uvloop
+from aiohttp import web
 
 from benchmarks.children import Child, answer, argument, orders, start_child
 from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.processes import process_cpu_s
+from benchmarks.relay_http import EVENT, completion_body, open_stream
 from benchmarks.relay_load import Load, Way, make_start
 from benchmarks.relay_measure import SETTLE_S, Windows
 from quartet.api.request import SessionLimits
@@ -63,6 +66,7 @@ _OPTIONS = [
 # One token takes about this many bytes of a step's message: slot, offset, count and id.
 _BYTES_PER_TOKEN = 8
 _TOKEN_BYTES = 12
+_RECONNECT_S = 0.05
 # The event loop's timers count milliseconds, so a wait of less than half of one needs no timer.
 _TIMER_RESOLUTION_S = 0.0005
 #: Ends each answer's last message and occurs in no other message, so a client can count the answers.
@@ -290,7 +294,8 @@ def main() -> None:
 async def _run(role: _Role, job: _Job) -> None:
     # The Router's poller yields (``router.__main__``). This one must too, or the ratio would show that difference.
     with yielding_poller() if role is _Role.ROUTER else nullcontext():
-        part = _PARTS[job.load][role](job)
+        parts = _PARTS[job.load] if job.way is not Way.HTTP else {**_PARTS[job.load], **_HTTP_PARTS}
+        part = parts[role](job)
         working = asyncio.create_task(part.run())
         ended = asyncio.create_task(part.obey())
         await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -331,7 +336,7 @@ class _StreamRouter(_Part):
 
     def __init__(self, job: _Job) -> None:
         super().__init__(job)
-        self._is_each = job.way is Way.GENERATE
+        self._is_each = job.way in (Way.GENERATE, Way.HTTP)
         self._due: list[asyncio.Event] = []
         self._all_connected = asyncio.Event()
 
@@ -357,8 +362,42 @@ class _StreamRouter(_Part):
             while await call.read() is not grpc.aio.EOF:
                 turn = self.num_done % PERIOD if self._is_each else 0
                 self.num_done += 1
-                for due in self._due[turn::PERIOD]:
-                    due.set()
+                self._pass_on(turn)
+
+    def _pass_on(self, turn: int) -> None:
+        for due in self._due[turn::PERIOD]:
+            due.set()
+
+
+class _HttpStreamRouter(_StreamRouter):
+    """Reads the worker's stream, and pushes one prepared event a token through aiohttp, past its own writer."""
+
+    def __init__(self, job: _Job) -> None:
+        super().__init__(job)
+        self._transports: list[asyncio.Transport] = []
+
+    async def run(self) -> None:
+        host, _, port = self.job.router_address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(web.Server(self._answer, access_log=None), host, int(port), backlog=1024)
+        async with server:
+            await self._relay()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": begin\n\n")
+        assert request.transport is not None, "the client stays"
+        self._transports.append(request.transport)
+        if len(self._transports) == self.job.count:
+            self._all_connected.set()
+        await asyncio.Event().wait()
+        return response
+
+    def _pass_on(self, turn: int) -> None:
+        for transport in self._transports[turn::PERIOD]:
+            transport.write(EVENT)
 
 
 def _num_client_streams(job: _Job) -> int:
@@ -372,6 +411,30 @@ class _StreamClient(_Part):
         async with create_channel(self.job.router_address, None) as channel, asyncio.TaskGroup() as group:
             for _ in range(_num_client_streams(self.job)):
                 group.create_task(_read_out(channel.stream_stream(_Method.GENERATE.path)(wait_for_ready=True)))
+
+
+class _HttpStreamClient(_Part):
+    """Opens its streams, and counts their events, as fast as they come."""
+
+    async def run(self) -> None:
+        body = completion_body(
+            make_start(random.Random(0), seed=0, num_prompt_tokens=16, num_output_tokens=1, with_text=True),
+            streams=True,
+        )
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.job.count):
+                group.create_task(self._stream(body))
+
+    async def _stream(self, body: bytes) -> None:
+        while True:
+            try:
+                _, stream = await open_stream(
+                    self.job.router_address, "/v1/completions", body, lambda: None, lambda _count: None
+                )
+            except ConnectionError:  # the router does not listen yet
+                await asyncio.sleep(_RECONNECT_S)
+                continue
+            await stream.ended
 
 
 async def _read_out(stream: _Call | _Context) -> None:
@@ -582,6 +645,9 @@ _PARTS: Mapping[Load, Mapping[_Role, type[_Part]]] = {
     Load.STREAMS: {_Role.WORKER: _StreamWorker, _Role.ROUTER: _StreamRouter, _Role.CLIENT: _StreamClient},
     Load.REQUESTS: {_Role.WORKER: _RequestWorker, _Role.ROUTER: _RequestRouter, _Role.CLIENT: _RequestClient},
 }
+
+
+_HTTP_PARTS: Mapping[_Role, type[_Part]] = {_Role.ROUTER: _HttpStreamRouter, _Role.CLIENT: _HttpStreamClient}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from quartet.v1 import router_pb2, types_pb2
 ENDLESS = 500_000
 # The tiny model has 2048 ids; those below the first one here are special tokens.
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
+_WORDS = ("once", "upon", "a", "time", "there", "was", "rabbit", "castle", "near", "and", "the", "sun")
 _CLIENT = "benchmarks.relay_client"
 _BURST_TIMEOUT_S = 240.0
 
@@ -34,6 +35,7 @@ class Way(StrEnum):
     SESSION = "session"  # all requests on one Session stream
     PLACE_PER_REQUEST = "place_per_request"  # the router places the request, then it has its own Decode stream
     PLACE_PER_CLIENT = "place_per_client"  # the router places the request, then one Decode stream carries all
+    HTTP = "http"  # a streamed completion for each request, with text, on a connection of its own
 
 
 class Load(StrEnum):
@@ -61,6 +63,7 @@ class Job:
         first_seed: seed of its first request; the streams of all clients together have different seeds.
         num_opening: requests that are opened at the same time.
         num_sessions: Session or Decode streams over which the requests are spread, if many share one.
+        is_chat: requests of the closed loop are chats of about so many tokens, with text; by Generate or HTTP.
         num_output_tokens: output tokens of each stream; a request of the closed loop has one.
     """
 
@@ -75,6 +78,7 @@ class Job:
     num_prompt_tokens: int = 16
     num_output_tokens: int = ENDLESS
     with_text: bool = False
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +216,20 @@ def make_start(
         seed=seed,
         text_options=router_pb2.TextOptions(omit_text=not with_text),
     )
+
+
+def make_chat_start(text: str, *, seed: int) -> router_pb2.GenerateStart:
+    """A start with one message of ``text``, for one token and its text."""
+    return router_pb2.GenerateStart(
+        chat=router_pb2.ChatPrompt(messages=[router_pb2.ChatMessage(role="user", content=text)]),
+        sampling=types_pb2.Sampling(max_tokens=1, ignore_eos=True),
+        seed=seed,
+    )
+
+
+def make_chat_text(rng: random.Random, num_tokens: int) -> str:
+    """A text of words that the tiny model's tokenizer knows; no two begin alike."""
+    return " ".join([str(rng.getrandbits(32)), *rng.choices(_WORDS, k=num_tokens)])
 
 
 def _add(errors: Sequence[Mapping[str, int]]) -> dict[str, int]:

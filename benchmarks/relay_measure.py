@@ -158,7 +158,13 @@ class Measurer:
         return [_figures(counted, case.num_streams * TOKENS_PER_S) for counted in windows]
 
     async def requests(
-        self, way: Way, num_clients: int, num_prompt_tokens: int, bare: BareLoad | None = None
+        self,
+        way: Way,
+        num_clients: int,
+        num_prompt_tokens: int,
+        bare: BareLoad | None = None,
+        *,
+        is_chat: bool = False,
     ) -> list[RequestFigures]:
         """Measure a round of windows of one-token requests. ``bare`` has one before each, while these get no answer.
 
@@ -166,12 +172,13 @@ class Measurer:
             LoadFailedError: the requests are not served, or some of them failed.
         """
         job = Job(
-            router_address=self._stack.router_address,
+            router_address=self._stack.address(way),
             clock_path=str(self._stack.clock_path),
             way=way,
             load=Load.REQUESTS,
             count=num_clients,
             num_prompt_tokens=num_prompt_tokens,
+            is_chat=is_chat,
         )
         return [_request_figures(counted) for counted in await self._round([job], bare)]
 
@@ -240,7 +247,7 @@ def stream_jobs(stack: RelayStack, case: Case) -> list[Job]:
     count = case.num_streams // num_clients
     return [
         Job(
-            router_address=stack.router_address,
+            router_address=stack.address(case.way),
             clock_path=str(stack.clock_path),
             way=case.way,
             count=count,

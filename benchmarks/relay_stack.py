@@ -11,6 +11,7 @@ from types import TracebackType
 
 from benchmarks.paced_clock import CLOCK_VARIABLE, PacedClock
 from benchmarks.paced_engine import PERIOD
+from benchmarks.relay_load import Way
 from benchmarks.stack import Stack
 from quartet.config import build
 from services.topology.topology import ProcessPlan, Topology
@@ -51,6 +52,10 @@ class RelayStack(Stack):
         await super().__aexit__(kind, error, traceback)
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    def address(self, way: Way) -> str:
+        """``host:port`` where the router takes requests that come by ``way``."""
+        return self.http_address if way is Way.HTTP else self.router_address
+
     def _adapt_plan(self, plan: ProcessPlan) -> ProcessPlan:
         variables = {**plan.environment, CLOCK_VARIABLE: str(self.clock_path)}
         return replace(plan, module="benchmarks.paced_engine", environment=variables)
@@ -62,6 +67,7 @@ def _topology(discovery_directory: Path) -> Topology:
         "discovery": {"kind": "file", "file": {"directory": str(discovery_directory)}},
         "engine": {"num_threads": 1, "num_blocks": _NUM_BLOCKS, "max_model_len": _MAX_MODEL_LEN},
         "workers": [{"role": "decode"}],
+        "router": {"port": 0, "http_port": 1},  # free ones
         "drain_timeout_s": 0.2,
     }
     return build(Topology, settings)

@@ -95,6 +95,11 @@ class Stack:
         await self._end()
 
     @property
+    def http_address(self) -> str:
+        """``host:port`` of the router's HTTP; empty: it has none."""
+        return self._running.http_address
+
+    @property
     def ended(self) -> Sequence[str]:
         """How each process that should still run has ended, with its last output."""
         return [child.describe_end() for child in self._running.children if not child.is_running]

@@ -163,6 +163,7 @@ _PLACE_LOADS = [(way, num_streams) for num_streams in (256, 1024) for way in _PL
 _TOKEN_LIMITS = (
     ("generate", 256, "ids", "Router", _ROUTER, "<= 30", "26"),
     ("generate", 256, "text", "Router", _ROUTER, "<= 36", ""),
+    ("http", 256, "text", "Router", _ROUTER, "that + 12", "27"),
     ("session", 256, "ids", "Router", _ROUTER, "<= 4", ""),
     ("session", 256, "text", "Router", _ROUTER, "<= 8", ""),
     ("session", 1024, "ids", "Router", _ROUTER, "<= 2", ""),
@@ -178,6 +179,7 @@ _REQUEST_LIMITS = (("generate", "<= 0.8", "0.5"), ("session", "<= 0.4", "0.2"), 
 # By the names of ``ratio_to_grpc``: what the ratio is of, the most that it may be, and the target after that.
 _RATIOS = {
     "generate_256": ("generate, 256 streams: a token", "<= 1.35", ""),
+    "http_256": ("http, 256 streams: a token", "stated", ""),
     "session_256": ("session, 256 streams: a token", "<= 1.7", ""),
     "session_1024": ("session, 1024 streams: a token", "<= 2.8", ""),
     "request_generate": ("generate, a request of one token", "<= 2.6", "2.0"),

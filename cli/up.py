@@ -169,7 +169,13 @@ async def _serve(
     except TimeoutError as error:
         raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
     takes_images = any(MediaKind.IMAGE in worker.record.media for worker in workers)
-    display.ready(local.router_address, certificates=local.certificates, takes_images=takes_images)
+    display.ready(
+        local.router_address,
+        certificates=local.certificates,
+        takes_images=takes_images,
+        http_address=local.http_address,
+        http_keys_file=local.http_keys_file,
+    )
     await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
 
 

@@ -73,11 +73,19 @@ class LaunchDisplay:
         self._show("up", "bold red", child.describe_end().splitlines()[0])
 
     def ready(
-        self, router_address: str, *, certificates: RunCertificates | None = None, takes_images: bool = False
+        self,
+        router_address: str,
+        *,
+        certificates: RunCertificates | None = None,
+        takes_images: bool = False,
+        http_address: str = "",
+        http_keys_file: Path | None = None,
     ) -> None:
         """Print ``ready`` and lines to paste into another terminal; with ``certificates``, as their operator."""
         operator = None if certificates is None else certificates.operator
-        lines = paste_lines(router_address, os.environ.get("PATH", ""), operator, takes_images=takes_images)
+        curl = curl_line(http_address, http_keys_file) if http_address else ""
+        search_path = os.environ.get("PATH", "")
+        lines = paste_lines(router_address, search_path, operator, takes_images=takes_images, curl=curl)
         print("\n".join(["", "ready", *lines]), flush=True)
         if certificates is not None:
             client = certificates.client
@@ -94,9 +102,14 @@ class LaunchDisplay:
 
 
 def paste_lines(
-    router_address: str, search_path: str, tls: TlsConfig | None = None, *, takes_images: bool = False
+    router_address: str,
+    search_path: str,
+    tls: TlsConfig | None = None,
+    *,
+    takes_images: bool = False,
+    curl: str = "",
 ) -> list[str]:
-    """Shell lines that use the router: calls, and before them what they need of the environment.
+    """Shell lines that use the router: calls, ``curl`` among them, and before them what they need of the environment.
 
     That is ``export PATH`` if ``search_path`` lacks a program, and the files of ``tls``.
     """
@@ -113,6 +126,8 @@ def paste_lines(
         lines.append(_grpcurl_line(shlex.quote(request), router_address, tls))
         if has_picture:
             lines.append(_grpcurl_line(_picture_request(), router_address, tls))
+    if curl:
+        lines.append(curl)
     lines.append(f"quartet generate {shlex.quote(_PROMPT)} --max-tokens {_MAX_TOKENS}{router}")
     if has_picture:
         lines.append(
@@ -120,6 +135,17 @@ def paste_lines(
         )
     lines.append(f"quartet workers{router}")
     return lines
+
+
+def curl_line(http_address: str, keys_file: Path | None = None) -> str:
+    """A shell line that asks for a chat over HTTP; with ``keys_file``, by TLS and the first key in it."""
+    request = f'{{"messages":[{{"role":"user","content":"{_PROMPT}"}}],"max_tokens":{_MAX_TOKENS}}}'
+    url = f"http{'' if keys_file is None else 's'}://{http_address}/v1/chat/completions"
+    security = ""
+    if keys_file is not None:
+        key = f"$(cut -d' ' -f2 {shlex.quote(str(keys_file))})"
+        security = f'--cacert "$QUARTET_TLS_CA" -H "Authorization: Bearer {key}" '
+    return f"curl {security}{url} -d {shlex.quote(request)}"
 
 
 def print_plan(topology: Topology, *, num_cores: int) -> None:

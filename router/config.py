@@ -13,6 +13,7 @@ from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
 from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
+from router.http.config import HttpConfig
 from router.media.config import MediaConfig
 from router.policy.create import PolicyConfig
 from router.tenants import TenantConfig, check_identity_tenants, has_domains
@@ -152,6 +153,7 @@ class RouterConfig:
     Attributes:
         server: where gRPC listens; the router also dials workers with its ``tls``.
         http_address: ``host:port`` of /metrics, /livez and /readyz, without TLS.
+        http: OpenAI's API over HTTP.
         policy: how requests are placed.
         tenants: what each tenant may do, by its name or a pattern of names (``team-*``; ``*``: all others). An exact
             name goes first, then the first pattern that fits.
@@ -181,6 +183,7 @@ class RouterConfig:
 
     server: ServerConfig = field(default_factory=lambda: ServerConfig(address="127.0.0.1:50050"))
     http_address: str = "127.0.0.1:0"
+    http: HttpConfig = field(default_factory=HttpConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -214,6 +217,7 @@ class RouterConfig:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")
         self.server.check_events_key(self.events_key_file)
+        self._check_http()
         check_identity_tenants(self.identity_tenants, self.trusted_gateways)
         if self.identity_tenants and not self.knows_callers:
             raise ConfigError("identity_tenants: takes server.tls with require_client_cert, which shows who calls")
@@ -222,6 +226,15 @@ class RouterConfig:
                 "tenants: beyond loopback, trust domains take server.tls with require_client_cert: without it all"
                 " clients are one tenant"
             )
+
+    def _check_http(self) -> None:
+        """HTTP is as open as gRPC, and no more."""
+        if not self.http.port:
+            return
+        if self.http.tls is None:
+            self.server.check_beside(f"{self.http.host}:{self.http.port}", "http.host")
+        if self.knows_callers and self.http.keys_file is None:
+            raise ConfigError("http.keys_file: is missing; server.tls lets in no caller without a name, nor may HTTP")
 
     @property
     def knows_callers(self) -> bool:

@@ -31,6 +31,11 @@ class Pipeline:
         self._explain_turns = ExplainTurns(context.admission.share)
 
     @property
+    def context(self) -> RouterContext:
+        """What all requests share."""
+        return self._context
+
+    @property
     def num_running(self) -> int:
         """Requests between arrival and end."""
         return len(self._running)
@@ -89,6 +94,11 @@ class GenerateRun:
         work = run_prepared(request, context, self._generate, late="did not end")
         self._work: asyncio.Task[None] | None = asyncio.create_task(work, name=f"request-{request.request_id}")
         self._work.add_done_callback(self._settle)
+
+    @property
+    def request_id(self) -> str:
+        """Names it in every log of the system."""
+        return self._request.request_id
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended ends as CANCELLED."""

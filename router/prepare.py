@@ -205,7 +205,7 @@ def _refuse_too_many_ids(request: RouterRequest, table: WorkerTable) -> None:
     """Refuse a prompt of token ids that is too long before any is read. Raises ``PromptTooLongError``."""
     num_token_ids = request.asked.num_token_ids
     if num_token_ids > _MIN_LONG_TOKENS:
-        _check_room(num_token_ids, "token_ids.ids", _find_pool(request.asked, table, request.resume))
+        _check_room(num_token_ids, "token_ids.ids", find_pool(request.asked, table, request.resume))
 
 
 def _lack(request: RouterRequest, table: WorkerTable) -> str:
@@ -484,11 +484,11 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
     """Refuse token ids that don't exist. Raises ``InvalidRequestError``."""
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt has no tokens", field=prompt_field(start.prompt))
-    _check_ids(prompt_token_ids, vocab_size, prompt_field(start.prompt))
+    check_ids(prompt_token_ids, vocab_size, prompt_field(start.prompt))
     if start.sampling.stop_token_ids:
-        _check_ids(start.sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
+        check_ids(start.sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
     if start.sampling.logit_bias:
-        _check_ids(start.sampling.logit_bias, vocab_size, "sampling.logit_bias")
+        check_ids(start.sampling.logit_bias, vocab_size, "sampling.logit_bias")
 
 
 def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> int:
@@ -524,7 +524,7 @@ def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
     field = "resume.generated_token_ids"
     if len(resume.generated_token_ids) > max_tokens:
         raise InvalidRequestError(f"the prompt leaves room for {max_tokens} generated tokens", field=field)
-    _check_ids(resume.generated_token_ids, vocab_size, field)
+    check_ids(resume.generated_token_ids, vocab_size, field)
 
 
 def valid_traceparent(header: str) -> str:
@@ -563,7 +563,8 @@ def max_sequence_tokens(pool: Pool) -> int:
     return min(pool.max_model_len, pool.num_rank_tokens + 1) if pool.num_rank_tokens else pool.max_model_len
 
 
-def _check_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
+def check_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
+    """Refuse ids that the model does not have. Raises ``InvalidRequestError`` naming ``field``."""
     if max(token_ids, default=0) >= vocab_size:
         raise InvalidRequestError(f"token ids must be below {vocab_size}", field=field)
 
@@ -575,7 +576,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     """
     start, resume = request.start, request.resume
     request.worker_priority = min(start.priority, context.tenants.config(start.tenant).max_priority)
-    pool = request.pool = _find_pool(start, context.table, resume)
+    pool = request.pool = find_pool(start, context.table, resume)
     check_pool(start, pool)
     if context.tenants.has_domains:
         request.trust_domain = context.tenants.domain_id(start.tenant)
@@ -583,7 +584,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     text = request.text = await context.texts.model_text(pool.key)
     check_chat_of_model(start, pool, text)
     began = time.monotonic()
-    token_ids = request.prompt_token_ids = await _tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
+    token_ids = request.prompt_token_ids = await tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
     request.tokenize_s = time.monotonic() - began
     if request.held is not None and not isinstance(start.prompt, TokenPrompt):
         request.held.tokenized(len(token_ids))
@@ -631,7 +632,14 @@ async def _prepare_media(
     request.num_unknown_tokens = prompt.num_unknown_tokens
 
 
-def _find_pool(start: AskedStart, table: WorkerTable, resume: Resume | None) -> Pool:
+def find_pool(start: AskedStart, table: WorkerTable, resume: Resume | None = None) -> Pool:
+    """The pool that serves the request.
+
+    Raises:
+        InvalidRequestError: it names no model, and there are several.
+        ModelNotFoundError, ModelUnavailableError: no worker of the model is known.
+        WorkerUnavailableError: the model that ``resume`` names is served no more.
+    """
     if resume is not None and resume.model_fingerprint:
         return _find_same_pool(start.model, resume.model_fingerprint, table)
     pool = table.pool(start.model, time.monotonic())
@@ -650,7 +658,7 @@ def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Po
     raise WorkerUnavailableError("the model that gave the tokens to go on after is served no more")
 
 
-async def _tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queue: TokenizeQueue) -> Sequence[int]:
+async def tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queue: TokenizeQueue) -> Sequence[int]:
     """The prompt's tokens; more than ``max_tokens`` may be refused before they are counted.
 
     Raises:

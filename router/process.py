@@ -28,6 +28,7 @@ from router.context import RouterContext
 from router.fair_queue import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
+from router.http.server import HttpServer
 from router.intake import Intake
 from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex, keep_up
@@ -115,6 +116,9 @@ class RouterProcess:
             server = self._server(servicer, table, fleet)
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
+            http = await self._start_http(pipeline)
+            if http is not None:
+                stack.push_async_callback(http.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
             registry = create_registry(config.discovery)
             stack.push_async_callback(registry.close)
@@ -125,10 +129,29 @@ class RouterProcess:
                 tasks.start("index-upkeep", keep_up(index))
                 tasks.start("lag", monitor_event_loop_lag(ProcessMetrics(self._registry)))
                 tasks.start("loop-watch", self._loop_watch.run())
+                if http is not None:
+                    tasks.start("http", http.tend())
                 tasks.start("readiness", self._report_readiness(readiness, server, http_address))
                 await tasks.run_until(stop)
                 fleet.drain()
-                await self._drain(server, servicer, pipeline)
+                await self._drain(server, servicer, pipeline, http)
+
+    async def _start_http(self, pipeline: Pipeline) -> HttpServer | None:
+        config = self._config
+        if not config.http.port:
+            return None
+        server = HttpServer(
+            config.http,
+            pipeline,
+            self._registry,
+            namespace=config.server.namespace,
+            stall_timeout_s=config.stall_timeout_s,
+            is_ready=self._probes().is_ready,
+        )
+        port = await server.start()
+        scheme = "http" if config.http.tls is None else "https"
+        logger.info("OpenAI's API listens on %s://%s:%d/v1", scheme, config.http.host, port)
+        return server
 
     async def _report_readiness(self, readiness: Readiness, server: RpcServer, http_address: str) -> None:
         async def report(is_ready: bool) -> None:
@@ -153,14 +176,19 @@ class RouterProcess:
         self._is_leaving = True
         self._on_failure()
 
-    async def _drain(self, server: RpcServer, servicer: RouterServicer, pipeline: Pipeline) -> None:
+    async def _drain(
+        self, server: RpcServer, servicer: RouterServicer, pipeline: Pipeline, http: HttpServer | None
+    ) -> None:
         self._is_leaving = True
         logger.info("draining: %d requests run, at most %.1f s", pipeline.num_running, self._config.drain_timeout_s)
         servicer.close()
-        draining = asyncio.create_task(server.drain(self._config.drain_timeout_s + _LAST_WORDS_S))
-        await asyncio.wait([draining], timeout=self._config.drain_timeout_s)
+        grace_s = self._config.drain_timeout_s + _LAST_WORDS_S
+        draining = [asyncio.create_task(server.drain(grace_s))]
+        if http is not None:
+            draining.append(asyncio.create_task(http.drain(grace_s)))
+        await asyncio.wait(draining, timeout=self._config.drain_timeout_s)
         pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
-        await draining
+        await asyncio.gather(*draining)
 
     def _fleet(self, table: WorkerTable, kv: KvJoins) -> Fleet:
         return Fleet(

@@ -30,7 +30,16 @@ from quartet.discovery.etcd_client import EtcdConfig
 from quartet.engine.model_source import is_repository_id
 from quartet.errors import ConfigError, DiscoveryError
 from services.topology.child import Child, is_alive, start_child
-from services.topology.topology import ModelNeed, ProcessPlan, Topology, plan_router, plan_workers, with_certificates
+from services.topology.topology import (
+    ROUTER,
+    ModelNeed,
+    ProcessPlan,
+    Topology,
+    plan_router,
+    plan_workers,
+    with_certificates,
+    with_http_identity,
+)
 
 if TYPE_CHECKING:
     from services.topology.certificates import CertificateFiles, RunCertificates
@@ -112,18 +121,22 @@ class LocalTopology:
         *,
         adapt: Callable[[ProcessPlan], ProcessPlan] = lambda plan: plan,
     ) -> None:
-        """Nothing is started yet; a router port of 0 becomes a free port.
+        """Nothing is started yet; a router port of 0 becomes a free port, and then so does that of HTTP.
 
         ``adapt`` may change what a worker runs (another engine, for example), but not its name.
         """
-        port = topology.router.port or free_port()
-        self._topology = replace(topology, router=replace(topology.router, port=port))
+        router = topology.router
+        http_port = router.http_port if router.port or not router.http_port else free_port()
+        router = replace(router, port=router.port or free_port(), http_port=http_port)
+        self._topology = replace(topology, router=router)
         self._environment = environment
         self._observer = observer
         self._adapt = adapt
         self._children: dict[str, Child] = {}
         #: Set by ``start`` where the topology has ``tls``.
         self.certificates: RunCertificates | None = None
+        #: The API keys of the router's HTTP, set as ``certificates`` is.
+        self.http_keys_file: Path | None = None
         # With their variables.
         self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
 
@@ -131,6 +144,12 @@ class LocalTopology:
     def router_address(self) -> str:
         """``host:port`` of the router."""
         return f"127.0.0.1:{self._topology.router.port}"
+
+    @property
+    def http_address(self) -> str:
+        """``host:port`` of the router's HTTP; empty: it has none."""
+        port = self._topology.router.http_port
+        return f"127.0.0.1:{port}" if port else ""
 
     @property
     def children(self) -> Sequence[Child]:
@@ -162,6 +181,10 @@ class LocalTopology:
         if self.certificates is not None:
             events_key_file = draw_events_key(self._environment.run_dir)
             plans = [with_certificates(plan, self.certificates.processes[plan.name], events_key_file) for plan in plans]
+            if self._topology.router.http_port:
+                self.http_keys_file = draw_api_key(self._environment.run_dir)
+                router_tls = self.certificates.processes[ROUTER]
+                plans[-1] = with_http_identity(plans[-1], router_tls, self.http_keys_file)
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
         for plan in plans:
             await self._wait_beside(plan)
@@ -293,6 +316,11 @@ def draw_signing_key(directory: Path) -> Path:
 def draw_events_key(directory: Path) -> Path:
     """Write a new key for events (``quartet.events.curve``) as ``draw_signing_key`` does; returns its path."""
     return write_secret_file(directory / "events_key", f"{secrets.token_hex(_SECRET_BYTES)}\n".encode())
+
+
+def draw_api_key(directory: Path) -> Path:
+    """Write a new API key of the tenant ``local`` (``router.http.keys``) as ``draw_signing_key`` does."""
+    return write_secret_file(directory / "http_keys", f"local {secrets.token_hex(_SECRET_BYTES)}\n".encode())
 
 
 async def while_running(children: Iterable[Child], work: Coroutine[Any, Any, ResultT]) -> ResultT:

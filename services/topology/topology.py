@@ -81,18 +81,21 @@ class RouterGroup:
 
     Attributes:
         port: of its gRPC services on loopback; 0 takes a free one.
+        http_port: of OpenAI's API on loopback; 0: there is none. If ``port`` is 0, it becomes a free one too.
         overrides: settings of ``RouterConfig`` that differ from its defaults.
         environment: variables of its process, over the topology's.
     """
 
     port: int = DEFAULT_ROUTER_PORT
+    http_port: int = 0
     overrides: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        if not 0 <= self.port <= _MAX_PORT:
-            raise ConfigError(f"port: must be in [0, {_MAX_PORT}], not {self.port}")
+        for name in ("port", "http_port"):
+            if not 0 <= getattr(self, name) <= _MAX_PORT:
+                raise ConfigError(f"{name}: must be in [0, {_MAX_PORT}], not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +365,7 @@ def plan_router(topology: Topology) -> ProcessPlan:
         "discovery": to_settings(topology.namespaced_discovery),
         "signing_keys_file": to_settings(topology.signing_keys_file),
         "drain_timeout_s": topology.drain_timeout_s,
+        **({"http": {"port": topology.router.http_port}} if topology.router.http_port else {}),
     }
     return ProcessPlan(
         name=ROUTER,
@@ -376,6 +380,12 @@ def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) 
     """``plan`` with the certificate and the events' key of its process."""
     settings = {"server": {"tls": to_settings(tls)}, "events_key_file": str(events_key_file)}
     return replace(plan, settings=merge(plan.settings, settings))
+
+
+def with_http_identity(plan: ProcessPlan, tls: TlsConfig, keys_file: Path) -> ProcessPlan:
+    """The router's ``plan`` with HTTP behind its certificate and API keys, where it does not say otherwise."""
+    served = {"cert_file": str(tls.cert_file), "key_file": str(tls.key_file)}
+    return replace(plan, settings=merge({"http": {"tls": served, "keys_file": str(keys_file)}}, plan.settings))
 
 
 def to_settings(value: object) -> Any:

@@ -75,7 +75,7 @@ def test_medians_are_taken_figure_by_figure() -> None:
 
 
 def test_clients_of_one_load_share_no_seed() -> None:
-    stack = SimpleNamespace(router_address="127.0.0.1:1", clock_path="/c")
+    stack = SimpleNamespace(address=lambda _way: "127.0.0.1:1", clock_path="/c")
     for way in Way:
         jobs = stream_jobs(stack, Case(way=way, num_streams=1024, with_text=False))
         seeds = [seed for job in jobs for seed in range(job.first_seed, job.first_seed + job.count)]
@@ -177,7 +177,7 @@ def test_the_ratio_to_grpc_is_the_median_of_the_runs_and_keeps_its_spread() -> N
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_is_measured_by_either_way() -> None:
-    for way in (Way.GENERATE, Way.SESSION):
+    for way in (Way.GENERATE, Way.SESSION, Way.HTTP):
         async with open_floor(way, Load.STREAMS, 20, TINY) as bare:
             for _ in range(2):
                 await bare.window()

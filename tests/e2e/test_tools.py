@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from quartet.client import (
     ChatMessage,
@@ -23,6 +25,7 @@ from quartet.client import (
     ToolChoice,
 )
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from services.topology.launch import free_port
 from tests import tiny
 from tests.e2e.conftest import StartStack
 from tests.e2e.stack import Stack, StackConfig
@@ -59,7 +62,7 @@ def tools_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactor
         "engine.mock.speed_up": 100.0,
         "engine.mock.says": SAYS,
     }
-    return start_stack(StackConfig(worker=worker))
+    return start_stack(StackConfig(worker=worker, routers={"router": {"http.port": free_port()}}))
 
 
 @pytest.fixture
@@ -135,3 +138,33 @@ async def test_what_is_impossible_is_refused_by_its_field(
     with pytest.raises(kind) as caught:
         await client.complete(**(ASK | ask))
     assert caught.value.field == field
+
+
+async def test_openais_client_gets_the_same_and_goes_on_with_the_results(tools_stack: Stack) -> None:
+    url = f"http://127.0.0.1:{tools_stack.config.routers['router']['http.port']}/v1"
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    messages: Any = [{"role": "user", "content": "How is the weather?"}]
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as openai:
+        whole = await openai.chat.completions.create(model="tiny", messages=messages, tools=tools)
+        [choice] = whole.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "A moment."
+        assert choice.message.reasoning_content == "The weather? I look it up."  # type: ignore[attr-defined]
+        assert choice.message.tool_calls is not None
+        [call] = choice.message.tool_calls
+        assert call.type == "function" and call.function.name == "weather"
+        assert json.loads(call.function.arguments) == ARGUMENTS
+        for extra in ({}, {"stream_tool_arguments": True}):
+            stream = openai.chat.completions.stream(model="tiny", messages=messages, tools=tools, extra_body=extra)
+            async with stream as events:
+                num_parts = len(
+                    [event async for event in events if event.type == "tool_calls.function.arguments.delta"]
+                )
+                final = await events.get_final_completion()
+            assert final.choices[0].message.tool_calls is not None
+            assert json.loads(final.choices[0].message.tool_calls[0].function.arguments) == ARGUMENTS
+            assert final.choices[0].finish_reason == "tool_calls" and (num_parts > 1) is bool(extra)
+        messages += [choice.message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+        after = await openai.chat.completions.create(model="tiny", messages=messages, tools=tools, tool_choice="none")
+        assert after.usage is not None and whole.usage is not None
+        assert after.usage.prompt_tokens > whole.usage.prompt_tokens

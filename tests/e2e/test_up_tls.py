@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import signal
@@ -97,6 +98,8 @@ async def test_every_line_that_is_printed_works(run: Run) -> None:
     assert generated.out.strip() == CAPTION, generated.err
     workers = await run.up.paste("quartet workers")
     assert all(name in workers.out for name in SERVICES if name != "router"), workers.err
+    chat = await run.up.paste("curl ")
+    assert json.loads(chat.out)["usage"]["completion_tokens"] > 0, chat.err
 
 
 @pytest.mark.grpcurl

@@ -27,6 +27,7 @@ from services.topology.topology import (
     plan_workers,
     to_settings,
     with_certificates,
+    with_http_identity,
 )
 from services.workers.config import WorkerConfig
 
@@ -423,6 +424,11 @@ def test_every_process_gets_its_own_certificate_and_all_of_them_one_key_for_even
     assert run.processes.keys() == {"encode-0", "prefill-0", "decode-0", "router"}
     for plan in plans:
         secured = with_certificates(plan, run.processes[plan.name], tmp_path / "events_key")
+        if plan.name == "router":
+            secured = with_http_identity(secured, run.processes[plan.name], tmp_path / "http_keys")
         config = build(RouterConfig if plan.name == "router" else WorkerConfig, secured.settings)
         assert config.server.tls == run.processes[plan.name]
         assert config.events_key_file == tmp_path / "events_key"
+    assert isinstance(config, RouterConfig) and config.http.tls is not None
+    assert (config.http.port, config.http.keys_file) == (8000, tmp_path / "http_keys")
+    assert config.http.tls.cert_file == run.processes["router"].cert_file

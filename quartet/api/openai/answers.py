@@ -1,0 +1,388 @@
+"""Answers of the pipeline as OpenAI's responses: whole, or as the events of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol, TypeAlias
+
+from quartet.api.openai.requests import Asked
+from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Usage
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import TokenLogprobs
+from quartet.text.parsed import Parsed, ParsedBuilder, ToolCallDelta
+
+#: The bytes that a token adds to a text.
+TokenBytes: TypeAlias = Callable[[int], bytes]
+
+_FINISH_REASONS: Mapping[FinishReason, str] = {
+    FinishReason.STOP_ID: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TOOL_CALLS: "tool_calls",
+    FinishReason.CANCELLED: "cancelled",
+}
+
+_NO_BYTES = b""
+_NOTHING_PARSED = Parsed()
+
+# Quotes a text as ASCII, in C: a tenth of what `json.dumps` takes.
+_quote = json.encoder.encode_basestring_ascii
+
+
+def _no_bytes(_token_id: int) -> bytes:
+    return _NO_BYTES
+
+
+class Events(Protocol):
+    """Takes the events of a stream: ASCII, with their ``data:`` and their empty line."""
+
+    def send(self, event: str) -> None:
+        """Send ``event`` now. Never waits."""
+        ...
+
+
+class Head:
+    """What all parts of one response begin with."""
+
+    def __init__(self, asked: Asked, model: str, token_bytes: TokenBytes | None = None) -> None:
+        """``token_bytes`` is asked for log probabilities."""
+        self.asked = asked
+        self.id = ""
+        self.created = int(time.time())
+        self.chunk_kind = "chat.completion.chunk" if asked.is_chat else "text_completion"
+        self.model = model
+        self.token_bytes = token_bytes or _no_bytes
+
+    def set_request_id(self, request_id: str) -> None:
+        """The request has got its id, before any part of the answer comes."""
+        self.id = f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{request_id}"
+
+    def response(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A response, or a part of one."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+
+class Answer:
+    """What both sinks share: what was accepted, how each choice ended, and the end."""
+
+    def __init__(self, head: Head, first_choice: int = 0) -> None:
+        """The choices of this request are numbered from ``first_choice`` in the response."""
+        self._head = head
+        self._first_choice = first_choice
+        self.accepted: Accepted | None = None
+        self.finished: dict[int, ChoiceFinished] = {}
+        loop = asyncio.get_running_loop()
+        #: Done once the request is placed, or has ended.
+        self.is_open: asyncio.Future[None] = loop.create_future()
+        #: Done once the request has ended; with its error, if it failed.
+        self.has_ended: asyncio.Future[None] = loop.create_future()
+
+    def accept(self, accepted: Accepted) -> None:
+        """The first of its choices is placed."""
+        self.accepted = accepted
+        if not self.is_open.done():
+            self.is_open.set_result(None)
+
+    def placed(self, placement: ChoicePlacement) -> None:
+        """One more choice is placed, which no client sees."""
+
+    def finish(self, finished: ChoiceFinished) -> None:
+        """One choice has ended."""
+        self.finished[finished.choice] = finished
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The answer is complete, or failed."""
+        for future in (self.has_ended, self.is_open):
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+                future.exception()  # whoever waits gets it; if nobody does, that is no error
+
+    def usages(self) -> list[Usage]:
+        """What its choices used, as far as they have ended, in order."""
+        return [self.finished[choice].usage for choice in sorted(self.finished)]
+
+
+class WholeAnswer(Answer):
+    """An ``AnswerSink`` that gathers an answer."""
+
+    def __init__(self, head: Head, first_choice: int = 0) -> None:
+        super().__init__(head, first_choice)
+        self._texts: dict[int, list[str]] = {}
+        self._token_ids: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._parsed: dict[int, ParsedBuilder] = {}
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """Take more of one choice."""
+        if text:
+            self._texts.setdefault(choice, []).append(text)
+        if self._head.asked.shows_token_ids:
+            self._token_ids.setdefault(choice, []).extend(token_ids)
+        if logprobs:
+            self._logprobs.setdefault(choice, []).extend(logprobs)
+
+    def add_parsed(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        parsed: Parsed,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """Take more of one choice, with reasoning or tool calls in it."""
+        self.add(choice, token_offset, token_ids, parsed.text, logprobs)
+        if choice not in self._parsed:
+            self._parsed[choice] = ParsedBuilder()
+        self._parsed[choice].add(parsed.reasoning, parsed.tool_calls)
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Its choices, for the response."""
+        return [self._choice(finished) for _, finished in sorted(self.finished.items())]
+
+    def _choice(self, finished: ChoiceFinished) -> dict[str, Any]:
+        number, asked = finished.choice, self._head.asked
+        text = "".join(self._texts.get(number, ()))
+        shown: dict[str, Any] = {"index": self._first_choice + number}
+        if asked.is_chat:
+            shown["message"] = self._message(text, self._parsed.get(number))
+        else:
+            shown["text"] = text
+        shown["logprobs"] = logprobs_json(self._head, self._logprobs.get(number, ()))
+        shown["finish_reason"] = _FINISH_REASONS[finished.reason]
+        shown["stop_reason"] = finished.stop_string
+        if asked.shows_token_ids:
+            shown["token_ids"] = self._token_ids.get(number, [])
+        return shown
+
+    def _message(self, text: str, parsed: ParsedBuilder | None) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if parsed is not None:
+            if parsed.reasoning:
+                message["reasoning_content"] = parsed.reasoning
+            if parsed.tool_calls:
+                message["content"] = text or None
+                message["tool_calls"] = [_call_json(call) for call in parsed.tool_calls]
+        return message
+
+
+def _call_json(call: ToolCallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_delta_json(call: ToolCallDelta) -> dict[str, Any]:
+    """More of a call: its id and name come with its first part only."""
+    shown: dict[str, Any] = {"index": call.index}
+    if call.name:
+        return {**shown, **_call_json(call)}
+    return {**shown, "function": {"arguments": call.arguments}}
+
+
+def whole_response(head: Head, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+    """The response to a request whose answers are complete."""
+    choices = [choice for answer in answers for choice in answer.choices()]
+    fingerprint = answers[0].accepted.model_fingerprint if answers[0].accepted is not None else ""
+    return head.response(
+        "chat.completion" if head.asked.is_chat else "text_completion",
+        choices,
+        usage=usage_json([answer.usages() for answer in answers]),
+        system_fingerprint=f"fp_{fingerprint[:16]}",
+    )
+
+
+class StreamedAnswer(Answer):
+    """An ``AnswerSink`` that sends each part as an event. It runs for each token, so most events are a template."""
+
+    def __init__(self, head: Head, stream: Events, first_choice: int = 0) -> None:
+        super().__init__(head, first_choice)
+        self._stream = stream
+        asked = head.asked
+        self._is_plain = not (asked.shows_token_ids or asked.shows_usage_always or asked.num_logprobs is not None)
+        self._ends = ',"usage":null}\n\n' if asked.shows_usage else "}\n\n"
+        self._frames: dict[int, tuple[str, str]] = {}
+        self._reasoning_frames: dict[int, tuple[str, str]] = {}
+        self._num_tokens: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}  # of the next token with log probabilities, in characters
+
+    def accept(self, accepted: Accepted) -> None:
+        """The request runs: a chat's choices begin with their role."""
+        if self._head.asked.is_chat:
+            for choice in range(self._head.asked.num_choices):
+                self._send(choice, {"delta": {"role": "assistant", "content": ""}})
+        super().accept(accepted)
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """Send more of one choice."""
+        if self._is_plain:
+            if text:
+                begin, end = self._frames.get(choice) or self._frame(choice)
+                self._stream.send(f"{begin}{_quote(text)}{end}")
+            return
+        self._add_with_details(choice, token_offset, token_ids, text, logprobs)
+
+    def add_parsed(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        parsed: Parsed,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """Send more of one choice, with reasoning or tool calls in it."""
+        if self._is_plain and not parsed.text and not parsed.tool_calls:
+            if parsed.reasoning:  # most tokens of a model that thinks
+                begin, end = self._reasoning_frames.get(choice) or self._frame(choice, is_reasoning=True)
+                self._stream.send(f"{begin}{_quote(parsed.reasoning)}{end}")
+            return
+        self._add_with_details(choice, token_offset, token_ids, parsed.text, logprobs, parsed)
+
+    def _add_with_details(
+        self,
+        choice: int,
+        token_offset: int,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs],
+        parsed: Parsed = _NOTHING_PARSED,
+    ) -> None:
+        asked = self._head.asked
+        self._num_tokens[choice] = token_offset + len(token_ids)
+        delta: dict[str, Any] = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
+        if text or not (parsed.reasoning or parsed.tool_calls):
+            delta["content"] = text
+        calls = [_call_delta_json(call) for call in parsed.tool_calls if call.name or call.arguments]
+        if calls:
+            delta["tool_calls"] = calls
+        shown: dict[str, Any] = {"delta": delta} if asked.is_chat else {"text": text}
+        if asked.shows_token_ids:
+            shown["token_ids"] = list(token_ids)
+        if text or parsed.reasoning or calls or logprobs or asked.shows_token_ids:
+            self._send(choice, shown, logprobs)
+
+    def finish(self, finished: ChoiceFinished) -> None:
+        """Send the end of one choice."""
+        super().finish(finished)
+        shown: dict[str, Any] = {"delta": {}} if self._head.asked.is_chat else {"text": ""}
+        self._num_tokens[finished.choice] = finished.usage.num_output_tokens
+        self._send(finished.choice, shown, (), finished)
+
+    def _frame(self, choice: int, *, is_reasoning: bool = False) -> tuple[str, str]:
+        """What stands before and after the text of an event."""
+        shown: dict[str, Any] = {"index": self._first_choice + choice}
+        name = "reasoning_content" if is_reasoning else "content"
+        shown.update({"delta": {name: "\0"}} if self._head.asked.is_chat else {"text": "\0"})
+        shown.update(logprobs=None, finish_reason=None)
+        event = json.dumps(self._head.response(self._head.chunk_kind, [shown]), separators=(",", ":"))
+        # The model's name may hold the same character, but stands before the text.
+        begin, _, end = event.rpartition('"\\u0000"')
+        frames = self._reasoning_frames if is_reasoning else self._frames
+        frames[choice] = (f"data: {begin}", end[:-1] + self._ends)
+        return frames[choice]
+
+    def _send(
+        self,
+        choice: int,
+        shown: dict[str, Any],
+        logprobs: Sequence[TokenLogprobs] = (),
+        finished: ChoiceFinished | None = None,
+    ) -> None:
+        asked, head = self._head.asked, self._head
+        offset = self._offsets.get(choice, 0)
+        one = {"index": self._first_choice + choice, **shown, "logprobs": logprobs_json(head, logprobs, offset)}
+        if logprobs:
+            self._offsets[choice] = offset + sum([len(_token_text(head, entry.token_id)) for entry in logprobs])
+        one["finish_reason"] = None if finished is None else _FINISH_REASONS[finished.reason]
+        if finished is not None:
+            one["stop_reason"] = finished.stop_string
+        more: dict[str, Any] = {}
+        if asked.shows_usage:
+            more["usage"] = self._usage_so_far() if asked.shows_usage_always else None
+        self._stream.send(to_event(head.response(head.chunk_kind, [one], **more)))
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        num_prompt = 0 if self.accepted is None else self.accepted.num_prompt_tokens
+        num_output = sum(self._num_tokens.values())
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+
+def usage_event(head: Head, answers: Sequence[StreamedAnswer]) -> str:
+    """The last event of a stream, with the usage of all."""
+    return to_event(head.response(head.chunk_kind, [], usage=usage_json([answer.usages() for answer in answers])))
+
+
+def to_event(value: dict[str, Any]) -> str:
+    """An event that holds ``value`` as JSON, in ASCII."""
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+
+
+def usage_json(prompts: Sequence[Sequence[Usage]]) -> dict[str, Any]:
+    """What the choices of each prompt used; they share their prompt, which counts once."""
+    firsts = [usages[0] for usages in prompts if usages]
+    num_prompt = sum(usage.num_prompt_tokens for usage in firsts)
+    num_output = sum(usage.num_output_tokens for usages in prompts for usage in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in firsts)},
+    }
+
+
+def logprobs_json(head: Head, logprobs: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any] | None:
+    """Log probabilities as chats have them, or completions; ``None``: there are none.
+
+    The first token begins at character ``offset`` of the answer's text.
+    """
+    if head.asked.num_logprobs is None or not logprobs:
+        return None
+    if head.asked.is_chat:
+        return {"content": [_chat_logprob(head, entry) for entry in logprobs], "refusal": None}
+    tokens = [_token_text(head, entry.token_id) for entry in logprobs]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry.logprob for entry in logprobs],
+        "top_logprobs": [
+            {_token_text(head, token_id): logprob for token_id, logprob in _top(entry)} if entry.top_token_ids else None
+            for entry in logprobs
+        ],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
+    }
+
+
+def _chat_logprob(head: Head, entry: TokenLogprobs) -> dict[str, Any]:
+    tops = [_token_json(head, token_id, logprob) for token_id, logprob in _top(entry)]
+    return {**_token_json(head, entry.token_id, entry.logprob), "top_logprobs": tops}
+
+
+def _top(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    return list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+
+
+def _token_json(head: Head, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": _token_text(head, token_id),
+        "logprob": logprob,
+        "bytes": list(head.token_bytes(token_id)),
+    }
+
+
+def _token_text(head: Head, token_id: int) -> str:
+    return head.token_bytes(token_id).decode(errors="replace")

@@ -1,0 +1,574 @@
+"""OpenAI's requests for completions, read into the requests that the pipeline runs.
+
+The tables below say of each field that clients send whether it is taken, ignored or refused; docs/http.md says why.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quartet.api.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS, MAX_TOOLS, ChatPrompt, ToolChoice, check_message
+from quartet.api.openai.fields import (
+    Reader,
+    anything,
+    boolean,
+    choice,
+    fields_of,
+    ignored,
+    integer,
+    list_of,
+    lists,
+    number,
+    objects,
+    one_or_many,
+    only,
+    read_fields,
+    refused,
+    text,
+    wrong,
+)
+from quartet.api.request import (
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+    GenerateStart,
+    Prompt,
+    TextOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from quartet.engine.sampling import MAX_STOP_IDS, GrammarKind, GuidedDecoding, OutputOptions, Sampling
+from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.media.items import MediaPart, MediaUrl
+from quartet.text.chat_message import ChatMessage, Tool, ToolCall
+from quartet.text.json_object import JsonObject
+
+_MAX_INT32 = 2**31 - 1
+_MAX_TOKEN_ID = 2**32 - 1
+_MAX_LOGPROBS = 20
+# OpenAI's default for completions, which vLLM has too.
+_DEFAULT_MAX_TOKENS = 16
+# Messages that are converted in one step.
+_STEP_MESSAGES = 128
+
+
+_NO_ARGUMENTS = JsonObject.of_text("{}")
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """A request for completions.
+
+    Attributes:
+        starts: one for each prompt; a chat has one. ``take_starts`` gives them away: a stream may live for long.
+        model: the name of the model, as the client gave it.
+        num_choices: of each prompt.
+        is_chat: of messages, not of plain prompts.
+        streams: the answer comes in events.
+        shows_usage: a stream ends with the usage.
+        shows_usage_always: each event of a stream has the usage so far.
+        shows_token_ids: token ids stand beside the text.
+        num_logprobs: alternatives at each position; ``None``: no log probabilities.
+        names: of fields that the client called by another name than others do.
+    """
+
+    starts: Sequence[GenerateStart]
+    model: str
+    num_choices: int
+    is_chat: bool
+    streams: bool = False
+    shows_usage: bool = False
+    shows_usage_always: bool = False
+    shows_token_ids: bool = False
+    num_logprobs: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def take_starts(self) -> Sequence[GenerateStart]:
+        """The starts, which are not kept here any longer."""
+        starts, self.starts = self.starts, ()
+        return starts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """What the headers say about a request.
+
+    Attributes:
+        tenant: whom its key names; empty: nobody.
+        address: whom the connection comes from.
+        client_request_id: the client's own name for the request; empty: none.
+        session_key: shared by the requests of a conversation; empty: none.
+        traceparent: W3C trace context; empty: no trace.
+    """
+
+    tenant: str = ""
+    address: str = ""
+    client_request_id: str = ""
+    session_key: str = ""
+    traceparent: str = ""
+
+    @property
+    def payer(self) -> str:
+        """Who holds what is in memory for the request."""
+        return self.tenant or self.address
+
+
+def _logit_bias(value: Any, path: str) -> dict[int, float]:
+    biases = {}
+    for key, bias in objects(value, path).items():
+        if not key.isdecimal() or len(key) > len(str(_MAX_TOKEN_ID)):
+            raise InvalidRequestError(f"{path}: its keys must be token ids", field=path)
+        biases[int(key)] = number(bias, f"{path}.{key}")
+    return biases
+
+
+def _top_k(value: Any, path: str) -> int:
+    return max(0, int(integer(-1, _MAX_INT32)(value, path)))  # -1 is vLLM's name for all
+
+
+def _seed(value: Any, path: str) -> int:
+    return int(integer(-(2**63), 2**64 - 1)(value, path)) % 2**64
+
+
+def _json_text(value: Any, path: str) -> str:
+    """A JSON object as text, which it may be already."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(objects(value, path), ensure_ascii=False, default=list)  # long lists came as arrays
+    except RecursionError:
+        raise InvalidRequestError(f"{path}: is nested too deeply", field=path) from None
+
+
+def _json_object(value: Any, path: str) -> JsonObject:
+    return JsonObject.of_text(_json_text(value, path))
+
+
+def _tool_choice(value: Any, path: str) -> tuple[ToolChoice, str]:
+    if isinstance(value, str):
+        return ToolChoice(choice("auto", "none", "required")(value, path)), ""
+    named = fields_of({"type": only("function"), "function": fields_of({"name": text})})(value, path)
+    if "name" not in named.get("function", {}):
+        raise InvalidRequestError(f"{path}: needs function.name", field=path)
+    return ToolChoice.FUNCTION, named["function"]["name"]
+
+
+_FUNCTION: Mapping[str, Reader] = {"name": text, "description": text, "parameters": _json_object, "strict": boolean}
+_CALLED: Mapping[str, Reader] = {"name": text, "arguments": _json_object}
+
+
+def _tool(value: Any, path: str) -> Tool:
+    found = fields_of({"type": only("function"), "function": fields_of(_FUNCTION)})(value, path)
+    function = found.get("function", {})
+    if "name" not in function:
+        raise InvalidRequestError(f"{path}.function.name: is missing", field=f"{path}.function.name")
+    return Tool(**function)
+
+
+def _tool_call(value: Any, path: str) -> ToolCall:
+    table = {"id": text, "type": only("function"), "index": ignored, "function": fields_of(_CALLED)}
+    found = fields_of(table)(value, path)
+    function = found.get("function", {})
+    if "name" not in function:
+        raise InvalidRequestError(f"{path}.function.name: is missing", field=f"{path}.function.name")
+    if function.get("arguments", _NO_ARGUMENTS).text == "":
+        function.pop("arguments")
+    return ToolCall(id=found.get("id", ""), **function)
+
+
+_FORMATS: Mapping[str, Reader] = {
+    "type": choice("text", "json_object", "json_schema"),
+    "json_schema": fields_of({"name": ignored, "description": ignored, "strict": ignored, "schema": _json_text}),
+}
+
+_GRAMMARS: Mapping[str, Reader] = {
+    "json": _json_text,
+    "regex": text,
+    "grammar": text,
+    "json_object": boolean,
+    "choice": refused("write the choices as a regular expression"),
+    "structural_tag": refused("no engine here takes structural tags"),
+}
+
+
+def _response_format(value: Any, path: str) -> GuidedDecoding | None:
+    found = read_fields(objects(value, path), _FORMATS, f"{path}.")
+    match found.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return GuidedDecoding(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+        case "json_schema" if "schema" in found.get("json_schema", {}):
+            return GuidedDecoding(GrammarKind.JSON_SCHEMA, found["json_schema"]["schema"])
+    raise InvalidRequestError(f"{path}: needs a type, and json_schema.schema with json_schema", field=path)
+
+
+def _structured_outputs(value: Any, path: str) -> GuidedDecoding | None:
+    found = read_fields(objects(value, path), _GRAMMARS, f"{path}.")
+    if len(found) != 1:
+        raise InvalidRequestError(f"{path}: needs one of json, regex, grammar and json_object", field=path)
+    [(name, grammar)] = found.items()
+    if name == "json_object":
+        return GuidedDecoding(GrammarKind.JSON_SCHEMA, '{"type": "object"}') if grammar else None
+    kinds = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.EBNF}
+    return GuidedDecoding(kinds[name], grammar)
+
+
+def _refused(reasons: Mapping[str, str]) -> dict[str, Reader]:
+    """Fields that are refused, several a line, by why."""
+    return {name: refused(why) for names, why in reasons.items() for name in names.split()}
+
+
+_COUNT = integer(0, _MAX_INT32)
+
+# Of both kinds of requests: OpenAI's fields, then those that vLLM's clients send.
+_COMMON: Mapping[str, Reader] = {
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"), ignored),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), number),
+    **dict.fromkeys(("min_p", "repetition_penalty"), number),
+    **dict.fromkeys(("min_tokens", "n", "best_of"), _COUNT),
+    "max_tokens": integer(1, _MAX_INT32),
+    **dict.fromkeys(("model", "cache_salt", "request_id"), text),
+    **dict.fromkeys(("stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), boolean),
+    **dict.fromkeys(("return_token_ids", "add_special_tokens"), boolean),
+    "stream_options": fields_of(
+        {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": only(False)}
+    ),
+    "stop": one_or_many(text, max_length=MAX_STOP_STRINGS),
+    "seed": _seed,
+    "logit_bias": _logit_bias,
+    "top_k": _top_k,
+    "stop_token_ids": list_of(integer(0, _MAX_TOKEN_ID), max_length=MAX_STOP_IDS),
+    "priority": integer(-_MAX_INT32, _MAX_INT32),
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "nvext": fields_of({"ignore_eos": boolean}),
+    "spaces_between_special_tokens": only(True),
+    "length_penalty": only(1, 1.0),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "return_tokens_as_token_ids", "echo"), only(False)),
+    "bad_words": list_of(refused("use logit_bias or stop"), max_length=0),
+    **_refused(
+        {
+            "prompt_logprobs": "no worker keeps the probabilities of prompts",
+            "truncate_prompt_tokens": "a prompt that is too long is an error",
+            "allowed_token_ids vllm_xargs": "no engine here takes it",
+            "logits_processors": "clients bring no code",
+            "guided_json guided_regex guided_choice guided_grammar": "use structured_outputs",
+            "guided_decoding_backend guided_whitespace_pattern": "use structured_outputs",
+            "kv_transfer_params": "routers decide where blocks go",
+            "logprob_token_ids": "use logprobs",
+            "mm_processor_kwargs": "workers decide how pictures are read",
+        }
+    ),
+}
+
+_COMPLETION: Mapping[str, Reader] = {
+    **_COMMON,
+    "prompt": anything,
+    "logprobs": integer(0, _MAX_LOGPROBS),
+    "suffix": only(""),
+    **_refused({"prompt_embeds": "send text, token ids, or a chat with pictures"}),
+}
+
+_CHAT: Mapping[str, Reader] = {
+    **_COMMON,
+    "messages": anything,
+    "max_completion_tokens": integer(1, _MAX_INT32),
+    "logprobs": boolean,
+    "top_logprobs": integer(0, _MAX_LOGPROBS),
+    "add_generation_prompt": boolean,
+    "tools": list_of(_tool, max_length=MAX_TOOLS),
+    "tool_choice": _tool_choice,
+    "parallel_tool_calls": boolean,
+    "stream_tool_arguments": boolean,
+    "reasoning_effort": text,
+    "include_reasoning": only(True),
+    "chat_template_kwargs": objects,
+    "chat_template_args": objects,
+    "continue_final_message": only(False),
+    "modalities": list_of(only("text"), max_length=1),
+    **_refused(
+        {
+            "chat_template": "the operator sets it: custom_chat_template",
+            "documents": "put them into a message",
+            "functions": "use tools",
+            "function_call": "use tool_choice",
+            "audio": "models here give text",
+            "prediction": "no engine here takes it",
+            "verbosity": "use chat_template_kwargs",
+            "web_search_options": "models here search nothing",
+        }
+    ),
+}
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "min_tokens", "stop_token_ids", "ignore_eos"),
+)
+
+
+def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[None, None, Asked]:
+    """A request of /v1/completions, in one step. Raises ``InvalidRequestError`` naming the field."""
+    yield from ()
+    found = read_fields(body, _COMPLETION)
+    num_logprobs = found.get("logprobs")
+    found.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
+    if found.get("add_special_tokens") is False:
+        raise UnsupportedFieldError(
+            "add_special_tokens: false is not supported for text; send token ids", field="add_special_tokens"
+        )
+    prompts = _read_prompts(found.get("prompt"))
+    num_choices = found.get("n", 1)
+    if len(prompts) * num_choices > MAX_CHOICES:
+        message = f"prompt: prompts times n must be at most {MAX_CHOICES}"
+        raise InvalidRequestError(message, field="prompt" if num_choices <= MAX_CHOICES else "n")
+    starts = [_start(found, prompt, caller, num_logprobs) for prompt in prompts]
+    return _asked(found, starts, num_logprobs, is_chat=False)
+
+
+def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[None, None, Asked]:
+    """A request of /v1/chat/completions, in steps: each yield comes after less than a millisecond.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    found = read_fields(body, _CHAT)
+    num_logprobs = found.get("top_logprobs", 0) if found.get("logprobs") else None
+    if num_logprobs is None and found.get("top_logprobs"):
+        raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
+    if found.get("add_special_tokens"):
+        message = "add_special_tokens: true is not supported: the chat template writes them"
+        raise UnsupportedFieldError(message, field="add_special_tokens")
+    names = {}
+    if "max_completion_tokens" in found:
+        found["max_tokens"] = found["max_completion_tokens"]
+        names["max_tokens"] = "max_completion_tokens"
+    messages = yield from _read_messages(found.get("messages"))
+    tool_choice, tool_name = found.get("tool_choice", (ToolChoice.AUTO, ""))
+    prompt = ChatPrompt(
+        messages,
+        add_generation_prompt=found.get("add_generation_prompt", True),
+        tools=found.get("tools", ()),
+        tool_choice=tool_choice,
+        tool_name=tool_name,
+        parallel_tool_calls=found.get("parallel_tool_calls", True),
+        template_arguments=_template_arguments(found),
+    )
+    return _asked(found, [_start(found, prompt, caller, num_logprobs)], num_logprobs, is_chat=True, names=names)
+
+
+def _template_arguments(found: Mapping[str, Any]) -> JsonObject | None:
+    """Variables of the template, by either of their names, and the one that OpenAI has a field for."""
+    arguments = {**found.get("chat_template_args", {}), **found.get("chat_template_kwargs", {})}
+    if "reasoning_effort" in found:
+        arguments["reasoning_effort"] = found["reasoning_effort"]
+    return _json_object(arguments, "chat_template_kwargs") if arguments else None
+
+
+def _asked(
+    found: Mapping[str, Any],
+    starts: Sequence[GenerateStart],
+    num_logprobs: int | None,
+    *,
+    is_chat: bool,
+    names: Mapping[str, str] | None = None,
+) -> Asked:
+    options = found.get("stream_options", {})
+    if options and not found.get("stream"):
+        raise InvalidRequestError("stream_options: needs stream: true", field="stream_options")
+    best_of = found.get("best_of")
+    if best_of is not None and best_of != found.get("n", 1):
+        raise UnsupportedFieldError("best_of: must be as n, or left out", field="best_of")
+    return Asked(
+        starts=starts,
+        model=found.get("model", ""),
+        num_choices=found.get("n", 1),
+        is_chat=is_chat,
+        streams=found.get("stream", False),
+        shows_usage=options.get("include_usage", False),
+        shows_usage_always=options.get("include_usage", False) and options.get("continuous_usage_stats", False),
+        shows_token_ids=found.get("return_token_ids", False),
+        num_logprobs=num_logprobs,
+        names=names or {},
+    )
+
+
+def _start(found: Mapping[str, Any], prompt: Prompt, caller: Caller, num_logprobs: int | None) -> GenerateStart:
+    sampling = {name: found[name] for name in _SAMPLING if name in found}
+    if found.get("nvext", {}).get("ignore_eos"):
+        sampling["ignore_eos"] = True
+    guided = found.get("response_format") or found.get("structured_outputs")
+    return GenerateStart(
+        prompt=prompt,
+        model=found.get("model", ""),
+        sampling=Sampling(**sampling, max_tokens=found.get("max_tokens"), guided=guided),
+        seed=found.get("seed"),
+        output=OutputOptions(logprobs=num_logprobs),
+        text_options=TextOptions(
+            stop_strings=tuple([stop for stop in found.get("stop", ()) if stop]),
+            include_stop_string=found.get("include_stop_str_in_output", False),
+            show_special_tokens=not found.get("skip_special_tokens", True),
+            stream_tool_arguments=found.get("stream_tool_arguments", False),
+        ),
+        cache_salt=found.get("cache_salt", ""),
+        tenant=caller.tenant,
+        # vLLM, whose clients send it, takes lower numbers first.
+        priority=-found.get("priority", 0),
+        session_key=caller.session_key,
+        num_choices=found.get("n", 1),
+        client_request_id=found.get("request_id", caller.client_request_id),
+    )
+
+
+def _read_prompts(value: Any) -> list[Prompt]:
+    """The prompts: text, a list of texts, token ids, or a list of lists of them."""
+    if value is None:
+        raise InvalidRequestError("prompt: is missing", field="prompt")
+    if isinstance(value, str):
+        return [TextPrompt(value)]
+    if isinstance(value, array):  # a long list, which was read in steps
+        return [TokenPrompt(value)]
+    items = lists(value, "prompt")
+    if not items:
+        raise InvalidRequestError("prompt: is empty", field="prompt")
+    if isinstance(items[0], int):
+        return [TokenPrompt(read_token_ids(items, "prompt"))]
+    if len(items) > MAX_CHOICES:
+        raise InvalidRequestError(f"prompt: has at most {MAX_CHOICES} prompts, not {len(items)}", field="prompt")
+    prompts: list[Prompt] = []
+    for index, item in enumerate(items):
+        if isinstance(item, str):
+            prompts.append(TextPrompt(item))
+        else:
+            prompts.append(TokenPrompt(read_token_ids(item, f"prompt[{index}]")))
+    return prompts
+
+
+def read_token_ids(value: Any, path: str) -> Sequence[int]:
+    """Token ids, as an array of unsigned 32-bit numbers. Raises ``InvalidRequestError`` naming ``path``."""
+    if isinstance(value, array):
+        return value
+    items = lists(value, path)
+    if not all(type(item) is int for item in items):
+        raise InvalidRequestError(f"{path}: must be a text, or token ids", field=path)
+    try:
+        return array("I", items)
+    except OverflowError:
+        raise InvalidRequestError(f"{path}: a token id is no unsigned 32-bit number", field=path) from None
+
+
+def _image_url(value: Any, path: str) -> str:
+    if isinstance(value, str):
+        return value
+    found = read_fields(objects(value, path), {"url": text, "detail": choice("auto", "low", "high")}, f"{path}.")
+    if "url" not in found:
+        raise InvalidRequestError(f"{path}.url: is missing", field=f"{path}.url")
+    return str(found["url"])
+
+
+_NO_SOUND = "models here take text and pictures"
+_PART: Mapping[str, Reader] = {
+    "type": choice(
+        "text", "image_url", "input_text", "input_image", "input_audio", "video_url", "audio_url", "refusal"
+    ),
+    "text": text,
+    "image_url": _image_url,
+    "refusal": text,
+    "uuid": ignored,
+    **_refused({"input_audio audio_url video_url": _NO_SOUND}),
+}
+
+_MESSAGE: Mapping[str, Reader] = {
+    "role": text,
+    "content": anything,
+    "refusal": text,
+    "audio": refused(_NO_SOUND),
+    "name": text,
+    "tool_calls": list_of(_tool_call, max_length=MAX_TOOL_CALLS),
+    "tool_call_id": text,
+    "reasoning_content": text,
+    "reasoning": text,
+    "function_call": refused("use tool_calls"),
+    "annotations": ignored,
+}
+
+
+def _read_messages(value: Any) -> Generator[None, None, tuple[ChatMessage, ...]]:
+    if value is None:
+        raise InvalidRequestError("messages: is missing", field="messages")
+    items = lists(value, "messages")
+    if not items:
+        raise InvalidRequestError("messages: is empty", field="messages")
+    if len(items) > MAX_MESSAGES:
+        why = f"messages: has at most {MAX_MESSAGES} messages, not {len(items)}"
+        raise InvalidRequestError(why, field="messages")
+    messages = list[ChatMessage]()
+    num_parts = num_calls = num_done = 0
+    for index, item in enumerate(items):
+        message = _read_message(item, f"messages[{index}]")
+        if message.name or message.tool_calls or message.tool_call_id:
+            check_message(message, index)
+            num_calls += len(message.tool_calls)
+            if num_calls > MAX_TOOL_CALLS:
+                path = f"messages[{index}].tool_calls"
+                raise InvalidRequestError(f"{path}: all messages have at most {MAX_TOOL_CALLS} calls", field=path)
+        messages.append(message)
+        num_parts += 0 if isinstance(message.content, str) else len(message.content)
+        if num_parts > MAX_PARTS:
+            path = f"messages[{index}].content"
+            raise InvalidRequestError(f"{path}: all messages have at most {MAX_PARTS} parts", field=path)
+        if index + num_parts + num_calls - num_done >= _STEP_MESSAGES:
+            num_done = index + num_parts + num_calls
+            yield
+    return tuple(messages)
+
+
+def _read_message(value: Any, path: str) -> ChatMessage:
+    found = read_fields(objects(value, path), _MESSAGE, f"{path}.")
+    role = found.get("role")
+    if not role:
+        raise InvalidRequestError(f"{path}.role: is missing", field=f"{path}.role")
+    content = found.get("content")
+    if content is None:
+        if role != "assistant":
+            raise InvalidRequestError(f"{path}.content: is missing", field=f"{path}.content")
+        content = found.get("refusal", "")
+    elif not isinstance(content, str):
+        content = _read_content(content, f"{path}.content")
+    return ChatMessage(
+        role,
+        content,
+        name=found.get("name"),
+        tool_calls=found.get("tool_calls", ()),
+        tool_call_id=found.get("tool_call_id"),
+        reasoning=found.get("reasoning_content", found.get("reasoning", "")),
+    )
+
+
+def _read_content(value: Any, path: str) -> str | tuple[str | MediaPart, ...]:
+    if not isinstance(value, list):
+        raise wrong(value, path, "a string or a list of parts")
+    if len(value) > MAX_PARTS:
+        raise InvalidRequestError(f"{path}: has at most {MAX_PARTS} parts", field=path)
+    parts: list[str | MediaPart] = []
+    has_media = False
+    for index, item in enumerate(value):
+        where = f"{path}[{index}]"
+        if isinstance(item, str):
+            parts.append(item)
+            continue
+        found = read_fields(objects(item, where), _PART, f"{where}.")
+        match found.get("type"):
+            case "text" | "input_text" if "text" in found:
+                parts.append(found["text"])
+            case "refusal" if "refusal" in found:
+                parts.append(found["refusal"])
+            case "image_url" | "input_image" if "image_url" in found:
+                parts.append(MediaUrl(found["image_url"]))
+                has_media = True
+            case _:
+                raise InvalidRequestError(f"{where}: a part has a type, and a field that is called as it", field=where)
+    return tuple(parts) if has_media else "".join([part for part in parts if isinstance(part, str)])

@@ -1,0 +1,1 @@
+"""The router's HTTP face: OpenAI's API, from the same pipeline as gRPC's Generate."""

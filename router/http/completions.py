@@ -1,0 +1,180 @@
+"""/v1/completions and /v1/chat/completions: a request runs through the pipeline, and is dropped if its client goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from aiohttp import web
+
+from quartet.api.openai.answers import (
+    Head,
+    StreamedAnswer,
+    TokenBytes,
+    WholeAnswer,
+    to_event,
+    usage_event,
+    whole_response,
+)
+from quartet.api.openai.requests import Asked, Caller, read_chat, read_completion
+from quartet.errors import InvalidRequestError, SlowReaderError
+from router.generate import GenerateRun, Pipeline
+from router.http.body import Bodies
+from router.http.config import HttpConfig
+from router.http.connections import Connections
+from router.http.errors import error_body
+from router.http.events import EventStream
+
+
+class Completions:
+    """Answers requests for completions."""
+
+    def __init__(self, pipeline: Pipeline, bodies: Bodies, connections: Connections, config: HttpConfig) -> None:
+        """Run requests in ``pipeline``; ``connections`` look after streams."""
+        self._pipeline = pipeline
+        self._context = pipeline.context
+        self._bodies = bodies
+        self._connections = connections
+        self._max_unread_bytes = config.max_unread_bytes
+
+    async def completions(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
+        """POST /v1/completions."""
+        steps = read_completion(await self._bodies.read_json(request, caller.tenant, caller.payer), caller)
+        return await self._serve(request, await self._bodies.in_turns(steps, caller.tenant), caller)
+
+    async def chat(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        steps = read_chat(await self._bodies.read_json(request, caller.tenant, caller.payer), caller)
+        return await self._serve(request, await self._bodies.in_turns(steps, caller.tenant), caller)
+
+    async def _serve(self, request: web.BaseRequest, asked: Asked, caller: Caller) -> web.StreamResponse:
+        self._find_adapter(asked)
+        token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.starts[0].model)
+        try:
+            if asked.streams:
+                return await self._stream(request, asked, caller, token_bytes)
+            return await self._answer(asked, caller, token_bytes)
+        except InvalidRequestError as error:
+            name = (error.field or "").removeprefix("sampling.")
+            if name in asked.names:
+                error.field = asked.names[name]
+            raise
+
+    async def _answer(self, asked: Asked, caller: Caller, token_bytes: TokenBytes | None) -> web.Response:
+        head = self._head(asked, token_bytes)
+        answers = [WholeAnswer(head, first) for first in _first_choices(asked)]
+        async with _Runs(self._pipeline, asked, answers, caller) as runs:
+            head.set_request_id(runs.request_id)
+            await runs.wait()
+        body = json.dumps(whole_response(head, answers)).encode()
+        headers = _headers(caller, runs.request_id)
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def _stream(
+        self, request: web.BaseRequest, asked: Asked, caller: Caller, token_bytes: TokenBytes | None
+    ) -> web.StreamResponse:
+        head = self._head(asked, token_bytes)
+        stream = EventStream(request, max_unread_bytes=self._max_unread_bytes)
+        answers = [StreamedAnswer(head, stream, first) for first in _first_choices(asked)]
+        async with _Runs(self._pipeline, asked, answers, caller) as runs:
+            head.set_request_id(runs.request_id)
+            stream.on_slow = partial(_end_slow, runs, request)
+            # Until the first is placed the request may be refused with a code of its own.
+            await answers[0].is_open
+            response = await stream.open(_headers(caller, runs.request_id))
+            self._connections.watch(stream)
+            try:
+                error: BaseException | None = None
+                try:
+                    await runs.wait()
+                except Exception as failure:  # noqa: BLE001 - the stream ends with it; `error_body` logs our bugs
+                    error = failure
+                if error is not None:
+                    stream.send(to_event(error_body(error)))
+                elif asked.shows_usage:
+                    stream.send(usage_event(head, answers))
+                stream.send("data: [DONE]\n\n")
+            finally:
+                self._connections.forget(stream)
+                stream.close()
+        return response
+
+    def _find_adapter(self, asked: Asked) -> None:
+        """OpenAI's requests have no field for an adapter: clients name it as the model."""
+        table, now = self._context.table, time.monotonic()
+        if not asked.model or table.pool(asked.model, now) is not None:
+            return
+        pool = next((pool for pool in table.pools(now) if asked.model in pool.adapters), None)
+        if pool is not None:
+            asked.starts = [replace(one, model=pool.key.model_name, adapter=asked.model) for one in asked.starts]
+
+    def _head(self, asked: Asked, token_bytes: TokenBytes | None) -> Head:
+        start = asked.starts[0]
+        pool = self._context.table.pool(start.model, time.monotonic())
+        name = start.model if pool is None else pool.key.model_name
+        return Head(asked, start.adapter or name, token_bytes)
+
+    async def _token_bytes(self, model: str) -> TokenBytes | None:
+        """What each token adds to the text; ``None``: the model is not known, which the pipeline refuses."""
+        pool = self._context.table.pool(model, time.monotonic())
+        if pool is None:
+            return None
+        tokenizer = (await self._context.texts.model_text(pool.key)).tokenizer
+        table = tokenizer.piece_table(skip_special_tokens=False)
+        if table is not None:
+            return table.__getitem__
+        return lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+class _Runs:
+    """The runs of one request: one for each prompt. What is left of them is dropped at the end of the block."""
+
+    def __init__(
+        self, pipeline: Pipeline, asked: Asked, answers: Sequence[WholeAnswer | StreamedAnswer], caller: Caller
+    ) -> None:
+        self._answers = answers
+        self._runs: list[GenerateRun] = [
+            pipeline.generate(start, answer, traceparent=caller.traceparent)
+            for start, answer in zip(asked.take_starts(), answers, strict=True)
+        ]
+        #: Names the response: the id of its first run.
+        self.request_id = self._runs[0].request_id
+
+    async def wait(self) -> None:
+        """Wait for the end of all. Raises the error of the first that fails."""
+        for answer in self._answers:
+            await answer.has_ended
+
+    def abort(self, error: SlowReaderError) -> None:
+        """End what runs with ``error``."""
+        for run in self._runs:
+            run.abort(error)
+
+    async def __aenter__(self) -> _Runs:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        for run in self._runs:
+            await run.drop()
+
+
+def _end_slow(runs: _Runs, request: web.BaseRequest) -> None:
+    runs.abort(SlowReaderError("the client reads more slowly than its answer comes"))
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _first_choices(asked: Asked) -> range:
+    """The number that the first choice of each prompt has in the response."""
+    step = max(1, asked.num_choices)  # 0 is refused later
+    return range(0, step * len(asked.starts), step)
+
+
+def _headers(caller: Caller, request_id: str) -> Mapping[str, str]:
+    headers = {"X-Request-Id": caller.client_request_id or request_id}
+    if caller.traceparent:
+        headers["traceparent"] = caller.traceparent
+    return headers

@@ -1,0 +1,191 @@
+"""The connections of the HTTP server: how many there may be, and the end of those whose client takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from router.http.config import HttpConfig
+from router.http.errors import HttpError, error_body, error_response
+from router.http.events import EventStream
+
+logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 1.0
+# Polls in a row after which a client that took nothing is cut; time in which this process got no CPU has no polls.
+_MIN_POLLS = 4
+# What a connection reads ahead of its request; it may read twice as much.
+_READ_AHEAD_BYTES = 32 << 10
+_MAX_LINE_BYTES, _MAX_HEADERS = 8190, 64
+# After a refusal, what still comes of a body is read for so long, so that the client sees the refusal.
+_LINGER_S = 2.0
+
+
+class Connections:
+    """Counts connections by address, makes the protocol of each, and polls them."""
+
+    def __init__(self, config: HttpConfig, *, stall_timeout_s: float) -> None:
+        """A client that takes nothing of what waits for it for ``stall_timeout_s`` loses its connection."""
+        self._config = config
+        self._max_polls = max(_MIN_POLLS, math.ceil(stall_timeout_s / _POLL_INTERVAL_S))
+        self._interval_s = stall_timeout_s / self._max_polls
+        self._max_quiet_polls = max(1, round(config.keepalive_s / self._interval_s))
+        self._open: dict[_Connection, str] = {}
+        self._of_address: Counter[str] = Counter()
+        self._streams: set[EventStream] = set()
+
+    def __len__(self) -> int:
+        """Connections that are open."""
+        return len(self._open)
+
+    def protocol(self, server: web.Server) -> Callable[[], web.RequestHandler]:
+        """What makes the protocol of each connection of ``server``."""
+        loop = asyncio.get_running_loop()
+        return lambda: _Connection(
+            self,
+            server,
+            loop=loop,
+            keepalive_timeout=self._config.idle_timeout_s,
+            access_log=None,
+            logger=logger,
+            max_line_size=_MAX_LINE_BYTES,
+            max_field_size=_MAX_LINE_BYTES,
+            max_headers=_MAX_HEADERS,
+            lingering_time=_LINGER_S,
+            read_bufsize=_READ_AHEAD_BYTES,
+            auto_decompress=False,
+        )
+
+    async def poll(self) -> None:
+        """Look after connections and streams until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            for stream in tuple(self._streams):
+                stream.poll(self._max_quiet_polls)
+            for connection in tuple(self._open):
+                connection.poll(self._max_polls)
+
+    def watch(self, stream: EventStream) -> None:
+        """Poll ``stream``, too."""
+        self._streams.add(stream)
+
+    def forget(self, stream: EventStream) -> None:
+        """Poll ``stream`` no more."""
+        self._streams.discard(stream)
+
+    def cut(self) -> None:
+        """End all connections at once, whatever was not sent yet."""
+        for connection in tuple(self._open):
+            connection.cut()
+
+    def enter(self, connection: _Connection, address: str) -> str:
+        """Count a connection; returns why there is no room for it, or nothing."""
+        if len(self._open) >= self._config.max_connections:
+            return f"this server has {self._config.max_connections} connections (http.max_connections)"
+        if self._of_address[address] >= self._config.max_connections_of_address:
+            limit = self._config.max_connections_of_address
+            return f"an address may have {limit} connections (http.max_connections_of_address)"
+        self._open[connection] = address
+        self._of_address[address] += 1
+        return ""
+
+    def leave(self, connection: _Connection) -> None:
+        """The connection is over."""
+        address = self._open.pop(connection, None)
+        if address is None:
+            return
+        self._of_address[address] -= 1
+        if not self._of_address[address]:
+            del self._of_address[address]
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's protocol of one connection, with bounds."""
+
+    __slots__ = ("_connections", "_io", "_last_unread", "_num_stalled_polls")
+
+    def __init__(self, connections: Connections, server: web.Server, **settings: Any) -> None:
+        super().__init__(server, **settings)
+        self._connections = connections
+        self._io: asyncio.Transport | None = None  # kept until the connection is lost, as aiohttp's own is not
+        self._last_unread = self._num_stalled_polls = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection, or refuse it at once."""
+        io: asyncio.Transport = transport  # type: ignore[assignment]  # uvloop's are of no such class
+        refusal = self._connections.enter(self, client_address(io))
+        if refusal:
+            io.write(_refusal(refusal))
+            io.close()
+            return
+        self._io = io
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The connection is over."""
+        self._connections.leave(self)
+        if self._io is not None:
+            self._io = None
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came; of a refused connection nothing."""
+        if self._io is not None:
+            super().data_received(data)
+
+    def poll(self, max_polls: int) -> None:
+        """Cut the connection if something has waited for so many polls, and the client took none of it."""
+        if self._io is None:
+            return
+        unread = self._io.get_write_buffer_size()
+        is_stalled = unread > 0 and unread >= self._last_unread > 0
+        self._last_unread = unread
+        self._num_stalled_polls = self._num_stalled_polls + 1 if is_stalled else 0
+        if self._num_stalled_polls >= max_polls:
+            logger.info("cut an HTTP client that took nothing of %d bytes", unread)
+            self._io.abort()
+
+    def cut(self) -> None:
+        """End the connection at once, whatever was not sent yet."""
+        if self._io is not None:
+            self._io.abort()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """The answer to what is no HTTP, or to a bug of ours."""
+        if status >= 500:
+            logger.error("an HTTP request failed", exc_info=exc)
+        else:
+            logger.debug("no HTTP: %s", exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun already")
+        what = "internal error" if status >= 500 else "this is no HTTP request"
+        response = error_response(HttpError(status, what))
+        response.force_close()
+        return response
+
+
+def client_address(transport: asyncio.BaseTransport | None) -> str:
+    """The host of the client; of IPv6 the network that one customer mostly has."""
+    peer = None if transport is None else transport.get_extra_info("peername")
+    if not isinstance(peer, tuple) or not peer:
+        return ""
+    host = str(peer[0])
+    return ":".join(host.split(":")[:4]) if host.count(":") > 1 and not host.startswith("::") else host
+
+
+def _refusal(message: str) -> bytes:
+    body = json.dumps(error_body(HttpError(503, message))).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,77 @@
+"""Server-sent events, pushed straight to a connection's transport: a token's event waits for no task and no drain.
+
+aiohttp's own writer would cost a coroutine and half as much again for each token (decision 090). It bounds slow readers
+by waiting for them; here nothing waits, so what a reader leaves unread has a bound of bytes, and `Connections` looks
+once a second for readers that take nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from aiohttp import HttpVersion11, web
+
+#: What the server calls itself; aiohttp would tell versions.
+SERVER_NAME = "quartet"
+
+_HEADERS = {
+    "Server": SERVER_NAME,
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would gather events
+}
+_COMMENT = ": keep-alive\n\n"
+
+
+class EventStream:
+    """The events of one response. Events are ASCII, with their ``data:`` and their empty line."""
+
+    __slots__ = ("_early", "_is_chunked", "_max_unread_bytes", "_num_quiet_polls", "_request", "_transport", "on_slow")
+
+    def __init__(self, request: web.BaseRequest, *, max_unread_bytes: int) -> None:
+        """Keep events until ``open``. A reader that leaves more than ``max_unread_bytes`` unread is too slow."""
+        self._request = request
+        self._max_unread_bytes = max_unread_bytes
+        self._early: list[str] | None = []
+        self._is_chunked = request.version >= HttpVersion11
+        self._transport: asyncio.Transport | None = None
+        self._num_quiet_polls = 0
+        #: Called once the reader is too slow; nothing more is sent then.
+        self.on_slow: Callable[[], None] = lambda: None
+
+    async def open(self, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Send the head and all events so far; from now on events go out as they come."""
+        response = web.StreamResponse(headers={**_HEADERS, **headers})
+        await response.prepare(self._request)
+        # aiohttp keeps the head until the first byte of the body, so that goes through it.
+        while self._early:
+            early, self._early = self._early, []
+            await response.write("".join(early).encode())
+        self._early = None
+        self._transport = self._request.transport
+        return response
+
+    def send(self, event: str) -> None:
+        """Send ``event`` now. Never waits."""
+        transport = self._transport
+        if transport is None:
+            if self._early is not None:
+                self._early.append(event)
+            return
+        self._num_quiet_polls = 0
+        data = f"{len(event):x}\r\n{event}\r\n" if self._is_chunked else event
+        transport.write(data.encode("ascii"))
+        if transport.get_write_buffer_size() > self._max_unread_bytes:
+            self.close()
+            self.on_slow()
+
+    def poll(self, max_quiet_polls: int) -> None:
+        """Send a comment if there was nothing else for so many polls, for proxies that end silent connections."""
+        self._num_quiet_polls += 1
+        if self._num_quiet_polls >= max_quiet_polls and self._transport is not None:
+            self.send(_COMMENT)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._transport = self._early = None

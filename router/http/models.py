@@ -1,0 +1,112 @@
+"""What the server says of itself: models, workers, health; and the tokenizers of models, for clients that count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quartet.api.fleet import WorkerState
+from quartet.api.openai.fields import Reader, anything, boolean, read_fields, text
+from quartet.api.openai.requests import Caller, read_chat, read_completion, read_token_ids
+from quartet.api.request import GenerateStart, TokenPrompt
+from quartet.discovery.base import Role
+from quartet.errors import InvalidRequestError
+from router.context import RouterContext
+from router.http.body import Bodies
+from router.prepare import check_ids, find_pool, max_sequence_tokens, tokenize
+from router.workers import Pool, WorkerTable
+
+# When this process began to know models: OpenAI's clients want a date of each.
+_STARTED_AT = int(time.time())
+_DETOKENIZE: Mapping[str, Reader] = {"model": text, "tokens": anything}
+
+
+def list_models(table: WorkerTable) -> dict[str, Any]:
+    """GET /v1/models."""
+    pools = {pool.key.model_name: pool for pool in table.pools(time.monotonic())}
+    adapters = [
+        {**_model(pool), "id": name, "parent": pool.key.model_name}
+        for pool in pools.values()
+        for name in sorted(pool.adapters)
+    ]
+    return {"object": "list", "data": [*map(_model, pools.values()), *adapters]}
+
+
+def show_model(context: RouterContext, name: str) -> dict[str, Any]:
+    """GET /v1/models/NAME. Raises ``ModelNotFoundError``, or ``ModelUnavailableError``."""
+    return _model(find_pool(_named(name), context.table))
+
+
+def health(table: WorkerTable, namespace: str, *, is_ready: bool) -> dict[str, Any]:
+    """GET /health: each ready worker as an endpoint, and how many of each role every model has."""
+    now = time.monotonic()
+    ready = [status.record for status in table.statuses(now) if status.state is WorkerState.READY]
+    roles = {role.value: sum(record.role is role for record in ready) for role in Role if role is not Role.ROUTER}
+    return {
+        "status": "healthy" if is_ready else "unhealthy",
+        "endpoints": [f"quartet://{namespace}/{record.role}/{record.worker_id}" for record in ready],
+        "roles": roles,
+        "models": [
+            {
+                "name": pool.key.model_name,
+                "encode": pool.num_ready_encode,
+                "prefill": pool.num_ready_prefill,
+                "decode": pool.num_ready_decode,
+            }
+            for pool in table.pools(now)
+        ],
+    }
+
+
+async def tokenize_text(context: RouterContext, bodies: Bodies, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """POST /tokenize: the prompt or messages of a request for completions to token ids.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    shows_texts = boolean(body.pop("return_token_strs", None) or False, "return_token_strs")
+    steps = read_chat(body, caller) if "messages" in body else read_completion(body, caller)
+    starts = (await bodies.in_turns(steps, caller.tenant)).starts
+    if len(starts) != 1:
+        raise InvalidRequestError("prompt: must be one", field="prompt")
+    await context.intake.enter(caller.tenant, 0)
+    pool = find_pool(starts[0], context.table)
+    text_side = await context.texts.model_text(pool.key)
+    token_ids = await tokenize(starts[0], text_side, max_sequence_tokens(pool), context.tokenizing)
+    answer = {"count": len(token_ids), "max_model_len": pool.max_model_len, "tokens": list(token_ids)}
+    if shows_texts:
+        answer["token_strs"] = [text_side.tokenizer.token_text(token_id) or "" for token_id in token_ids]
+    return answer
+
+
+async def detokenize(context: RouterContext, body: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+    """POST /detokenize: token ids to text. Raises ``InvalidRequestError`` naming the field."""
+    found = read_fields(body, _DETOKENIZE)
+    token_ids: Sequence[int] = read_token_ids(found.get("tokens", ()), "tokens")
+    await context.intake.enter(caller.tenant, len(token_ids))
+    pool = find_pool(_named(found.get("model", "")), context.table)
+    if len(token_ids) > (limit := max_sequence_tokens(pool)):
+        raise InvalidRequestError(f"tokens: has {len(token_ids)} ids; the model takes {limit}", field="tokens")
+    text_side = await context.texts.model_text(pool.key)
+    check_ids(token_ids, text_side.vocab_size, "tokens")
+    prompt = await context.tokenizing.run(
+        caller.tenant, 4 * len(token_ids), lambda _is_wanted: text_side.tokenizer.decode(token_ids, False)
+    )
+    return {"prompt": prompt}
+
+
+def _named(model: str) -> GenerateStart:
+    return GenerateStart(prompt=TokenPrompt(()), model=model)
+
+
+def _model(pool: Pool) -> dict[str, Any]:
+    return {
+        "id": pool.key.model_name,
+        "object": "model",
+        "created": _STARTED_AT,
+        "owned_by": "quartet",
+        "root": pool.key.model_name,
+        "parent": None,
+        "max_model_len": pool.max_model_len,
+    }

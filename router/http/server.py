@@ -1,0 +1,271 @@
+"""The HTTP server: where it listens, who may call what, and what serves each path."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from quartet.api.openai.requests import Caller
+from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
+from quartet.telemetry.http import Exposition
+from router.generate import Pipeline
+from router.http.body import Bodies
+from router.http.completions import Completions
+from router.http.config import HttpConfig
+from router.http.connections import Connections, client_address
+from router.http.errors import HttpError, error_response
+from router.http.events import SERVER_NAME
+from router.http.keys import ApiKeys, Certificates
+from router.http.models import detokenize, health, list_models, show_model, tokenize_text
+from router.prepare import valid_traceparent
+
+logger = logging.getLogger(__name__)
+
+_Handler: TypeAlias = Callable[[web.BaseRequest, Caller], Awaitable[web.StreamResponse]]
+
+_BACKLOG = 1024
+_CERTIFICATE_POLL_S = 5.0
+_DRAINING_RETRY_DELAY_S = 1.0
+_MAX_REQUEST_ID_LENGTH = 128
+_MODEL_PATH = "/v1/models/"
+# These need no key: probes have none.
+_OPEN_PATHS = frozenset({"/health", "/version"})
+# Known paths of OpenAI's API for which there is nothing here.
+_NOT_OFFERED: Mapping[str, str] = {
+    "/v1/embeddings": "this server gives no embeddings: its models complete texts and chats",
+    "/v1/responses": "this server has no /v1/responses: use /v1/chat/completions",
+    "/v1/messages": "this server has no /v1/messages: use /v1/chat/completions",
+}
+
+
+class HttpServer:
+    """OpenAI's API over a pipeline, from ``start`` to ``close``."""
+
+    def __init__(
+        self,
+        config: HttpConfig,
+        pipeline: Pipeline,
+        registry: CollectorRegistry,
+        *,
+        namespace: str,
+        stall_timeout_s: float,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        """Open no port before ``start``.
+
+        Args:
+            config: where it listens, and its limits.
+            pipeline: runs the requests.
+            registry: what /metrics shows.
+            namespace: the deployment, for /health.
+            stall_timeout_s: a client that takes nothing for this long loses its connection.
+            is_ready: whether the router is ready, for /health.
+
+        Raises:
+            ConfigError: a file that the configuration names can't be used.
+        """
+        self._config = config
+        self._context = pipeline.context
+        self._exposition = Exposition(registry)
+        self._namespace = namespace
+        self._is_ready = is_ready
+        self._keys = None if config.keys_file is None else ApiKeys(config.keys_file)
+        self._certificates = None if config.tls is None else Certificates(config.tls)
+        self._connections = Connections(config, stall_timeout_s=stall_timeout_s)
+        self._bodies = Bodies(config, self._context.intake.enter)
+        self._num_of_tenant: Counter[str] = Counter()
+        self._num_running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_draining = False
+        self._listener: asyncio.Server | None = None
+        completions = Completions(pipeline, self._bodies, self._connections, config)
+        self._routes: dict[str, tuple[str, _Handler]] = {
+            "/v1/chat/completions": ("POST", completions.chat),
+            "/v1/completions": ("POST", completions.completions),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/version": ("GET", self._version),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def start(self) -> int:
+        """Listen, and return the port. Raises ``ConfigError``: the address can't be listened on."""
+        config = self._config
+        _raise_file_limit()
+        server = web.Server(self._serve, handler_cancellation=True)  # a client that leaves cancels its handler
+        loop = asyncio.get_running_loop()
+        tls = None if self._certificates is None else self._certificates.context
+        try:
+            self._listener = await loop.create_server(
+                self._connections.protocol(server),
+                config.host,
+                config.port,
+                ssl=tls,
+                backlog=_BACKLOG,
+                reuse_address=True,
+                ssl_handshake_timeout=None if tls is None else config.idle_timeout_s / 2,
+            )
+        except OSError as error:
+            where = f"{config.host}:{config.port}"
+            raise ConfigError(f"http.port: cannot listen on {where}: {error.strerror or error}") from error
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def tend(self) -> None:
+        """Look after connections and certificates until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._connections.poll())
+            if self._certificates is not None:
+                tasks.create_task(self._refresh(self._certificates))
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end for ``grace_s``, and cut the rest. May be called again."""
+        self._is_draining = True
+        if self._listener is None:
+            return
+        self._listener.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._is_idle.wait()
+        self._connections.cut()
+        with suppress(TimeoutError):  # those that were cut clean up after themselves
+            async with asyncio.timeout(grace_s):
+                await self._is_idle.wait()
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        response: web.StreamResponse
+        try:
+            response = await self._answer(request)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the request ends here; `error_response` logs our bugs
+            response = error_response(error)
+        if not response.prepared:
+            response.headers["Server"] = SERVER_NAME
+            if request_id := _printable(request.headers.get("X-Request-Id", "")):
+                response.headers["X-Request-Id"] = request_id
+            if self._is_draining:
+                response.force_close()
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        # `request.path` would be decoded, which no path here needs.
+        path = request.rel_url.raw_path
+        caller = self._caller(request, path)
+        handler = self._handler(request, path)
+        if path in _OPEN_PATHS:
+            return await handler(request, caller)
+        if self._is_draining:
+            raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
+        with self._counting(caller.tenant):
+            return await handler(request, caller)
+
+    def _handler(self, request: web.BaseRequest, path: str) -> _Handler:
+        method, handler = self._routes.get(path, ("", None))
+        if handler is None and path.startswith(_MODEL_PATH):
+            method, handler = "GET", self._model
+        if handler is None:
+            raise HttpError(404, _NOT_OFFERED.get(path, "this server has no such path; docs/http.md lists all"))
+        if request.method != method:
+            raise HttpError(405, f"{path} takes {method}", headers={"Allow": method})
+        return handler
+
+    def _caller(self, request: web.BaseRequest, path: str) -> Caller:
+        headers, tenant = request.headers, ""
+        if self._keys is not None and path not in _OPEN_PATHS:
+            try:
+                tenant = self._keys.tenant(headers.get("Authorization", ""))
+            except UnauthenticatedError as error:
+                raise HttpError(401, error.message, headers={"WWW-Authenticate": "Bearer"}) from error
+        request_id = headers.get("X-Request-Id", "")
+        if request_id and (_printable(request_id) != request_id or len(request_id) > _MAX_REQUEST_ID_LENGTH):
+            message = f"X-Request-Id: must be at most {_MAX_REQUEST_ID_LENGTH} printable ASCII characters"
+            raise HttpError(400, message, field="X-Request-Id")
+        return Caller(
+            tenant=tenant,
+            address=client_address(request.transport),
+            client_request_id=request_id,
+            session_key=_printable(headers.get("X-Session-Id", "")),
+            traceparent=valid_traceparent(headers.get("traceparent", "")),
+        )
+
+    @contextmanager
+    def _counting(self, tenant: str) -> Iterator[None]:
+        """Count a request while it runs. Raises ``QueueFullError``: its tenant has as many as it may have."""
+        limit = self._config.max_requests_of_tenant
+        if tenant and self._num_of_tenant[tenant] >= limit:
+            raise QueueFullError(
+                f"a tenant may have {limit} requests at a time (http.max_requests_of_tenant)", retry_delay_s=1.0
+            )
+        self._num_of_tenant[tenant] += 1
+        self._num_running += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._num_of_tenant[tenant] -= 1
+            if not self._num_of_tenant[tenant]:
+                del self._num_of_tenant[tenant]
+            if not self._num_running:
+                self._is_idle.set()
+
+    async def _refresh(self, certificates: Certificates) -> None:
+        while True:
+            await asyncio.sleep(_CERTIFICATE_POLL_S)
+            certificates.refresh()
+
+    async def _models(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
+        return _json(list_models(self._context.table))
+
+    async def _model(self, request: web.BaseRequest, _caller: Caller) -> web.Response:
+        return _json(show_model(self._context, unquote(request.rel_url.raw_path.removeprefix(_MODEL_PATH))))
+
+    async def _tokenize(self, request: web.BaseRequest, caller: Caller) -> web.Response:
+        body = await self._bodies.read_json(request, caller.tenant, caller.payer)
+        return _json(await tokenize_text(self._context, self._bodies, body, caller))
+
+    async def _detokenize(self, request: web.BaseRequest, caller: Caller) -> web.Response:
+        body = await self._bodies.read_json(request, caller.tenant, caller.payer)
+        return _json(await detokenize(self._context, body, caller))
+
+    async def _health(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
+        is_ready = self._is_ready() and not self._is_draining
+        shown = health(self._context.table, self._namespace, is_ready=is_ready)
+        return _json(shown, status=200 if is_ready else 503)
+
+    async def _version(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
+        return _json({"version": version("quartet")})
+
+    async def _metrics(self, request: web.BaseRequest, _caller: Caller) -> web.Response:
+        body, content_type = await asyncio.to_thread(self._exposition.get, request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _json(value: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(status=status, body=json.dumps(value).encode(), content_type="application/json")
+
+
+def _printable(text: str) -> str:
+    return text if text.isascii() and text.isprintable() else ""
+
+
+def _raise_file_limit() -> None:
+    """Let this process have as many connections as the system allows it: the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # some systems name no real hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,295 @@
+"""The HTTP server itself: who may call, how many, how large, how slowly, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from quartet.errors import ConfigError
+from quartet.rpc.channels import TlsConfig
+from quartet.rpc.server import ServerConfig
+from router.config import RouterConfig
+from router.http.config import HttpConfig, HttpTlsConfig
+from router.http.keys import ApiKeys, Certificates
+from tests.certificates import CertificateAuthority
+from tests.router.fakes import TIMEOUT_S, Plan
+from tests.router.http.face import Face, open_face, until
+
+ACME, GLOBEX = "acme-key-0123456789", "globex-key-0123456789"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def write_keys(path: Path, *lines: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+async def raw(face: Face, sent: bytes) -> bytes:
+    """What the server answers to bytes, until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_a_key_names_the_tenant_and_without_one_only_health_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router.request_log")
+    keys = write_keys(tmp_path / "keys", "# who", "", f"acme {ACME}", f"globex {GLOBEX}")
+    async with open_face(config=HttpConfig(keys_file=keys)) as face:
+        for headers in ({}, {"Authorization": "Bearer nope"}, {"Authorization": f"Basic {ACME}"}):
+            status, answer = await face.post("/v1/chat/completions", CHAT, **headers)
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+        assert (await face.get("/v1/models"))[0] == 401
+        assert (await face.get("/health"))[0] == (await face.get("/version"))[0] == 200
+        for tenant, key in (("acme", ACME), ("globex", GLOBEX)):
+            status, _ = await face.post("/v1/chat/completions", CHAT, Authorization=f"Bearer {key}")
+            assert status == 200
+            assert caplog.records[-1].quartet_fields["tenant"] == tenant
+        write_keys(keys, f"acme {GLOBEX}")
+        status, _ = await face.post("/v1/chat/completions", CHAT, Authorization=f"Bearer {GLOBEX}")
+        assert status == 200
+
+
+def test_keys_are_read_again_when_they_change_and_kept_while_they_are_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    path = write_keys(tmp_path / "keys", f"acme {ACME}", "hashed sha256:" + "0" * 64)
+    keys = ApiKeys(path, clock=lambda: now[0])
+    assert keys.tenant(f"bearer  {ACME}") == "acme"
+    write_keys(path, f"globex {GLOBEX}")
+    assert keys.tenant(f"Bearer {ACME}") == "acme"  # not looked at again yet
+    now[0] = 2.0
+    assert keys.tenant(f"Bearer {GLOBEX}") == "globex"
+    write_keys(path, f"acme {ACME}", "broken")
+    now[0] = 4.0
+    with caplog.at_level(logging.WARNING):
+        assert keys.tenant(f"Bearer {GLOBEX}") == "globex"
+    assert "line 2" in caplog.text and ACME not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "lines", [["acme short"], [], ["acme a b"], [f"a {ACME}", f"b {ACME}"], ["x" * 300 + f" {ACME}"]]
+)
+def test_impossible_key_files_are_refused_without_a_word_of_the_keys(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"http\.keys_file") as refusal:
+        ApiKeys(write_keys(tmp_path / "keys", *lines))
+    assert ACME not in str(refusal.value)
+
+
+def test_a_key_file_that_everybody_can_read_is_refused(tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", f"acme {ACME}")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod"):
+        ApiKeys(path)
+
+
+async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None:
+    first, second = CertificateAuthority(tmp_path / "one"), CertificateAuthority(tmp_path / "two")
+    files = HttpTlsConfig(cert_file=tmp_path / "cert.pem", key_file=tmp_path / "key.pem")
+
+    def install(authority: CertificateAuthority) -> ssl.SSLContext:
+        issued = authority.issue("router", "quartet://default/router/router-0")
+        files.cert_file.write_bytes(issued.cert_file.read_bytes())
+        files.key_file.write_bytes(issued.key_file.read_bytes())
+        return ssl.create_default_context(cafile=str(issued.ca_file))
+
+    trust = install(first)
+    certificates = Certificates(files)
+    async with open_face(config=HttpConfig(tls=files)) as face:
+        async with face.session.get("/health", ssl=trust) as response:
+            assert response.status == 200
+        other = install(second)
+        assert face.server._certificates is not None
+        face.server._certificates.refresh()
+        async with aiohttp.ClientSession(f"https://127.0.0.1:{face.port}") as session:
+            async with session.get("/health", ssl=other) as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get("/version", ssl=trust, headers={"Connection": "close"})
+    files.key_file.write_text("half")
+    certificates.refresh()  # logs, and goes on
+
+
+def test_http_is_no_way_round_what_grpc_asks_of_callers(tmp_path: Path) -> None:
+    tls = TlsConfig(ca_file=tmp_path, cert_file=tmp_path, key_file=tmp_path)
+    with pytest.raises(ConfigError, match=r"http\.host"):
+        RouterConfig(http=HttpConfig(port=8000, host="0.0.0.0"))
+    with pytest.raises(ConfigError, match=r"http\.keys_file"):
+        RouterConfig(http=HttpConfig(port=8000), server=ServerConfig(tls=tls), events_key_file=tmp_path / "key")
+    RouterConfig(http=HttpConfig(host="0.0.0.0"))  # it is off
+
+
+async def test_connections_beyond_the_bounds_are_refused_and_make_room_when_they_end() -> None:
+    async with open_face(config=HttpConfig(max_connections_of_address=2)) as face:
+        held = [await asyncio.open_connection("127.0.0.1", face.port) for _ in range(2)]
+        await until(lambda: len(face.server._connections) == 2)
+        refusal = await raw(face, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert refusal.startswith(b"HTTP/1.1 503 ") and b"max_connections_of_address" in refusal
+        for _, writer in held:
+            writer.close()
+        await until(lambda: not len(face.server._connections))
+        assert (await face.get("/health"))[0] == 200
+
+
+async def test_a_tenant_has_a_bound_of_requests(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", f"acme {ACME}", f"globex {GLOBEX}")
+    async with open_face(config=HttpConfig(keys_file=keys, max_requests_of_tenant=1)) as face:
+        face.fleet.hops.plan("decode", Plan(hang_after=1))
+        headers = {"Authorization": f"Bearer {ACME}"}
+        async with face.session.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers=headers):
+            status, answer = await face.post("/v1/chat/completions", CHAT, **headers)
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+            status, _ = await face.post("/v1/chat/completions", CHAT, Authorization=f"Bearer {GLOBEX}")
+            assert status == 200
+        await face.until_nothing_left()
+        assert (await face.post("/v1/chat/completions", CHAT, **headers))[0] == 200
+
+
+async def test_slow_or_endless_requests_end_in_time() -> None:
+    config = HttpConfig(idle_timeout_s=0.3, body_timeout_s=0.3)
+    async with open_face(config=config) as face:
+        assert await raw(face, b"") == b""  # says nothing
+        assert await raw(face, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nA: ") == b""  # half a head
+        late = await raw(face, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert late.startswith(b"HTTP/1.1 504 ") and b"did not come within" in late
+        assert not face.server._bodies._num_held
+
+
+async def test_a_client_that_takes_nothing_of_its_answer_is_cut() -> None:
+    async with open_face(stall_timeout_s=0.2) as face:
+        tending = asyncio.create_task(face.server.tend())
+        reader, writer = await asyncio.open_connection("127.0.0.1", face.port, limit=1)
+        request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.transport.pause_reading()
+        try:
+            await until(lambda: _ask_again(writer, request) or not len(face.server._connections))
+        finally:
+            writer.close()
+            tending.cancel()
+            del reader
+
+
+def _ask_again(writer: asyncio.StreamWriter, request: bytes) -> bool:
+    writer.write(request * 20)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 100 + b"\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA: " + b"b" * 20_000 + b"\r\n\r\n", 400),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Encoding: gzip\r\n\r\nxx", 415),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+    ],
+)
+async def test_what_is_no_http_or_too_much_of_it_is_refused(sent: bytes, code: int) -> None:
+    async with open_face(config=HttpConfig(idle_timeout_s=0.5)) as face:
+        answer = await raw(face, sent)
+        assert re.match(rb"HTTP/1\.[01] %d " % code, answer), answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2].split(b"HTTP/1.1")[0])["error"]["message"]
+        face.fleet.assert_nothing_left()
+
+
+async def test_bodies_that_are_being_read_have_a_bound_in_all_and_of_one_caller() -> None:
+    config = HttpConfig(max_held_body_bytes=400_000, max_body_bytes=390_000)
+    async with open_face(config=config) as face:
+        big = b'{"prompt": "' + b"x" * 300_000
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        _, first = await asyncio.open_connection("127.0.0.1", face.port)
+        first.write(head % (len(big) + 10) + big)
+        await until(lambda: face.server._bodies._num_held >= len(big))
+        status, answer = await face.post("/v1/completions", big + b'"}')
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        first.close()
+        await until(lambda: not face.server._bodies._num_held)
+        status, answer = await face.post("/v1/completions", big + b'"}')
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        status, answer = await face.post("/v1/completions", b"x" * 390_001)
+        assert status == 413
+
+
+async def test_curls_expect_header_is_answered() -> None:
+    async with open_face() as face:
+        reader, writer = await asyncio.open_connection("127.0.0.1", face.port)
+        body = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode())
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_drain_lets_running_requests_end_and_takes_no_new_ones() -> None:
+    async with open_face() as face:
+        gate = asyncio.Event()
+        face.fleet.join("prefill-0")
+        face.fleet.hops.plan("prefill", Plan(gate=gate))
+        body = {"prompt": list(range(10, 30)), "max_tokens": 2}
+        running = asyncio.create_task(face.post("/v1/completions", body))
+        await until(lambda: bool(face.fleet.hops.calls))
+        reader, writer = await asyncio.open_connection("127.0.0.1", face.port)  # a connection that stands
+        draining = asyncio.create_task(face.server.drain(TIMEOUT_S))
+        await until(lambda: face.server._is_draining)
+        request = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt":"hi"}'
+        writer.write(request)
+        async with asyncio.timeout(TIMEOUT_S):
+            refusal = await reader.read()
+        assert refusal.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in refusal
+        gate.set()
+        assert (await running)[0] == 200
+        await draining
+        assert not len(face.server._connections)
+
+
+async def test_health_says_what_is_ready() -> None:
+    async with open_face("prefill-0", "decode-0", "decode-1") as face:
+        status, shown = await face.get("/health")
+        assert (status, shown["status"], shown["roles"]) == (200, "healthy", {"encode": 0, "prefill": 1, "decode": 2})
+        assert shown["endpoints"] == [
+            "quartet://here/decode/decode-0",
+            "quartet://here/decode/decode-1",
+            "quartet://here/prefill/prefill-0",
+        ]
+        assert shown["models"] == [{"name": "tiny", "encode": 0, "prefill": 1, "decode": 2}]
+        face.is_ready = False
+        assert (await face.get("/health"))[0] == 503
+
+
+async def test_models_and_their_tokenizers_are_shown() -> None:
+    async with open_face(adapters=("poet",)) as face:
+        _, models = await face.get("/v1/models")
+        assert [(one["id"], one["parent"]) for one in models["data"]] == [("tiny", None), ("poet", "tiny")]
+        assert (await face.get("/v1/models/tiny"))[1]["max_model_len"] == models["data"][0]["max_model_len"]
+        assert (await face.get("/v1/models/huge"))[0] == 404
+        _, counted = await face.post("/tokenize", {"prompt": "hello there", "return_token_strs": True})
+        assert counted["count"] == len(counted["tokens"]) == len(counted["token_strs"])
+        _, text = await face.post("/detokenize", {"tokens": counted["tokens"]})
+        assert text["prompt"].endswith("hello there")
+        status, _ = await face.post("/v1/completions", {"model": "poet", "prompt": "hi", "max_tokens": 1})
+        assert status == 200 and face.fleet.hops.calls[-1].start.generation.adapter == "poet"
+        async with face.session.get("/metrics") as response:
+            assert "quartet_router" in await response.text()
