@@ -18,8 +18,10 @@ _RUNNING = pytest.StashKey[list[Stack]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    directory = Path(__file__).parent
+    here = {path for path in {item.path for item in items} if directory in path.parents}
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path in here:
             item.add_marker("e2e")
 
 

@@ -23,7 +23,7 @@ LEASE_TTL_S = 2
 HEARTBEAT_TIMEOUT_S = 4.0
 # For what comes sooner unless the machine is very busy: blocks, for example, within a hand-off's time to live.
 WAIT_S = 40.0
-NUM_STREAMS = 32
+NUM_STREAMS = 16
 READY = router_pb2.WORKER_STATE_READY
 
 
@@ -72,7 +72,7 @@ async def client(chaos: Stack) -> AsyncIterator[QuartetClient]:
 
 
 def crowd_asks(name: str) -> list[Ask]:
-    return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 400), num_tokens=range(48, 65))
+    return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 400), num_tokens=range(32, 49))
 
 
 async def returned(stack: Stack, *names: str) -> None:
@@ -199,7 +199,7 @@ async def test_a_drained_decode_hands_on_what_it_does_not_end_and_leaves(whole: 
     assert await asyncio.to_thread(whole.processes["decode-0"].wait, WAIT_S) == 0
     await asyncio.to_thread(whole.wait_ready, WAIT_S)
     assert "decode-0" not in whole.worker_states()
-    await undisturbed(client, asks[:2])
+    await undisturbed(client, crowd_asks("after a drain")[:2])
     await returned(whole)
 
 
@@ -222,7 +222,7 @@ async def test_requests_are_served_without_etcd_and_all_is_well_when_it_is_back(
     chaos.etcd.kill()
     try:
         silent_until = time.monotonic() + LEASE_TTL_S + HEARTBEAT_TIMEOUT_S + 1
-        asks = crowd_asks("without etcd")[:4]
+        asks = mixed_asks("without etcd", 2, num_prompt_tokens=range(20, 60), num_tokens=range(8, 9))
         while time.monotonic() < silent_until:
             await undisturbed(client, asks)
             await asyncio.sleep(0.5)

@@ -28,7 +28,7 @@ pytestmark = [
 ROOT = CONFIGS.parent
 CHECKPOINT = ROOT / "models/tiny/checkpoint"
 TOPOLOGIES = ("epd_multimodal_image", "disagg_multimodal", "agg_multimodal")
-NUM_LOOKS = 20  # half of them one by one, half at once; some of each half have two pictures
+NUM_LOOKS = 12  # half of them one by one, half at once; some of each half have two pictures
 ALL_GONE_WITHIN_S = 5.0
 PICTURE = ROOT / "models/tiny/pictures/shapes.jpg"
 # Of it.
@@ -42,7 +42,7 @@ NUM_TOKENS = 72
 @pytest.fixture(scope="module")
 def looks() -> list[Look]:
     """Most with one picture, some with two."""
-    return [make_look(number, num_pictures=2 if number % 7 == 6 else 1) for number in range(NUM_LOOKS + 5)]
+    return [make_look(number, num_pictures=2 if number % 4 == 3 else 1) for number in range(NUM_LOOKS + 4)]
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,7 @@ async def test_short_times_run_out_wherever_a_request_is(whole: Stack, client: Q
     for number, timeout_s in enumerate((0.05, 0.1, 0.2, 0.4, 0.7, 1.0)):
         crowds = [
             Crowd(
-                client, single_asks(1000 + 30 * number + 10 * place, 6, num_tokens=3000), path=path, timeout_s=timeout_s
+                client, single_asks(1000 + 30 * number + 10 * place, 3, num_tokens=3000), path=path, timeout_s=timeout_s
             )
             for place, path in enumerate(RequestPath)
         ]
@@ -219,7 +219,7 @@ async def test_short_times_run_out_wherever_a_request_is(whole: Stack, client: Q
 
 
 async def test_crowds_on_all_paths_get_what_each_gets_alone(whole: Stack, client: QuartetClient) -> None:
-    asks = mixed_picture_asks(1200, 42)
+    asks = mixed_picture_asks(1200, 21)
     alone = [(await undisturbed(client, [ask]))[0] for ask in asks]
     pairs = [(alone[number], alone[number + 1]) for number in range(2, len(asks), 7)]
     assert sum(one != other for one, other in pairs) >= len(pairs) - 1, "the order of pictures makes no difference"
@@ -243,7 +243,7 @@ async def run(crowd: Crowd) -> None:
 async def test_pictures_of_many_requests_that_each_fill_a_pool_wait_for_each_other(
     whole: Stack, client: QuartetClient
 ) -> None:
-    asks = [picture_ask(pictures(1400 + 4 * number, 4), num_tokens=8) for number in range(12)]
+    asks = [picture_ask(pictures(1400 + 4 * number, 4), num_tokens=8) for number in range(8)]
     async with Crowd(client, asks) as crowd:
         await asyncio.wait_for(crowd.finish(), WAIT_S)
     await returned(whole)
@@ -425,7 +425,7 @@ async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, cli
 
 
 async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack, client: QuartetClient) -> None:
-    asks = [*single_asks(220, 5, num_tokens=150), picture_ask(pictures(220, 2), num_tokens=150)]
+    asks = [*single_asks(220, 4, num_tokens=100), picture_ask(pictures(220, 2), num_tokens=100)]
     crowds = {path: Crowd(client, asks, path=path) for path in RequestPath}
     async with AsyncExitStack() as exits:
         for crowd in crowds.values():
@@ -492,7 +492,7 @@ async def test_all_encode_workers_are_killed_and_requests_wait_until_they_come_b
 
 
 async def test_a_drained_encode_worker_fails_no_request(whole: Stack, client: QuartetClient) -> None:
-    asks = single_asks(240, 24)
+    asks = single_asks(240, 12)
     whole.freeze(*PREFILLS)
     async with Crowd(client, asks) as crowd:
         await until(lambda: num_held(whole, ["encode-0"]) == NUM_EMBEDDING_BLOCKS, "encode-0 full of embeddings")

@@ -41,8 +41,8 @@ RETRY_DELAY_S = 2.5
 ROUTERS = ("router", "router-local")
 PROMPT = "Once upon a time, there was a quiet rabbit named Olive who lived near a castle. She loved to"
 QUESTION = "Tell me a short story about a rabbit named Olive."
-GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
-SAMPLED = Sampling(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True)
+GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
+SAMPLED = Sampling(temperature=1.0, top_p=0.95, max_tokens=16, ignore_eos=True)
 
 #: Requests whose answers must not depend on the path.
 ASKS: dict[str, GenerateFields] = {
@@ -291,7 +291,7 @@ def test_clients_without_a_loop_have_every_path(paths_stack: Stack) -> None:
 
 
 async def test_many_at_once_are_answered_alike(paths_stack: Stack, client: QuartetClient) -> None:
-    asks = mixed_asks("many", 32, num_prompt_tokens=range(20, 100), num_tokens=range(8, 17))
+    asks = mixed_asks("many", 12, num_prompt_tokens=range(20, 100), num_tokens=range(8, 17))
     answers: list[list[list[int]]] = []
     for path in RequestPath:
         async with Crowd(client, asks, path=path) as crowd:
@@ -316,7 +316,7 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
 
 
 async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
-    mixed = mixed_asks("killed", 8, num_prompt_tokens=range(20, 100), num_tokens=range(120, 140))
+    mixed = mixed_asks("killed", 6, num_prompt_tokens=range(20, 100), num_tokens=range(100, 110))
     asks = [*await with_stop_strings(client, mixed[:3]), replace(mixed[3], num_choices=2), *mixed[4:]]
     async with AsyncExitStack() as exits:
         crowds = {path: await exits.enter_async_context(Crowd(client, asks, path=path)) for path in RequestPath}

@@ -50,7 +50,7 @@ NUM_PASTES = 3
 MIN_SHARE_OVERLOADED = 0.2
 #: They differ from others by their workers alone: what is printed for them is what is printed for those.
 LIKE_OTHERS = ("agg_router", "disagg_router", "gpt_oss_disagg")
-NUM_GREEDY_TOKENS = 24
+NUM_GREEDY_TOKENS = 12
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
 ALL_GONE_WITHIN_S = 5.0
 

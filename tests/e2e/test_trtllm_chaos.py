@@ -29,7 +29,7 @@ TRANSFER_TIMEOUT_S = 2.5
 WAIT_S = 30.0
 READY = router_pb2.WORKER_STATE_READY
 NUM_TOKENS = 32
-PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 20 * seed)) for seed in range(8)]
+PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 20 * seed)) for seed in range(6)]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -44,10 +44,7 @@ def text_of(token_ids: list[int]) -> str:
 
 def greedy(text: str, max_tokens: int, image: Image.Image | None = None) -> list[int]:
     """What transformers' own `generate` answers, greedily."""
-    processor = AutoProcessor.from_pretrained(MODEL)
-    inputs = processor(text=text, images=image, return_tensors="pt")
-    output = _model().generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-    return list(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return list(_generate(text, max_tokens, *(() if image is None else (image.tobytes(), image.size))))
 
 
 def engine(**changes: Any) -> LLM:
@@ -97,6 +94,19 @@ async def steps_of(handle: Any) -> list[list[int]]:
     """The tokens of the first output after each step."""
     async with asyncio.timeout(WAIT_S):
         return [list(step.outputs[0].token_ids) async for step in handle]
+
+
+@cache
+def _generate(text: str, max_tokens: int, pixels: bytes = b"", size: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    image = Image.frombytes("RGB", size, pixels) if pixels else None
+    inputs = _processor()(text=text, images=image, return_tensors="pt")
+    output = _model().generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+@lru_cache
+def _processor() -> Any:
+    return AutoProcessor.from_pretrained(MODEL)
 
 
 @lru_cache

@@ -21,6 +21,7 @@ from models.tiny.conversation import Skill, Turn  # noqa: E402
 from models.tiny.evaluate import CHECKPOINT, Answerer, Sample  # noqa: E402
 from models.tiny.learner import Learner, to_tensors  # noqa: E402
 from models.tiny.optimizer import Optimizer, Schedule, _orthogonal  # noqa: E402
+from tests import tiny  # noqa: E402
 
 SHAPE = BatchShape(num_tokens=400, num_images=1, max_conversations=15)
 
@@ -57,7 +58,7 @@ def test_training_computes_what_transformers_computes(answerer: Answerer) -> Non
 def test_a_step_of_training_moves_every_weight_and_its_state_goes_on_in_another_process() -> None:
     tokenizer = committed_tokenizer()
     torch.manual_seed(0)
-    learner = Learner(llava_config(), tokenizer)
+    learner = Learner(tiny.narrow_config(), tokenizer)
     optimizer = Optimizer(learner, Schedule(num_steps=100))
     before = {name: weight.detach().clone() for name, weight in learner.named_parameters()}
     loss, log = learner(to_tensors(BatchMaker(tokenizer, SHAPE, seed=0).make(0)), torch.tensor(1.0))

@@ -16,6 +16,7 @@ from models.tiny import train  # noqa: E402
 from models.tiny.batches import BatchShape  # noqa: E402
 from models.tiny.evaluate import CHECKPOINT  # noqa: E402
 from models.tiny.train import Training  # noqa: E402
+from tests import tiny  # noqa: E402
 
 SHAPE = BatchShape(num_tokens=300, num_images=1, max_conversations=15)
 
@@ -26,8 +27,9 @@ class KilledError(Exception):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is noted, and the tokenizer is the committed one, which training would make again."""
+    """Every step is noted, the model is narrow, and the tokenizer is the committed one, not made again."""
     monkeypatch.setattr(train, "_LOG_STEPS", 1)
+    monkeypatch.setattr(train, "llava_config", tiny.narrow_config)
     monkeypatch.setattr(train, "train_tokenizer", lambda: Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")))
 
 

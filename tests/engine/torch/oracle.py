@@ -55,6 +55,15 @@ class Oracle:
                 print(f"tie at token {i}: {distance}")
                 return
 
+    def losses(self, prompt: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        """How far each token's logit lies below the best one's, given the prompt and the tokens before it."""
+        with torch.no_grad():
+            [logits] = self._model(torch.tensor([[*prompt, *token_ids]])).logits
+        logits = logits[len(prompt) - 1 : -1]
+        chosen = logits.gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+        losses: list[float] = (logits.max(-1).values - chosen).tolist()
+        return losses
+
     def _generate(self, prompt: tuple[int, ...], num_tokens: int) -> Continuation:
         output = self._model.generate(
             torch.tensor([prompt]),

@@ -170,6 +170,7 @@ def test_a_runner_has_kernels_compute_layers_if_they_are_right_else_attention_al
     monkeypatch.setattr(TorchRunner, "_has_kernels", lambda *_: True)
     if not is_right:
         monkeypatch.setattr(gpu_decoder, "multiply_gated", lambda _, output: output.zero_())
+        monkeypatch.setattr(kernel_forward, "SPLITS", (1,))  # where it is right, each way is tried
     with interpreted(), caplog.at_level(logging.WARNING), decoding(checkpoint("qwen2"), monkeypatch) as runner:
         assert type(runner._forward._compute) is (gpu_decoder.GpuDecoder if is_right else Decoder)  # type: ignore[attr-defined]
         assert isinstance(runner._forward, kernel_forward.KernelForward)

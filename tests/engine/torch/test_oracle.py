@@ -22,8 +22,8 @@ Checkpoints = Callable[[str], Path]
 Oracles = Callable[[str], Oracle]
 
 
-def ragged_prompts(num_prompts: int = 16) -> list[list[int]]:
-    """Prompts of 1 to 45 tokens; every other one begins like some other, for a while."""
+def ragged_prompts(num_prompts: int = 12) -> list[list[int]]:
+    """Prompts of 1 to 42 tokens; every other one begins like some other, for a while."""
     source = random.Random(3)
     shared = [source.randrange(VOCAB_SIZE) for _ in range(30)]
     prompts = []
@@ -119,7 +119,7 @@ async def test_prefill_here_and_decode_there_equal_generate(
 
 
 async def test_a_cached_prefix_is_not_computed_again(checkpoint: Checkpoints, oracle: Oracles) -> None:
-    prompt = ragged_prompts()[15]
+    prompt = ragged_prompts()[11]
     async with torch_engine(checkpoint("llama")) as engine:
         [first] = await run_all(engine, [greedy(prompt)])
         [second] = await run_all(engine, [greedy(prompt)])
@@ -140,6 +140,5 @@ async def test_low_precision_stays_close_to_the_exact_logits(
     async with torch_engine(checkpoint(family), dtype=dtype, max_num_batched_tokens=20) as engine:
         outcomes = await run_all(engine, [greedy(prompt) for prompt in prompts])
     for prompt, outcome in zip(prompts, outcomes, strict=True):
-        for i, token_id in enumerate(outcome.token_ids):
-            [logits] = oracle(family).generate([*prompt, *outcome.token_ids[:i]], 1).logits
-            assert float(logits.max() - logits[token_id]) < tolerance
+        assert len(outcome.token_ids) == NUM_TOKENS
+        assert max(oracle(family).losses(prompt, outcome.token_ids)) < tolerance
