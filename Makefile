@@ -17,7 +17,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dis
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools test test-unit test-bench test-chaos bench lint lint-format lint-code lint-types lint-imports lint-protos \
+.PHONY: help setup tools test test-unit test-bench test-chaos test-clients bench lint lint-format lint-code lint-types lint-imports lint-protos \
   lint-stubs generate format release-protos clean
 
 help:  ## List the targets
@@ -40,7 +40,7 @@ run-gpu-%: setup tools  ## Start configs/gpu/%.yaml on this machine's GPUs: run-
 	@exec $(BIN)/quartet up configs/gpu/$*.yaml $(ARGS)
 
 test: setup tools  ## Run all tests but those of test-bench and test-chaos (JOBS=4: that many at once)
-	$(PYTEST) -m "not chaos and not bench"
+	$(PYTEST) -m "not chaos and not bench and not clients"
 
 test-unit: setup tools  ## Run the tests that start no service processes
 	$(PYTEST) -m "not e2e and not chaos"
@@ -50,6 +50,10 @@ test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about
 
 test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 4 minutes
 	$(PYTEST) -m chaos tests/chaos
+
+test-clients: setup tools  ## Drive HTTP with aiperf and guidellm, in environments of their own (7 GB); about 2 minutes
+	@tools/clients.sh
+	$(PYTEST) -m clients tests/e2e/test_clients.py
 
 bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 7 minutes)
 	$(BIN)/python -m benchmarks
