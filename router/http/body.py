@@ -27,6 +27,8 @@ _SHORT_BODY_BYTES = 32 << 10
 _STEP_BYTES = 64 << 10
 # Longer strings of a long body, and lists of token ids, are taken out of it.
 _LONG_STRING_BYTES, _LONG_LIST_BYTES = 512, 4096
+# More than a list of as many ids as any prompt has; and spaces before it.
+_MAX_LIST_BYTES, _MAX_SPACE = 16 << 20, 256
 # Of what is left of a long body: numbers, lists and objects, as many as fields of a gRPC message; and bytes. To parse
 # the most of both takes 10 ms.
 MAX_VALUES, _MAX_REST_BYTES = 32_768, 3 << 20
@@ -171,16 +173,18 @@ def take_apart(body: bytes) -> Generator[None, None, tuple[bytes, list[str | arr
     while True:
         quote = body.find(b'"', position)
         end = len(body) if quote < 0 else quote
-        between = body[position:end]
-        if len(between) > _LONG_LIST_BYTES and (bounds := _number_list(between)) is not None:
-            ids = yield from _read_ids(between[bounds[0] + 1 : bounds[1] - 1])
-            taken.append(ids)
-            kept += [body[copied : position + bounds[0]], b"NaN"]
-            copied = position = position + bounds[1]
+        if end - position > _LONG_LIST_BYTES and (bounds := _number_list(body, position, end)) is not None:
+            taken.append((yield from _read_ids(body, *bounds)))
+            kept += [body[copied : bounds[0] - 1], b"NaN"]
+            copied = position = stepped = bounds[1] + 1
             continue
-        num_values += _count(between)
-        if num_values > MAX_VALUES:
-            raise MessageTooLargeError(f"the body has more than {MAX_VALUES} values")
+        # In steps, so that a bomb ends at the first of them.
+        for start in range(position, end, _STEP_BYTES):
+            num_values += _count(body, start, min(start + _STEP_BYTES, end))
+            if num_values > MAX_VALUES:
+                raise MessageTooLargeError(f"the body has more than {MAX_VALUES} values")
+            if end - start > _STEP_BYTES:
+                yield
         if quote < 0:
             kept.append(body[copied:])
             if sum(map(len, kept)) > _MAX_REST_BYTES:
@@ -205,7 +209,7 @@ def _read_string(body: bytes, position: int) -> Generator[None, None, tuple[str,
     end = body.find(b'"', position)
     if end > 0 and body.find(b"\\", position, end) < 0:  # as pictures are: nothing but a copy
         yield
-        return body[position:end].decode(), end + 1
+        return str(memoryview(body)[position:end], "utf-8"), end + 1
     pieces = list[str]()
     while True:
         part = _STRING_PART.match(body, position, min(position + _STEP_BYTES, len(body)))
@@ -225,35 +229,36 @@ def _read_string(body: bytes, position: int) -> Generator[None, None, tuple[str,
         yield
 
 
-def _number_list(between: bytes) -> tuple[int, int] | None:
-    """Where in ``between``, which follows a string, a list of nothing but whole numbers begins and ends."""
-    begin = _NUMBER_LIST.match(between)
-    if begin is None or (end := between.find(b"]", begin.end())) < 0:
+def _number_list(body: bytes, position: int, end: int) -> tuple[int, int] | None:
+    """Where a list of whole numbers begins and ends that stands at ``position``, behind a name; brackets apart."""
+    begin = _NUMBER_LIST.match(body, position, min(position + _MAX_SPACE, end))
+    if begin is None:
         return None
-    inner = between[begin.end() : end]
-    return None if inner.translate(None, _NOT_NUMBERS) else (begin.end() - 1, end + 1)
+    first, last = begin.end(), body.find(b"]", begin.end(), min(begin.end() + _MAX_LIST_BYTES, end))
+    is_long = last - first > _LONG_LIST_BYTES and body.find(b"[", first, last) < 0
+    # What comes after its beginning is looked at when it is read.
+    return (first, last) if is_long and not body[first : first + _MAX_SPACE].translate(None, _NOT_NUMBERS) else None
 
 
-def _read_ids(inner: bytes) -> Generator[None, None, array[int]]:
+def _read_ids(body: bytes, position: int, end: int) -> Generator[None, None, array[int]]:
     ids: array[int] = array("I")
-    position = 0
-    while position < len(inner):
-        end = inner.find(b",", min(position + _STEP_BYTES, len(inner)))
-        end = len(inner) if end < 0 else end
+    while position < end:
+        stop = body.find(b",", min(position + _STEP_BYTES, end), end)
+        stop = end if stop < 0 else stop
         try:
-            ids.extend(json.loads(b"[" + inner[position:end] + b"]"))
-        except OverflowError:
-            raise ValueError("a token id is no unsigned 32-bit number") from None
-        position = end + 1
+            ids.extend(json.loads(b"[" + body[position:stop] + b"]"))
+        except (OverflowError, TypeError):
+            raise ValueError("a long list must hold nothing but unsigned 32-bit numbers") from None
+        position = stop + 1
         yield
     return ids
 
 
-def _count(between: bytes) -> int:
-    """Values that begin in ``between``, in which there is no string."""
-    if b"N" in between or b"I" in between:
+def _count(body: bytes, start: int, end: int) -> int:
+    """Values that begin in a part of ``body`` in which there is no string."""
+    if body.find(b"N", start, end) >= 0 or body.find(b"I", start, end) >= 0:
         raise ValueError("NaN and Infinity are no JSON")
-    return between.count(b",") + between.count(b"[") + between.count(b"{")
+    return body.count(b",", start, end) + body.count(b"[", start, end) + body.count(b"{", start, end)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from quartet.api.openai.requests import Caller
 from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
+from quartet.rpc.refusal_pace import RefusalPace
 from quartet.telemetry.http import Exposition
 from router.generate import Pipeline
 from router.http.body import Bodies
@@ -38,6 +39,9 @@ _BACKLOG = 1024
 _CERTIFICATE_POLL_S = 5.0
 _DRAINING_RETRY_DELAY_S = 1.0
 _MAX_REQUEST_ID_LENGTH = 128
+# What a request takes of the event loop that is refused for its client's fault. A refusal for lack of room is none.
+_REFUSAL_S = 0.00025
+_NO_FAULT = (429, 499)
 _MODEL_PATH = "/v1/models/"
 # These need no key: probes have none.
 _OPEN_PATHS = frozenset({"/health", "/version"})
@@ -84,6 +88,7 @@ class HttpServer:
         self._certificates = None if config.tls is None else Certificates(config.tls)
         self._connections = Connections(config, stall_timeout_s=stall_timeout_s)
         self._bodies = Bodies(config, self._context.intake.enter)
+        self._refusals = RefusalPace()
         self._num_of_tenant: Counter[str] = Counter()
         self._num_running = 0
         self._is_idle = asyncio.Event()
@@ -147,12 +152,22 @@ class HttpServer:
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         response: web.StreamResponse
+        # `request.path` would be decoded, which no path here needs.
+        path, payer = request.rel_url.raw_path, client_address(request.transport)
         try:
-            response = await self._answer(request)
+            if self._refusals:
+                await self._refusals.wait_to_read(payer)
+            caller = self._caller(request, path)
+            if self._refusals and caller.payer != payer:
+                await self._refusals.wait_to_read(caller.payer)
+            payer = caller.payer
+            response = await self._answer(request, path, caller)
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the request ends here; `error_response` logs our bugs
             response = error_response(error)
+            if 400 <= response.status < 500 and response.status not in _NO_FAULT:
+                await self._refusals.wait(payer, error, request.content_length or 0, _REFUSAL_S)
         if not response.prepared:
             response.headers["Server"] = SERVER_NAME
             if request_id := _printable(request.headers.get("X-Request-Id", "")):
@@ -161,10 +176,7 @@ class HttpServer:
                 response.force_close()
         return response
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        # `request.path` would be decoded, which no path here needs.
-        path = request.rel_url.raw_path
-        caller = self._caller(request, path)
+    async def _answer(self, request: web.BaseRequest, path: str, caller: Caller) -> web.StreamResponse:
         handler = self._handler(request, path)
         if path in _OPEN_PATHS:
             return await handler(request, caller)

@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_VALUES, st.booleans())
 def test_a_body_read_in_steps_is_what_the_parser_reads_at_once(value: Any, is_ascii: bool) -> None:
     body = json.dumps({"value": value}, ensure_ascii=is_ascii).encode()
