@@ -1959,7 +1959,9 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class Model(_message.Message):
-    """A model and the pool that serves it."""
+    """A model and the pool that serves it. What follows from its text files (the chat template, its parsers and what it
+    reads) is empty while the router does not have them yet, in the first moments after a model's first worker came.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

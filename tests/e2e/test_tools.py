@@ -73,9 +73,6 @@ async def client(tools_stack: Stack) -> AsyncIterator[QuartetClient]:
 
 @pytest.mark.parametrize("path", RequestPath)
 async def test_reasoning_content_and_calls_come_apart_on_every_path(client: QuartetClient, path: RequestPath) -> None:
-    [model] = await client.list_models()
-    assert (model.reasoning_parser, model.tool_call_parser) == ("qwen3", "hermes")
-    assert (model.chat_features, model.template_arguments) == (("reasoning", "tools"), ("thinks",))
     answers = [
         await client.complete(path=path, num_choices=2, stream_tool_arguments=streams, **ASK)
         for streams in (False, True)
@@ -87,6 +84,10 @@ async def test_reasoning_content_and_calls_come_apart_on_every_path(client: Quar
         assert (call.name, call.arguments.value("")) == ("weather", ARGUMENTS)
         assert choice.finished.reason is FinishReason.TOOL_CALLS
     assert len({choice.tool_calls[0].id for answer in answers for choice in answer.choices}) == 4
+
+    [model] = await client.list_models()
+    assert (model.reasoning_parser, model.tool_call_parser) == ("qwen3", "hermes")
+    assert (model.chat_features, model.template_arguments) == (("reasoning", "tools"), ("thinks",))
 
     raw = await client.complete(path=path, raw_text=True, **ASK)
     assert (raw.text, raw.choices[0].tool_calls, raw.choices[0].reasoning) == (SAYS, (), "")
