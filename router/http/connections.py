@@ -8,13 +8,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Network, ip_address
 from typing import Any
 
 from aiohttp import web
 
 from router.http.config import HttpConfig
 from router.http.errors import HttpError, error_body, error_response
-from router.http.events import EventStream
+from router.http.events import SERVER_NAME, EventStream
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ class _Connection(web.RequestHandler):
             raise ConnectionError("the answer has begun already")
         what = "internal error" if status >= 500 else "this is no HTTP request"
         response = error_response(HttpError(status, what))
+        response.headers["Server"] = SERVER_NAME
         response.force_close()
         return response
 
@@ -178,8 +180,16 @@ def client_address(transport: asyncio.BaseTransport | None) -> str:
     peer = None if transport is None else transport.get_extra_info("peername")
     if not isinstance(peer, tuple) or not peer:
         return ""
-    host = str(peer[0])
-    return ":".join(host.split(":")[:4]) if host.count(":") > 1 and not host.startswith("::") else host
+    host = str(peer[0]).partition("%")[0]  # without the scope of a link-local address
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(IPv6Network((address, 64), strict=False))
 
 
 def _refusal(message: str) -> bytes:

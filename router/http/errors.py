@@ -60,6 +60,7 @@ _PARAMETERS = {
 }
 _PREFIXES = re.compile(r"(sampling|chat|output|text_options)\.")
 _PART = re.compile(r"\.parts\[")
+_OF_MEDIA = re.compile(r"(?<=\])\.media\b")
 _OF_FUNCTION = re.compile(r"(tools|tool_calls)(\[\d+\])\.(name|parameters|arguments)$")
 
 
@@ -122,5 +123,5 @@ def to_parameter(field: str) -> str:
     known = _PARAMETERS.get(field)
     if known is not None:
         return known
-    name = _PART.sub(".content[", _PREFIXES.sub("", field, count=1))
+    name = _OF_MEDIA.sub(".image_url", _PART.sub(".content[", _PREFIXES.sub("", field, count=1)))
     return _OF_FUNCTION.sub(r"\1\2.function.\3", name)

@@ -40,7 +40,8 @@ class ApiKeys:
     One key a line: ``TENANT KEY``, the key of 16 characters or more, or ``sha256:`` and the hexadecimal SHA-256 of it;
     empty lines and lines that begin with ``#`` are left out. A tenant may have several keys, so one can follow another.
 
-    A changed file that can't be used is logged and changes nothing else. No message or log ever holds a key.
+    A changed file that can't be used, or is gone, is logged and changes nothing else; one without a key revokes all. No
+    message or log ever holds a key.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +54,8 @@ class ApiKeys:
         self._clock = clock
         self._polled_at = clock()
         self._signature, self._tenants = _read_keys(path)
+        if not self._tenants:
+            raise ConfigError(f"{_SETTING}: {path} holds no key")
 
     def tenant(self, authorization: str) -> str:
         """The tenant of the ``Authorization`` header. Raises ``UnauthenticatedError``: it holds no key of ours."""
@@ -160,8 +163,6 @@ def _read_keys(path: Path) -> tuple[_Signature, dict[bytes, str]]:
         if digest in tenants:
             raise ConfigError(f"{where}: this key stands twice")
         tenants[digest] = tenant
-    if not tenants:
-        raise ConfigError(f"{_SETTING}: {path} holds no key")
     return _signature_of(found), tenants
 
 

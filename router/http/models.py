@@ -83,7 +83,9 @@ async def tokenize_text(context: RouterContext, bodies: Bodies, body: dict[str, 
 async def detokenize(context: RouterContext, body: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
     """POST /detokenize: token ids to text. Raises ``InvalidRequestError`` naming the field."""
     found = read_fields(body, _DETOKENIZE)
-    token_ids: Sequence[int] = read_token_ids(found.get("tokens", ()), "tokens")
+    if "tokens" not in found:
+        raise InvalidRequestError("tokens: is missing", field="tokens")
+    token_ids: Sequence[int] = read_token_ids(found["tokens"], "tokens")
     await context.intake.enter(caller.tenant, len(token_ids))
     pool = find_pool(_named(found.get("model", "")), context.table)
     if len(token_ids) > (limit := max_sequence_tokens(pool)):

@@ -172,6 +172,8 @@ class HttpServer:
             response.headers["Server"] = SERVER_NAME
             if request_id := _printable(request.headers.get("X-Request-Id", "")):
                 response.headers["X-Request-Id"] = request_id
+            if traceparent := valid_traceparent(request.headers.get("traceparent", "")):
+                response.headers["traceparent"] = traceparent
             if self._is_draining:
                 response.force_close()
         return response
@@ -187,11 +189,11 @@ class HttpServer:
 
     def _handler(self, request: web.BaseRequest, path: str) -> _Handler:
         method, handler = self._routes.get(path, ("", None))
-        if handler is None and path.startswith(_MODEL_PATH):
+        if handler is None and path.startswith(_MODEL_PATH) and path != _MODEL_PATH:
             method, handler = "GET", self._model
         if handler is None:
             raise HttpError(404, _NOT_OFFERED.get(path, "this server has no such path; docs/http.md lists all"))
-        if request.method != method:
+        if request.method != method and (request.method, method) != ("HEAD", "GET"):
             raise HttpError(405, f"{path} takes {method}", headers={"Allow": method})
         return handler
 

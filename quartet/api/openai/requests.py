@@ -119,7 +119,7 @@ class Caller:
 def _logit_bias(value: Any, path: str) -> dict[int, float]:
     biases = {}
     for key, bias in objects(value, path).items():
-        if not key.isdecimal() or len(key) > len(str(_MAX_TOKEN_ID)):
+        if not (key.isascii() and key.isdecimal()) or len(key) > len(str(_MAX_TOKEN_ID)):
             raise InvalidRequestError(f"{path}: its keys must be token ids", field=path)
         biases[int(key)] = number(bias, f"{path}.{key}")
     return biases
@@ -382,6 +382,9 @@ def _asked(
     best_of = found.get("best_of")
     if best_of is not None and best_of != found.get("n", 1):
         raise UnsupportedFieldError("best_of: must be as n, or left out", field="best_of")
+    known = dict(names or {})
+    if "structured_outputs" in found and not found.get("response_format"):
+        known["guided"] = "structured_outputs"
     return Asked(
         starts=starts,
         model=found.get("model", ""),
@@ -392,7 +395,7 @@ def _asked(
         shows_usage_always=options.get("include_usage", False) and options.get("continuous_usage_stats", False),
         shows_token_ids=found.get("return_token_ids", False),
         num_logprobs=num_logprobs,
-        names=names or {},
+        names=known,
     )
 
 

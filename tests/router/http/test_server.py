@@ -13,11 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, UnauthenticatedError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
 from router.config import RouterConfig
 from router.http.config import HttpConfig, HttpTlsConfig
+from router.http.connections import client_address
+from router.http.errors import to_parameter
 from router.http.keys import ApiKeys, Certificates
 from tests.certificates import CertificateAuthority
 from tests.router.fakes import TIMEOUT_S, Plan
@@ -80,6 +82,10 @@ def test_keys_are_read_again_when_they_change_and_kept_while_they_are_wrong(
     with caplog.at_level(logging.WARNING):
         assert keys.tenant(f"Bearer {GLOBEX}") == "globex"
     assert "line 2" in caplog.text and ACME not in caplog.text
+    write_keys(path, "# nobody for now")
+    now[0] = 6.0
+    with pytest.raises(UnauthenticatedError):
+        keys.tenant(f"Bearer {GLOBEX}")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +212,7 @@ async def test_what_is_no_http_or_too_much_of_it_is_refused(sent: bytes, code: i
     async with open_face(config=HttpConfig(idle_timeout_s=0.5)) as face:
         answer = await raw(face, sent)
         assert re.match(rb"HTTP/1\.[01] %d " % code, answer), answer
+        assert b"\r\nServer: quartet\r\n" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2].split(b"HTTP/1.1")[0])["error"]["message"]
         face.fleet.assert_nothing_left()
 
@@ -275,6 +282,8 @@ async def test_health_says_what_is_ready() -> None:
             "quartet://here/prefill/prefill-0",
         ]
         assert shown["models"] == [{"name": "tiny", "encode": 0, "prefill": 1, "decode": 2}]
+        async with face.session.head("/health") as response:
+            assert (response.status, await response.read()) == (200, b"")
         face.is_ready = False
         assert (await face.get("/health"))[0] == 503
 
@@ -284,7 +293,9 @@ async def test_models_and_their_tokenizers_are_shown() -> None:
         _, models = await face.get("/v1/models")
         assert [(one["id"], one["parent"]) for one in models["data"]] == [("tiny", None), ("poet", "tiny")]
         assert (await face.get("/v1/models/tiny"))[1]["max_model_len"] == models["data"][0]["max_model_len"]
-        assert (await face.get("/v1/models/huge"))[0] == 404
+        assert (await face.get("/v1/models/huge"))[0] == (await face.get("/v1/models/"))[0] == 404
+        _, missing = await face.post("/detokenize", {})
+        assert missing["error"]["message"] == "tokens: is missing"
         _, counted = await face.post("/tokenize", {"prompt": "hello there", "return_token_strs": True})
         assert counted["count"] == len(counted["tokens"]) == len(counted["token_strs"])
         _, text = await face.post("/detokenize", {"tokens": counted["tokens"]})
@@ -293,3 +304,26 @@ async def test_models_and_their_tokenizers_are_shown() -> None:
         assert status == 200 and face.fleet.hops.calls[-1].start.generation.adapter == "poet"
         async with face.session.get("/metrics") as response:
             assert "quartet_router" in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("host", "counted"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::2", "2001:db8::/64"),
+        ("2001:db8:0:0:1:2:3:4", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_connections_of_one_network_count_as_one_clients(host: str, counted: str) -> None:
+    class Transport(asyncio.BaseTransport):
+        pass
+
+    assert client_address(Transport({"peername": (host, 1234, 0, 0)})) == counted
+
+
+def test_a_refused_picture_is_named_as_its_client_named_it() -> None:
+    assert to_parameter("chat.messages[2].parts[0].media.url") == "messages[2].content[0].image_url.url"
+    assert to_parameter("chat.messages[2].parts[0].media") == "messages[2].content[0].image_url"
