@@ -255,9 +255,8 @@ class MessageMaker:
             begin, again = self._draw.choice(_LONG_URLS)
             return _field(item.number, begin + again * (size // len(again)))
         if item.type in _TEXTS and (not item.is_repeated or self._draw.random() < 0.5):
-            return _field(
-                item.number, self._draw.choice((b"a ", b"\0", b"<|image|>", b"x", b"0123456789")) * (size // 8)
-            )
+            again = self._draw.choice((b"a ", b"\0", b"<|image|>", b"x", b"0123456789"))
+            return _field(item.number, again * (size // len(again)))
         if item.message_type is not None or item.type in _TEXTS:
             inner = b"" if self._draw.random() < 0.5 else self._draw.choice((b"\x08\x01", b"\x0a\x01a", b"\x0a\x00"))
             one = _field(item.number, inner)

@@ -226,7 +226,7 @@ class ChatPrompt(_message.Message):
     tool_choice: Global___ToolChoice.ValueType
     """Whether the answer may, or must, call them. Unspecified: TOOL_CHOICE_AUTO."""
     tool_name: _builtins.str
-    """The function that must be called, for TOOL_CHOICE_FUNCTION; one of `tools`. Empty otherwise."""
+    """The function that must be called, for TOOL_CHOICE_FUNCTION; one of `tools`. Empty: no particular one."""
     parallel_tool_calls: _builtins.bool
     """The answer may hold several calls; else all but its first are left out. Default true."""
     template_arguments: _builtins.str

@@ -111,7 +111,7 @@ class WorkerRecord(_message.Message):
     template.
     """
     tool_call_parser: _builtins.str
-    """Parser of the tool calls in it, likewise."""
+    """Parser of the tool calls in it. `none`: they stay in the text. Empty: routers guess it from the chat template."""
     @_builtins.property
     def host(self) -> _transfer_pb2.HostIdentity:
         """Where it runs. Always set."""

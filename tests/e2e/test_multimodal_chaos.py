@@ -425,7 +425,7 @@ async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, cli
 
 
 async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack, client: QuartetClient) -> None:
-    asks = [*single_asks(220, 4, num_tokens=100), picture_ask(pictures(220, 2), num_tokens=100)]
+    asks = [*single_asks(220, 5, num_tokens=150), picture_ask(pictures(220, 2), num_tokens=150)]
     crowds = {path: Crowd(client, asks, path=path) for path in RequestPath}
     async with AsyncExitStack() as exits:
         for crowd in crowds.values():
@@ -492,7 +492,7 @@ async def test_all_encode_workers_are_killed_and_requests_wait_until_they_come_b
 
 
 async def test_a_drained_encode_worker_fails_no_request(whole: Stack, client: QuartetClient) -> None:
-    asks = single_asks(240, 12)
+    asks = single_asks(240, 24)
     whole.freeze(*PREFILLS)
     async with Crowd(client, asks) as crowd:
         await until(lambda: num_held(whole, ["encode-0"]) == NUM_EMBEDDING_BLOCKS, "encode-0 full of embeddings")

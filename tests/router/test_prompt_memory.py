@@ -164,7 +164,7 @@ def ask(fleet: Fleet, tenant: str) -> asyncio.Task[object]:
 
 
 async def settle() -> None:
-    for _ in range(20):
+    for _ in range(200):  # one begins in sixteen turns
         await asyncio.sleep(0)
 
 
