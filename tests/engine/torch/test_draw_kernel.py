@@ -122,10 +122,15 @@ def test_filters_keep_the_tokens_that_the_warpers_keep_and_no_others(monkeypatch
         Settings(top_p=0.3),
         Settings(temperature=2.5, top_p=0.95),
         Settings(temperature=0.4, top_k=20, top_p=0.7, min_p=0.05),
+        Settings(temperature=0.75, top_k=400, top_p=0.7),
         Settings(top_k=200),
         Settings(top_k=500, top_p=0.6),
     ]
     logits = torch.randn(len(kinds), 700, generator=torch.Generator().manual_seed(3))
+    # Many tie with the last one that top-k keeps, at a distance that is not the same by a multiplication.
+    logits[-3, 300:600], logits[-3, 600:] = -0.2, -8.0
+    best = logits[-3].amax()
+    assert (best + 0.2) * (1 / torch.tensor(0.75)) > (best + 0.2) / torch.tensor(0.75)
     # More tokens than are held lie nearer to each other than passes tell apart.
     logits[-2:, 1:] /= 1e4
     logits[-2:, 0] = -9.0

@@ -283,7 +283,11 @@ def _measure(  # type: ignore[no-untyped-def]
         found = tl.zeros([_NUM_WAYS, TILE], tl.float32)
         for first in range(begin, end, TILE):
             index = first + tl.arange(0, TILE)
-            distances = (best - _logits(logits, row_stride, row, record, ruled, index, end, vocab_size)) * scale
+            values = _logits(logits, row_stride, row, record, ruled, index, end, vocab_size)
+            distances = (best - values) * scale
+            if cap < float("inf"):
+                # Many tokens may lie right at the cap, and all of them count.
+                distances = _distance(best, values, record)
             weights = tl.zeros([TILE], tl.float32) + 1
             if by_mass:
                 weights = tl.exp(-distances)
