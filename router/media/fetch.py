@@ -15,6 +15,7 @@ import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -36,7 +37,7 @@ from router.fair_queue import FairShare
 from router.media.config import MediaConfig
 from router.media.data_url import check_data_url, decoding_cost, read_data_url
 from router.media.http import HttpFiles
-from router.media.url_rules import MAX_URL_LENGTH
+from router.media.url_rules import MAX_URL_LENGTH, UrlRules
 from router.thread_queue import IsWanted, ThreadQueue, ThreadQueueConfig
 
 ResultT = TypeVar("ResultT")
@@ -138,8 +139,6 @@ class MediaFetcher:
             max_size_bytes = self._config.max_size_bytes
             cost = decoding_cost(url)
             return await self._work(tenant, cost, lambda is_wanted: read_data_url(url, max_size_bytes, is_wanted))
-        if scheme not in ("file", "http", "https"):
-            raise InvalidMediaError("a media URL begins with data:, file:, http: or https:")
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s), self._slots.taken(tenant):
                 if scheme == "file":
@@ -216,7 +215,8 @@ def check_parts(parts: Sequence[MediaPart], fields: Sequence[str], config: Media
 
     Raises:
         InvalidRequestError: too many parts; names the first one beyond the limit.
-        InvalidMediaError: a URL that is too long, or a ``data:`` URL that is not ASCII.
+        InvalidMediaError: a URL that is too long or malformed, or a ``data:`` URL that is not ASCII.
+        MediaNotAllowedError: a URL whose scheme or host is not allowed.
         MediaTooLargeError: a part in the request itself has more bytes than a file may have.
     """
     if len(parts) > config.max_items:
@@ -225,7 +225,7 @@ def check_parts(parts: Sequence[MediaPart], fields: Sequence[str], config: Media
     for part, field in zip(parts, fields, strict=True):
         try:
             _check_part(part, config)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, MediaNotAllowedError) as error:
             # The functions that check know the part, but not the client's name for it.
             raise type(error)(error.message, field=field) from error
 
@@ -233,10 +233,27 @@ def check_parts(parts: Sequence[MediaPart], fields: Sequence[str], config: Media
 def _check_part(part: MediaPart, config: MediaConfig) -> None:
     if isinstance(part, MediaFile):
         check_size(len(part.data), config)
-    elif scheme_of(part.url) == "data":
-        check_data_url(part.url, config.max_size_bytes)
-    elif len(part.url) > MAX_URL_LENGTH:
+    else:
+        _check_url(part.url, config)
+
+
+def _check_url(url: str, config: MediaConfig) -> None:
+    scheme = scheme_of(url)
+    if scheme == "data":
+        check_data_url(url, config.max_size_bytes)
+    elif scheme in ("http", "https"):
+        _url_rules(config.allowed_schemes, config.allowed_hosts).parse(url)
+    elif scheme != "file":
+        raise InvalidMediaError("a media URL begins with data:, file:, http: or https:")
+    elif len(url) > MAX_URL_LENGTH:
         raise InvalidMediaError(f"the URL is longer than {MAX_URL_LENGTH} characters")
+    elif not config.allowed_local_paths:
+        raise MediaNotAllowedError("files there are not allowed here")
+
+
+@lru_cache(maxsize=8)
+def _url_rules(schemes: tuple[str, ...], hosts: tuple[str, ...]) -> UrlRules:
+    return UrlRules(schemes, hosts)
 
 
 def scheme_of(url: str) -> str:

@@ -51,7 +51,13 @@ from tests.router.records import make_load, make_record
 from tests.text.builders import EOS, byte_level_tokenizer
 
 TIMEOUT_S = 30.0
-MEDIA_CONFIG = MediaConfig(max_size_bytes=64 << 20, max_items=64, max_held_bytes=1 << 30)
+MEDIA_CONFIG = MediaConfig(
+    max_size_bytes=64 << 20,
+    max_items=64,
+    max_held_bytes=1 << 30,
+    allowed_schemes=("http", "https"),
+    allowed_hosts=("*",),
+)
 LOCAL_PREFILL_MAX_TOKENS = 4
 
 _TOKENIZER = byte_level_tokenizer()

@@ -26,7 +26,7 @@ from quartet.media.media_id import media_id
 from router.media import data_url as data_url_module
 from router.media.config import MediaConfig
 from router.media.data_url import read_data_url
-from router.media.fetch import FetchSlots
+from router.media.fetch import FetchSlots, check_parts
 from tests.media.pictures import encode, make_file, make_picture
 from tests.router.media.conftest import MakeFetcher
 from tests.router.media.site import FINGERPRINT, PNG, Site, fetch_one, loopback_config, num_open_files, settle_to
@@ -334,4 +334,7 @@ async def test_without_configuration_no_url_is_fetched(site: Site, make_fetcher:
         with pytest.raises(MediaNotAllowedError) as caught:
             await fetch_one(fetcher, url)
         assert caught.value.field == "media[0].url"
+        with pytest.raises(MediaNotAllowedError) as at_once:  # before it waits for anything
+            check_parts([MediaUrl(url)], ["chat.messages[0].parts[1].media.url"], MediaConfig())
+        assert at_once.value.field == "chat.messages[0].parts[1].media.url"
     assert site.asked == []
