@@ -160,11 +160,11 @@ async def _begin(request: RouterRequest, context: RouterContext, num_copies: int
     """Wait for the request's turn, and read it: what that costs counts for the turn."""
     asked, enter = request.asked, context.intake.enter
     num_generated = 0 if request.resume is None else len(request.resume.generated_token_ids)
-    if asked.shows_media:
-        await enter(asked.tenant, asked.work + num_generated)
-        return
-    if asked.is_short:
-        await enter(asked.tenant, asked.work + num_generated)
+    if asked.shows_media or asked.is_short:
+        if not asked.has_entered:
+            await enter(asked.tenant, asked.work + num_generated)
+        if asked.shows_media:
+            return
         request.take(asked.read())
     else:
         request.take(await _read_in_turns(request, context, num_generated))

@@ -77,6 +77,7 @@ class AskedStart(Protocol):
             most, apart from copying the files.
         num_file_bytes: bytes that its files may take in memory, if it has many and shows no media.
         work: what the first of ``steps`` costs, in token ids of a prompt.
+        has_entered: it has waited for its turn already, and reading it was paid for.
     """
 
     @property
@@ -124,6 +125,9 @@ class AskedStart(Protocol):
     @property
     def work(self) -> int: ...  # noqa: D102
 
+    @property
+    def has_entered(self) -> bool: ...  # noqa: D102
+
     def for_tenant(self, tenant: str) -> AskedStart:
         """The same request, accounted to ``tenant``."""
         ...
@@ -160,6 +164,7 @@ class GenerateStart:
         num_choices: answers wanted.
         client_request_id: the client's own name for the request, for logs.
         media: items that a prompt of text or token ids refers to, in order; a chat's are in its messages.
+        has_entered: it has waited for its turn in the router already: reading what it was made of took one.
     """
 
     prompt: Prompt
@@ -177,6 +182,7 @@ class GenerateStart:
     num_choices: int = 1
     client_request_id: str = ""
     media: tuple[MediaPart, ...] = ()
+    has_entered: bool = False
 
     @property
     def has_media(self) -> bool:

@@ -136,9 +136,12 @@ class _Runs:
         self, pipeline: Pipeline, asked: Asked, answers: Sequence[WholeAnswer | StreamedAnswer], caller: Caller
     ) -> None:
         self._answers = answers
+        starts = asked.take_starts()
+        # It is still the turn in which the last of its body was parsed. Further prompts have turns of their own.
+        starts[0].has_entered = True
         self._runs: list[GenerateRun] = [
             pipeline.generate(start, answer, traceparent=caller.traceparent)
-            for start, answer in zip(asked.take_starts(), answers, strict=True)
+            for start, answer in zip(starts, answers, strict=True)
         ]
         #: Names the response: the id of its first run.
         self.request_id = self._runs[0].request_id

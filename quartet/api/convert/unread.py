@@ -40,6 +40,9 @@ _STEP_WORK = 12_288
 class UnreadStart:
     """An ``AskedStart`` in a message. It is read once; then the message is let go."""
 
+    #: It has yet to wait for its turn.
+    has_entered = False
+
     __slots__ = (
         "_message",
         "cache_salt",
