@@ -103,7 +103,7 @@ def error_body(error: BaseException) -> dict[str, object]:
             "message": message,
             "type": kind,
             "param": parameter,
-            "code": _OPENAI_CODES.get(type(shown), shown.reason.lower()),
+            "code": "invalid_api_key" if code == 401 else _OPENAI_CODES.get(type(shown), shown.reason.lower()),
         }
     }
 

@@ -55,6 +55,7 @@ async def test_a_key_names_the_tenant_and_without_one_only_health_answers(
         for headers in ({}, {"Authorization": "Bearer nope"}, {"Authorization": f"Basic {ACME}"}):
             status, answer = await face.post("/v1/chat/completions", CHAT, **headers)
             assert (status, answer["error"]["type"]) == (401, "authentication_error")
+            assert answer["error"]["code"] == "invalid_api_key"
         assert (await face.get("/v1/models"))[0] == 401
         assert (await face.get("/health"))[0] == (await face.get("/version"))[0] == 200
         for tenant, key in (("acme", ACME), ("globex", GLOBEX)):
