@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet.api.openai import steps as steps_module
+from quartet.api.openai.steps import MAX_VALUES, put_together, take_apart
 from quartet.errors import MessageTooLargeError
-from router.http import body as body_module
-from router.http.body import MAX_VALUES, put_together, take_apart
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 _LONG_TEXT = st.builds(lambda text, times: text * times, _TEXT, st.integers(0, 400))
@@ -48,7 +48,7 @@ def test_a_body_read_in_steps_is_what_the_parser_reads_at_once(value: Any, is_as
 
 
 def test_long_strings_and_token_ids_are_taken_out_and_no_escape_is_cut_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_module, "_STEP_BYTES", 1000)
+    monkeypatch.setattr(steps_module, "STEP_BYTES", 1000)
     for unit in ('\\"\\\\\n', "\U0001f600", "é\x01", "日本"):
         for shift in (0, 1, 2, 3, 5, 7):
             value = {"t": "x" * shift + unit * 400, "prompt": list(range(5_000))}
