@@ -129,13 +129,8 @@ _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DEEPSEEK_NAME = _field(Edge("\n```json\n", "arguments", Do.NAME))
 DEEPSEEK_V3 = _section(*_DEEPSEEK_SECTION, {"type": _field(Edge("<｜tool▁sep｜>", "name")), "name": _DEEPSEEK_NAME})
 DEEPSEEK_V31 = _section(*_DEEPSEEK_SECTION, {"name": _field(Edge("<｜tool▁sep｜>", "arguments", Do.NAME))})
-KIMI_K2 = _section(
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_end|>",
-    {"id": _field(Edge("<|tool_call_argument_begin|>", "arguments", Do.NAMED_ID))},
-)
+_KIMI_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_K2 = _section(*_KIMI_SECTION, {"id": _field(Edge("<|tool_call_argument_begin|>", "arguments", Do.NAMED_ID))})
 
 
 def _dsml_calls() -> CallTable:
