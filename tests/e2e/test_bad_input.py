@@ -30,7 +30,7 @@ DECODE = "/quartet.v1.DecodeService/Decode"
 PULL = "/quartet.v1.TransferService/Pull"
 PLACES = {GENERATE: "router", PREFILL: "prefill-0", DECODE: "decode-0", PULL: "prefill-0"}
 
-INVALID, NOT_FOUND = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
+INVALID, NOT_FOUND, DENIED = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.PERMISSION_DENIED
 NUM_MALFORMED = 100
 _TIMEOUT_S = 30.0
 
@@ -82,7 +82,8 @@ BAD_STARTS: dict[str, tuple[GenerateStart, StatusCode, str | None]] = {
         "text_options.omit_text",
     ),
     "name too long": (GenerateStart(text="x", client_request_id="n" * 129), INVALID, "client_request_id"),
-    "media": (GenerateStart(text="x", media=[MediaPart(url="file:///etc/passwd")]), INVALID, "media[0]"),
+    "media": (GenerateStart(text="x", media=[MediaPart(url="data:,a")]), INVALID, "media[0]"),
+    "file": (GenerateStart(text="x", media=[MediaPart(url="file:///etc/passwd")]), DENIED, "media[0].url"),
 }
 
 

@@ -223,7 +223,7 @@ _BAD_STARTS = [
     ),
     (make_start(output=types_pb2.OutputOptions(logprobs=21)), "output.logprobs"),
     (make_start(adapter="lora"), "adapter"),
-    (make_start(media=[pb.MediaPart(url="file:///etc/passwd")]), "media[0]"),
+    (make_start(media=[pb.MediaPart(url="data:,a")]), "media[0]"),
     (make_start(num_choices=0), "num_choices"),
     (make_start(num_choices=65), "num_choices"),
     (make_start(timeout=Duration(seconds=0)), "timeout"),
