@@ -9,22 +9,9 @@ import pytest
 from tests.chaos.command import run_benchmark
 
 ATTACKS = ("messages", "choices", "small", "tiny", "resume", "session_messages")
-#: The same by HTTP: bodies that are costly to parse, or to read the fields of, floods of refusals, and connections.
-HTTP_ATTACKS = ("http_bombs", "http_malformed", "http_small", "http_cancels", "http_connections")
 
 # Clients of the attack with tiny requests.
 NUM_CLIENTS = 64
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.usefixtures("etcd_binary")
-def test_attacks_by_http_leave_no_request_of_another_tenant_without_an_answer(tmp_path: Path) -> None:
-    found = run_benchmark("isolation", "--seconds", "5", "--only", *HTTP_ATTACKS, report=tmp_path / "report.json")
-    assert list(found["outcomes"]) == list(HTTP_ATTACKS)
-    for outcome in found["outcomes"].values():
-        assert outcome["attacked"]["requests"] > 0
-        assert outcome["attacked"]["failed"] == {}
-        assert outcome["attacked"]["router_stall_ms"] < 200
 
 
 @pytest.mark.timeout(200)
