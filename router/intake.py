@@ -42,7 +42,6 @@ class Intake:
         self._pause_s = 0.0
         self._num_turns_left = 0
         self._turn_began_at = 0.0
-        self._next_turn: asyncio.Handle | None = None
 
     @property
     def length(self) -> int:
@@ -72,13 +71,13 @@ class Intake:
 
     def _plan_turn(self) -> None:
         self._turn_began_at = time.perf_counter()
-        self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
+        asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         """The next turn of the event loop has come."""
         if self._pause_s >= _MIN_PAUSE_S:
             pause_s, self._pause_s = min(self._pause_s, _MAX_PAUSE_S), 0.0
-            self._next_turn = asyncio.get_running_loop().call_later(pause_s, self._turn)
+            asyncio.get_running_loop().call_later(pause_s, self._turn)
             return
         is_quiet = time.perf_counter() - self._turn_began_at < _QUIET_TURN_S
         self._num_turns_left -= _QUIET_TURNS if is_quiet else 1

@@ -49,7 +49,7 @@ class Bodies:
             MessageTooLargeError: it has too many bytes, or values.
             InvalidRequestError: a text in it is not valid Unicode.
             QueueFullError: too much is held already.
-            RequestTimeoutError: it did not come in time.
+            RequestTimeoutError: it did not come, or was not parsed, in time.
         """
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise HttpError(415, "the body must not be compressed")
@@ -60,10 +60,9 @@ class Bodies:
         held = [0]
         try:
             async with asyncio.timeout(self._config.body_timeout_s):
-                body = await self._read(request, caller, held)
-            return await self._parse(body, tenant)
+                return await self._parse(await self._read(request, caller, held), tenant)
         except TimeoutError as error:
-            message = f"the body did not come within {self._config.body_timeout_s:g} s"
+            message = f"the body did not come, or had no turn to be parsed, within {self._config.body_timeout_s:g} s"
             raise RequestTimeoutError(message) from error
         finally:
             self._release(caller, held[0])
@@ -146,4 +145,6 @@ def _why(error: Exception) -> str:
         return f"{error.msg} at character {error.pos}"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)[:200]
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return "a number has too many digits" if "int_max_str_digits" in str(error) else str(error)[:200]

@@ -173,7 +173,10 @@ async def test_slow_or_endless_requests_end_in_time() -> None:
         assert await raw(face, b"") == b""  # says nothing
         assert await raw(face, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nA: ") == b""  # half a head
         late = await raw(face, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        assert late.startswith(b"HTTP/1.1 504 ") and b"did not come within" in late
+        assert late.startswith(b"HTTP/1.1 504 ") and b"did not come" in late
+        face.server._bodies._enter = lambda *_arguments: asyncio.Event().wait()  # its turn never comes
+        status, answer = await face.post("/v1/completions", {"prompt": "a" * 50_000})
+        assert (status, answer["error"]["code"]) == (504, "timeout")
         assert not face.server._bodies._num_held
 
 
@@ -216,6 +219,12 @@ async def test_what_is_no_http_or_too_much_of_it_is_refused(sent: bytes, code: i
         assert b"\r\nServer: quartet\r\n" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2].split(b"HTTP/1.1")[0])["error"]["message"]
         face.fleet.assert_nothing_left()
+
+
+async def test_what_is_no_json_is_refused_without_a_word_of_python() -> None:
+    data = b'{"n": ' + b"1" * 5_000 + b"}"
+    async with open_face() as face, face.session.post("/v1/completions", data=data) as response:
+        assert (response.status, "too many digits" in await response.text()) == (400, True)
 
 
 async def test_bodies_that_are_being_read_have_a_bound_in_all_and_of_one_caller() -> None:
