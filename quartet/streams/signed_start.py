@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import heapq
 import hmac
-import logging
-import os
 import re
-import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -33,11 +31,10 @@ from quartet.errors import (
     SigningKeyUnknownError,
 )
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.rpc.secret_file import SecretFile
 from quartet.streams.convert.messages import put_start
 from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
-
-logger = logging.getLogger(__name__)
 
 #: Seconds that a signed start may be valid at most: a longer time means that a clock is wrong.
 MAX_SIGNED_START_TTL_S = 300.0
@@ -56,13 +53,6 @@ _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # As long as the MAC: a shorter secret would be the weakest part of it.
 _MIN_SECRET_BYTES = 32
 _MAX_FILE_BYTES = 1 << 16
-_POLL_INTERVAL_S = 1.0
-
-# The same after an unknown name, which the file may have by now; made-up names cause no more reads than that.
-_UNKNOWN_POLL_INTERVAL_S = 0.05
-
-# Differs between two contents of a file: time of change, inode, size. ``None``: there is no file.
-_Signature: TypeAlias = "tuple[int, int, int] | None"
 
 
 def sign(
@@ -222,38 +212,18 @@ class SigningKeys:
         Raises:
             ConfigError: the file can't be used; the message names the setting and the line, never a secret.
         """
-        self._path = path
-        self._clock = clock
-        self._polled_at = clock()
-        self._signature, self._keys = _read(path)
+        self._file = SecretFile(
+            path, partial(_parse_keys, path), setting=_SETTING, max_bytes=_MAX_FILE_BYTES, clock=clock
+        )
 
     @property
     def signing_key(self) -> SigningKey:
         """The key that signs."""
-        return next(iter(self._current().values()))
+        return next(iter(self._file.current().values()))
 
     def find(self, key_id: str) -> SigningKey | None:
         """The key of that name, if it verifies; an unknown name checks the file sooner."""
-        return self._current().get(key_id) or self._current(_UNKNOWN_POLL_INTERVAL_S).get(key_id)
-
-    def _current(self, poll_interval_s: float = _POLL_INTERVAL_S) -> dict[str, SigningKey]:
-        now = self._clock()
-        if now - self._polled_at >= poll_interval_s:
-            self._polled_at = now
-            signature = _poll(self._path)
-            if signature != self._signature:
-                self._reread(signature)
-        return self._keys
-
-    def _reread(self, signature: _Signature) -> None:
-        try:
-            self._signature, self._keys = _read(self._path)
-        except ConfigError as error:
-            # Log once for each content of the file.
-            self._signature = signature
-            logger.warning("the keys stay as they were: %s", error)
-        else:
-            logger.info("keys for signed starts: %s", ", ".join(self._keys))
+        return self._file.current().get(key_id) or self._file.current(is_unknown=True).get(key_id)
 
 
 def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
@@ -266,46 +236,16 @@ def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
     return signed
 
 
-def _poll(path: Path) -> _Signature:
-    try:
-        return _signature_of(path.stat())
-    except OSError:
-        return None
-
-
-def _signature_of(found: os.stat_result) -> _Signature:
-    return found.st_mtime_ns, found.st_ino, found.st_size
-
-
-def _read(path: Path) -> tuple[_Signature, dict[str, SigningKey]]:
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{_SETTING}: cannot read {path}: {error.strerror}") from error
-    if stat.S_IMODE(found.st_mode) & stat.S_IRWXO:
-        # A process that can read or write a key can start anything.
-        raise ConfigError(
-            f"{_SETTING}: {path} is open to everybody: chmod o-rwx (for a Kubernetes secret, defaultMode)"
-        )
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{_SETTING}: {path} is longer than {_MAX_FILE_BYTES} bytes")
-    return _signature_of(found), _parse_keys(content, path)
-
-
-def _parse_keys(content: bytes, path: Path) -> dict[str, SigningKey]:
+def _parse_keys(path: Path, lines: Iterator[tuple[str, str]]) -> dict[str, SigningKey]:
     keys: dict[str, SigningKey] = {}
-    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
+    for where, line in lines:
         try:
             key = _parse_line(line)
         except ValueError as error:
             # `from None`: what lies beneath may quote the secret.
-            raise ConfigError(f"{_SETTING}: {path}, line {number}: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
         if key.key_id in keys:
-            raise ConfigError(f"{_SETTING}: {path}, line {number}: {key.key_id} stands twice")
+            raise ConfigError(f"{where}: {key.key_id} stands twice")
         keys[key.key_id] = key
     if not keys:
         raise ConfigError(f"{_SETTING}: {path} holds no key")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import ssl
-import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 from quartet.api.request import MAX_NAME_LENGTH
 from quartet.errors import ConfigError, UnauthenticatedError
 from quartet.rpc.channels import read_pem
+from quartet.rpc.secret_file import SecretFile, file_signature
 from router.http.config import HttpTlsConfig
 
 logger = logging.getLogger(__name__)
@@ -24,14 +22,8 @@ _SETTING = "http.keys_file"
 _MAX_FILE_BYTES = 4 << 20
 _MIN_KEY_LENGTH = 16
 _MAX_KEY_LENGTH = 512
-_POLL_INTERVAL_S = 1.0
-# The same after an unknown key, which the file may have by now.
-_UNKNOWN_POLL_INTERVAL_S = 0.05
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
-
-# Differs between two contents of a file: time of change, inode, size. ``None``: there is no file.
-_Signature: TypeAlias = "tuple[int, int, int] | None"
 
 
 class ApiKeys:
@@ -50,11 +42,8 @@ class ApiKeys:
         Raises:
             ConfigError: the file can't be used; the message names the setting and the line, never a key.
         """
-        self._path = path
-        self._clock = clock
-        self._polled_at = clock()
-        self._signature, self._tenants = _read_keys(path)
-        if not self._tenants:
+        self._file = SecretFile(path, _parse_keys, setting=_SETTING, max_bytes=_MAX_FILE_BYTES, clock=clock)
+        if not self._file.current():
             raise ConfigError(f"{_SETTING}: {path} holds no key")
 
     def tenant(self, authorization: str) -> str:
@@ -63,28 +52,11 @@ class ApiKeys:
         if found is None:
             raise UnauthenticatedError("this server takes an API key: Authorization: Bearer KEY")
         digest = hashlib.sha256(found[1].encode("utf-8", "surrogateescape")).digest()
-        for interval_s in (_POLL_INTERVAL_S, _UNKNOWN_POLL_INTERVAL_S):
-            tenant = self._current(interval_s).get(digest)
+        for is_unknown in (False, True):
+            tenant = self._file.current(is_unknown=is_unknown).get(digest)
             if tenant is not None:
                 return tenant
         raise UnauthenticatedError("this server does not know this API key")
-
-    def _current(self, poll_interval_s: float) -> dict[bytes, str]:
-        now = self._clock()
-        if now - self._polled_at >= poll_interval_s:
-            self._polled_at = now
-            if (signature := _signature(self._path)) != self._signature:
-                self._reread(signature)
-        return self._tenants
-
-    def _reread(self, signature: _Signature) -> None:
-        try:
-            self._signature, self._tenants = _read_keys(self._path)
-        except ConfigError as error:
-            self._signature = signature  # log once for each content of the file
-            logger.warning("the API keys stay as they were: %s", error)
-        else:
-            logger.info("API keys of %d tenants", len(set(self._tenants.values())))
 
 
 class Certificates:
@@ -115,8 +87,8 @@ class Certificates:
         else:
             logger.info("HTTP serves with a new certificate")
 
-    def _poll(self) -> tuple[_Signature, _Signature]:
-        return _signature(self._config.cert_file), _signature(self._config.key_file)
+    def _poll(self) -> tuple[object, object]:
+        return file_signature(self._config.cert_file), file_signature(self._config.key_file)
 
 
 def _check_pair(config: HttpTlsConfig) -> None:
@@ -130,40 +102,14 @@ def _check_pair(config: HttpTlsConfig) -> None:
         raise ConfigError(f"http.tls: the certificate and the key can't be used together: {error}") from error
 
 
-def _signature(path: Path) -> _Signature:
-    try:
-        return _signature_of(path.stat())
-    except OSError:
-        return None
-
-
-def _signature_of(found: os.stat_result) -> _Signature:
-    return found.st_mtime_ns, found.st_ino, found.st_size
-
-
-def _read_keys(path: Path) -> tuple[_Signature, dict[bytes, str]]:
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{_SETTING}: cannot read {path}: {error.strerror}") from error
-    if stat.S_IMODE(found.st_mode) & stat.S_IRWXO:
-        raise ConfigError(
-            f"{_SETTING}: {path} is open to everybody: chmod o-rwx (for a Kubernetes secret, defaultMode)"
-        )
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{_SETTING}: {path} is longer than {_MAX_FILE_BYTES} bytes")
+def _parse_keys(lines: Iterator[tuple[str, str]]) -> dict[bytes, str]:
     tenants: dict[bytes, str] = {}
-    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        where = f"{_SETTING}: {path}, line {number}"
+    for where, line in lines:
         tenant, digest = _parse_line(line, where)
         if digest in tenants:
             raise ConfigError(f"{where}: this key stands twice")
         tenants[digest] = tenant
-    return _signature_of(found), tenants
+    return tenants
 
 
 def _parse_line(line: str, where: str) -> tuple[str, bytes]:

@@ -250,8 +250,10 @@ async def test_keys_rotate_while_starts_are_placed_and_taken_up(
 ) -> None:
     system, stub = served
     # The router sees a change at once, so the worker sees it late: only for the name that it does not know.
-    monkeypatch.setattr(SigningKeys, "signing_key", property(lambda keys: next(iter(keys._current(0.0).values()))))
-    monkeypatch.setattr("quartet.streams.signed_start._UNKNOWN_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(
+        SigningKeys, "signing_key", property(lambda keys: next(iter(keys._file.current(is_unknown=True).values())))
+    )
+    monkeypatch.setattr("quartet.rpc.secret_file._UNKNOWN_POLL_INTERVAL_S", 0.0)
     old, new = f"test {'5e' * 32}\n", f"new {'6f' * 32}\n"
     [held] = (await place(stub)).choices
     for content, key_id in ((old + new, "test"), (new + old, "new"), (new, "new")):
