@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import ConfigError
-from quartet.streams import signed_start
+from quartet.rpc import secret_file
 from quartet.streams.signed_start import SigningKey, SigningKeys
 
 OLD, NEW = "0a" * 32, "0b" * 32
@@ -82,7 +82,7 @@ def test_an_unknown_key_name_makes_the_file_be_polled_sooner_but_not_each_time(
     keys = file.keys()
     looks = []
     monkeypatch.setattr(
-        signed_start, "_poll", lambda path: looks.append(path) or signed_start._signature_of(path.stat())
+        secret_file, "file_signature", lambda path: looks.append(path) or secret_file._signature_of(path.stat())
     )
     for file.now in (0.01, 0.04, 0.06, 0.07, 0.1, 0.12):
         for _ in range(100):
