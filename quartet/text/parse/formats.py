@@ -233,8 +233,6 @@ def kimi_k3(*, has_reasoning: bool, has_calls: bool) -> Format:
     parts = (Edge(responds, "content"), *([Edge(opens_tools, "tools")] if has_calls else []))
     sink = Sink.REASONING if has_reasoning else Sink.CONTENT
     argument, ends_call = '<|open|>argument key="', "<|close|>call<|sep|>"
-    typed = Edge('" type="string"<|sep|>', "value", Do.KEY_OF_STRING), Edge('" type="', "type", Do.KEY_OF_JSON)
-    value = Edge("<|close|>argument<|sep|>", "arguments", Do.VALUE, follow=(argument, ends_call))
     states = {
         "start": _expect(Edge("<|open|>", "between", keeps=True), otherwise="content", drops_space=False),
         "reasoning": State((Edge("<|close|>think<|sep|>", "between"), *parts), sink=sink),
@@ -244,9 +242,11 @@ def kimi_k3(*, has_reasoning: bool, has_calls: bool) -> Format:
         "name": _field(Edge('"', "index", Do.NAME)),
         "index": _skip(Edge("<|sep|>", "arguments")),
         "arguments": _expect(Edge(argument, "key"), Edge(ends_call, "tools", ends=True)),
-        "key": _field(*typed),
+        "key": _field(
+            Edge('" type="string"<|sep|>', "value", Do.KEY_OF_STRING), Edge('" type="', "type", Do.KEY_OF_JSON)
+        ),
         "type": _skip(Edge("<|sep|>", "value")),
-        "value": _value(value),
+        "value": _value(Edge("<|close|>argument<|sep|>", "arguments", Do.VALUE, follow=(argument, ends_call))),
     }
     return Format(states, starts={thinks: "reasoning", responds: "content"})
 

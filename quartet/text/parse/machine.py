@@ -111,8 +111,10 @@ class OutputParser:
 
     def _text(self, at: int) -> int:
         start, end, edge = self._find_edge(at)
-        strips = edge.strips if edge is not None else self._state.strips and not self._is_last
-        cut = _rstrip(self._buffer, at, start) if strips else start
+        cut = start
+        if edge.strips if edge is not None else self._state.strips and not self._is_last:
+            space = max(at, start - MAX_SPACE)
+            cut = space + len(self._buffer[space:start].rstrip())
         if (bad := self._put(at, cut)) is not None:
             return self._fail(bad)
         if edge is None:
@@ -336,12 +338,6 @@ class OutputParser:
         self._is_shown = True
         self._events += self._ready
         self._ready.clear()
-
-
-def _rstrip(text: str, begin: int, end: int) -> int:
-    """Where whitespace before ``end`` begins; of a long run only the last part counts."""
-    begin = max(begin, end - MAX_SPACE)
-    return begin + len(text[begin:end].rstrip())
 
 
 _PLAIN: Mapping[Sink, type[Content] | type[Reasoning]] = {Sink.CONTENT: Content, Sink.REASONING: Reasoning}

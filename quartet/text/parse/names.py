@@ -85,33 +85,24 @@ def choose_parsers(
     reasoning = reasoning if text in chat_template else ""
     reasoning = _known(reasoning if reasoning_parser is None else reasoning_parser, REASONING_PARSERS)
     calls = _known(calls if tool_call_parser is None else tool_call_parser, TOOL_CALL_PARSERS)
-    if _go_together(reasoning, calls):
+    made = [REASONING_PARSERS.get(reasoning), TOOL_CALL_PARSERS.get(calls)]
+    if not any(map(callable, made)) or None in made or made[0] is made[1]:
         return reasoning, calls
     if reasoning_parser is not None and tool_call_parser is not None:
         raise ConfigError(f"the parsers {reasoning} and {calls} don't go together")
     return ("", calls) if reasoning_parser is None else (reasoning, "")
 
 
-def choose_format(
-    reasoning_parser: str | None = None, tool_call_parser: str | None = None, *, chat_template: str = ""
-) -> Format:
-    """The format of a model's output, as ``choose_parsers`` does. Raises ``ConfigError``."""
-    return _make_format(*choose_parsers(reasoning_parser, tool_call_parser, chat_template=chat_template))
-
-
-def _go_together(reasoning_parser: str, tool_call_parser: str) -> bool:
-    made = [REASONING_PARSERS.get(reasoning_parser), TOOL_CALL_PARSERS.get(tool_call_parser)]
-    return not any(map(callable, made)) or None in made or made[0] is made[1]
-
-
 @cache
-def _make_format(reasoning_parser: str, tool_call_parser: str) -> Format:
-    reasoning, calls = REASONING_PARSERS.get(reasoning_parser), TOOL_CALL_PARSERS.get(tool_call_parser)
-    if not callable(reasoning) and not callable(calls):
-        return join_tables(reasoning, calls)
-    make = reasoning or calls
-    assert callable(make), "they go together"
-    return make(has_reasoning=reasoning is not None, has_calls=calls is not None)
+def choose_format(reasoning_parser: str = "", tool_call_parser: str = "") -> Format:
+    """The format that two parsers read, named as by ``choose_parsers``. Raises ``ConfigError`` as that does."""
+    names = choose_parsers(reasoning_parser, tool_call_parser)
+    reasoning, calls = REASONING_PARSERS.get(names[0]), TOOL_CALL_PARSERS.get(names[1])
+    if callable(reasoning):
+        return reasoning(has_reasoning=True, has_calls=calls is not None)
+    if callable(calls):
+        return calls(has_reasoning=False, has_calls=True)
+    return join_tables(reasoning, calls)
 
 
 def _known(name: str, parsers: Mapping[str, object]) -> str:

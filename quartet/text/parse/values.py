@@ -6,6 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from quartet.text.parse.states import QUOTES, Quoting, trie
@@ -16,6 +17,8 @@ _MAX_DEPTH = 100
 #: Parts of a tool's schema that are looked at for the types of one argument: clients may send it of any size.
 _MAX_SCHEMAS = 256
 
+_TYPES = {float: "number", str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
+_NO_STRINGS = frozenset([*_TYPES.values(), "integer"]) - {"string"}
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -201,8 +204,9 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
     if types is None or types != {"string"}:
         literal = _LITERALS.get(text.strip(), text.strip())
         value = parse_json(literal)
-        names = _types_of(value) if value is not None or literal == "null" else frozenset()
-        if names & (types if types is not None else _NO_STRINGS):
+        is_whole = type(value) is int or (type(value) is float and value.is_integer())
+        names = {"integer", "number"} if is_whole else {_TYPES[type(value)]}
+        if (value is not None or literal == "null") and names & (types if types is not None else _NO_STRINGS):
             return literal
     return json.dumps(text, ensure_ascii=False)
 
@@ -212,25 +216,13 @@ def argument_types(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]
     properties = (schema or {}).get("properties")
     schemas = [properties.get(key)] if isinstance(properties, dict) else []
     names: set[str] = set()
-    for _ in range(_MAX_SCHEMAS):
-        if not schemas:
-            break
-        part = schemas.pop()
+    for part in islice(schemas, _MAX_SCHEMAS):  # it grows meanwhile
         if isinstance(part, dict):
             kinds = part.get("type")
             names.update(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
             unions = (part.get(union) for union in ("anyOf", "oneOf", "allOf"))
             schemas += [item for union in unions if isinstance(union, list) for item in union]
     return frozenset(names) or None
-
-
-_TYPES = {float: "number", str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
-_NO_STRINGS = frozenset([*_TYPES.values(), "integer"]) - {"string"}
-
-
-def _types_of(value: Any) -> frozenset[str]:
-    is_whole = type(value) is int or (type(value) is float and value.is_integer())
-    return frozenset(["integer", "number"] if is_whole else [_TYPES[type(value)]])
 
 
 def _escape(text: str) -> str:

@@ -3,7 +3,16 @@
 import pytest
 
 from quartet.errors import ConfigError
-from quartet.text.parse import CallArguments, CallBegin, CallEnd, Content, OutputParser, Reasoning, choose_format
+from quartet.text.parse import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    OutputParser,
+    Reasoning,
+    choose_format,
+    choose_parsers,
+)
 
 HERMES_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -30,15 +39,16 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("template", "reasoning", "calls"), TEMPLATES)
 def test_a_chat_template_calls_for_parsers_that_are_not_named(template: str, reasoning: str, calls: str) -> None:
-    assert choose_format(chat_template=template) is choose_format(reasoning, calls)
-    assert choose_format("", "hermes", chat_template=template) is choose_format("", "hermes"), "names count first"
+    assert choose_parsers(chat_template=template) == (reasoning, calls)
+    assert choose_parsers("", "hermes", chat_template=template) == ("", "hermes"), "names count first"
 
 
 @pytest.mark.parametrize(
     ("name", "alias"), [("deepseek_v3_2", "deepseek_v41"), ("harmony", "openai"), ("glm45", "glm47")]
 )
 def test_other_engines_names_are_known(name: str, alias: str) -> None:
-    assert choose_format("", alias) is choose_format("", name)
+    assert choose_parsers("", alias) == ("", name)
+    assert choose_format("", alias) == choose_format("", name)
 
 
 @pytest.mark.parametrize(
