@@ -6,20 +6,23 @@ import asyncio
 import json
 import logging
 import re
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from grpc import StatusCode
 
-from quartet.errors import ConfigError, UnauthenticatedError
+from quartet.errors import ConfigError, MediaTooLargeError, MessageTooLargeError, UnauthenticatedError
 from quartet.rpc.channels import TlsConfig
+from quartet.rpc.errors import STATUS as GRPC_CODES
 from quartet.rpc.server import ServerConfig
 from router.config import RouterConfig
 from router.http.config import HttpConfig, HttpTlsConfig
 from router.http.connections import client_address
-from router.http.errors import to_parameter
+from router.http.errors import STATUS, http_code, to_parameter
 from router.http.keys import ApiKeys, Certificates
 from tests.certificates import CertificateAuthority
 from tests.router.fakes import TIMEOUT_S, Plan
@@ -151,6 +154,17 @@ async def test_connections_beyond_the_bounds_are_refused_and_make_room_when_they
             writer.close()
         await until(lambda: not len(face.server._connections))
         assert (await face.get("/health"))[0] == 200
+
+
+async def test_events_of_a_stream_do_not_wait_for_the_acknowledgement_of_those_before() -> None:
+    async with open_face() as face:
+        _, writer = await asyncio.open_connection("127.0.0.1", face.port)
+        await until(lambda: len(face.server._connections) == 1)
+        [connection] = face.server._connections._open
+        assert connection._io is not None
+        accepted = connection._io.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
 
 
 async def test_a_tenant_has_a_bound_of_requests(tmp_path: Path) -> None:
@@ -337,3 +351,30 @@ def test_connections_of_one_network_count_as_one_clients(host: str, counted: str
 def test_a_refused_picture_is_named_as_its_client_named_it() -> None:
     assert to_parameter("chat.messages[2].parts[0].media.url") == "messages[2].content[0].image_url.url"
     assert to_parameter("chat.messages[2].parts[0].media") == "messages[2].content[0].image_url"
+
+
+def test_every_code_of_grpc_has_one_of_http() -> None:
+    wanted = {
+        StatusCode.CANCELLED: 499,
+        StatusCode.UNKNOWN: 500,
+        StatusCode.INVALID_ARGUMENT: 400,
+        StatusCode.DEADLINE_EXCEEDED: 504,
+        StatusCode.NOT_FOUND: 404,
+        StatusCode.ALREADY_EXISTS: 409,
+        StatusCode.PERMISSION_DENIED: 403,
+        StatusCode.UNAUTHENTICATED: 401,
+        StatusCode.RESOURCE_EXHAUSTED: 429,
+        StatusCode.FAILED_PRECONDITION: 400,
+        StatusCode.ABORTED: 500,
+        StatusCode.OUT_OF_RANGE: 400,
+        StatusCode.UNIMPLEMENTED: 404,
+        StatusCode.INTERNAL: 500,
+        StatusCode.UNAVAILABLE: 503,
+        StatusCode.DATA_LOSS: 500,
+    }
+    assert wanted.keys() == set(StatusCode) - {StatusCode.OK}
+    assert {code: STATUS.get(code.name, STATUS["INTERNAL"])[0] for code in wanted} == wanted
+    too_large = {MessageTooLargeError: 413, MediaTooLargeError: 413}
+    assert {kind: http_code(kind("no")) for kind in GRPC_CODES} == {
+        kind: too_large.get(kind, wanted[code]) for kind, code in GRPC_CODES.items()
+    }
