@@ -222,10 +222,10 @@ class StreamedAnswer(Answer):
 
     def accept(self, accepted: Accepted) -> None:
         """The request runs: a chat's choices begin with their role."""
+        super().accept(accepted)
         if self._head.asked.is_chat:
             for choice in range(self._head.asked.num_choices):
                 self._send(choice, {"delta": {"role": "assistant", "content": ""}})
-        super().accept(accepted)
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

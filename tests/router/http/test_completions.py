@@ -58,6 +58,14 @@ async def test_each_event_has_the_usage_so_far_if_asked_for() -> None:
         assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3, 3]
 
 
+async def test_every_event_of_a_chat_says_how_long_its_prompt_is() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with open_face() as face:
+        events = await face.events("/v1/chat/completions", {**CHAT, "max_tokens": 2, "stream_options": options})
+        assert {event["usage"]["prompt_tokens"] for event in events} == {NUM_CHAT_TOKENS}
+        assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 2, 2]
+
+
 async def test_prompts_of_a_list_are_answered_in_order_as_texts_or_as_token_ids() -> None:
     async with open_face() as face:
         prompts: list[Any] = [[72, 101, 108], [5, 6]]
