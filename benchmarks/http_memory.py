@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
@@ -47,9 +48,6 @@ class _Run:
 
     request_id = _REQUEST_ID
 
-    async def drop(self) -> None:
-        """Nothing is held."""
-
 
 class _StubPipeline:
     """Accepts everything, and gives each request one token."""
@@ -65,6 +63,9 @@ class _StubPipeline:
         sink.accept(Accepted(request_id=_REQUEST_ID, choices=(), num_prompt_tokens=1, seed=0))
         sink.add(0, 0, (5,), " word", ())
         return _Run()
+
+    async def drop_all(self, _runs: Iterable[_Run]) -> None:
+        """Nothing is held."""
 
 
 def main() -> None:

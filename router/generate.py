@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation
@@ -69,6 +69,15 @@ class Pipeline:
         """Where a request would go now. Raises ``ServingError`` as it would be refused before it waits for room."""
         return await explain(start, self._context, self._explain_turns)
 
+    async def drop_all(self, runs: Iterable[GenerateRun]) -> None:
+        """Their client no longer reads: end all of ``runs`` at once, and wait until they hold nothing.
+
+        They end also if the caller is cancelled meanwhile.
+        """
+        works = [work for run in runs if (work := run.cancel_work()) is not None]
+        if works:
+            await asyncio.wait(works)
+
     def abort_all(self, error: ServingError) -> None:
         """End every running request with ``error``."""
         for run in tuple(self._running):
@@ -103,20 +112,20 @@ class GenerateRun:
     def cancel(self) -> None:
         """End it early: each choice that has not ended ends as CANCELLED."""
         self._is_cancelled = True
-        self._cancel_work()
+        self.cancel_work()
 
     def abort(self, error: ServingError) -> None:
         """End it with ``error``."""
         self._abort_error = error
-        self._cancel_work()
+        self.cancel_work()
 
     async def drop(self) -> None:
         """The client no longer reads: end it, and wait until it holds nothing. Harmless after its end."""
-        if (work := self._cancel_work()) is not None:
+        if (work := self.cancel_work()) is not None:
             await asyncio.wait([work])
 
-    def _cancel_work(self) -> asyncio.Task[None] | None:
-        """Cancel the work, and return it; ``None``: it has ended."""
+    def cancel_work(self) -> asyncio.Task[None] | None:
+        """Cancel the task that runs it, and return that; ``None``: it has ended."""
         if self._work is not None:
             self._work.cancel()
         return self._work

@@ -135,6 +135,7 @@ class _Runs:
     def __init__(
         self, pipeline: Pipeline, asked: Asked, answers: Sequence[WholeAnswer | StreamedAnswer], caller: Caller
     ) -> None:
+        self._pipeline = pipeline
         self._answers = answers
         starts = asked.take_starts()
         # It is still the turn in which the last of its body was parsed. Further prompts have turns of their own.
@@ -160,8 +161,7 @@ class _Runs:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        for run in self._runs:
-            await run.drop()
+        await self._pipeline.drop_all(self._runs)
 
 
 def _end_slow(runs: _Runs, request: web.BaseRequest) -> None:

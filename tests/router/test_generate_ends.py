@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 
+from quartet.api.answer import Answer
 from quartet.engine.base import FinishReason
 from quartet.errors import (
     DrainingError,
@@ -20,6 +21,7 @@ from quartet.errors import (
 from router.config import AdmissionConfig
 from router.workers import PoolKey
 from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens
+from tests.router.http.face import until
 from tests.router.records import make_load
 from tests.router.test_generate import make_start
 
@@ -207,4 +209,29 @@ async def test_a_reader_cancelled_twice_leaves_only_a_log_line(caplog: pytest.Lo
             for _ in range(10):  # turns of the event loop that it takes to leave
                 await asyncio.sleep(0)
     assert len(caplog.records) == 1
+    fleet.assert_nothing_left()
+
+
+async def test_all_runs_of_a_client_end_also_if_the_wait_for_them_is_cancelled() -> None:
+    fleet, may_end, num_begun = Fleet("decode-0"), asyncio.Event(), 0
+
+    async def slow_to_leave(_pool: PoolKey) -> NoReturn:
+        nonlocal num_begun
+        num_begun += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+        raise AssertionError
+
+    fleet.texts.model_text = slow_to_leave  # type: ignore[method-assign]
+    runs = [fleet.pipeline.generate(make_start(), Answer()) for _ in range(3)]
+    await until(lambda: num_begun == len(runs))
+    dropping = asyncio.create_task(fleet.pipeline.drop_all(runs))
+    await asyncio.sleep(0)
+    dropping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dropping
+    may_end.set()
+    await until(lambda: not fleet.pipeline.num_running)
     fleet.assert_nothing_left()
