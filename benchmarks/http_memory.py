@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
@@ -58,8 +58,11 @@ class _StubPipeline:
             intake=SimpleNamespace(enter=_enter),
         )
 
-    def generate(self, start: AskedStart, sink: AnswerSink, *, traceparent: str = "") -> _Run:
+    def generate(
+        self, start: AskedStart, sink: AnswerSink, *, traceparent: str = "", on_queued: Callable[[], None]
+    ) -> _Run:
         """Accept ``start``; nothing keeps it."""
+        on_queued()
         sink.accept(Accepted(request_id=_REQUEST_ID, choices=(), num_prompt_tokens=1, seed=0))
         sink.add(0, 0, (5,), " word", ())
         return _Run()

@@ -41,10 +41,20 @@ class Pipeline:
         return len(self._running)
 
     def generate(
-        self, start: AskedStart, sink: AnswerSink, *, resume: Resume | None = None, traceparent: str = ""
+        self,
+        start: AskedStart,
+        sink: AnswerSink,
+        *,
+        resume: Resume | None = None,
+        traceparent: str = "",
+        on_queued: Callable[[], None] | None = None,
     ) -> GenerateRun:
-        """Run a request; its answer goes to ``sink``, and so does its failure."""
-        run = GenerateRun(RouterRequest(start, resume, traceparent), self._context, sink, self._running.discard)
+        """Run a request; its answer goes to ``sink``, and so does its failure.
+
+        ``on_queued`` is called when a choice of it begins to wait for a worker: it has passed all checks then.
+        """
+        request = RouterRequest(start, resume, traceparent)
+        run = GenerateRun(request, self._context, sink, self._running.discard, on_queued)
         self._running.add(run)
         return run
 
@@ -88,7 +98,12 @@ class GenerateRun:
     """One request, from arrival to the end of all its choices."""
 
     def __init__(
-        self, request: RouterRequest, context: RouterContext, sink: AnswerSink, on_end: Callable[[GenerateRun], None]
+        self,
+        request: RouterRequest,
+        context: RouterContext,
+        sink: AnswerSink,
+        on_end: Callable[[GenerateRun], None],
+        on_queued: Callable[[], None] | None = None,
     ) -> None:
         """Begin to run; ``on_end`` is called once the request has ended and holds nothing any more."""
         self._request = request
@@ -98,6 +113,7 @@ class GenerateRun:
         self._log = RequestLog(request, context.metrics)
         self._placed_choices: set[int] = set()
         self._on_end = on_end
+        self._on_queued = on_queued
         self._is_cancelled = False
         self._abort_error: ServingError | None = None
         work = run_prepared(request, context, self._generate, late="did not end")
@@ -164,6 +180,8 @@ class GenerateRun:
 
     async def _run_choice(self, numbered: tuple[int, ChoiceOutput], standing: Standing) -> None:
         choice, output = numbered
+        if self._on_queued is not None:
+            self._on_queued()
         reason = await ChoiceRun(self._request, choice, output, self._context, standing, self._placed).run()
         if not self._choices.is_accepted:
             self._choices.accept(self._accepted())  # the resumed request had nothing left to do

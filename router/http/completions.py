@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from router.generate import GenerateRun, Pipeline
 from router.http.body import Bodies
 from router.http.config import HttpConfig
 from router.http.connections import Connections
-from router.http.errors import error_body
+from router.http.errors import error_body, to_parameter
 from router.http.events import EventStream
 
 
@@ -53,22 +54,16 @@ class Completions:
     async def _serve(self, request: web.BaseRequest, asked: Asked, caller: Caller) -> web.StreamResponse:
         self._find_adapter(asked)
         token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.starts[0].model)
-        try:
-            if asked.streams:
-                return await self._stream(request, asked, caller, token_bytes)
-            return await self._answer(asked, caller, token_bytes)
-        except InvalidRequestError as error:
-            name = (error.field or "").removeprefix("sampling.")
-            if name in asked.names:
-                error.field = asked.names[name]
-            raise
+        if asked.streams:
+            return await self._stream(request, asked, caller, token_bytes)
+        return await self._answer(asked, caller, token_bytes)
 
     async def _answer(self, asked: Asked, caller: Caller, token_bytes: TokenBytes | None) -> web.Response:
         head = self._head(asked, token_bytes)
         answers = [WholeAnswer(head, first) for first in _first_choices(asked)]
         async with _Runs(self._pipeline, asked, answers, caller) as runs:
             head.set_request_id(runs.request_id)
-            await runs.wait()
+            await runs.ended
         body = json.dumps(whole_response(head, answers)).encode()
         headers = _headers(caller, runs.request_id)
         return web.Response(body=body, content_type="application/json", headers=headers)
@@ -82,14 +77,13 @@ class Completions:
         async with _Runs(self._pipeline, asked, answers, caller) as runs:
             head.set_request_id(runs.request_id)
             stream.on_slow = partial(_end_slow, runs, request)
-            # Until the first is placed the request may be refused with a code of its own.
-            await answers[0].is_open
-            response = await stream.open(_headers(caller, runs.request_id))
             self._connections.watch(stream)
             try:
+                await runs.begin(stream)
+                response = await stream.open(_headers(caller, runs.request_id))
                 error: BaseException | None = None
                 try:
-                    await runs.wait()
+                    await runs.ended
                 except Exception as failure:  # noqa: BLE001 - the stream ends with it; `error_body` logs our bugs
                     error = failure
                 if error is not None:
@@ -130,38 +124,91 @@ class Completions:
 
 
 class _Runs:
-    """The runs of one request: one for each prompt. What is left of them is dropped at the end of the block."""
+    """The runs of one request: one for each prompt. What is left of them is dropped at the end of the block.
+
+    Attributes:
+        request_id: names the response: the id of its first run.
+        ended: done once all have ended, or with the error of the first that fails, as soon as it does.
+    """
 
     def __init__(
         self, pipeline: Pipeline, asked: Asked, answers: Sequence[WholeAnswer | StreamedAnswer], caller: Caller
     ) -> None:
         self._pipeline = pipeline
         self._answers = answers
+        self._names = asked.names
         starts = asked.take_starts()
         # It is still the turn in which the last of its body was parsed. Further prompts have turns of their own.
         starts[0].has_entered = True
         self._runs: list[GenerateRun] = [
-            pipeline.generate(start, answer, traceparent=caller.traceparent)
+            pipeline.generate(start, answer, traceparent=caller.traceparent, on_queued=answer.queue)
             for start, answer in zip(starts, answers, strict=True)
         ]
-        #: Names the response: the id of its first run.
         self.request_id = self._runs[0].request_id
+        for index, answer in enumerate(answers):
+            answer.has_ended.add_done_callback(partial(self._name_field, index))
+        self.ended = asyncio.gather(*[answer.has_ended for answer in answers])
+        self.ended.add_done_callback(_mark_seen)
 
-    async def wait(self) -> None:
-        """Wait for the end of all. Raises the error of the first that fails."""
+    async def begin(self, stream: EventStream) -> None:
+        """Wait until the response may begin: every prompt waits for a worker or has one, and one of them has.
+
+        Until then a refusal has a status of its own. ``stream`` may be due before: then a refusal comes as an event.
+
+        Raises:
+            ServingError: of the first that fails until then.
+        """
+        num_unchecked, is_placed = len(self._answers), False
+
+        def note_queued(_is_queued: asyncio.Future[None]) -> None:
+            nonlocal num_unchecked
+            num_unchecked -= 1
+            look()
+
+        def note_open(_is_open: asyncio.Future[None]) -> None:
+            nonlocal is_placed
+            is_placed = True
+            look()
+
+        def look() -> None:
+            if is_placed and not num_unchecked:
+                stream.make_due()
+
         for answer in self._answers:
-            await answer.has_ended
+            answer.is_queued.add_done_callback(note_queued)
+            answer.is_open.add_done_callback(note_open)
+        self.ended.add_done_callback(lambda _ended: stream.make_due())
+        await stream.is_due
+        if self.ended.done():
+            self.ended.result()
 
     def abort(self, error: SlowReaderError) -> None:
         """End what runs with ``error``."""
         for run in self._runs:
             run.abort(error)
 
+    def _name_field(self, index: int, has_ended: asyncio.Future[None]) -> None:
+        """Name the field that an error of prompt number ``index`` is about as the client called it."""
+        error = None if has_ended.cancelled() else has_ended.exception()
+        if not isinstance(error, InvalidRequestError) or error.field is None:
+            return
+        name = error.field.removeprefix("sampling.")
+        if name in self._names:
+            error.field = self._names[name]
+        elif len(self._answers) > 1 and to_parameter(name) == "prompt":
+            error.field = f"prompt[{index}]"
+
     async def __aenter__(self) -> _Runs:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
         await self._pipeline.drop_all(self._runs)
+
+
+def _mark_seen(ended: asyncio.Future[list[None]]) -> None:
+    """Nobody may wait for it any more, which is no error."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _end_slow(runs: _Runs, request: web.BaseRequest) -> None:

@@ -27,37 +27,50 @@ _COMMENT = ": keep-alive\n\n"
 class EventStream:
     """The events of one response. Events are ASCII, with their ``data:`` and their empty line."""
 
-    __slots__ = ("_early", "_is_chunked", "_max_unread_bytes", "_num_quiet_polls", "_request", "_transport", "on_slow")
+    __slots__ = (
+        "_early",
+        "_is_chunked",
+        "_max_unread_bytes",
+        "_num_early_bytes",
+        "_num_quiet_polls",
+        "_request",
+        "_transport",
+        "is_due",
+        "on_slow",
+    )
 
     def __init__(self, request: web.BaseRequest, *, max_unread_bytes: int) -> None:
-        """Keep events until ``open``. A reader that leaves more than ``max_unread_bytes`` unread is too slow."""
+        """Keep events until ``open``. A reader that leaves more than ``max_unread_bytes`` unread is too slow.
+
+        Whoever opens it must not wait beyond ``is_due``: half of that is kept, or nothing came for long.
+        """
         self._request = request
         self._max_unread_bytes = max_unread_bytes
         self._early: list[str] | None = []
+        self._num_early_bytes = 0
         self._is_chunked = request.version >= HttpVersion11
         self._transport: asyncio.Transport | None = None
         self._num_quiet_polls = 0
+        #: Done once it should be opened, whatever its opening waits for.
+        self.is_due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: Called once the reader is too slow; nothing more is sent then.
         self.on_slow: Callable[[], None] = lambda: None
 
     async def open(self, headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the head and all events so far; from now on events go out as they come."""
         response = web.StreamResponse(headers={**_HEADERS, **headers})
-        await response.prepare(self._request)
-        # aiohttp keeps the head until the first byte of the body, so that goes through it.
-        while self._early:
-            early, self._early = self._early, []
-            await response.write("".join(early).encode())
-        self._early = None
+        await response.prepare(self._request)  # sends the head
+        early, self._early = "".join(self._early or ()), None
         self._transport = self._request.transport
+        if early:
+            self.send(early)
         return response
 
     def send(self, event: str) -> None:
         """Send ``event`` now. Never waits."""
         transport = self._transport
         if transport is None:
-            if self._early is not None:
-                self._early.append(event)
+            self._keep(event)
             return
         self._num_quiet_polls = 0
         data = f"{len(event):x}\r\n{event}\r\n" if self._is_chunked else event
@@ -66,12 +79,29 @@ class EventStream:
             self.close()
             self.on_slow()
 
+    def make_due(self) -> None:
+        """Have it opened soon."""
+        if not self.is_due.done():
+            self.is_due.set_result(None)
+
     def poll(self, max_quiet_polls: int) -> None:
         """Send a comment if there was nothing else for so many polls, for proxies that end silent connections."""
         self._num_quiet_polls += 1
-        if self._num_quiet_polls >= max_quiet_polls and self._transport is not None:
+        if self._num_quiet_polls < max_quiet_polls:
+            return
+        if self._transport is not None:
             self.send(_COMMENT)
+        else:
+            self.make_due()
 
     def close(self) -> None:
         """Send nothing more."""
         self._transport = self._early = None
+
+    def _keep(self, event: str) -> None:
+        if self._early is None:  # closed
+            return
+        self._early.append(event)
+        self._num_early_bytes += len(event)
+        if self._num_early_bytes > self._max_unread_bytes // 2:
+            self.make_due()

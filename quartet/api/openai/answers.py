@@ -83,10 +83,17 @@ class Answer:
         self.accepted: Accepted | None = None
         self.finished: dict[int, ChoiceFinished] = {}
         loop = asyncio.get_running_loop()
+        #: Done once the request has passed all checks and waits for a worker, or has ended.
+        self.is_queued: asyncio.Future[None] = loop.create_future()
         #: Done once the request is placed, or has ended.
         self.is_open: asyncio.Future[None] = loop.create_future()
         #: Done once the request has ended; with its error, if it failed.
         self.has_ended: asyncio.Future[None] = loop.create_future()
+
+    def queue(self) -> None:
+        """The request has passed all checks: from now on it waits for a worker."""
+        if not self.is_queued.done():
+            self.is_queued.set_result(None)
 
     def accept(self, accepted: Accepted) -> None:
         """The first of its choices is placed."""
@@ -103,7 +110,7 @@ class Answer:
 
     def end(self, error: BaseException | None = None) -> None:
         """The answer is complete, or failed."""
-        for future in (self.has_ended, self.is_open):
+        for future in (self.has_ended, self.is_open, self.is_queued):
             if future.done():
                 continue
             if error is None:
