@@ -128,7 +128,7 @@ COMPLETIONS: list[tuple[Any, int, str | None]] = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
     ({"prompt": "a", "messages": [USER]}, 400, "messages"),
     (b'{"prompt": [' + b"[]," * 40_000 + b"1]}", 413, None),
-    (b'{"prompt": [' + b"1," * 20_000 + b"1.5]}", 400, None),
+    (b'{"prompt": [' + b"1," * 20_000 + b"1.5]}", 400, "prompt"),
 ]
 
 
