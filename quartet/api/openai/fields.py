@@ -163,6 +163,16 @@ def ignored(_value: Any, _path: str) -> None:
     """Anything: it changes nothing here."""
 
 
+def empty(why: str) -> Reader:
+    """A list without items, which changes nothing; what items ask for is not offered."""
+
+    def read(value: Any, path: str) -> None:
+        if lists(value, path):
+            raise UnsupportedFieldError(f"{path}: must be empty: {why}", field=path)
+
+    return read
+
+
 def refused(why: str) -> Reader:
     """Nothing: the field is known and not supported."""
 
