@@ -658,8 +658,12 @@ def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Po
     raise WorkerUnavailableError("the model that gave the tokens to go on after is served no more")
 
 
-async def tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queue: TokenizeQueue) -> Sequence[int]:
+async def tokenize(
+    start: GenerateStart, text: ModelText, max_tokens: int, queue: TokenizeQueue, *, add_special_tokens: bool = True
+) -> Sequence[int]:
     """The prompt's tokens; more than ``max_tokens`` may be refused before they are counted.
+
+    If not ``add_special_tokens``, a text gets none around it. A chat has those of its template.
 
     Raises:
         InvalidRequestError: as ``ModelText`` says, with the field of a request.
@@ -672,7 +676,7 @@ async def tokenize(start: GenerateStart, text: ModelText, max_tokens: int, queue
     if isinstance(prompt, TextPrompt):
         text.tokenizer.check_length(prompt.text, max_tokens, field="text")  # before it waits
         cost = len(prompt.text)
-        encode = partial(text.encode_text, prompt.text)
+        encode = partial(text.encode_text, prompt.text, add_special_tokens=add_special_tokens)
     else:
         cost = sum([message.num_characters + _MESSAGE_COST for message in prompt.messages])
         tools, arguments = prompt.shown_tools, prompt.template_arguments

@@ -123,13 +123,13 @@ class ModelText:
         """The end of a prompt's text, special tokens included."""
         return self.tokenizer.decode(prompt_token_ids[-_END_TOKENS:], skip_special_tokens=False)
 
-    def encode_text(self, text: str, limit: EncodeLimit | None = None) -> list[int]:
-        """Turn a plain prompt into ids, with the special tokens that the model wants around it.
+    def encode_text(self, text: str, limit: EncodeLimit | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn a plain prompt into ids, by default with the special tokens that the model wants around it.
 
         Raises:
             InvalidRequestError: see ``Tokenizer.encode``, also for ``limit``.
         """
-        return self.tokenizer.encode(text, field="text", limit=limit)
+        return self.tokenizer.encode(text, add_special_tokens, field="text", limit=limit)
 
     def encode_messages(
         self,

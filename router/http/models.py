@@ -25,17 +25,14 @@ _DETOKENIZE: Mapping[str, Reader] = {"model": text, "tokens": anything}
 def list_models(table: WorkerTable) -> dict[str, Any]:
     """GET /v1/models."""
     pools = {pool.key.model_name: pool for pool in table.pools(time.monotonic())}
-    adapters = [
-        {**_model(pool), "id": name, "parent": pool.key.model_name}
-        for pool in pools.values()
-        for name in sorted(pool.adapters)
-    ]
+    adapters = [_adapter(pool, name) for pool in pools.values() for name in sorted(pool.adapters)]
     return {"object": "list", "data": [*map(_model, pools.values()), *adapters]}
 
 
 def show_model(context: RouterContext, name: str) -> dict[str, Any]:
-    """GET /v1/models/NAME. Raises ``ModelNotFoundError``, or ``ModelUnavailableError``."""
-    return _model(find_pool(_named(name), context.table))
+    """GET /v1/models/NAME, of a model or an adapter. Raises ``ModelNotFoundError``, or ``ModelUnavailableError``."""
+    pool = _find_pool(name, context.table)
+    return _adapter(pool, name) if name in pool.adapters and name != pool.key.model_name else _model(pool)
 
 
 def health(table: WorkerTable, namespace: str, *, is_ready: bool) -> dict[str, Any]:
@@ -65,15 +62,19 @@ async def tokenize_text(context: RouterContext, bodies: Bodies, body: dict[str, 
     Raises:
         InvalidRequestError: naming the field.
     """
+    is_bare = "messages" not in body and body.get("add_special_tokens") is False
+    if is_bare:
+        del body["add_special_tokens"]  # which completions take as true only
     shows_texts = boolean(body.pop("return_token_strs", None) or False, "return_token_strs")
     steps = read_chat(body, caller) if "messages" in body else read_completion(body, caller)
     starts = (await bodies.in_turns(steps, caller.tenant)).starts
     if len(starts) != 1:
         raise InvalidRequestError("prompt: must be one", field="prompt")
     await context.intake.enter(caller.tenant, 0)
-    pool = find_pool(starts[0], context.table)
+    pool = _find_pool(starts[0].model, context.table)
     text_side = await context.texts.model_text(pool.key)
-    token_ids = await tokenize(starts[0], text_side, max_sequence_tokens(pool), context.tokenizing)
+    limit = max_sequence_tokens(pool)
+    token_ids = await tokenize(starts[0], text_side, limit, context.tokenizing, add_special_tokens=not is_bare)
     answer = {"count": len(token_ids), "max_model_len": pool.max_model_len, "tokens": list(token_ids)}
     if shows_texts:
         answer["token_strs"] = [text_side.tokenizer.token_text(token_id) or "" for token_id in token_ids]
@@ -87,7 +88,7 @@ async def detokenize(context: RouterContext, body: Mapping[str, Any], caller: Ca
         raise InvalidRequestError("tokens: is missing", field="tokens")
     token_ids: Sequence[int] = read_token_ids(found["tokens"], "tokens")
     await context.intake.enter(caller.tenant, len(token_ids))
-    pool = find_pool(_named(found.get("model", "")), context.table)
+    pool = _find_pool(found.get("model", ""), context.table)
     if len(token_ids) > (limit := max_sequence_tokens(pool)):
         raise InvalidRequestError(f"tokens: has {len(token_ids)} ids; the model takes {limit}", field="tokens")
     text_side = await context.texts.model_text(pool.key)
@@ -98,8 +99,18 @@ async def detokenize(context: RouterContext, body: Mapping[str, Any], caller: Ca
     return {"prompt": prompt}
 
 
-def _named(model: str) -> GenerateStart:
-    return GenerateStart(prompt=TokenPrompt(()), model=model)
+def _find_pool(name: str, table: WorkerTable) -> Pool:
+    """The pool of a model, or of the model that has an adapter of this name. Raises as ``router.prepare.find_pool``."""
+    now = time.monotonic()
+    if name and table.pool(name, now) is None:
+        for pool in table.pools(now):
+            if name in pool.adapters:
+                return pool
+    return find_pool(GenerateStart(prompt=TokenPrompt(()), model=name), table)
+
+
+def _adapter(pool: Pool, name: str) -> dict[str, Any]:
+    return {**_model(pool), "id": name, "parent": pool.key.model_name}
 
 
 def _model(pool: Pool) -> dict[str, Any]:

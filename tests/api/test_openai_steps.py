@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.api.openai import steps as steps_module
-from quartet.api.openai.steps import MAX_VALUES, put_together, take_apart
+from quartet.api.openai.steps import MAX_VALUES, STEP_BYTES, put_together, take_apart
 from quartet.errors import MessageTooLargeError
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -89,11 +89,55 @@ def test_bombs_are_refused_before_they_are_parsed(bomb: bytes) -> None:
         b'{"a":"' + b"\\ud800" * 200 + b'"}',
         b'{"a":"' + b"\\x" * 300 + b'"}',
         b'{"prompt":[' + b"1," * 3_000 + b",1]}",
-        b'{"prompt":[' + b"1," * 3_000 + b"99999999999]}",
+        b'{"prompt":[' + b"1," * 3_000 + b"]}",
+        b'{"prompt":[' + b"1," * 3_000 + b" ,1]}",
+        b'{"prompt":[' + b"1 " * 3_000 + b"]}",
+        b'{"prompt":[' + b"1," * 3_000 + b"01]}",
+        b'{"prompt":[' + b"1," * 3_000,
         b'{"a":"' + b"\xff" * 600 + b'"}',
-        b'{"' + b"k" * 600 + b'":1}',
+        b'{"' + b"k" * 600 + b'"}',
+        b'{"' + b"k" * 600 + b'":NaN}',
     ],
 )
-def test_what_is_no_json_is_refused(wrong: bytes) -> None:
-    with pytest.raises(ValueError):
-        read(wrong)
+def test_what_is_no_json_is_refused(wrong: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step_bytes in (512, 1_000, 1_001, 64 << 10):
+        monkeypatch.setattr(steps_module, "STEP_BYTES", step_bytes)
+        with pytest.raises(ValueError):
+            read(wrong)
+
+
+@pytest.mark.parametrize("last", [-1, None, 1.5, 2**32, "x", [7], {}, [[]], True])
+def test_a_list_that_begins_like_token_ids_may_go_on_with_any_value(last: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step_bytes in (1_000, 64 << 10):
+        monkeypatch.setattr(steps_module, "STEP_BYTES", step_bytes)
+        value = {"enum": [*range(1000, 3000), last], "prompt": [[*range(2000), last], list(range(2000))], "b": {}}
+        assert read(json.dumps(value).encode()) == value
+
+
+def test_a_long_name_of_a_field_stays_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps_module, "STEP_BYTES", 1000)
+    value = {"k" * 600: "v" * 600, "é\\" * 800: {"\U0001f600" * 700: [list(range(2000)), "w" * 600]}}
+    for separators in ((",", ":"), (" , ", " " * 5000 + ": ")):
+        assert read(json.dumps(value, separators=separators).encode()) == value
+
+
+def test_many_lists_of_token_ids_pass_where_prompts_stand_and_nowhere_else() -> None:
+    lists = [list(range(2_048))] * 32 + [list(range(200))] * 32
+    assert read(json.dumps({"prompt": lists}).encode()) == {"prompt": lists}
+    for value in ({"user": lists}, {"prompt": {"a": lists}}, {"a": list(range(MAX_VALUES + 1))}):
+        with pytest.raises(MessageTooLargeError):
+            read(json.dumps(value).encode())
+
+
+def test_no_step_goes_through_much_more_than_its_bytes() -> None:
+    for unit in (["1" * 600], [list(range(200)), "a"], list(range(70_000)), [[*range(150), -1]], {"k" * 600: 1}):
+        rows = [unit] * (1 if len(unit) > 2 else 200)
+        body = json.dumps({"prompt": rows}, indent=1).encode()
+        steps, num_steps = take_apart(body), 0
+        while True:
+            try:
+                next(steps)
+            except StopIteration:
+                break
+            num_steps += 1
+        assert num_steps >= len(body) // (2 * STEP_BYTES), (str(unit)[:20], len(body), num_steps)

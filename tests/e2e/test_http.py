@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestE
 
 from quartet.client import ChatMessage, QuartetClient, Sampling
 from services.topology.launch import free_port
+from tests.e2e import documentation
 from tests.e2e.conftest import StartStack
+from tests.e2e.picture_site import PictureSite, picture_site
 from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 
 pytestmark = pytest.mark.timeout(120)
@@ -31,12 +33,26 @@ ENDLESS: Any = {"temperature": 1.0, "max_tokens": 1_500, "extra_body": {"ignore_
 
 
 @pytest.fixture(scope="module")
-def http_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    """An encode and a prefill worker, two decodes, and a router with HTTP and keys."""
+def site() -> Iterator[PictureSite]:
+    """It has the picture."""
+    with picture_site(PICTURE.read_bytes()) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def http_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory, site: PictureSite) -> Stack:
+    """An encode and a prefill worker, two decodes, and a router with HTTP and keys that fetches from the site."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.touch(mode=0o600)
     keys.write_text(f"acme {KEY}\n")
-    settings = {**REMOTE_PREFILL, "http.port": free_port(), "http.keys_file": str(keys)}
+    settings = {
+        **REMOTE_PREFILL,
+        "http.port": free_port(),
+        "http.keys_file": str(keys),
+        "media.allowed_schemes": ["http"],
+        "media.allowed_hosts": [site.host],
+        "media.allowed_private_networks": ["127.0.0.1/32"],
+    }
     return start_stack(StackConfig(num_encode=1, num_decode=2, routers={"router": settings}))
 
 
@@ -91,20 +107,16 @@ async def test_completions_take_texts_lists_and_token_ids(openai: AsyncOpenAI) -
     assert by_ids.choices[0].text == two.choices[0].text
 
 
-async def test_a_picture_comes_as_a_data_url(openai: AsyncOpenAI) -> None:
-    url = f"data:image/jpeg;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
-    messages: Any = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image_url", "image_url": {"url": url}},
-                {"type": "text", "text": "Describe the picture."},
-            ],
-        }
-    ]
-    answer = await openai.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=16)
-    assert (answer.choices[0].message.content or "").startswith(CAPTION_BEGIN)
-    messages[0]["content"][0]["image_url"]["url"] = "file:///etc/passwd"
+async def test_a_picture_comes_as_a_data_url_or_is_fetched(openai: AsyncOpenAI, site: PictureSite) -> None:
+    picture: dict[str, str] = {"detail": "original"}
+    parts = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": "Describe the picture."}]
+    messages: Any = [{"role": "user", "content": parts}]
+    data = f"data:image/jpeg;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+    for url in (data, f"http://{site.host}/picture"):
+        picture["url"] = url
+        answer = await openai.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=16)
+        assert (answer.choices[0].message.content or "").startswith(CAPTION_BEGIN), url[:40]
+    picture["url"] = "file:///etc/passwd"
     with pytest.raises(APIStatusError) as refusal:
         await openai.chat.completions.create(model=MODEL, messages=messages)
     assert refusal.value.status_code == 403
@@ -168,25 +180,37 @@ async def _decoding(stack: Stack, names: list[str]) -> str:
     raise AssertionError(json.dumps(names))
 
 
-def documented_lines() -> list[str]:
-    """The lines with curl of docs/http.md, but for the one with TLS."""
-    page = (Path(__file__).parents[2] / "docs/http.md").read_text()
-    lines = re.findall(r"`(curl [^`]*)`", page)
-    for language, block in re.findall(r"^```(\w*)\n(.*?)\n```$", page, flags=re.DOTALL | re.MULTILINE):
-        lines += [] if language else re.split(r"\n(?=curl |printf )", block)
-    return [line for line in lines if "--cacert" not in line]
-
-
-async def test_every_line_of_the_documentation_does_what_it_says(http_stack: Stack) -> None:
-    lines = documented_lines()
-    assert len(lines) >= 14
+async def test_every_line_of_the_documentation_gives_what_it_shows(http_stack: Stack) -> None:
+    lines = list(documentation.lines())
+    assert len(lines) >= 24
     for line in lines:
-        command = line.replace("localhost:8000", url_of(http_stack)).replace(
-            "curl ", f"curl -sS -w '\\n%{{http_code}}' -H 'Authorization: Bearer {KEY}' "
+        command = line.command.replace("localhost:8000", url_of(http_stack)).replace(
+            "curl ", f"curl -sS -w '\\n%{{http_code}}\\n' -H 'Authorization: Bearer {KEY}' "
         )
         process = await asyncio.create_subprocess_shell(
-            command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=PICTURE.parents[3]
+            command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=documentation.ROOT
         )
         out, err = await process.communicate()
-        expected = "404" if "embeddings" in line else "200"
-        assert out.decode().rpartition("\n")[2] == expected, (line, out[-500:], err)
+        shown = out.decode()
+        assert line.shown and not [text for text in line.wanted if text not in shown], (line, shown[-2_000:], err)
+        expected = "404" if "embeddings" in line.command else "400" if "param" in line.shown else "200"
+        assert set(re.findall(r"^\d{3}$", shown, re.MULTILINE)) == {expected}, (line, shown[-2_000:])
+        assert shown.count(f"\n{expected}\n") == len(line.wanted), (line, shown[-2_000:])
+
+
+def test_every_field_of_the_documentation_is_in_a_line_that_is_run() -> None:
+    run = "\n".join([line.command for line in documentation.lines()])
+    names = documentation.fields()
+    assert len(names) > 100
+    assert not [name for name in sorted(names) if re.search(rf"(?<!\w){name}(?!\w)", run) is None]
+
+
+async def test_the_python_examples_of_the_documentation_run(http_stack: Stack) -> None:
+    examples = dict(documentation.python_examples())
+    assert set(examples) == {"README.md", "http.md"}
+    for page, example in examples.items():
+        printed = list[str]()
+        code = example.replace("http://localhost:8000", url_of(http_stack)).replace('"none"', f'"{KEY}"')
+        known = {"print": lambda text, printed=printed, **_how: printed.append(text)}
+        await asyncio.to_thread(exec, compile(code, page, "exec"), known)
+        assert "".join(printed).strip() not in ("", "None"), (page, printed)

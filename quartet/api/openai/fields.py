@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -100,8 +101,8 @@ def objects(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def lists(value: Any, path: str) -> Sequence[Any]:
-    """A list of anything."""
-    if not isinstance(value, list):
+    """A list of anything; long ones of token ids come as arrays."""
+    if not isinstance(value, list | array):
         raise wrong(value, path, "a list")
     return value
 
@@ -121,7 +122,7 @@ def list_of(reader: Reader, *, max_length: int) -> Reader:
 def one_or_many(reader: Reader, *, max_length: int) -> Reader:
     """One of what ``reader`` reads, or a list of them."""
     many = list_of(reader, max_length=max_length)
-    return lambda value, path: many(value if isinstance(value, list) else [value], path)
+    return lambda value, path: many(value if isinstance(value, list | array) else [value], path)
 
 
 def fields_of(table: Mapping[str, Reader]) -> Reader:
@@ -160,6 +161,16 @@ def anything(value: Any, _path: str) -> Any:
 
 def ignored(_value: Any, _path: str) -> None:
     """Anything: it changes nothing here."""
+
+
+def empty(why: str) -> Reader:
+    """A list without items, which changes nothing; what items ask for is not offered."""
+
+    def read(value: Any, path: str) -> None:
+        if lists(value, path):
+            raise UnsupportedFieldError(f"{path}: must be empty: {why}", field=path)
+
+    return read
 
 
 def refused(why: str) -> Reader:

@@ -9,7 +9,7 @@ import json
 from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from quartet.api.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS, MAX_TOOLS, ChatPrompt, ToolChoice, check_message
 from quartet.api.openai.fields import (
@@ -17,6 +17,7 @@ from quartet.api.openai.fields import (
     anything,
     boolean,
     choice,
+    empty,
     fields_of,
     ignored,
     integer,
@@ -54,8 +55,10 @@ _DEFAULT_MAX_TOKENS = 16
 # Messages that are converted in one step.
 _STEP_MESSAGES = 128
 
+ValueT = TypeVar("ValueT")
 
 _NO_ARGUMENTS = JsonObject.of_text("{}")
+_COUNT = integer(0, _MAX_INT32)
 
 
 @dataclass(kw_only=True)
@@ -169,7 +172,8 @@ def _tool(value: Any, path: str) -> Tool:
 
 
 def _tool_call(value: Any, path: str) -> ToolCall:
-    table = {"id": text, "type": only("function"), "index": ignored, "function": fields_of(_CALLED)}
+    # Streams number calls by an index, which clients send back; what counts is the order of the list.
+    table = {"id": text, "type": only("function"), "index": _COUNT, "function": fields_of(_CALLED)}
     found = fields_of(table)(value, path)
     function = found.get("function", {})
     if "name" not in function:
@@ -179,9 +183,15 @@ def _tool_call(value: Any, path: str) -> ToolCall:
     return ToolCall(id=found.get("id", ""), **function)
 
 
+def _refused(reasons: Mapping[str, str]) -> dict[str, Reader]:
+    """Fields that are refused, several a line, by why."""
+    return {name: refused(why) for names, why in reasons.items() for name in names.split()}
+
+
 _FORMATS: Mapping[str, Reader] = {
     "type": choice("text", "json_object", "json_schema"),
-    "json_schema": fields_of({"name": ignored, "description": ignored, "strict": ignored, "schema": _json_text}),
+    # Answers follow the schema strictly, whatever `strict` says; its name and description say nothing to a grammar.
+    "json_schema": fields_of({"name": text, "description": text, "strict": boolean, "schema": _json_text}),
 }
 
 _GRAMMARS: Mapping[str, Reader] = {
@@ -189,9 +199,21 @@ _GRAMMARS: Mapping[str, Reader] = {
     "regex": text,
     "grammar": text,
     "json_object": boolean,
-    "choice": refused("write the choices as a regular expression"),
-    "structural_tag": refused("no engine here takes structural tags"),
+    **_refused(
+        {
+            "choice": "write the choices as a regular expression",
+            "structural_tag": "no engine here takes structural tags",
+            "whitespace_pattern": "the workers' engine decides it",
+        }
+    ),
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties", "disable_fallback"), only(False)),
 }
+_KINDS: Mapping[str, GrammarKind] = {
+    "json": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "grammar": GrammarKind.EBNF,
+}
+_ANY_OBJECT = '{"type": "object"}'
 
 
 def _response_format(value: Any, path: str) -> GuidedDecoding | None:
@@ -200,29 +222,30 @@ def _response_format(value: Any, path: str) -> GuidedDecoding | None:
         case "text":
             return None
         case "json_object":
-            return GuidedDecoding(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+            return _guided(GrammarKind.JSON_SCHEMA, _ANY_OBJECT, path)
         case "json_schema" if "schema" in found.get("json_schema", {}):
-            return GuidedDecoding(GrammarKind.JSON_SCHEMA, found["json_schema"]["schema"])
+            return _guided(GrammarKind.JSON_SCHEMA, found["json_schema"]["schema"], path)
     raise InvalidRequestError(f"{path}: needs a type, and json_schema.schema with json_schema", field=path)
 
 
 def _structured_outputs(value: Any, path: str) -> GuidedDecoding | None:
     found = read_fields(objects(value, path), _GRAMMARS, f"{path}.")
-    if len(found) != 1:
+    asked = [name for name in (*_KINDS, "json_object") if name in found]
+    if len(asked) != 1:
         raise InvalidRequestError(f"{path}: needs one of json, regex, grammar and json_object", field=path)
-    [(name, grammar)] = found.items()
+    [name] = asked
     if name == "json_object":
-        return GuidedDecoding(GrammarKind.JSON_SCHEMA, '{"type": "object"}') if grammar else None
-    kinds = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.EBNF}
-    return GuidedDecoding(kinds[name], grammar)
+        return _guided(GrammarKind.JSON_SCHEMA, _ANY_OBJECT, path) if found[name] else None
+    return _guided(_KINDS[name], found[name], path)
 
 
-def _refused(reasons: Mapping[str, str]) -> dict[str, Reader]:
-    """Fields that are refused, several a line, by why."""
-    return {name: refused(why) for names, why in reasons.items() for name in names.split()}
+def _guided(kind: GrammarKind, grammar: str, path: str) -> GuidedDecoding:
+    try:
+        return GuidedDecoding(kind, grammar)
+    except InvalidRequestError as error:
+        error.field = path
+        raise
 
-
-_COUNT = integer(0, _MAX_INT32)
 
 # Of both kinds of requests: OpenAI's fields, then those that vLLM's clients send.
 _COMMON: Mapping[str, Reader] = {
@@ -249,7 +272,7 @@ _COMMON: Mapping[str, Reader] = {
     "spaces_between_special_tokens": only(True),
     "length_penalty": only(1, 1.0),
     **dict.fromkeys(("use_beam_search", "early_stopping", "return_tokens_as_token_ids", "echo"), only(False)),
-    "bad_words": list_of(refused("use logit_bias or stop"), max_length=0),
+    "bad_words": empty("use logit_bias or stop"),
     **_refused(
         {
             "prompt_logprobs": "no worker keeps the probabilities of prompts",
@@ -260,7 +283,10 @@ _COMMON: Mapping[str, Reader] = {
             "guided_decoding_backend guided_whitespace_pattern": "use structured_outputs",
             "kv_transfer_params": "routers decide where blocks go",
             "logprob_token_ids": "use logprobs",
-            "mm_processor_kwargs": "workers decide how pictures are read",
+            "mm_processor_kwargs media_io_kwargs": "workers decide how pictures are read",
+            "moderation": "models here moderate nothing",
+            "prompt_cache_options prompt_cache_retention": "workers keep blocks while they have room",
+            "thinking_token_budget": "no engine here takes it",
         }
     ),
 }
@@ -403,11 +429,14 @@ def _start(found: Mapping[str, Any], prompt: Prompt, caller: Caller, num_logprob
     sampling = {name: found[name] for name in _SAMPLING if name in found}
     if found.get("nvext", {}).get("ignore_eos"):
         sampling["ignore_eos"] = True
-    guided = found.get("response_format") or found.get("structured_outputs")
+    guided, other = found.get("response_format"), found.get("structured_outputs")
+    if guided is not None and other is not None:
+        message = "structured_outputs: response_format asks for a grammar already"
+        raise InvalidRequestError(message, field="structured_outputs")
     return GenerateStart(
         prompt=prompt,
         model=found.get("model", ""),
-        sampling=Sampling(**sampling, max_tokens=found.get("max_tokens"), guided=guided),
+        sampling=Sampling(**sampling, max_tokens=found.get("max_tokens"), guided=guided or other),
         seed=found.get("seed"),
         output=OutputOptions(logprobs=num_logprobs),
         text_options=TextOptions(
@@ -463,25 +492,36 @@ def read_token_ids(value: Any, path: str) -> Sequence[int]:
         raise InvalidRequestError(f"{path}: a token id is no unsigned 32-bit number", field=path) from None
 
 
+# Workers decide the size of pictures, whatever the detail.
+_IMAGE_URL: Mapping[str, Reader] = {"url": text, "detail": choice("auto", "low", "high", "original")}
+
+
 def _image_url(value: Any, path: str) -> str:
     if isinstance(value, str):
         return value
-    found = read_fields(objects(value, path), {"url": text, "detail": choice("auto", "low", "high")}, f"{path}.")
+    found = read_fields(objects(value, path), _IMAGE_URL, f"{path}.")
     if "url" not in found:
         raise InvalidRequestError(f"{path}.url: is missing", field=f"{path}.url")
     return str(found["url"])
 
 
 _NO_SOUND = "models here take text and pictures"
+# Types of parts, and the field that each has.
+_PART_FIELDS: Mapping[str, str] = {
+    **{"text": "text", "input_text": "text", "refusal": "refusal"},
+    **{"image_url": "image_url", "input_image": "image_url"},
+    **{name: name for name in ("input_audio", "audio_url", "video_url", "file")},
+}
 _PART: Mapping[str, Reader] = {
-    "type": choice(
-        "text", "image_url", "input_text", "input_image", "input_audio", "video_url", "audio_url", "refusal"
+    "type": choice(*_PART_FIELDS),
+    **{"text": text, "refusal": text, "image_url": _image_url},
+    **_refused(
+        {
+            "input_audio audio_url video_url file": _NO_SOUND,
+            "uuid": "the picture itself says what is cached of it",
+            "prompt_cache_breakpoint": "prefixes are found in the cache by themselves",
+        }
     ),
-    "text": text,
-    "image_url": _image_url,
-    "refusal": text,
-    "uuid": ignored,
-    **_refused({"input_audio audio_url video_url": _NO_SOUND}),
 }
 
 _MESSAGE: Mapping[str, Reader] = {
@@ -495,7 +535,7 @@ _MESSAGE: Mapping[str, Reader] = {
     "reasoning_content": text,
     "reasoning": text,
     "function_call": refused("use tool_calls"),
-    "annotations": ignored,
+    "annotations": empty("no template shows them"),
 }
 
 
@@ -538,21 +578,30 @@ def _read_message(value: Any, path: str) -> ChatMessage:
     if content is None:
         if role != "assistant":
             raise InvalidRequestError(f"{path}.content: is missing", field=f"{path}.content")
-        content = found.get("refusal", "")
+        content = ""
     elif not isinstance(content, str):
         content = _read_content(content, f"{path}.content")
     return ChatMessage(
         role,
-        content,
+        _one_of(content, found.get("refusal", ""), f"{path}.refusal", "content"),
         name=found.get("name"),
         tool_calls=found.get("tool_calls", ()),
         tool_call_id=found.get("tool_call_id"),
-        reasoning=found.get("reasoning_content", found.get("reasoning", "")),
+        reasoning=_one_of(
+            found.get("reasoning_content", ""), found.get("reasoning", ""), f"{path}.reasoning", "reasoning_content"
+        ),
     )
 
 
+def _one_of(value: ValueT, other: ValueT, path: str, name: str) -> ValueT:
+    """The one that is not empty of two values that mean the same; ``path`` is the other's, ``name`` the first one's."""
+    if value and other and value != other:
+        raise InvalidRequestError(f"{path}: {name} is there already, and is not the same", field=path)
+    return value or other
+
+
 def _read_content(value: Any, path: str) -> str | tuple[str | MediaPart, ...]:
-    if not isinstance(value, list):
+    if not isinstance(value, list | array):
         raise wrong(value, path, "a string or a list of parts")
     if len(value) > MAX_PARTS:
         raise InvalidRequestError(f"{path}: has at most {MAX_PARTS} parts", field=path)
@@ -563,15 +612,19 @@ def _read_content(value: Any, path: str) -> str | tuple[str | MediaPart, ...]:
         if isinstance(item, str):
             parts.append(item)
             continue
-        found = read_fields(objects(item, where), _PART, f"{where}.")
-        match found.get("type"):
-            case "text" | "input_text" if "text" in found:
-                parts.append(found["text"])
-            case "refusal" if "refusal" in found:
-                parts.append(found["refusal"])
-            case "image_url" | "input_image" if "image_url" in found:
-                parts.append(MediaUrl(found["image_url"]))
-                has_media = True
-            case _:
-                raise InvalidRequestError(f"{where}: a part has a type, and a field that is called as it", field=where)
+        name, part = _read_part(item, where)
+        parts.append(MediaUrl(part) if name == "image_url" else part)
+        has_media = has_media or name == "image_url"
     return tuple(parts) if has_media else "".join([part for part in parts if isinstance(part, str)])
+
+
+def _read_part(value: Any, path: str) -> tuple[str, str]:
+    """The field that a part's type calls for, and its text or URL."""
+    found = read_fields(objects(value, path), _PART, f"{path}.")
+    name = _PART_FIELDS.get(found.pop("type", ""), "")
+    if name not in found:
+        raise InvalidRequestError(f"{path}: a part has a type, and a field that is called as it", field=path)
+    part: str = found.pop(name)
+    for other in found:
+        raise InvalidRequestError(f"{path}.{other}: a part has only the field of its type", field=f"{path}.{other}")
+    return name, part

@@ -18,67 +18,128 @@ from quartet.errors import MessageTooLargeError
 #: Bytes that one step goes through, in three milliseconds at most; a string without escapes is copied in one step.
 STEP_BYTES = 64 << 10
 # Longer strings of a long body, and lists of token ids, are taken out of it.
-_LONG_STRING_BYTES, _LONG_LIST_BYTES = 512, 4096
-# More than a list of as many ids as any prompt has; and spaces before it.
-_MAX_LIST_BYTES, _MAX_SPACE = 16 << 20, 256
+_LONG_BYTES = 512
+# More than a list of as many ids as any prompt has.
+_MAX_LIST_BYTES = 16 << 20
 # Of what is left of a long body: numbers, lists and objects, as many as fields of a gRPC message; and bytes. To parse
 # the most of both takes 10 ms.
 MAX_VALUES, _MAX_REST_BYTES = 32_768, 3 << 20
+# Fields with token ids, which do not count as values.
+_ID_FIELDS = ("prompt", "tokens")
 
 # A part of a string: no escape is cut in two, also none of two halves of a surrogate pair.
 _STRING_PART = re.compile(
     rb'(?:[^"\\]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
     rb"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+"
 )
-_NUMBER_LIST = re.compile(rb"\s*:\s*\[")
-_NOT_NUMBERS = b"0123456789, \t\r\n"
+_IN_ID_LISTS = b"0123456789, \t\r\n"
+# What a long list of ids begins with; the rest of it is looked at when it is read.
+_LONG_LIST = re.compile(rb"\[[0-9, \t\r\n]{%d}" % _LONG_BYTES)
+_SPACE = re.compile(rb"[ \t\r\n]*+")
 
 
 def take_apart(body: bytes) -> Generator[None, None, tuple[bytes, list[str | array[int]]]]:
     """Take the long strings and lists of token ids out of ``body``, in steps of a few milliseconds at most.
 
     Returns:
-        The rest, with ``NaN`` in the place of each, and what was taken out, in order.
+        The rest, with ``NaN`` in the place of each, and what was taken out, in order. Long names of fields stay.
 
     Raises:
         ValueError: it is no JSON.
         MessageTooLargeError: the rest holds more than ``MAX_VALUES`` values, or is too long.
     """
-    kept: list[bytes] = []
-    taken: list[str | array[int]] = []
-    copied = position = stepped = num_values = 0
-    while True:
-        quote = body.find(b'"', position)
-        end = len(body) if quote < 0 else quote
-        if end - position > _LONG_LIST_BYTES and (bounds := _number_list(body, position, end)) is not None:
-            taken.append((yield from _read_ids(body, *bounds)))
-            kept += [body[copied : bounds[0] - 1], b"NaN"]
-            copied = position = stepped = bounds[1] + 1
-            continue
-        # In steps, so that a bomb ends at the first of them.
-        for start in range(position, end, STEP_BYTES):
-            num_values += _count(body, start, min(start + STEP_BYTES, end))
-            if num_values > MAX_VALUES:
-                raise MessageTooLargeError(f"the body has more than {MAX_VALUES} values")
-            if end - start > STEP_BYTES:
+    return _Body(body).take_apart()
+
+
+class _Body:
+    """A body, and how far it was gone through."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._position = 0
+        self._kept: list[bytes] = []
+        self._num_copied = 0  # bytes that are in `kept`, or were taken out
+        self._taken: list[str | array[int]] = []
+        self._num_values = 0
+        self._stepped = 0  # where the last step ended
+
+    def take_apart(self) -> Generator[None, None, tuple[bytes, list[str | array[int]]]]:
+        body = self._body
+        while True:
+            quote = body.find(b'"', self._position)
+            end = len(body) if quote < 0 else quote
+            if end - self._position > _LONG_BYTES:
+                yield from self._pass_values(end)
+            else:
+                self._count(end)
+            if quote < 0:
+                self._kept.append(body[self._num_copied :])
+                if sum(map(len, self._kept)) > _MAX_REST_BYTES:
+                    why = f"the body has more than {_MAX_REST_BYTES} bytes beside its long texts and lists of token ids"
+                    raise MessageTooLargeError(why)
+                return b"".join(self._kept), self._taken
+            part = _STRING_PART.match(body, quote + 1, min(quote + 1 + _LONG_BYTES, len(body)))
+            after = quote + 1 if part is None else part.end()
+            if body[after : after + 1] == b'"':  # a short one, which stays
+                self._position = after + 1
+            else:
+                yield from self._pass_long_string(quote)
+            if self._ends_step():
                 yield
-        if quote < 0:
-            kept.append(body[copied:])
-            if sum(map(len, kept)) > _MAX_REST_BYTES:
-                raise MessageTooLargeError(f"the body has more than {_MAX_REST_BYTES} bytes beside its long texts")
-            return b"".join(kept), taken
-        part = _STRING_PART.match(body, quote + 1, min(quote + 1 + _LONG_STRING_BYTES, len(body)))
-        position = quote + 1 if part is None else part.end()
-        if body[position : position + 1] == b'"':  # a short one, which stays
-            position += 1
-        else:
-            text, position = yield from _read_string(body, quote + 1)
-            taken.append(text)
-            kept += [body[copied:quote], b"NaN"]
-            copied = position
-        if position - stepped > STEP_BYTES // 4:
-            stepped = position
+
+    def _pass_values(self, end: int) -> Generator[None, None, None]:
+        """Go on to ``end``, before which there is no string, and take out long lists of ids."""
+        body = self._body
+        while self._position < end:
+            stop = min(self._position + STEP_BYTES, end)
+            found = _LONG_LIST.search(body, self._position, min(stop + _LONG_BYTES, end))
+            if found is None:
+                self._count(stop)
+            else:
+                first = found.start() + 1
+                self._count(first)
+                last = body.find(b"]", first, min(first + _MAX_LIST_BYTES, end))
+                ids = None if last < 0 else (yield from _read_ids(body, first, last))
+                if ids is not None:
+                    self._take(first - 1, last + 1, ids)
+                else:  # of other values, which are read with the rest
+                    yield from self._pass_plainly(end if last < 0 else last)
+            if self._ends_step():
+                yield
+
+    def _pass_plainly(self, end: int) -> Generator[None, None, None]:
+        # In steps, so that a bomb ends at the first of them.
+        while self._position < end:
+            self._count(min(self._position + STEP_BYTES, end))
             yield
+
+    def _pass_long_string(self, quote: int) -> Generator[None, None, None]:
+        text, after = yield from _read_string(self._body, quote + 1)
+        if (yield from _is_name(self._body, after)):
+            self._position = after
+        else:
+            self._take(quote, after, text)
+
+    def _take(self, start: int, end: int, value: str | array[int]) -> None:
+        self._kept += [self._body[self._num_copied : start], b"NaN"]
+        self._taken.append(value)
+        self._position = self._num_copied = end
+
+    def _ends_step(self) -> bool:
+        if self._position - self._stepped <= STEP_BYTES // 4:
+            return False
+        self._stepped = self._position
+        return True
+
+    def _count(self, end: int) -> None:
+        """Go on to ``end``, and count the values that begin before it; there is no string."""
+        body, start = self._body, self._position
+        if body.find(b"N", start, end) >= 0 or body.find(b"I", start, end) >= 0:
+            raise ValueError("NaN and Infinity are no JSON")
+        self._num_values += body.count(b",", start, end) + body.count(b"[", start, end) + body.count(b"{", start, end)
+        if self._num_values > MAX_VALUES:
+            raise _too_many()
+        self._position = end
 
 
 def _read_string(body: bytes, position: int) -> Generator[None, None, tuple[str, int]]:
@@ -106,36 +167,45 @@ def _read_string(body: bytes, position: int) -> Generator[None, None, tuple[str,
         yield
 
 
-def _number_list(body: bytes, position: int, end: int) -> tuple[int, int] | None:
-    """Where a list of whole numbers begins and ends that stands at ``position``, behind a name; brackets apart."""
-    begin = _NUMBER_LIST.match(body, position, min(position + _MAX_SPACE, end))
-    if begin is None:
-        return None
-    first, last = begin.end(), body.find(b"]", begin.end(), min(begin.end() + _MAX_LIST_BYTES, end))
-    is_long = last - first > _LONG_LIST_BYTES and body.find(b"[", first, last) < 0
-    # What comes after its beginning is looked at when it is read.
-    return (first, last) if is_long and not body[first : first + _MAX_SPACE].translate(None, _NOT_NUMBERS) else None
+def _is_name(body: bytes, position: int) -> Generator[None, None, bool]:
+    """Whether the string that ends at ``position`` is the name of a field."""
+    while True:
+        space = _SPACE.match(body, position, min(position + STEP_BYTES, len(body)))
+        end = position if space is None else space.end()
+        if end - position < STEP_BYTES:
+            return body[end : end + 1] == b":"
+        position = end
+        yield
 
 
-def _read_ids(body: bytes, position: int, end: int) -> Generator[None, None, array[int]]:
+def _read_ids(body: bytes, first: int, end: int) -> Generator[None, None, array[int] | None]:
+    """The list between ``first`` and ``end``; ``None``: it holds more than unsigned 32-bit numbers."""
     ids: array[int] = array("I")
-    while position < end:
-        stop = body.find(b",", min(position + STEP_BYTES, end), end)
-        stop = end if stop < 0 else stop
+    position = first
+    while True:
+        limit = min(position + 2 * STEP_BYTES, end)
+        stop = body.find(b",", min(position + STEP_BYTES, end), limit)
+        stop = limit if stop < 0 else stop
+        piece = body[position:stop]
+        if piece.translate(None, _IN_ID_LISTS) or (stop == limit < end):  # that one is all spaces or one number
+            return None
         try:
-            ids.extend(json.loads(b"[" + body[position:stop] + b"]"))
-        except (OverflowError, TypeError):
-            raise ValueError("a long list must hold nothing but unsigned 32-bit numbers") from None
+            values = json.loads(b"[" + piece + b"]")
+            ids.extend(values)
+        except OverflowError:
+            return None
+        except json.JSONDecodeError:
+            raise ValueError("a list of numbers is malformed") from None
+        if not values and (position > first or stop < end):
+            raise ValueError("a list of numbers is malformed")
+        if stop == end:
+            return ids
         position = stop + 1
         yield
-    return ids
 
 
-def _count(body: bytes, start: int, end: int) -> int:
-    """Values that begin in a part of ``body`` in which there is no string."""
-    if body.find(b"N", start, end) >= 0 or body.find(b"I", start, end) >= 0:
-        raise ValueError("NaN and Infinity are no JSON")
-    return body.count(b",", start, end) + body.count(b"[", start, end) + body.count(b"{", start, end)
+def _too_many() -> MessageTooLargeError:
+    return MessageTooLargeError(f"the body has more than {MAX_VALUES} values beside the token ids of its prompts")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -147,6 +217,22 @@ SHORT = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def put_together(rest: bytes, taken: Sequence[str | array[int]]) -> Any:
-    """The value of a body of which ``take_apart`` has left ``rest``. Raises ``ValueError``: it is no JSON."""
+    """The value of a body of which ``take_apart`` has left ``rest``; long lists of token ids are arrays.
+
+    Raises:
+        ValueError: it is no JSON.
+        MessageTooLargeError: more than ``MAX_VALUES`` ids are in fields that take none: they would be read at once.
+    """
     values = iter(taken)
-    return json.JSONDecoder(parse_constant=lambda _name: next(values)).decode(rest.decode())
+    value = json.JSONDecoder(parse_constant=lambda _name: next(values)).decode(rest.decode())
+    num_ids = sum([len(one) for one in taken if isinstance(one, array)])
+    if num_ids > MAX_VALUES:
+        asked = [value.get(name) for name in _ID_FIELDS] if isinstance(value, dict) else []
+        if num_ids - sum(map(_num_ids, asked)) > MAX_VALUES:
+            raise _too_many()
+    return value
+
+
+def _num_ids(value: Any) -> int:
+    lists = value if isinstance(value, list) else [value]
+    return sum([len(one) for one in lists if isinstance(one, array)])

@@ -25,6 +25,19 @@ def part(**fields: Any) -> dict[str, Any]:
     return message(role="user", content=[{"type": "text", "text": "a"}, fields])
 
 
+def call(**fields: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": "{}"}
+    return message(role="assistant", tool_calls=[{"id": "c", "type": "function", "function": function, **fields}])
+
+
+def long_list(*last: Any) -> list[Any]:
+    return [*range(1_000, 3_000), *last]
+
+
+LONG = {"role": "user", "content": "a" * 40_000}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+
+
 def nested(depth: int) -> dict[str, Any]:
     return {"a": nested(depth - 1)} if depth else {}
 
@@ -56,9 +69,18 @@ CHATS: list[tuple[Any, int, str | None]] = [
     (message(role="user", content="a", name="n" * 257), 400, "messages[1].name"),
     (message(role="assistant", tool_calls=[{"type": "function"}]), 400, "messages[1].tool_calls[0].function.name"),
     (message(role="assistant", function_call={"name": "a"}), 400, "messages[1].function_call"),
+    (message(role="assistant", content="a", annotations=[{}]), 400, "messages[1].annotations"),
+    (message(role="assistant", content="a", refusal="b"), 400, "messages[1].refusal"),
+    (message(role="assistant", content="a", reasoning="b", reasoning_content="c"), 400, "messages[1].reasoning"),
+    (call(index="first"), 400, "messages[1].tool_calls[0].index"),
+    (call(function={"name": "look", "arguments": '{"a": '}), 400, "messages[1].tool_calls[0].function.arguments"),
     (part(), 400, "messages[1].content[1]"),
     (part(type="sound"), 400, "messages[1].content[1].type"),
     (part(type="input_audio", input_audio={"data": ""}), 400, "messages[1].content[1].input_audio"),
+    (part(type="file", file={"file_id": "x"}), 400, "messages[1].content[1].file"),
+    (part(type="text", text="a", image_url="data:,"), 400, "messages[1].content[1].image_url"),
+    (part(type="image_url", image_url="data:,", uuid="u"), 400, "messages[1].content[1].uuid"),
+    (part(type="text", text="a", prompt_cache_breakpoint={}), 400, "messages[1].content[1].prompt_cache_breakpoint"),
     (part(type="image_url", image_url={}), 400, "messages[1].content[1].image_url.url"),
     (part(type="image_url", image_url={"url": 5}), 400, "messages[1].content[1].image_url.url"),
     (part(type="image_url", image_url={"url": "x", "detail": "most"}), 400, "messages[1].content[1].image_url.detail"),
@@ -95,6 +117,26 @@ CHATS: list[tuple[Any, int, str | None]] = [
     (chat(response_format={"type": "xml"}), 400, "response_format.type"),
     (chat(response_format={"type": "json_schema"}), 400, "response_format"),
     (chat(structured_outputs={"json": {}, "regex": "a"}), 400, "structured_outputs"),
+    (chat(structured_outputs={"choice": ["a", "b"]}), 400, "structured_outputs.choice"),
+    (
+        chat(structured_outputs={"regex": "a", "disable_any_whitespace": True}),
+        400,
+        "structured_outputs.disable_any_whitespace",
+    ),
+    (chat(structured_outputs={"regex": ""}), 400, "structured_outputs"),
+    (chat(structured_outputs={"regex": "a"}, response_format=SCHEMA), 400, "structured_outputs"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}),
+        400,
+        "response_format.json_schema.strict",
+    ),
+    (chat(stop_token_ids=long_list(), messages=[LONG]), 400, "stop_token_ids"),
+    (chat(stop=long_list(), messages=[LONG]), 400, "stop"),
+    (chat(messages=long_list(), user="a" * 40_000), 400, "messages[0]"),
+    ({"messages": [LONG, {"role": "user", "content": long_list()}]}, 400, "messages[1].content[0]"),
+    (chat(moderation={"model": "m"}), 400, "moderation"),
+    (chat(prompt_cache_options={"mode": "explicit"}), 400, "prompt_cache_options"),
+    (chat(thinking_token_budget=5), 400, "thinking_token_budget"),
     (chat(nvext={"greedy": True}), 400, "nvext.greedy"),
     (chat(tools=[{"type": "function", "function": {}}]), 400, "tools[0].function.name"),
     (chat(tools=[TOOL], tool_choice="must"), 400, "tool_choice"),
@@ -128,7 +170,12 @@ COMPLETIONS: list[tuple[Any, int, str | None]] = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
     ({"prompt": "a", "messages": [USER]}, 400, "messages"),
     (b'{"prompt": [' + b"[]," * 40_000 + b"1]}", 413, None),
-    (b'{"prompt": [' + b"1," * 20_000 + b"1.5]}", 400, None),
+    (b'{"prompt": [' + b"1," * 20_000 + b"1.5]}", 400, "prompt"),
+    (b'{"prompt": [' + b"1," * 20_000 + b"1,]}", 400, None),
+    ({"prompt": long_list(-1), "user": "a" * 40_000}, 400, "prompt"),
+    ({"prompt": [[1], long_list(2**32)], "user": "a" * 40_000}, 400, "prompt[1]"),
+    ({"prompt": long_list() * 9, "user": long_list(None) * 9}, 400, "prompt"),
+    ({"prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
 ]
 
 
@@ -156,3 +203,30 @@ async def test_each_wrong_body_gets_its_code_and_its_field_and_nothing_is_held(
         keep = "messages" if "chat" in path else "prompt"
         status, _ = await face.post(path, {keep: json.loads(good)[keep], "max_tokens": 1})
         assert status == 200 and not face.fleet.hops.calls[:-1]
+
+
+#: Bodies of /v1/chat/completions that are answered: what is odd in them means nothing, or is only long.
+TAKEN: list[dict[str, Any]] = [
+    {"messages": [USER], "metadata": {"pad": "a" * 40_000, "ids": long_list(-1)}},
+    {"messages": [USER], "metadata": {"pad": "a" * 40_000, "a": long_list(), "b": long_list(None), "k" * 600: 1.5}},
+    message(role="assistant", content="a", annotations=[], refusal=None, audio=None, function_call=None),
+    message(role="assistant", content="a", refusal="", reasoning="b", reasoning_content="b"),
+    message(role="assistant", content=None, refusal="no"),
+    part(type="text", text="b", image_url=None, uuid=None),
+    chat(bad_words=[], response_format={"type": "text"}, structured_outputs={"json_object": False}),
+]
+
+
+async def test_what_is_odd_and_means_nothing_is_taken() -> None:
+    async with open_face() as face:
+        for body in TAKEN:
+            status, answer = await face.post("/v1/chat/completions", {**body, "max_tokens": 1})
+            assert status == 200, (body if len(str(body)) < 500 else "", answer)
+
+
+async def test_lists_of_ids_of_an_evaluation_pass_however_many_there_are() -> None:
+    async with open_face(max_model_len=2_100, num_blocks=20_000) as face:
+        prompts = [[72] * 2_048 for _ in range(32)]
+        status, answer = await face.post("/v1/completions", {"prompt": prompts, "max_tokens": 1})
+        assert (status, len(answer.get("choices", ()))) == (200, 32), answer
+        assert answer["usage"]["prompt_tokens"] == 32 * 2_048

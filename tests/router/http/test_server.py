@@ -322,8 +322,16 @@ async def test_models_and_their_tokenizers_are_shown() -> None:
         assert missing["error"]["message"] == "tokens: is missing"
         _, counted = await face.post("/tokenize", {"prompt": "hello there", "return_token_strs": True})
         assert counted["count"] == len(counted["tokens"]) == len(counted["token_strs"])
+        _, bare = await face.post("/tokenize", {"prompt": "hello there", "add_special_tokens": False})
+        assert counted["tokens"][1:] == bare["tokens"]
         _, text = await face.post("/detokenize", {"tokens": counted["tokens"]})
         assert text["prompt"].endswith("hello there")
+        _, adapter = await face.get("/v1/models/poet")
+        assert adapter == models["data"][1] and adapter["id"] == "poet"
+        assert (await face.post("/tokenize", {"prompt": "hello there", "model": "poet"}))[1]["tokens"] == counted[
+            "tokens"
+        ]
+        assert (await face.post("/detokenize", {"tokens": counted["tokens"], "model": "poet"}))[1] == text
         status, _ = await face.post("/v1/completions", {"model": "poet", "prompt": "hi", "max_tokens": 1})
         assert status == 200 and face.fleet.hops.calls[-1].start.generation.adapter == "poet"
         async with face.session.get("/metrics") as response:

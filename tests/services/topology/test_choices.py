@@ -129,6 +129,14 @@ def test_every_topology_for_gpus_becomes_one_for_a_laptop(path: Path) -> None:
     assert any(".gpus: left out" in note for note in chosen.notes)
 
 
+def test_the_files_for_gpt_oss_name_both_of_its_parsers() -> None:
+    files = sorted(CONFIGS.rglob("gpt_oss_*.yaml"))
+    assert {file.parent.name for file in files} == {"configs", "trtllm"}
+    for file in files:
+        configs = worker_configs(choose(read_settings(file, ()), Choices()))
+        assert {(config.reasoning_parser, config.tool_call_parser) for config in configs} == {("gpt_oss", "harmony")}
+
+
 @pytest.mark.parametrize(
     ("model", "path", "name"),
     [

@@ -1,0 +1,68 @@
+"""What docs/http.md and README.md show: commands and what is in their output, fields of tables, Python examples."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/http.md"
+
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)\n\1```$", re.DOTALL | re.MULTILINE)
+_CELL = re.compile(r"`(curl [^`]*)` → `([^`]*)`")
+_COMMAND = re.compile(r"\n(?=(?:curl|printf|for) )")
+_LOOP = re.compile(r"for field in (.*?); do", re.DOTALL)
+_FIELD_TABLES = re.compile(r"^## Fields of .*?(?=^## (?!Fields))", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command of the page.
+
+    Attributes:
+        shown: what must be in its output; ``FIELD`` stands for each field that it goes through.
+    """
+
+    command: str
+    shown: str
+
+    @property
+    def wanted(self) -> list[str]:
+        """Each text that must be in its output."""
+        loop = _LOOP.match(self.command)
+        if loop is None:
+            return [self.shown]
+        words = shlex.split(loop[1].replace("\\\n", " "))
+        return [self.shown.replace("FIELD", word.partition(":")[0]) for word in words]
+
+
+def lines() -> Iterator[Line]:
+    """The page's lines with curl, but for the one with TLS."""
+    page = PAGE.read_text()
+    for command, shown in _CELL.findall(page):
+        yield Line(command, shown)
+    for _, language, block in _BLOCK.findall(page):
+        for text in [] if language else _COMMAND.split(block):
+            command, _, shown = text.rpartition("\n# ")
+            if "--cacert" not in text:
+                yield Line(command, shown)
+
+
+def fields() -> set[str]:
+    """The names in the first columns of the tables of fields."""
+    [tables] = _FIELD_TABLES.findall(PAGE.read_text())
+    rows = re.findall(r"^\| ((?:`|parts ).*?) \| (.*?) \|(.*?)\|$", tables, re.MULTILINE)
+    # The fields of messages stand beside these.
+    cells = [cell for name, _, what in rows for cell in (name, what if name == "`messages`" else "")]
+    return {name.rpartition(".")[2] for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+
+
+def python_examples() -> Iterator[tuple[str, str]]:
+    """Those with OpenAI's client, and which page each is on."""
+    for page in (PAGE, ROOT / "README.md"):
+        for indent, language, block in _BLOCK.findall(page.read_text()):
+            if language == "python" and "from openai" in block:
+                yield page.name, re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
