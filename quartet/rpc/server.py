@@ -618,7 +618,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_receive_message_length", config.max_receive_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # As channels: at most 64 KiB of each call wait here to be read. Else a window grows to megabytes, and messages
+        # At most 64 KiB of each call wait here to be read. Else a window grows to megabytes, and messages
         # of clients that cancel them fill the memory. For the message that is being read gRPC opens it further.
         ("grpc.http2.bdp_probe", 0),
         # Else a second server on the same port starts, and the kernel gives it half of the connections.
