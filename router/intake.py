@@ -8,7 +8,6 @@ for all else, and the next one is of the tenant that had least.
 from __future__ import annotations
 
 import asyncio
-import time
 
 from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
 from router.workers import PoolKey
@@ -16,11 +15,9 @@ from router.workers import PoolKey
 # Work is counted in tokens of a prompt; what a request needs whatever its length counts as so many.
 _REQUEST_TOKENS = 8_192
 
-# gRPC hands over one call in about six turns, in order of arrival, without regard to tenants. Calls are to wait here,
-# where tenants have shares, and not there. So after a request nothing begins for so many turns. If a turn is this short
-# the loop has nothing else to do, and the turn counts as several.
-_TURNS_BETWEEN = 16
-_QUIET_TURN_S, _QUIET_TURNS = 2e-5, 4
+# Each of gRPC's listeners hands over one call in about five turns, in order of arrival, without regard to tenants.
+# Calls are to wait here, where tenants have shares, and not there. So after a request nothing begins for so many turns.
+_TURNS_BETWEEN = 4
 
 # After long work, moreover, nothing begins for twice the time that it took beyond a short request.
 _PAUSE_S_PER_TOKEN = 2e-7
@@ -41,7 +38,6 @@ class Intake:
         self._num_entered = 0
         self._pause_s = 0.0
         self._num_turns_left = 0
-        self._turn_began_at = 0.0
 
     @property
     def length(self) -> int:
@@ -70,7 +66,6 @@ class Intake:
         self._plan_turn()
 
     def _plan_turn(self) -> None:
-        self._turn_began_at = time.perf_counter()
         asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
@@ -79,8 +74,7 @@ class Intake:
             pause_s, self._pause_s = min(self._pause_s, _MAX_PAUSE_S), 0.0
             asyncio.get_running_loop().call_later(pause_s, self._turn)
             return
-        is_quiet = time.perf_counter() - self._turn_began_at < _QUIET_TURN_S
-        self._num_turns_left -= _QUIET_TURNS if is_quiet else 1
+        self._num_turns_left -= 1
         if self._num_turns_left > 0:
             self._plan_turn()
             return

@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 # After a drain timed out, running requests end with an error. It has this long to reach their clients.
 _LAST_WORDS_S = 0.5
 
+# Connections of clients are spread over so many: see ``RpcServer``.
+_NUM_LISTENERS = 4
+
 
 class RouterProcess:
     """One router, from the start to the end of ``run``."""
@@ -220,7 +223,7 @@ class RouterProcess:
             max_bytes=lambda: max_message_bytes(table.pools(time.monotonic()), fleet.texts.known),
             file_fields=FILE_FIELDS,
         )
-        return RpcServer(self._config.server, [router_service(servicer)], limits=limits)
+        return RpcServer(self._config.server, [router_service(servicer)], limits=limits, num_listeners=_NUM_LISTENERS)
 
     def _pipeline(
         self,

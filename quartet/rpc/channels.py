@@ -34,6 +34,9 @@ MAX_STREAM_MESSAGE_BYTES = 1 << 20
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 
+# Of what comes down a stream and the reader has not asked for, so much may be on the way.
+_WINDOW_BYTES = 4096
+
 # Of every channel; without pings a host that lost power would hang every request on it, idle streams included.
 _OPTIONS: Mapping[str, int | str] = {
     "grpc.keepalive_time_ms": KEEPALIVE_TIME_MS,
@@ -54,8 +57,8 @@ _OPTIONS: Mapping[str, int | str] = {
 def create_channel(address: str, tls: TlsConfig | None, *, is_bulk: bool = False) -> grpc.aio.Channel:
     """A channel to a server of ours at ``address`` (``host:port``); it connects at the first call and after each loss.
 
-    ``is_bulk``: large amounts may come down quickly. Else at most 64 KiB a stream are on the way that the reader
-    has not taken.
+    ``is_bulk``: large amounts may come down quickly. Else at most 4 KiB a stream are on the way that the reader
+    has not taken, or one message.
 
     Raises:
         ConfigError: a file of ``tls`` can't be used; names the setting.
@@ -93,6 +96,7 @@ def _open_ours(
         # By default a stream's window grows to megabytes: seconds of tokens, each in a message of its own. While they
         # wait at the sender instead, it merges them into few messages.
         options["grpc.http2.bdp_probe"] = 0
+        options["grpc.http2.lookahead_bytes"] = _WINDOW_BYTES
     if tls is not None and tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = tls.server_name
     return open_channel(address, credentials, options)

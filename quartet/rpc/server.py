@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import logging
 import math
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -165,16 +166,31 @@ class RpcServer:
     """One server: made, started, drained, once. All services are NOT_SERVING until ``set_serving`` says otherwise."""
 
     def __init__(
-        self, config: ServerConfig, services: Sequence[Service], *, limits: MessageLimits | None = None
+        self,
+        config: ServerConfig,
+        services: Sequence[Service],
+        *,
+        limits: MessageLimits | None = None,
+        num_listeners: int = 1,
     ) -> None:
-        """``limits`` bound each message, beside ``config.max_receive_message_bytes``, before it is parsed."""
+        """Make one.
+
+        Args:
+            config: where and how to serve.
+            services: to offer.
+            limits: bound each message, beside ``config.max_receive_message_bytes``, before it is parsed.
+            num_listeners: sockets that listen at the address, among which the kernel spreads connections by chance.
+                grpc.aio takes some five turns of the event loop to hand over one call of a listener, in order of
+                arrival: with several, calls of other connections don't wait behind a flood.
+        """
         self._config = config
+        self._num_listeners = num_listeners
         self._limits = limits or MessageLimits()
         self._service_names = tuple(service.name for service in services)
         self._services = tuple(services)
         self._health = HealthServicer()
         self._calls = CallCounter()
-        self._server: grpc.aio.Server | None = None
+        self._listeners: list[grpc.aio.Server] = []
         self._stopping: asyncio.Task[None] | None = None
 
     @property
@@ -188,14 +204,22 @@ class RpcServer:
         Raises:
             ConfigError: the address can't be listened on, or a TLS file can't be used.
         """
-        server = grpc.aio.server(interceptors=[self._interceptor()], options=_options(self._config))
-        for service in self._services:
-            service.register(server)
-        self._add_standard_services(server)
-        port = self._bind(server)
+        config, interceptor = self._config, self._interceptor()
+        is_shared = self._num_listeners > 1
+        if is_shared:
+            _check_free(config.address)
+        listeners, port = list[grpc.aio.Server](), ListenAddress.parse(config.address, "address").port
+        for _ in range(self._num_listeners):
+            listener = grpc.aio.server(interceptors=[interceptor], options=_options(config, is_shared=is_shared))
+            for service in self._services:
+                service.register(listener)
+            self._add_standard_services(listener)
+            port = self._bind(listener, _with_port(config.address, port))
+            listeners.append(listener)
         await self.set_serving(None, False)
-        await server.start()
-        self._server = server
+        self._listeners = listeners
+        for listener in listeners:
+            await listener.start()
         logger.info("listening on %s", _with_port(self._config.address, port))
         return port
 
@@ -217,19 +241,19 @@ class RpcServer:
         """
         self._calls.is_draining = True
         await self.set_not_serving_for_good()
-        if self._server is None:
+        if not self._listeners:
             return
         try:
             async with asyncio.timeout(grace_s):
                 await self._calls.wait_idle()
         except TimeoutError:
             logger.warning("cut %d calls that did not end within %g s", self._calls.num_active, grace_s)
-        await self._stop(self._server)
+        await self._stop()
 
-    async def _stop(self, server: grpc.aio.Server) -> None:
+    async def _stop(self) -> None:
         # Once only, and never with a grace beside: two concurrent `stop`s of grpc.aio 1.85 crash the process.
         if self._stopping is None:
-            self._stopping = asyncio.create_task(server.stop(None))
+            self._stopping = asyncio.create_task(self._stop_all())
         try:
             async with asyncio.timeout(_CUT_TIMEOUT_S):
                 await asyncio.shield(self._stopping)
@@ -237,6 +261,10 @@ class RpcServer:
                 await self._calls.wait_idle()
         except TimeoutError:
             logger.warning("calls that were cut still clean up after %g s", _CUT_TIMEOUT_S)
+
+    async def _stop_all(self) -> None:
+        for listener in self._listeners:
+            await listener.stop(None)
 
     def _interceptor(self) -> ServingInterceptor:
         tls = self._config.tls
@@ -255,15 +283,15 @@ class RpcServer:
             servicer = reflection.aio.ReflectionServicer((*names, reflection.SERVICE_NAME))
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, rare)
 
-    def _bind(self, server: grpc.aio.Server) -> int:
-        address, tls = self._config.address, self._config.tls
+    def _bind(self, server: grpc.aio.Server, address: str) -> int:
+        tls = self._config.tls
         credentials = None if tls is None else server_credentials(tls)
         try:
             if credentials is None:
                 return server.add_insecure_port(address)
             return server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise ConfigError(f"address: cannot listen on {address}: is it this host's, and free?") from error
+            raise _unusable(address) from error
 
 
 class _RareMethods:
@@ -602,7 +630,24 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         return request
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
+def _check_free(address: str) -> None:
+    """Raises ``ConfigError``: others listen there, or it can't be listened on. gRPC would share it with them."""
+    parsed = ListenAddress.parse(address, "address")
+    host = parsed.host.removeprefix("[").removesuffix("]")
+    try:
+        for family, kind, protocol, _name, at in socket.getaddrinfo(host, parsed.port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was closed just now doesn't matter
+                probe.bind(at)
+    except OSError as error:
+        raise _unusable(address) from error
+
+
+def _unusable(address: str) -> ConfigError:
+    return ConfigError(f"address: cannot listen on {address}: is it this host's, and free?")
+
+
+def _options(config: ServerConfig, *, is_shared: bool) -> list[tuple[str, int]]:
     return [
         # By default part of a burst of 1000 calls is silently answered CANCELLED; admission is the services' own.
         ("grpc.server.max_pending_requests", 100_000),
@@ -618,11 +663,11 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.max_receive_message_length", config.max_receive_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # As channels: at most 64 KiB of each call wait here to be read. Else a window grows to megabytes, and messages
+        # At most 64 KiB of each call wait here to be read. Else a window grows to megabytes, and messages
         # of clients that cancel them fill the memory. For the message that is being read gRPC opens it further.
         ("grpc.http2.bdp_probe", 0),
         # Else a second server on the same port starts, and the kernel gives it half of the connections.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(is_shared)),
     ]
 
 

@@ -28,8 +28,10 @@ async def start_server() -> AsyncIterator[StartServer]:
     """Starts an ``RpcServer``; answers it and its address."""
     servers: list[RpcServer] = []
 
-    async def start(services: Sequence[Service], config: ServerConfig | None = None) -> tuple[RpcServer, str]:
-        server = RpcServer(config or ServerConfig(), services)
+    async def start(
+        services: Sequence[Service], config: ServerConfig | None = None, *, num_listeners: int = 1
+    ) -> tuple[RpcServer, str]:
+        server = RpcServer(config or ServerConfig(), services, num_listeners=num_listeners)
         servers.append(server)
         return server, f"127.0.0.1:{await server.start()}"
 

@@ -1,4 +1,4 @@
-"""The end of each connection is reported; and gRPC's poller yields while the program's threads don't."""
+"""What a channel reports, how much it lets come unread, and that gRPC's poller yields while the program does not."""
 
 from __future__ import annotations
 
@@ -55,6 +55,37 @@ async def test_each_lost_connection_is_reported_also_without_calls() -> None:
         assert lost.empty()
         watching.cancel()
         await server.stop(None)
+
+
+async def test_what_a_reader_has_not_asked_for_waits_at_the_sender() -> None:
+    num_written, message = 0, bytes(500)
+
+    async def write(_request: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        nonlocal num_written
+        while True:
+            await context.write(message)
+            num_written += 1
+
+    async def count(_request: bytes, _context: object) -> bytes:
+        return str(num_written).encode()
+
+    methods = {
+        "Write": grpc.unary_stream_rpc_method_handler(write),
+        "Count": grpc.unary_unary_rpc_method_handler(count),
+    }
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(WAIT_S), create_channel(f"127.0.0.1:{port}", None) as channel:
+        call = channel.unary_stream("/test.Test/Write")(b"")
+        await call.read()
+        counts = [b""]
+        while len(set(counts)) > 1 or len(counts) < 50:  # each asks once more, over the same connection
+            counts = [*counts[-49:], await channel.unary_unary("/test.Test/Count")(b"")]
+        call.cancel()
+    await server.stop(None)
+    assert 1 <= int(counts[0]) <= 16, "4 KiB, what was read, and what gRPC holds of its own"
 
 
 # In a process of its own: gRPC starts its poller once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from quartet.errors import ConfigError, DrainingError
 from quartet.rpc import server as rpc_server
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import create_channel, open_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from tests.rpc import raw_http2
@@ -70,10 +71,31 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         ServerConfig(address=address, insecure=True)
 
 
-async def test_a_port_that_is_taken_is_named(start_server: StartServer) -> None:
-    _, address = await start_server([])
+@pytest.mark.parametrize("num_listeners", [1, 3])
+@pytest.mark.parametrize("num_others", [1, 3])
+async def test_a_port_that_is_taken_is_named(start_server: StartServer, num_others: int, num_listeners: int) -> None:
+    _, address = await start_server([], num_listeners=num_others)
     with pytest.raises(ConfigError, match=address):
-        await RpcServer(ServerConfig(address=address), []).start()
+        await RpcServer(ServerConfig(address=address), [], num_listeners=num_listeners).start()
+
+
+async def test_all_listeners_of_an_address_take_connections_and_end_together(start_server: StartServer) -> None:
+    server, address = await start_server([Echo().service()], num_listeners=3)
+    own_connection = {"grpc.use_local_subchannel_pool": 1}
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(open_channel(address, None, own_connection)) for _ in range(16)]
+        calls = [echo_call(channel) for channel in channels]
+        for call in calls:
+            await call.write(b"said")
+            assert await call.read() == b"said"
+        found = await channelz_pb2_grpc.ChannelzStub(channels[0]).GetServers(channelz_pb2.GetServersRequest())
+        port = int(address.rpartition(":")[2])
+        ours = [one for one in found.server if any(f":{port}" in socket.name for socket in one.listen_socket)]
+        assert len([one for one in ours if one.data.calls_started]) > 1
+        assert server.num_active_calls == 16
+        await server.drain(0)
+        assert server.num_active_calls == 0
+    await start_server([], ServerConfig(address=address), num_listeners=3)
 
 
 async def test_health_is_per_service_and_overall(start_server: StartServer) -> None:
