@@ -27,7 +27,7 @@ from router.http.body import Bodies
 from router.http.config import HttpConfig
 from router.http.connections import Connections
 from router.http.errors import error_body, to_parameter
-from router.http.events import EventStream
+from router.http.events import EventStream, EventWriter
 
 
 class Completions:
@@ -40,6 +40,7 @@ class Completions:
         self._bodies = bodies
         self._connections = connections
         self._max_unread_bytes = config.max_unread_bytes
+        self._writer = EventWriter()
 
     async def completions(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -72,7 +73,7 @@ class Completions:
         self, request: web.BaseRequest, asked: Asked, caller: Caller, token_bytes: TokenBytes | None
     ) -> web.StreamResponse:
         head = self._head(asked, token_bytes)
-        stream = EventStream(request, max_unread_bytes=self._max_unread_bytes)
+        stream = EventStream(request, self._writer, max_unread_bytes=self._max_unread_bytes)
         answers = [StreamedAnswer(head, stream, first) for first in _first_choices(asked)]
         async with _Runs(self._pipeline, asked, answers, caller) as runs:
             head.set_request_id(runs.request_id)

@@ -175,3 +175,17 @@ async def test_the_blocks_of_a_client_that_leaves_are_free_before_the_next_step(
         gate.release(1)
         await system.wait_idle()
         assert runner.num_steps == 4
+
+
+async def test_events_of_one_turn_of_the_loop_are_written_together() -> None:
+    async with open_face() as face:
+        body = {"prompt": "hi", "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+        chunks = [b""]
+        async with face.session.post("/v1/completions", json=body) as response:
+            async for data, is_whole in response.content.iter_chunks():
+                chunks[-1] += data
+                if is_whole:
+                    chunks.append(b"")
+        *_, usage, done, rest = chunks[-2].split(b"\n\n")
+        assert b'"usage":{' in usage and (done, rest) == (b"data: [DONE]", b"")
+        assert b"".join(chunks).count(b'"text":') == 4, "three tokens and the end"
