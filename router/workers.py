@@ -236,6 +236,12 @@ class WorkerTable:
             return None
         return max(pools, key=attrgetter("num_ready_decode"))
 
+    def pool_of_adapter(self, name: str, now: float) -> Pool | None:
+        """The pool whose model has an adapter of this name, unless a model is called so."""
+        if not name or self.pool(name, now) is not None:
+            return None
+        return next((pool for pool in self.pools(now) if name in pool.adapters), None)
+
     def has_served(self, model_name: str, now: float) -> bool:
         """Whether a worker of that model has gone lately."""
         return now - self._gone_at.get(model_name, -math.inf) <= _MODEL_RETURNS_S

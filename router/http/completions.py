@@ -99,10 +99,7 @@ class Completions:
 
     def _find_adapter(self, asked: Asked) -> None:
         """OpenAI's requests have no field for an adapter: clients name it as the model."""
-        table, now = self._context.table, time.monotonic()
-        if not asked.model or table.pool(asked.model, now) is not None:
-            return
-        pool = next((pool for pool in table.pools(now) if asked.model in pool.adapters), None)
+        pool = self._context.table.pool_of_adapter(asked.model, time.monotonic())
         if pool is not None:
             asked.starts = [replace(one, model=pool.key.model_name, adapter=asked.model) for one in asked.starts]
 

@@ -101,12 +101,8 @@ async def detokenize(context: RouterContext, body: Mapping[str, Any], caller: Ca
 
 def _find_pool(name: str, table: WorkerTable) -> Pool:
     """The pool of a model, or of the model that has an adapter of this name. Raises as ``router.prepare.find_pool``."""
-    now = time.monotonic()
-    if name and table.pool(name, now) is None:
-        for pool in table.pools(now):
-            if name in pool.adapters:
-                return pool
-    return find_pool(GenerateStart(prompt=TokenPrompt(()), model=name), table)
+    pool = table.pool_of_adapter(name, time.monotonic())
+    return pool or find_pool(GenerateStart(prompt=TokenPrompt(()), model=name), table)
 
 
 def _adapter(pool: Pool, name: str) -> dict[str, Any]:
