@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from quartet.text.parse.states import BACK, Do, Edge, Format, Quoting, Scan, Sink, State
+from quartet.text.parse.states import BACK, MAX_NAME, NAME, SPACE, Do, Edge, Format, Quoting, Scan, Sink, State
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ def join_tables(reasoning: ReasoningTable | None, calls: CallTable | None) -> Fo
     reasoning = reasoning or ReasoningTable(())
     states, starts, strips = dict(calls or {}), {}, reasoning.strips
     content, start, in_reasoning = (states.get(name, State()).edges for name in ("content", "start", "reasoning"))
+    states[BACK] = states["after_call"] = _expect(otherwise="content", drops_space=any(edge.strips for edge in content))
     states["answer"] = _expect(*start, otherwise="content", drops_space=strips)
     for number, (opener, closer) in enumerate(reasoning.pairs):
         name, begin = f"reasoning_{number}", f"begin_reasoning_{number}"
@@ -43,9 +44,6 @@ def join_tables(reasoning: ReasoningTable | None, calls: CallTable | None) -> Fo
         if reasoning.is_anywhere and not number:
             content += (Edge(opener, begin, strips=strips),)
     states["start"] = _expect(*start, otherwise="content", drops_space=False)
-    states[BACK] = states["after_call"] = _expect(
-        otherwise="content", drops_space=states.get("content", State()).strips
-    )
     states["content"] = State(content, sink=Sink.CONTENT)
     return Format(states, starts=starts)
 
@@ -58,12 +56,8 @@ def _skip(*edges: Edge) -> State:
     return State(edges)
 
 
-def _field(*edges: Edge, bars: str | None = None) -> State:
-    return State(edges, sink=Sink.FIELD, bars=None if bars is None else re.compile(bars))
-
-
-def _value(*edges: Edge) -> State:
-    return State(edges, sink=Sink.VALUE)
+def _field(*edges: Edge, shape: str | None = None) -> State:
+    return State(edges, sink=Sink.FIELD, shape=None if shape is None else re.compile(SPACE + shape + SPACE))
 
 
 # <tool_call>{"name": "f", "arguments": {}}</tool_call>
@@ -88,7 +82,7 @@ LLAMA3_JSON: CallTable = {
 PYTHONIC: CallTable = {
     "content": _skip(Edge("<|python_start|>", "open", Do.OPEN)),
     "open": _expect(Edge("[", "callee")),
-    "callee": _field(Edge("(", "keywords", Do.NAME, keeps=True), bars=r"[^\w\s.\-]"),
+    "callee": _field(Edge("(", "keywords", Do.NAME, keeps=True), shape=rf"(?![\d.\-])[\w.\-]{{0,{MAX_NAME}}}+"),
     "keywords": State(scan=Scan.OBJECT, quoting=Quoting.PYTHON, then="more", ends=False),
     "more": _expect(Edge(",", "callee", Do.NEXT), Edge("]", "close", ends=True)),
     "close": _expect(Edge("<|python_end|>", "content"), otherwise="content", drops_space=False, skips_cut=True),
@@ -106,7 +100,7 @@ MISTRAL: CallTable = {
         Edge("[ARGS]", "arguments", Do.NAME, strips=True),
         Edge("[CALL_ID]", "id", Do.NAME, strips=True),
         Edge("{", "arguments", Do.NAME, keeps=True, strips=True),
-        bars=r"\s",
+        shape=NAME,
     ),
     "id": _field(Edge("[ARGS]", "arguments", Do.ID)),
     "arguments": State(scan=Scan.OBJECT),
@@ -152,7 +146,7 @@ def _dsml_calls() -> CallTable:
             Edge('" string="false">', "value", Do.KEY_OF_JSON),
             Edge('">', "value", Do.KEY),
         ),
-        "value": _value(*(Edge(f"</{name[1:]}>", "parameters", Do.VALUE, follow=follow) for name in parameters)),
+        "value": _field(*(Edge(f"</{name[1:]}>", "parameters", Do.VALUE, follow=follow) for name in parameters)),
     }
 
 
@@ -165,10 +159,10 @@ QWEN3_XML: CallTable = {
     "content": _skip(*_XML_OPENERS),
     "reasoning": _skip(*_XML_OPENERS),
     "open": _expect(Edge("<function=", "name")),
-    "name": _field(Edge(">", "parameters", Do.NAME), bars=r"[\n<]"),
+    "name": _field(Edge(">", "parameters", Do.NAME), shape=NAME),
     "parameters": _expect(Edge("<parameter=", "key"), Edge("</function>", "close", ends=True)),
-    "key": _field(Edge(">", "value", Do.KEY), Edge(">\n", "value", Do.KEY), bars=r"[\n<]"),
-    "value": _value(
+    "key": _field(Edge(">", "value", Do.KEY), Edge(">\n", "value", Do.KEY), shape=rf"[^\n<]{{0,{MAX_NAME}}}+"),
+    "value": _field(
         Edge("\n</parameter>", "parameters", Do.VALUE, follow=_PARAMETERS_FOLLOW),
         Edge("</parameter>", "parameters", Do.VALUE, follow=_PARAMETERS_FOLLOW),
         # Left out at times; a value can hold both, but then hardly at the beginning of a line.
@@ -180,16 +174,15 @@ QWEN3_XML: CallTable = {
 
 # <tool_call>f<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
 GLM: CallTable = {
-    "content": _skip(Edge("<tool_call>", "open", Do.OPEN, strips=True)),
-    "open": _expect(otherwise="name"),
+    "content": _skip(Edge("<tool_call>", "name", Do.OPEN, strips=True)),
     "name": _field(
         Edge("<arg_key>", "key", Do.NAME, strips=True),
         Edge("</tool_call>", BACK, Do.NAME, ends=True, strips=True),
-        bars=r"[\s{}\[\]]",
+        shape=NAME,
     ),
     "key": _field(Edge("</arg_key>", "after_key", Do.KEY)),
     "after_key": _expect(Edge("<arg_value>", "value")),
-    "value": _value(
+    "value": _field(
         Edge("</arg_value>", "after_value", Do.VALUE, follow=("<arg_key>", "</tool_call>")),
         Edge("</tool_call>", BACK, Do.VALUE, ends=True, follow=("<tool_call>",)),  # its end left out
     ),
@@ -200,7 +193,7 @@ GLM: CallTable = {
 GEMMA4: CallTable = {
     "content": _skip(Edge("<|tool_call>", "open", Do.OPEN)),
     "open": _expect(Edge("call:", "name")),
-    "name": _field(Edge("{", "object", Do.NAME, keeps=True), bars=r"[\s<]"),
+    "name": _field(Edge("{", "object", Do.NAME, keeps=True), shape=NAME),
     "object": State(scan=Scan.OBJECT, quoting=Quoting.GEMMA, then="close"),
     "close": _expect(Edge("<tool_call|>", BACK), otherwise=BACK, drops_space=False, skips_cut=True),
 }
@@ -246,7 +239,7 @@ def kimi_k3(*, has_reasoning: bool, has_calls: bool) -> Format:
             Edge('" type="string"<|sep|>', "value", Do.KEY_OF_STRING), Edge('" type="', "type", Do.KEY_OF_JSON)
         ),
         "type": _skip(Edge("<|sep|>", "value")),
-        "value": _value(Edge("<|close|>argument<|sep|>", "arguments", Do.VALUE, follow=(argument, ends_call))),
+        "value": _field(Edge("<|close|>argument<|sep|>", "arguments", Do.VALUE, follow=(argument, ends_call))),
     }
     return Format(states, starts={thinks: "reasoning", responds: "content"})
 

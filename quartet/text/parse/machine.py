@@ -9,24 +9,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from quartet.text.parse.states import BACK, MAX_SPACE, Do, Edge, Format, Quoting, Scan, Sink, State
+from quartet.text.parse.states import BACK, MAX_NAME, MAX_SPACE, NAME, SPACE, Do, Edge, Format, Scan, Sink, State, trie
 from quartet.text.parse.values import ObjectScan, argument_types, parse_json, to_json
 
 _SPACE = re.compile(r"\s*+")
-_NAME = re.compile(r"[^\s{}()\[\]<>\"']+")
+_NAME = re.compile(NAME)
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _STRING = frozenset(["string"])
 _ANY = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
-_ARGUMENT_KEYS = ("arguments", "parameters")
-_UNMARKED_KEYS = frozenset(["name", "type", "id", *_ARGUMENT_KEYS])
+_WORD_KEYS, _ARGUMENT_KEYS = ("name", "type", "id"), ("arguments", "parameters")
+#: How keys, by "", and their values begin in a JSON object that may be a call although nothing marks it.
+_BEGINNINGS = {
+    "": re.compile(rf'{SPACE}(?:"(?:{trie((*_WORD_KEYS, *_ARGUMENT_KEYS))}(?:"{SPACE})?|\Z))?'),
+    **dict.fromkeys(_WORD_KEYS, re.compile(rf'{SPACE}(?:"{NAME}(?:"{SPACE})?+|[\w.\-]{{0,{MAX_NAME}}}+{SPACE})')),
+    **dict.fromkeys(_ARGUMENT_KEYS, re.compile(rf'{SPACE}(?:\{{|"{SPACE}\{{?)?')),
+}
 
 
 class OutputParser:
     """Parses one output, which comes in pieces; what it shows doesn't depend on these, and the work is linear.
 
     A call is shown once it is complete; malformed, it stays text, unless the format keeps calls in sections of their
-    own; cut, it is left out. If arguments are streamed, a call begins with its first argument, and then may never end.
+    own; cut, it is left out. What has begun as a call of a known function is held back to its end, however long.
+    If arguments are streamed, a call begins with its first argument, and then may never end.
     ``num_failed_calls`` counts those that were marked as calls and were malformed or cut.
     """
 
@@ -58,12 +64,12 @@ class OutputParser:
         self._buffer = self._held = ""
         self._is_last = self._waits = False
         self._field: list[str] = []
+        self._streams_value = False  # the text is an argument's value, and shown as it comes
         self._is_open = False  # something that may be a call has begun
         self._is_shown = self._is_unmarked = False  # a part of it was shown as a call; nothing marks it as one
         self._raw: list[str] = []  # its text
         self._num_calls = self._raw_from = 0  # calls that have begun; where in the buffer the open one's text does
         self._ready: list[Event] = []  # what to show of it, if it is complete
-        self._scan = ObjectScan(Quoting.JSON)
         self._forget_call()
         self._origin = self._content = format.states["content"]
         self._enter(format.start_after(prompt_end))
@@ -105,7 +111,9 @@ class OutputParser:
         self._step = self._text if state.scan is Scan.TEXT else self._expect
         if state.scan in (Scan.CALL, Scan.OBJECT):
             self._step = self._object
-            self._scan = ObjectScan(state.quoting, self._accepts if state.scan is Scan.CALL else None)
+            is_call = state.scan is Scan.CALL
+            self._scan = ObjectScan(state.quoting, self._accepts if is_call else None)
+            self._is_doubtful = is_call and self._is_unmarked  # it has not begun as calls of known functions do
 
     # Steps: each reads from ``at`` on and returns how far it came, or says that it waits for more.
 
@@ -128,8 +136,8 @@ class OutputParser:
         while (match := state.pattern.search(buffer, at)) is not None:
             start, end = match.span()
             edge = state.by_marker.get(match.group())
-            is_open_end = end == len(buffer) and not self._is_last
-            if is_open_end and (edge is None or edge.marker in state.extendable):
+            is_only = edge is not None and sum(marker.startswith(edge.marker) for marker in state.by_marker) == 1
+            if end == len(buffer) and not self._is_last and not is_only:
                 return start, end, None
             if edge is not None and edge.follow:
                 follow = edge.follows.match(buffer, end)
@@ -144,15 +152,15 @@ class OutputParser:
     def _put(self, begin: int, end: int) -> int | None:
         """Give the sink its text; returns where a field stops being one."""
         text, state = self._buffer[begin:end], self._state
-        if text and state.sink is Sink.FIELD:
-            if state.bars is not None and (bad := state.bars.search(text)) is not None:
-                return begin + bad.start()
+        if self._streams_value:
+            self._add_arguments(to_json(text, _STRING)[1:-1])
+        elif text and state.sink is Sink.FIELD:
+            if state.shape is not None:
+                field = "".join(self._field)
+                for length in range(1, len(text) + 1):
+                    if not self._may_begin(state.shape, field + text[:length]):
+                        return begin + length - 1
             self._field.append(text)
-        elif text and state.sink is Sink.VALUE:
-            if self._streams_value:
-                self._add_arguments(to_json(text, _STRING)[1:-1])
-            else:
-                self._value.append(text)
         elif text and state.sink is not Sink.NOTHING:
             self._events.append(_PLAIN[state.sink](text))
         return None
@@ -161,12 +169,11 @@ class OutputParser:
         state, buffer = self._state, self._buffer
         if state.drops_space and (space := _SPACE.match(buffer, at)) is not None:
             at = space.end()
-        match = state.expected.match(buffer, at)
+        match = state.pattern.match(buffer, at)
         edge = state.by_marker.get(match.group(1)) if match is not None else None
-        is_whole = edge is not None and edge.marker not in state.extendable
-        is_open_end = match is not None and match.end() == len(buffer) and not is_whole
-        if match is not None and edge is not None and (self._is_last or not is_open_end):
+        if match is not None and edge is not None:
             return self._take(edge, at, match.start(1) if edge.keeps else match.end())
+        is_open_end = match is not None and match.end() == len(buffer)
         if is_open_end and not (self._is_last and state.otherwise is not None):
             self._waits = True
         elif state.otherwise is not None:
@@ -178,8 +185,13 @@ class OutputParser:
         return at
 
     def _object(self, at: int) -> int:
-        state, scan = self._state, self._scan
-        at = scan.feed(self._buffer, at)
+        state, scan, stop = self._state, self._scan, at
+        while self._is_doubtful and stop < len(self._buffer):
+            begin, stop = at, stop + 1
+            at = scan.feed(self._buffer, begin, stop)
+            if not self._may_be_call():
+                return self._fail(begin)
+        at = scan.feed(self._buffer, at, len(self._buffer))
         if state.scan is Scan.OBJECT:
             self._add_arguments(scan.take_json())
         elif not self._take_call_arguments(is_complete=scan.is_done):
@@ -229,7 +241,7 @@ class OutputParser:
         """The call is malformed: go back to where it began, with its text if that can be shown."""
         raw = "".join(self._raw) + self._buffer[self._raw_from : at]
         self.num_failed_calls += not self._is_unmarked
-        self._is_open, self._field = False, []
+        self._is_open, self._streams_value, self._field = False, False, []
         self._num_calls -= sum(isinstance(event, CallBegin) for event in self._ready)
         self._ready.clear()
         self._enter(self._origin)
@@ -240,7 +252,19 @@ class OutputParser:
     def _set_name(self, field: str) -> bool:
         self._name = field.strip()
         is_known = not self._is_unmarked or not self._tools or self._name in self._tools
-        return is_known and _NAME.fullmatch(self._name) is not None
+        return is_known and bool(self._name) and _NAME.fullmatch(self._name) is not None
+
+    def _may_begin(self, shape: re.Pattern[str], text: str, *, is_name: bool = True) -> bool:
+        """Whether a word may begin so; as a name without a marker, it must be one of a function of the request."""
+        names = self._tools if self._is_unmarked and is_name else ()
+        word = parse_json('"' + text.strip().strip('"') + '"') or ""
+        return shape.fullmatch(text) is not None and (not names or any(name.startswith(word) for name in names))
+
+    def _may_be_call(self) -> bool:
+        """Whether the JSON object that nothing marks, as far as it was read, may be a call."""
+        key, word, is_over = self._scan.key, self._scan.word, self._scan.is_malformed or self._scan.is_done
+        self._is_doubtful = key not in _ARGUMENT_KEYS or not word.endswith("{")
+        return not is_over and self._may_begin(_BEGINNINGS[key], word, is_name=key == "name")
 
     def _set_named_id(self, field: str) -> bool:
         self._set_id(field)
@@ -266,7 +290,7 @@ class OutputParser:
     def _accepts(self, key: str, value: str | None) -> bool:
         """Whether a call as a JSON object may have this key, or value."""
         if value is None:
-            return not self._is_unmarked or key in _UNMARKED_KEYS
+            return not self._is_unmarked or (key in _BEGINNINGS and (key not in _ARGUMENT_KEYS or bool(self._name)))
         text = parse_json(value)
         if key == "id" and isinstance(text, str):
             self._set_id(text)
@@ -274,20 +298,17 @@ class OutputParser:
 
     def _take_call_arguments(self, *, is_complete: bool) -> bool:
         """Take what is known of the arguments of a call that is a JSON object."""
-        pieces = next((self._scan.values[key] for key in _ARGUMENT_KEYS if key in self._scan.values), None)
-        is_object = self._has_begun or bool(pieces and pieces[0] == "{")
-        if not is_complete:
-            if not (self._streams and self._name and is_object and pieces):
-                return True
-        elif not self._name or (pieces is None and self._is_unmarked):
-            return False
-        text = "".join(pieces or ())
-        (pieces or []).clear()
+        pieces = next((self._scan.values[key] for key in _ARGUMENT_KEYS if key in self._scan.values), [])
+        is_object = self._has_begun or pieces[:1] == ["{"]
+        if not is_complete and not (self._streams and self._name and is_object and pieces):
+            return True
+        text = "".join(pieces)
+        pieces.clear()
         if not is_object:
             value = parse_json(text)  # perhaps JSON in a string
             text = value if isinstance(value, str) else "{}" if value is None else text
-            if not isinstance(parse_json(text), dict):
-                return False
+        if not self._name or not (is_object or isinstance(parse_json(text), dict)):
+            return False
         self._add_arguments(text)
         return True
 
@@ -296,14 +317,14 @@ class OutputParser:
             return False
         lead = ("{" if not self._keys else ", ") + to_json(key, _STRING) + ": "
         self._keys.add(key)
-        self._types, self._value = types, [""]
         # Of other values only the end shows what JSON they are.
-        self._streams_value = self._streams and types == _STRING
+        self._types, self._streams_value = types, self._streams and types == _STRING
         self._add_arguments(lead + '"' if self._streams_value else lead)
         return True
 
     def _end_value(self, field: str) -> bool:
-        self._add_arguments('"' if self._streams_value else to_json("".join(self._value), self._types))
+        self._add_arguments('"' if self._streams_value else to_json(field, self._types))
+        self._streams_value = False
         return True
 
     def _add_arguments(self, text: str) -> None:

@@ -11,6 +11,12 @@ from functools import cached_property
 #: Of a run of whitespace, as much may be held back, dropped before a marker, or come before what must follow one.
 MAX_SPACE = 64
 
+SPACE = rf"\s{{0,{MAX_SPACE}}}+"
+
+#: Characters of a name, or of the id of a call that nothing marks; and how a name begins.
+MAX_NAME = 320
+NAME = rf"[^\s{{}}()\[\]<>\"']{{0,{MAX_NAME}}}+"
+
 #: As a target: where the call began.
 BACK = "back"
 
@@ -41,8 +47,7 @@ class Sink(Enum):
 
     CONTENT = auto()
     REASONING = auto()
-    FIELD = auto()  # is kept for the next edge
-    VALUE = auto()  # of an argument
+    FIELD = auto()  # is kept for the next edge, unless it is an argument's value that is streamed
     NOTHING = auto()
 
 
@@ -81,7 +86,7 @@ class Edge:
     @cached_property
     def follows(self) -> re.Pattern[str]:
         """Matches after the marker; group 1 is none of ``follow`` where the text ends before it can be told."""
-        return re.compile(rf"\s{{0,{MAX_SPACE}}}+({trie(self.follow)}|\Z)")
+        return re.compile(rf"{SPACE}({trie(self.follow)}|\Z)")
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class State:
     then: str = BACK  # after an object or call; both end by themselves
     ends: bool = True  # whether the call is complete then
     quoting: Quoting = Quoting.JSON  # of objects
-    bars: re.Pattern[str] | None = None  # of fields: finds characters that make the call malformed
+    shape: re.Pattern[str] | None = None  # of fields: how one may begin; else the call is malformed
 
     @cached_property
     def by_marker(self) -> dict[str, Edge]:
@@ -110,19 +115,10 @@ class State:
         return any(edge.strips for edge in self.edges)
 
     @cached_property
-    def extendable(self) -> frozenset[str]:
-        """Markers that begin a longer one."""
-        return frozenset(a for a in self.by_marker for b in self.by_marker if a != b and b.startswith(a))
-
-    @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Finds the first marker, or the beginning of one at the text's end."""
-        return re.compile(trie(self.by_marker))
-
-    @cached_property
-    def expected(self) -> re.Pattern[str]:
-        """Matches whitespace and then, as group 1, a marker or the beginning of one at the text's end."""
-        return re.compile(rf"\s{{0,{MAX_SPACE}}}+({trie(self.by_marker)}|\Z)")
+        """Finds a marker, or its beginning at the text's end; if one is expected, as group 1 after whitespace."""
+        markers = trie(self.by_marker)
+        return re.compile(rf"{SPACE}({markers}|\Z)" if self.scan is Scan.EXPECT else markers)
 
     @cached_property
     def notable(self) -> re.Pattern[str]:
@@ -159,13 +155,10 @@ class Format:
 
 def trie(words: Iterable[str]) -> str:
     """A pattern for the longest of ``words``, or for the beginning of one that reaches the text's end."""
-    tails: dict[str, list[str]] = {}
-    for word in filter(None, words):
-        tails.setdefault(word[0], []).append(word[1:])
-    return f"(?:{'|'.join(re.escape(first) + _rest(rest) for first, rest in tails.items()) or '(?!)'})"
-
-
-def _rest(tails: list[str]) -> str:
-    if tails == [""]:
-        return ""
-    return trie(tails) + "?" if "" in tails else rf"(?:{trie(tails)}|\Z)"
+    patterns = []
+    for word in sorted(words, key=len, reverse=True):
+        *characters, pattern = map(re.escape, word)
+        for character in reversed(characters):
+            pattern = rf"{character}(?:{pattern}|\Z)"
+        patterns.append(pattern)
+    return f"(?:{'|'.join(patterns) or '(?!)'})"

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPE = r"\\(?:x[0-9a-fA-F]{0,2}|u[0-9a-fA-F]{0,4}|U[0-9a-fA-F]{0,8}|[\s\S]|\Z)"
 _PYTHON_ESCAPES = "\n\\'\"abfnrtvxuU0"
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_BRACKETS = "=:,{}[]()"
 
 _TOKENS = {
     Quoting.JSON: re.compile(r'[:,{}\[\]"]'),
@@ -55,7 +55,7 @@ class ObjectScan:
         self._closers: list[str] = []
         self._out: list[str] = []
         self._bare: list[str] = []
-        self._key = ""
+        self.key = ""  # at the top, whose value is being read
         self._quote: str | None = None
         self._is_key = True  # whether a key comes next, or has come and its separator has not
         self._is_filled = False  # whether the key or value that is due here has come
@@ -67,21 +67,30 @@ class ObjectScan:
         self._out.clear()
         return text
 
-    def feed(self, text: str, at: int) -> int:
-        """Read ``text`` from ``at`` on. Returns where it stopped: a few last characters may have to come again."""
-        while at < len(text) and not self.is_done:
+    @property
+    def word(self) -> str:
+        """The key or value at the top that is being read, as JSON, with whitespace."""
+        return "".join(self._out) + "".join(self._bare)
+
+    def feed(self, text: str, at: int, stop: int) -> int:
+        """Read ``text`` from ``at`` to ``stop``. Returns where it is: a few last characters may have to come again."""
+        while at < stop and not self.is_done:
             pattern = _TOKENS[self._quoting] if self._quote is None else _STRING_ENDS[self._quoting, self._quote]
-            match = pattern.search(text, at)
-            end = len(text) if match is None else match.start()
+            match = pattern.search(text, at, stop)
+            end = stop if match is None else match.start()
+            piece = text[at:end]
             if self._quote is not None:
-                piece = text[at:end]
                 # What is escaped in JSON stays so; but models forget to escape line ends.
                 self._out.append(_escape(piece) if not self._is_json or _CONTROL.search(piece) is not None else piece)
-            elif end > at and not self._add_bare(text[at:end]):
-                self.is_malformed = True
-                return end - len(text[at:end].lstrip())
-            if match is None or (match.end() == len(text) and not self._is_whole(match.group())):
-                return end
+            else:
+                self._bare.append(piece)
+                # Before the object, or as a key of JSON, there can only be whitespace.
+                is_blank = not self._closers or (self._is_json and (self._is_key or self._is_filled))
+                if is_blank and piece.strip():
+                    self.is_malformed = True
+                    return end - len(piece.lstrip())
+            if match is None or (match.end() == stop and match.group() not in _BRACKETS):
+                return end  # a longer one may have begun
             token, at = match.group(), match.end()
             if self._quote is None:
                 self.is_malformed = not self._take(token)
@@ -94,22 +103,8 @@ class ObjectScan:
                 self._out.append(_unescape(token, is_json=self._is_json))
         return at
 
-    def _is_whole(self, token: str) -> bool:
-        """Whether ``token``, which ends the text, can't be the beginning of a longer one."""
-        if token.startswith("\\"):
-            return len(token) == 2 + _HEX_DIGITS.get(token[1:2], 0)
-        if self._quote is not None:
-            return token == self._quote
-        return token in "=:,{}[]()" or (token in QUOTES[self._quoting] and (len(token) > 1 or self._is_json))
-
-    def _add_bare(self, text: str) -> bool:
-        self._bare.append(text)
-        # Before the object, or as a key of JSON, there can only be whitespace.
-        return text.isspace() or bool(self._closers and not (self._is_json and (self._is_key or self._is_filled)))
-
     def _take(self, token: str) -> bool:
         if not self._closers:
-            self._bare.clear()
             self._closers.append(_CLOSERS.get(token, ""))
             if self._accepts is None:
                 self._out.append("{")
@@ -126,15 +121,14 @@ class ObjectScan:
         return token in ",}])" and self._end_value(token, bare)
 
     def _end_key(self, token: str, bare: str) -> bool:
-        is_argument = self._quoting is Quoting.PYTHON and len(self._closers) == 1
-        if not self._is_key or bool(bare) == self._is_filled or (token == "=") != is_argument:
+        if not self._is_key or bool(bare) == self._is_filled or (token == "=") != (self._closers == [")"]):
             return False
         self._is_key = self._is_filled = False
         if self._accepts is not None and len(self._closers) == 1:
-            self._key = parse_json(self.take_json())
-            is_new = self._key not in self.values
-            self._out = self.values[self._key] = []
-            return is_new and self._accepts(self._key, None)
+            self.key = parse_json(self.take_json())
+            is_new = self.key not in self.values
+            self._out = self.values[self.key] = []
+            return is_new and self._accepts(self.key, None)
         if bare:
             self._begin_item()
             self._out.append(json.dumps(bare, ensure_ascii=False))
@@ -142,7 +136,7 @@ class ObjectScan:
         return True
 
     def _begin(self, token: str) -> bool:
-        if self._is_filled or (self._is_key and token in "{["):
+        if self._is_filled or (self._is_key and (token in "{[" or self._closers == [")"])):
             return False
         self._begin_item()
         self._out.append(token if token in "{[" else '"')
@@ -165,9 +159,9 @@ class ObjectScan:
             self._is_filled = True
         is_top = self._accepts is not None and len(self._closers) == 1
         if self._accepts is not None and is_top and self._is_filled and not self._is_key:
-            if not self._accepts(self._key, "".join(self._out)):
+            if not self._accepts(self.key, "".join(self._out)):
                 return False
-            self._out = []
+            self._out, self.key = [], ""
         is_object = self._closers[-1] != "]"
         if token == ",":
             if self._is_key or not self._is_filled:
@@ -232,8 +226,7 @@ def _escape(text: str) -> str:
 def _unescape(token: str, *, is_json: bool) -> str:
     """An escape in a string as text in a JSON string; what is none is a backslash and text."""
     if is_json:
-        is_escape = token[1] in '"\\/bfnrt' or (token[1] == "u" and len(token) == 6)
-        return token if is_escape else _escape(token)
+        return token if parse_json(f'"{token}"') is not None else _escape(token)
     try:
         text = codecs.decode(token, "unicode_escape") if token[1] in _PYTHON_ESCAPES else token
     except UnicodeDecodeError:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from types import FrameType
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quartet.text.parse import Event, OutputParser, choose_format
 from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
-from quartet.text.parse.states import MAX_SPACE, QUOTES, Format, Scan, Sink
+from quartet.text.parse.states import MAX_NAME, MAX_SPACE, QUOTES, Do, Format, Scan, Sink
 from tests.text.parse.referee import PARSERS, fixtures, units_of
 
 PAIRS = [
@@ -173,31 +173,67 @@ def check_calls(events: Sequence[tuple[object, ...]], *, streams_arguments: bool
             assert events[number + 2] == (CallEnd, event[1])
 
 
+#: What an answer may begin with: text, and what a call that nothing marks could begin with, but none of ``f`` does.
+BEGINNINGS = [
+    *(
+        "word",
+        "[",
+        "[f",
+        "[f,",
+        "[Intro ",
+        "{",
+        '{ "',
+        '{"na',
+        '{"name": "',
+        '{"name": "f',
+        '{"id": "',
+        '{"id": "1", "',
+    ),
+    *('{"type": "', '{"type": ', '{"arguments": {"key": "', '{"parameters": "', '{"name": "f", "arguments": "', "[f('"),
+]
+PROSE = "once upon a time there was a quiet rabbit " * 50
+
+
+def count_held(parser: OutputParser, deltas: Iterable[str]) -> int:
+    """Characters of text that wait after ``deltas``: those that would come if the output ended."""
+    for delta in deltas:
+        parser.push(delta)
+    return sum(len(event.text) for event in parser.finish() if isinstance(event, Content | Reasoning))
+
+
 @each_format
-def test_text_waits_only_for_the_longest_marker_and_some_whitespace(pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["known functions", "any functions"])
+def test_text_waits_only_for_the_longest_marker_and_some_whitespace(
+    pair: tuple[str, str], tools: Mapping[str, Mapping[str, object]] | None
+) -> None:
     format = choose_format(*pair)
-    edges = [edge for state in format.states.values() if state.sink is not Sink.NOTHING for edge in state.edges]
-    bound = max(len(edge.marker) + max(map(len, edge.follow), default=0) for edge in edges) + 2 * MAX_SPACE
+    shows = [
+        state
+        for state in format.states.values()
+        if state.sink in (Sink.CONTENT, Sink.REASONING) or state.scan is Scan.EXPECT
+    ]
+    # A run of whitespace before a marker, and where another one must follow it, a run between them.
+    bound = max(
+        MAX_SPACE + len(edge.marker) + (MAX_SPACE + max(map(len, edge.follow)) if edge.follow else 0)
+        for state in shows
+        for edge in state.edges
+    )
+    if any(edge.do is Do.OPEN_UNMARKED for edge in format.states["start"].edges):
+        bound += MAX_NAME  # one name, or id, and what is written around it
     beginnings = [
         marker[:end] for marker in markers_of(format) for end in (1, len(marker) - 1) if 0 < end < len(marker)
     ]
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(
+        st.sampled_from(BEGINNINGS),
         st.lists(st.sampled_from([*beginnings, "word", " ", "\n", " " * 100]), max_size=30),
+        st.sampled_from(["", PROSE]),
         st.sampled_from(["", *format.starts]),
     )
-    def check(pieces: list[str], prompt_end: str) -> None:
-        a_parser = parser(format, prompt_end=prompt_end)
-        num_pushed = num_shown = 0
-        for piece in ["word", *pieces]:
-            if any(marker in piece for marker in markers_of(format)):
-                continue  # the beginning of one is another
-            num_pushed += len(piece)
-            num_shown += sum(
-                len(event.text) for event in a_parser.push(piece) if isinstance(event, Content | Reasoning)
-            )
-            assert num_pushed - num_shown <= bound
+    def check(beginning: str, pieces: list[str], end: str, prompt_end: str) -> None:
+        for deltas in ([beginning, *pieces, end], "".join([beginning, *pieces, end])):
+            assert count_held(OutputParser(format, tools=tools, prompt_end=prompt_end), deltas) <= bound
 
     check()
 
