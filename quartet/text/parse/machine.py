@@ -257,7 +257,7 @@ class OutputParser:
     def _may_begin(self, shape: re.Pattern[str], text: str, *, is_name: bool = True) -> bool:
         """Whether a word may begin so; as a name without a marker, it must be one of a function of the request."""
         names = self._tools if self._is_unmarked and is_name else ()
-        word = parse_json('"' + text.strip().strip('"') + '"') or ""
+        word = (parse_json('"' + text.strip().strip('"') + '"') or "") if names else ""
         return shape.fullmatch(text) is not None and (not names or any(name.startswith(word) for name in names))
 
     def _may_be_call(self) -> bool:
