@@ -191,7 +191,7 @@ BEGINNINGS = [
     ),
     *('{"type": "', '{"type": ', '{"arguments": {"key": "', '{"parameters": "', '{"name": "f", "arguments": "', "[f('"),
 ]
-PROSE = "once upon a time there was a quiet rabbit " * 50
+PROSE = "once upon a time there was a quiet rabbit " * 20
 
 
 def count_held(parser: OutputParser, deltas: Iterable[str]) -> int:
@@ -233,8 +233,10 @@ def test_text_waits_only_for_the_longest_marker_and_some_whitespace(
     )
     def check(beginning: str, pieces: list[str], end: str, prompt_end: str) -> None:
         for deltas in ([beginning, *pieces, end], "".join([beginning, *pieces, end])):
-            assert count_held(OutputParser(format, tools=tools, prompt_end=prompt_end), deltas) <= bound
+            assert count_held(OutputParser(format, tools=tools, prompt_end=prompt_end), deltas) <= bound, deltas
 
+    for beginning in BEGINNINGS:
+        assert count_held(OutputParser(format, tools=tools), beginning + PROSE) <= bound, beginning
     check()
 
 

@@ -111,6 +111,32 @@ def test_what_proves_to_be_no_call_stays_text(calls: str, output: str, content: 
     assert parser.num_failed_calls == num_failed
 
 
+@pytest.mark.parametrize(
+    ("calls", "output", "is_call"),
+    [
+        (
+            "llama3_json",
+            '{"id": "a-1", "type": "function", "name": "f\\u00e9", "parameters": {"a": "b c"}, "id2": 1}',
+            False,
+        ),
+        ("llama3_json", '{"id": "a-1", "type": "function", "name": "f\\u00e9", "parameters": {"a": "b c"}}', True),
+        ("llama3_json", '{ "name" : "f\u00e9" , "arguments" : " {}" }', True),
+        ("llama3_json", '{"parameters": {}, "name": "f\u00e9"}', False),  # any object may have parameters
+        ("llama3_json", '{"name": "f", "parameters": {}}', False),
+        ("llama3_json", '{"name": "f\u00e9", "parameters": null}', False),
+        ("pythonic", "[ f\u00e9 (a=1), f\u00e9()]", True),
+        ("pythonic", "[f\u00e9(a=1), f()]", False),
+        ("pythonic", "[f\u00e9('a')]", False),
+    ],
+)
+def test_a_call_that_nothing_marks_names_a_known_function_first(calls: str, output: str, is_call: bool) -> None:
+    for deltas in ([output], output):
+        parser = OutputParser(choose_format("", calls), tools={"f\u00e9": {}})
+        events = [event for delta in deltas for event in parser.push(delta)] + parser.finish()
+        assert any(isinstance(event, CallEnd) for event in events) == is_call
+        assert "".join(event.text for event in events if isinstance(event, Content)) == ("" if is_call else output)
+
+
 def test_ids_of_the_model_are_kept_and_others_are_unlike() -> None:
     kimi = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
     mistral = '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc"}]'
