@@ -50,6 +50,8 @@ SIZES = [
     (47, 49),
     (61, 59),
 ]
+# About the edges of one, two and three tiles of 24 pixels, and between and beyond them.
+EDGES = (1, 7, 12, 23, 24, 25, 36, 47, 48, 49, 61, 72, 97, 119)
 NAMES = [*FAMILIES, "tiny"]
 TILED = [name for name, family in FAMILIES.items() if "image_grid_pinpoints" in family.options]
 
@@ -118,7 +120,7 @@ def test_the_image_processor_is_what_autoprocessor_has(name: str, checkpoint: Ca
 def test_tokens_are_as_many_as_the_processor_counts_for_any_shape(
     name: str, checkpoint: Callable[[str], Path], vision: Callable[[str], VisionModel]
 ) -> None:
-    sizes = [(height, width) for height in range(1, 120, 5) for width in range(1, 120, 5)]
+    sizes = [(height, width) for height in EDGES for width in EDGES]
     counted = read_processor(checkpoint(name), backend="pil")._get_num_multimodal_tokens(image_sizes=sizes)
     assert [vision(name).size(height, width).num_tokens for height, width in sizes] == counted.num_image_tokens
 
@@ -136,8 +138,11 @@ def test_one_tile_is_a_grid_of_patches(vision: Callable[[str], VisionModel]) -> 
 
 def test_the_largest_picture_fills_max_item_tokens(vision: Callable[[str], VisionModel]) -> None:
     model = vision("llava_next_clip")
-    sizes = [(height, width) for height in range(4, 120, 4) for width in range(4, 120, 4)]
-    assert max(model.size(*size).num_tokens for size in sizes) == model.max_item_tokens == 16 + 8 * 8 + 8
+    assert (
+        max(model.size(height, width).num_tokens for height in EDGES for width in EDGES)
+        == model.max_item_tokens
+        == 16 + 8 * 8 + 8
+    )
 
 
 def test_a_picture_that_preprocessing_would_blow_up_is_refused(vision: Callable[[str], VisionModel]) -> None:
@@ -184,7 +189,7 @@ def test_no_picture_of_onevision_fills_more_than_max_item_tokens(vision: Callabl
     """Those of the largest grid are shrunk, so others fill more: of its 64 patches, to those of two tiles."""
     model = vision("llava_onevision_siglip")
     assert model.size(48, 48).num_tokens == 16 + 5 * 5 + 5
-    counts = [model.size(height, width).num_tokens for height in range(1, 120, 3) for width in range(1, 120, 3)]
+    counts = [model.size(height, width).num_tokens for height in EDGES for width in EDGES]
     assert max(counts) == model.size(48, 24).num_tokens == 16 + 8 * 4 + 8
     assert max(counts) <= model.max_item_tokens == 16 + 38 + 12
 
