@@ -86,10 +86,11 @@ def test_a_kept_set_larger_than_the_candidates_is_kept_whole(settings: Settings)
     vocab_size = 2000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(6)) * 0.2
     kept = expected_probabilities(logits, settings) > 0
-    seen = torch.bincount(draw_many(logits, settings, 8000), minlength=vocab_size) > 0
+    seen = torch.bincount(draw_many(logits, settings, 4000), minlength=vocab_size) > 0
     assert int(kept.sum()) > 1100
     assert not bool((seen & ~kept).any())
-    assert int(seen.sum()) > 0.97 * int(kept.sum())
+    # Candidates alone would be less than that.
+    assert int(seen.sum()) > max(1024, 0.85 * int(kept.sum()))
 
 
 def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
