@@ -83,7 +83,8 @@ def test_a_seed_makes_all_weights(family: str, shape: Shapes) -> None:
                 assert float(tensor.std()) == pytest.approx(_STD, rel=0.1), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Tied weights and a scaled RoPE, buffers of Gemma, biases, and both kinds of experts.
+@pytest.mark.parametrize("family", ["llama3_rope", "gemma3", "qwen2", "qwen3_moe", "gpt_oss"])
 async def test_it_says_what_generate_says_with_the_same_weights(family: str, shape: Shapes, tmp_path: Path) -> None:
     path = shape(family)
     prompts = ragged_prompts()[-4:]
