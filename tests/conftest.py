@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -26,7 +27,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell ignores SIGINT in what it runs in the background, and children would inherit that: no Ctrl-C would end them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A shared machine stalls now and then; how long one example takes is not what these tests are about.
-hypothesis.settings.register_profile("quartet", deadline=None)
+# Each run draws its own examples, and runs are many: `pytest --hypothesis-profile=thorough` is one that draws most.
+hypothesis.settings.register_profile("quartet", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("quartet")
 
 
@@ -56,14 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was imported; see ``importing``."""
+    """Spare the garbage collector what was imported: pytest itself has it look twice at the end of the run."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter free at its end what it keeps of Triton, or nanobind prints dozens of lines of leaks."""
-    gc.unfreeze()
+    # The interpreter is to free at its end what it keeps of Triton, or nanobind prints dozens of lines of leaks.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture
