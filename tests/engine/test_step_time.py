@@ -129,7 +129,7 @@ def test_the_estimate_does_not_degrade_over_many_steps(
     works: Works, noise: float, seen: tuple[tuple[int, int], ...]
 ) -> None:
     fit, rng = StepTimeFit(), random.Random(6)
-    for number in range(100_000):
+    for number in range(30_000):
         work = works(rng, number)
         fit.observe(*work, TIMING.step_ms(*work) / 1e3 * rng.gauss(1.0, noise))
         if number % 1000 == 999:

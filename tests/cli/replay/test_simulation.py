@@ -98,7 +98,8 @@ def test_knowing_the_caches_helps(trace: list[TraceRequest]) -> None:
 def test_several_routers_with_old_reports_lose_nothing(
     trace: list[TraceRequest], name: str, settings: dict[str, Any]
 ) -> None:
-    assert run(trace, name, **settings).requests_completed == len(trace)
+    requests = trace[:60]
+    assert run(requests, name, **settings).requests_completed == len(requests)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_routers_keep_what_workers_do_not_run_at_once(
         return policies[-1]
 
     fleet = FleetSettings(num_workers=2, engine=EngineSettings(max_num_seqs=3), **settings)
-    requests = trace[:60]  # the queue grows with each
+    requests = trace[:36]  # the queue grows with each
     result = Simulation(requests, make_policy, fleet, seed=1).run()
     assert (result.requests_completed, result.requests_refused) == (len(requests), 0)
     assert max(policy.num_kept for policy in policies) > 3
