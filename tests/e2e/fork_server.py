@@ -43,6 +43,8 @@ _JOIN_TIMEOUT_S = 170.0
 _HOLD = b"hold"
 #: Runs the command ``quartet`` with a Python of one's choice for the services that it starts.
 _QUARTET = "tests.e2e.quartet_with"
+#: Looks at what TensorRT-LLM has.
+_DOCTOR = "quartet.engine.trtllm.doctor"
 #: What services and commands import. It must start no thread: threads do not survive a fork.
 _IMPORTED = (
     "services.workers.process",
@@ -138,7 +140,8 @@ class ForkServer:
         forked = f"{real} -S -E {shlex.quote(forked_python.__file__)} {self._name}"
         program = directory / "python"
         program.write_text(
-            f'#!/bin/sh\ncase "$1 $2" in\n"-m services."*|"-m router"|"-m {_QUARTET}") {forked} "$@" ;;\n'
+            '#!/bin/sh\ncase "$1 $2" in\n'
+            f'"-m services."*|"-m router"|"-m {_DOCTOR}"|"-m {_QUARTET}") {forked} "$@" ;;\n'
             f'*) {real} "$@" ;;\nesac\n'
         )
         program.chmod(0o755)

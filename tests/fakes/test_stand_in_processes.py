@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.fork_server import ForkedProcess, ForkServer
+from tests.e2e.process import wait_until
 from tests.fakes.driving import MODEL, STORY, WAIT_S, decode_engine, greedy, params
 from tests.fakes.installation import DIRECTORY, installed
 
@@ -22,29 +23,22 @@ with installed():
     from tensorrt_llm.executor.utils import RequestError
     from tensorrt_llm.llmapi import DisaggregatedParams
 
-_PREFILL = """
-import sys, tensorrt_llm
-from tensorrt_llm.llmapi import DisaggregatedParams
-llm = tensorrt_llm.LLM(sys.argv[1], cache_transceiver_config={"backend": "UCX"}, disable_overlap_scheduler=True)
-for _ in range(2):
-    only = DisaggregatedParams(request_type="context_only")
-    result = llm.generate(sys.argv[2], tensorrt_llm.SamplingParams(), disaggregated_params=only)
-    given = result.outputs[0].disaggregated_params
-    print((result.prompt_token_ids, given.first_gen_tokens, given.ctx_request_id, given.opaque_state), flush=True)
-sys.stdin.read()
-"""
-
 
 @contextmanager
-def prefill_process() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _PREFILL, MODEL, STORY]
+def prefill_process(fork_server: ForkServer, log: Path) -> Iterator[ForkedProcess]:
     environment = {**os.environ, "PYTHONPATH": str(DIRECTORY), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = fork_server.spawn(["tests.fakes.prefill_alone", MODEL, STORY], environment, log)
     try:
         yield process
     finally:
-        process.kill()
-        process.communicate(timeout=WAIT_S)
+        process.send_signal(signal.SIGKILL)
+        process.wait(WAIT_S)
+
+
+def hand_offs(log: Path) -> list[str]:
+    """Those that were printed so far, in whole lines."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [line.removeprefix("hand-off ") for line in lines if line.startswith("hand-off ") and line.endswith("\n")]
 
 
 def submit(llm: Any, line: str) -> Any:
@@ -56,16 +50,16 @@ def submit(llm: Any, line: str) -> Any:
 
 
 @pytest.mark.e2e
-def test_prefill_may_run_in_another_process_and_die() -> None:
-    decode = decode_engine()
-    with prefill_process() as process:
-        assert process.stdout is not None
-        first, second = process.stdout.readline(), process.stdout.readline()
+def test_prefill_may_run_in_another_process_and_die(fork_server: ForkServer, tmp_path: Path) -> None:
+    decode, log = decode_engine(), tmp_path / "log"
+    with prefill_process(fork_server, log) as process:
+        wait_until(lambda: len(hand_offs(log)) == 2, WAIT_S, log.read_text)
+        first, second = hand_offs(log)
         assert submit(decode, first).result().outputs[0].token_ids == greedy(STORY, 12)
         control.of(decode).transfers.close()
         handle = submit(decode, second)
         control.of(decode).transfers.wait_reached()
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait(WAIT_S)
         control.of(decode).transfers.open()
         with pytest.raises(RequestError, match="its process died"):

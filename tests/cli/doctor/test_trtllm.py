@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from cli.doctor.finding import Verdict, worst
 from cli.doctor.trtllm import judge_report
 from quartet.engine.trtllm.doctor import Fact, Lack, OtherDefault, Report
 from tests.cli.conftest import RunCli
+from tests.e2e.fork_server import ForkServer
 from tests.fakes.installation import DIRECTORY
 from tests.stopwatch import Stopwatch
 
@@ -30,9 +32,10 @@ def _install(directory: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(directory))
 
 
-# The stand-in's process imports PyTorch and transformers, which takes a busy machine longer than other commands may.
+# The stand-in imports PyTorch and transformers, so its process is forked: tests/e2e/test_trtllm.py has one that is not.
 @pytest.mark.timeout(200)
-async def test_a_package_as_described_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_package_as_described_is_fine(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
     monkeypatch.setenv("PYTHONPATH", str(DIRECTORY))
     monkeypatch.setenv("TENSORRT_LLM_STAND_IN", json.dumps({"check_health": True}))
     async with asyncio.timeout(190):

@@ -37,6 +37,7 @@ from services.topology.launch import (
 from services.topology.topology import load_topology
 from tests.certificates import CertificateAuthority
 from tests.discovery.records import make_record
+from tests.e2e.fork_server import ForkServer
 from tests.etcd_server import EtcdServer
 
 TIMEOUT_S = 30.0
@@ -123,9 +124,10 @@ async def test_the_name_of_a_repository_is_left_to_its_worker_to_find(
 
 
 async def test_workers_of_one_gpu_start_one_after_the_other_and_each_sees_its_gpus(
-    tmp_path: Path, shared_etcd: EtcdServer
+    tmp_path: Path, shared_etcd: EtcdServer, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first worker's model is refused, so the second worker is never started."""
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
     (tmp_path / "config.json").write_text("{}")
     text = f"""
         namespace: shared-gpu
