@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from tests import tiny
 from tests.certificates import CertificateAuthority
 from tests.e2e import placed
 from tests.e2e.conftest import StartStack
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.stack import Stack, StackConfig
 
 _TIMEOUT_S = 30.0
@@ -209,13 +209,15 @@ async def test_a_router_of_another_authority_is_not_trusted(tls_stack: Stack, tm
 
 
 @pytest.mark.parametrize("module", ["router", "services.prefill", "services.decode"])
-def test_in_the_clear_no_process_serves_the_network_unless_configured_to(module: str, tmp_path: Path) -> None:
+def test_in_the_clear_no_process_serves_the_network_unless_configured_to(
+    module: str, tmp_path: Path, fork_server: ForkServer
+) -> None:
     settings: dict[str, object] = {"server": {"address": "0.0.0.0:0"}}
     if module != "router":
         settings["model_path"] = str(tiny.CHECKPOINT)
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", module, "--config", str(config)]
+    command = [fork_server.python, "-m", module, "--config", str(config)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False)
     assert ended.returncode == 1
     assert "server.address" in ended.stderr and "tls" in ended.stderr and "insecure" in ended.stderr
