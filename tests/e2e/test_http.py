@@ -155,7 +155,7 @@ async def test_health_lists_endpoints_and_needs_no_key(http_stack: Stack) -> Non
 
 async def test_a_stream_survives_the_death_of_its_decode_worker(http_stack: Stack, openai: AsyncOpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": QUESTION, "seed": 3, "stream": True}
-    limits: Any = {"temperature": 1.0, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    limits: Any = {"temperature": 1.0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
 
     async def read(kills: bool) -> str:
         text = ""

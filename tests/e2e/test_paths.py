@@ -38,7 +38,6 @@ pytestmark = pytest.mark.timeout(120)
 
 RETURN_S = 40.0
 RETRY_DELAY_S = 2.5
-ROUTERS = ("router", "router-local")
 PROMPT = "Once upon a time, there was a quiet rabbit named Olive who lived near a castle. She loved to"
 QUESTION = "Tell me a short story about a rabbit named Olive."
 GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -62,6 +61,10 @@ ASKS: dict[str, GenerateFields] = {
         "sampling": Sampling(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={1: 100.0})
     },
 }
+
+
+#: Of them by router: what differs where a prompt is prefilled is how its tokens come, not how they are shown.
+ROUTED_ASKS = {"router": tuple(ASKS), "router-local": ("sampled", "choices", "one token", "log probabilities")}
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +126,11 @@ def check_same(one: Completion, other: Completion) -> None:
         assert measured(ours.finished.time) == measured(theirs.finished.time)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", ROUTED_ASKS)
 async def test_answers_are_the_same_on_every_path(paths_stack: Stack, router: str) -> None:
     async with QuartetClient(paths_stack.processes[router].grpc_address) as client:
-        for name, ask in ASKS.items():
-            by_path = {path: await client.complete(PROMPT, path=path, **ask) for path in RequestPath}
+        for name in ROUTED_ASKS[router]:
+            by_path = {path: await client.complete(PROMPT, path=path, **ASKS[name]) for path in RequestPath}
             generated = by_path[RequestPath.GENERATE]
             for path, completion in by_path.items():
                 try:
@@ -316,7 +319,7 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
 
 
 async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
-    mixed = mixed_asks("killed", 8, num_prompt_tokens=range(20, 100), num_tokens=range(120, 140))
+    mixed = mixed_asks("killed", 6, num_prompt_tokens=range(20, 100), num_tokens=range(80, 100))
     asks = [*await with_stop_strings(client, mixed[:3]), replace(mixed[3], num_choices=2), *mixed[4:]]
     async with AsyncExitStack() as exits:
         crowds = {path: await exits.enter_async_context(Crowd(client, asks, path=path)) for path in RequestPath}
