@@ -60,8 +60,10 @@ async def test_a_ragged_batch_equals_generate(family: str, checkpoint: Checkpoin
     await check_batch(oracle(family), checkpoint(family))
 
 
-@pytest.mark.parametrize("family", [*MAIN_FAMILIES, "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("max_num_batched_tokens", [7, 40])
+@pytest.mark.parametrize(
+    ("family", "max_num_batched_tokens"),
+    [("llama", 40), ("gemma3", 40), *((family, 7) for family in (*MAIN_FAMILIES, "gemma2", "gpt_oss"))],
+)
 async def test_prompts_in_chunks_beside_decoding_equal_generate(
     family: str, max_num_batched_tokens: int, checkpoint: Checkpoints, oracle: Oracles
 ) -> None:

@@ -45,7 +45,7 @@ def to_prompt(oracle: SeeingOracle, tokenizer: Tokenizer, sample: Sample, *, num
 async def test_questions_about_pictures_are_answered_as_by_generate(
     max_num_batched_tokens: int, oracle: SeeingOracle, tokenizer: Tokenizer
 ) -> None:
-    asked = [sample for measure in ("shape", "colour", "count", "text_qa") for sample in islice(samples(measure, 9), 3)]
+    asked = [sample for measure in ("shape", "colour", "count", "text_qa") for sample in islice(samples(measure, 9), 2)]
     prompts = [to_prompt(oracle, tokenizer, sample) for sample in asked]
     prompts.append(to_prompt(oracle, tokenizer, asked[0], num_copies=2))
     async with torch_engine(CHECKPOINT, dtype="float32", max_num_batched_tokens=max_num_batched_tokens) as engine:
