@@ -219,13 +219,13 @@ async def test_short_times_run_out_wherever_a_request_is(whole: Stack, client: Q
 
 
 async def test_crowds_on_all_paths_get_what_each_gets_alone(whole: Stack, client: QuartetClient) -> None:
-    asks = mixed_picture_asks(1200, 21)
+    asks = mixed_picture_asks(1200, 14)
     alone = [(await undisturbed(client, [ask]))[0] for ask in asks]
     pairs = [(alone[number], alone[number + 1]) for number in range(2, len(asks), 7)]
     assert sum(one != other for one, other in pairs) >= len(pairs) - 1, "the order of pictures makes no difference"
     crowds = {path: Crowd(client, asks, path=path) for path in RequestPath}
     # Others' pictures are in the way.
-    fresh = {path: Crowd(client, single_asks(1300 + 20 * number, 8), path=path) for number, path in enumerate(crowds)}
+    fresh = {path: Crowd(client, single_asks(1300 + 20 * number, 6), path=path) for number, path in enumerate(crowds)}
     async with asyncio.TaskGroup() as group:
         for crowd in (*crowds.values(), *fresh.values()):
             group.create_task(run(crowd))
@@ -414,7 +414,7 @@ async def test_an_encode_worker_that_is_killed_with_pictures_on_their_way(whole:
 
 async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, client: QuartetClient) -> None:
     # Seconds of work: nothing of one is cached for another.
-    asks = [picture_ask([picture(number)], before=f"{number} {LONG_TEXT}") for number in range(200, 206)]
+    asks = [picture_ask([picture(number)], before=f"{number} {LONG_TEXT}") for number in range(200, 204)]
     async with Crowd(client, asks) as crowd:
         await until(lambda: num_held(chaos, ["prefill-0"]) > 0, "embeddings at prefill-0")
         chaos.kill("prefill-0")

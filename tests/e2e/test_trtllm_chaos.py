@@ -28,7 +28,7 @@ ENCODE, PREFILLS, DECODES = "encode-0", ("prefill-0", "prefill-1"), ("decode-0",
 TRANSFER_TIMEOUT_S = 2.5
 WAIT_S = 30.0
 READY = router_pb2.WORKER_STATE_READY
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 20 * seed)) for seed in range(6)]
 
 
