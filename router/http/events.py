@@ -8,9 +8,12 @@ once a second for readers that take nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 
 from aiohttp import HttpVersion11, web
+
+logger = logging.getLogger(__name__)
 
 #: What the server calls itself; aiohttp would tell versions.
 SERVER_NAME = "quartet"
@@ -43,7 +46,11 @@ class EventWriter:
     def _write(self) -> None:
         due, self._due = self._due, []
         for stream in due:
-            stream.write()
+            try:
+                stream.write()
+            except Exception:
+                logger.exception("an HTTP stream failed")
+                stream.close()
 
 
 class EventStream:
@@ -105,9 +112,9 @@ class EventStream:
     def write(self) -> None:
         """Write what was sent."""
         events, transport = self._unwritten, self._transport
-        if not events or transport is None:
-            return
         self._unwritten = ""
+        if not events or transport is None or transport.is_closing():  # uvloop's raise if they are written to then
+            return
         self._num_quiet_polls = 0
         data = f"{len(events):x}\r\n{events}\r\n" if self._is_chunked else events
         transport.write(data.encode("ascii"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from quartet.errors import WorkersLostError
 from router.config import AdmissionConfig
@@ -189,3 +190,36 @@ async def test_events_of_one_turn_of_the_loop_are_written_together() -> None:
         *_, usage, done, rest = chunks[-2].split(b"\n\n")
         assert b'"usage":{' in usage and (done, rest) == (b"data: [DONE]", b"")
         assert b"".join(chunks).count(b'"text":') == 4, "three tokens and the end"
+
+
+def test_a_reader_that_leaves_holds_up_no_other_on_the_loop_that_routers_use() -> None:
+    num_tokens = 300
+
+    async def read(face: Face, num_most: int) -> int:
+        count = 0
+        async with face.session.post("/v1/completions", json={"prompt": "hi", "max_tokens": 50, "stream": True}) as got:
+            async for data in got.content.iter_any():
+                count += data.count(b'"text":"more"')
+                if count >= num_most:
+                    got.close()
+                    break
+        return count
+
+    async def run() -> list[int]:
+        async with open_face() as face:
+            face.fleet.hops.plan("decode", *[Plan(hang_after=1) for _ in range(4)])
+            readers = [asyncio.create_task(read(face, 20 if not number else num_tokens)) for number in range(4)]
+            streams = face.server._connections._streams
+            await until(lambda: len(streams) == 4 and all(stream._transport is not None for stream in streams))
+            # As a worker's message: a token for each stream in one turn, the one of the reader that leaves among them.
+            for _ in range(num_tokens):
+                for stream in list(streams):
+                    stream.send('data: {"text":"more"}\n\n')
+                await asyncio.sleep(0)
+            async with asyncio.timeout(TIMEOUT_S):
+                counts = await asyncio.gather(*readers)
+            await face.until_nothing_left()
+            return counts
+
+    counts = uvloop.run(run())
+    assert counts[0] >= 20 and counts[1:] == [num_tokens] * 3
