@@ -155,12 +155,12 @@ class HttpServer:
         # `request.path` would be decoded, which no path here needs.
         path, payer = request.rel_url.raw_path, client_address(request.transport)
         try:
-            if self._refusals:
-                await self._refusals.wait_to_read(payer)
-            caller = self._caller(request, path)
-            if self._refusals and caller.payer != payer:
-                await self._refusals.wait_to_read(caller.payer)
-            payer = caller.payer
+            try:
+                caller = self._caller(request, path)
+                payer = caller.payer
+            finally:  # whoever shows no key that counts pays as an address, and others of it with a key don't
+                if self._refusals:
+                    await self._refusals.wait_to_read(payer)
             response = await self._answer(request, path, caller)
         except ConnectionError:
             raise

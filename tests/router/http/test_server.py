@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,13 @@ async def test_a_key_names_the_tenant_and_without_one_only_health_answers(
             status, _ = await face.post("/v1/chat/completions", CHAT, Authorization=f"Bearer {key}")
             assert status == 200
             assert caplog.records[-1].quartet_fields["tenant"] == tenant
+        # Many wrong keys have come from this address.
+        face.server._refusals._paid_at["127.0.0.1"] = time.monotonic() + 3_600
+        unknown = asyncio.create_task(face.get("/v1/models", Authorization="Bearer nope"))
+        await until(lambda: bool(face.server._refusals._num_unread))
+        assert (await face.get("/v1/models", Authorization=f"Bearer {ACME}"))[0] == 200
+        assert not unknown.done()
+        unknown.cancel()
         write_keys(keys, f"acme {GLOBEX}")
         status, _ = await face.post("/v1/chat/completions", CHAT, Authorization=f"Bearer {GLOBEX}")
         assert status == 200
