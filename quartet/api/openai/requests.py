@@ -11,7 +11,16 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from quartet.api.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS, MAX_TOOLS, ChatPrompt, ToolChoice, check_message
+from quartet.api.chat import (
+    MAX_JSON_LENGTH,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    ChatPrompt,
+    ToolChoice,
+    check_message,
+)
 from quartet.api.openai.fields import (
     Reader,
     anything,
@@ -140,10 +149,26 @@ def _json_text(value: Any, path: str) -> str:
     """A JSON object as text, which it may be already."""
     if isinstance(value, str):
         return value
+    _check_length(objects(value, path), path)
     try:
-        return json.dumps(objects(value, path), ensure_ascii=False, default=list)  # long lists came as arrays
+        return json.dumps(value, ensure_ascii=False, default=list)  # long lists came as arrays
     except RecursionError:
         raise InvalidRequestError(f"{path}: is nested too deeply", field=path) from None
+
+
+def _check_length(value: Any, path: str) -> None:
+    """Raises ``InvalidRequestError``: what ``value`` holds would take too long to write out."""
+    num_left, rest = MAX_JSON_LENGTH, [value]
+    while rest and num_left >= 0:
+        part = rest.pop()
+        if isinstance(part, dict):
+            num_left -= sum(map(len, part))
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part
+        num_left -= len(part) if isinstance(part, str | list | array) else 1
+    if num_left < 0:
+        raise InvalidRequestError(f"{path}: the JSON is longer than {MAX_JSON_LENGTH} characters", field=path)
 
 
 def _json_object(value: Any, path: str) -> JsonObject:

@@ -115,6 +115,12 @@ CHATS: list[tuple[Any, int, str | None]] = [
     (chat(request_id="r" * 129), 400, "request_id"),
     (chat(prompt_logprobs=1), 400, "prompt_logprobs"),
     (chat(response_format={"type": "xml"}), 400, "response_format.type"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"a": "\n" * 300_000}}}),
+        400,
+        "response_format.json_schema.schema",
+    ),
+    (chat(chat_template_kwargs={"a": ["ab" * 100_000, "b" * 100_000]}), 400, "chat_template_kwargs"),
     (chat(response_format={"type": "json_schema"}), 400, "response_format"),
     (chat(structured_outputs={"json": {}, "regex": "a"}), 400, "structured_outputs"),
     (chat(structured_outputs={"choice": ["a", "b"]}), 400, "structured_outputs.choice"),
