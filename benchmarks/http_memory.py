@@ -54,7 +54,7 @@ class _StubPipeline:
 
     def __init__(self) -> None:
         self.context = SimpleNamespace(
-            table=SimpleNamespace(pool=lambda _name, _now: None, pools=lambda _now: ()),
+            table=SimpleNamespace(pool=lambda _name, _now: None, pool_of_adapter=lambda _name, _now: None),
             intake=SimpleNamespace(enter=_enter),
         )
 
