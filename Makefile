@@ -10,7 +10,7 @@ export SITE_PACKAGES := 1
 EXTRAS :=
 endif
 # Half of a test's time is waiting; each process imports torch, though, which takes memory.
-JOBS ?= 3
+JOBS ?= 2
 # A file's tests share what it has started; tests/conftest.py says which files come first.
 # Compiled code is kept, whatever the environment says: pytest takes seconds to rewrite the assertions of all files.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
