@@ -8,6 +8,7 @@ the server drains, and turns errors into statuses. ``StalledCalls`` ends calls o
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import logging
 import math
@@ -631,16 +632,21 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _check_free(address: str) -> None:
-    """Raises ``ConfigError``: others listen there, or it can't be listened on. gRPC would share it with them."""
+    """Raises ``ConfigError``: others listen there, with whom gRPC would share it. All else is for gRPC to judge."""
     parsed = ListenAddress.parse(address, "address")
     host = parsed.host.removeprefix("[").removesuffix("]")
     try:
-        for family, kind, protocol, _name, at in socket.getaddrinfo(host, parsed.port, type=socket.SOCK_STREAM):
+        found = socket.getaddrinfo(host, parsed.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    for family, kind, protocol, _name, at in found:
+        try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was closed just now doesn't matter
                 probe.bind(at)
-    except OSError as error:
-        raise _unusable(address) from error
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _unusable(address) from error
 
 
 def _unusable(address: str) -> ConfigError:
