@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.command import run_benchmark
+from tests.chaos.command import attack
 
 ATTACKS = ("messages", "choices", "small", "tiny", "resume", "session_messages")
 
@@ -17,17 +17,10 @@ NUM_CLIENTS = 64
 @pytest.mark.timeout(200)
 @pytest.mark.usefixtures("etcd_binary")
 def test_an_attacked_router_answers_every_request_of_another_tenant(tmp_path: Path) -> None:
-    """How much later answers come is measured, not asserted: that depends on the machine."""
-    found = run_benchmark("isolation", "--seconds", "5", "--only", *ATTACKS, report=tmp_path / "report.json")
-
-    assert list(found["outcomes"]) == list(ATTACKS)
-    for outcome in found["outcomes"].values():
-        assert outcome["attacked"]["requests"] > 0
-        assert outcome["attacked"]["failed"] == {}
-        # In CPU time of its thread, so a busy machine does not count; these attacks once took 373 ms to eleven seconds.
-        assert outcome["attacked"]["router_stall_ms"] < 200
+    # These attacks once stalled it for 373 ms to eleven seconds.
+    found = attack(ATTACKS, tmp_path / "report.json")
     # Shares, in counts. A request of the other tenant, of 128 tokens and 2, costs as much as two tiny ones. What the
     # clients had running when it asked for the last time, and what ran when it had its last answer, comes on top.
-    tiny = found["outcomes"]["tiny"]["attacked"]
+    tiny = found["tiny"]["attacked"]
     assert tiny["ended"]["length"] > tiny["requests"], "the attack was answered, too"
     assert tiny["overtaken"] <= 2 * tiny["waiting"] + 4 * NUM_CLIENTS

@@ -41,7 +41,7 @@ class Events(Protocol):
     """Takes the events of a stream: ASCII, with their ``data:`` and their empty line."""
 
     def send(self, event: str) -> None:
-        """Send ``event`` now. Never waits."""
+        """Send ``event`` in this turn of the event loop. Never waits."""
         ...
 
 
