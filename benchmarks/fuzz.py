@@ -10,21 +10,26 @@ may be held, and each process's private memory must be back.
 A seed gives the same inputs in the same order, batch by batch; only what processes draw at their start (epochs,
 tickets) differs. ``--only`` and ``--first-batch`` run a part again. The exit code is 1 if something was found.
 
-    python -m benchmarks.fuzz --seed 1 --inputs 1000000 --json FILE [--only SURFACE ...] [--first-batch 0]
+Where there are cores, ``--fleets N`` runs N fleets at once, each with a share of the inputs and a seed of its own.
+
+    python -m benchmarks.fuzz --seed 1 --inputs 1000000 --json FILE [--fleets N] [--only SURFACE ...] [--first-batch 0]
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import grpc
 
@@ -72,10 +77,13 @@ class Finding:
     """Something that must not be.
 
     Attributes:
-        batch: the surface's batch after which it showed; ``--only SURFACE --first-batch BATCH`` sends that again.
+        seed: of its fleet.
+        batch: the surface's batch after which it showed; ``--seed SEED --only SURFACE --first-batch BATCH`` sends that
+            again.
         what: crash, hang, probe, stall, error (in a log), held or memory.
     """
 
+    seed: int
     surface: str
     batch: int
     what: str
@@ -103,13 +111,15 @@ class Results:
     """One run.
 
     Attributes:
-        inputs_per_s: over the whole run, with all checks.
+        seeds: one for each fleet.
+        inputs_per_s: over the whole run, with all checks; of all fleets together.
         findings: the first of them; ``num_findings`` is how many there were, by kind.
-        stalls: by process; of those that were started again, since then.
-        before, after: memory by process: the most during the warm-up, and the least of some looks at the end.
+        stalls: by process, the worst fleet's; of those that were started again, since then.
+        before, after: memory by process: the most during the warm-up, and the least of some looks at the end; of the
+            fleet in which it grew most.
     """
 
-    seed: int
+    seeds: Sequence[int]
     inputs: int
     inputs_per_s: float
     surfaces: Mapping[str, SurfaceFigures]
@@ -257,7 +267,7 @@ class Run:
         self.num_findings[what] += 1
         self._say(f"{surface}, batch {batch}: {what}: {detail}")
         if len(self.findings) < _MAX_LISTED:
-            self.findings.append(Finding(surface=surface, batch=batch, what=what, detail=detail))
+            self.findings.append(Finding(seed=self._seed, surface=surface, batch=batch, what=what, detail=detail))
 
 
 @dataclass
@@ -316,7 +326,7 @@ async def fuzz(
         for name, told in run.told.items()
     }
     return Results(
-        seed=seed,
+        seeds=[seed],
         inputs=run.num_inputs,
         inputs_per_s=round(run.num_inputs / (time.monotonic() - began), 1),
         surfaces=figures,
@@ -353,38 +363,144 @@ def _surface(fleet: Fleet, told: Told, name: str, huge_share: float) -> Surface:
     return others[name](fleet, told)
 
 
+def merge(parts: Sequence[Results]) -> Results:
+    """The results of fleets that ran at the same time."""
+    names = list(dict.fromkeys(name for part in parts for name in part.surfaces))
+    processes = list(dict.fromkeys(name for part in parts for name in part.after))
+    stalled = list(dict.fromkeys(name for part in parts for name in part.stalls))
+    worst = {name: max(parts, key=lambda part, name=name: _growth_mb(part, name)) for name in processes}  # type: ignore[misc]
+    return Results(
+        seeds=[seed for part in parts for seed in part.seeds],
+        inputs=sum(part.inputs for part in parts),
+        inputs_per_s=round(sum(part.inputs_per_s for part in parts), 1),
+        surfaces={name: _merged([part.surfaces[name] for part in parts if name in part.surfaces]) for name in names},
+        num_findings=dict(sum((Counter(part.num_findings) for part in parts), Counter())),
+        findings=[finding for part in parts for finding in part.findings][:_MAX_LISTED],
+        stalls={
+            name: Stalls(
+                longest_s=max(part.stalls[name].longest_s for part in parts if name in part.stalls),
+                num_over=sum(part.stalls[name].num_over for part in parts if name in part.stalls),
+            )
+            for name in stalled
+        },
+        before={name: worst[name].before[name] for name in processes},
+        after={name: worst[name].after[name] for name in processes},
+    )
+
+
+def _growth_mb(part: Results, process: str) -> float:
+    return part.after[process].private_mb - part.before[process].private_mb
+
+
+def _merged(parts: Sequence[SurfaceFigures]) -> SurfaceFigures:
+    return SurfaceFigures(
+        inputs=sum(part.inputs for part in parts),
+        calls=sum(part.calls for part in parts),
+        codes=dict(sum((Counter(part.codes) for part in parts), Counter())),
+        inputs_per_s=round(sum(part.inputs_per_s for part in parts), 1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """What one fleet of several is to do; ``number``: its place in ``_Seen``."""
+
+    number: int
+    seed: int
+    num_inputs: int
+    names: Sequence[str]
+    first_batch: int
+
+
+#: Inputs and findings until now, of each fleet: two numbers each.
+_Seen: TypeAlias = "SynchronizedArray[int]"
+
+
+class _Child:
+    """A process of its own for each fleet: the client's side of one keeps a core busy."""
+
+    seen: _Seen
+
+    @staticmethod
+    def prepare(seen: _Seen) -> None:
+        """Called once in each process."""
+        _Child.seen = seen
+
+    @staticmethod
+    def run(order: _Order) -> Results:
+        """Fuzz one fleet."""
+
+        async def run() -> Results:
+            runs: list[Run] = []
+            watching = asyncio.create_task(_Child._watch(runs, 2 * order.number))
+            try:
+                return await fuzz(
+                    order.seed,
+                    order.num_inputs,
+                    order.names,
+                    lambda line: print(f"seed {order.seed}: {line}", file=sys.stderr, flush=True),
+                    first_batch=order.first_batch,
+                    directory=_DIRECTORY / str(order.seed),
+                    on_run=runs.append,
+                )
+            finally:
+                watching.cancel()
+
+        return asyncio.run(run())
+
+    @staticmethod
+    async def _watch(runs: Sequence[Run], index: int) -> None:
+        while True:
+            if runs:
+                _Child.seen[index : index + 2] = [runs[0].num_inputs, sum(runs[0].num_findings.values())]
+            await asyncio.sleep(1.0)
+
+
+async def _fuzz_fleets(num_fleets: int, seed: int, num_inputs: int, names: Sequence[str], first_batch: int) -> Results:
+    """Run so many fleets at once, with seeds from ``seed`` on."""
+    orders = [
+        _Order(
+            number=number,
+            seed=seed + number,
+            num_inputs=num_inputs // num_fleets + (number < num_inputs % num_fleets),
+            names=names,
+            first_batch=first_batch,
+        )
+        for number in range(num_fleets)
+    ]
+    context, loop = multiprocessing.get_context("spawn"), asyncio.get_running_loop()
+    seen: _Seen = context.Array("q", 2 * num_fleets)
+    with (
+        LiveLine() as line,
+        line.showing(lambda elapsed, _: _describe(sum(seen[::2]), sum(seen[1::2]), num_inputs, elapsed)),
+        ProcessPoolExecutor(num_fleets, context, _Child.prepare, (seen,)) as executor,
+    ):
+        return merge(await asyncio.gather(*(loop.run_in_executor(executor, _Child.run, order) for order in orders)))
+
+
 def main() -> None:
     """Run the command line."""
     parser = make_parser("fuzz", __doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--inputs", type=int, default=1_000_000, metavar="N")
+    parser.add_argument("--fleets", type=int, default=1, metavar="N", help="at once, with seeds from SEED on")
     parser.add_argument("--only", nargs="+", choices=SURFACES, default=list(SURFACES), metavar="SURFACE")
     parser.add_argument("--first-batch", type=int, default=0, metavar="BATCH", help="of each surface")
+    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
     arguments = parser.parse_args()
-    report = Report("fuzz")
-    runs: list[Run] = []
-
-    async def run() -> Results:
-        with LiveLine() as line, line.showing(lambda elapsed, _: _describe(runs, arguments.inputs, elapsed)):
-            return await fuzz(
-                arguments.seed,
-                arguments.inputs,
-                arguments.only,
-                line.say,
-                first_batch=arguments.first_batch,
-                on_run=runs.append,
-            )
-
-    # uvloop forks, and gRPC's handlers of forks then crash a child now and then.
-    results = asyncio.run(run())
+    if not 1 <= arguments.fleets <= arguments.inputs:
+        parser.error("--fleets: must be at least 1, and at most --inputs")
+    report = Report("fuzz", revision=arguments.commit)
+    results = asyncio.run(
+        _fuzz_fleets(arguments.fleets, arguments.seed, arguments.inputs, arguments.only, arguments.first_batch)
+    )
     report.write(results, arguments.json)
     sys.exit(1 if results.findings else 0)
 
 
-def _describe(runs: Sequence[Run], num_inputs: int, elapsed_s: float) -> str:
-    sent = runs[0].num_inputs if runs else 0
-    found = sum(runs[0].num_findings.values()) if runs else 0
-    return f"{sent:,} of {num_inputs:,} inputs, {sent / max(elapsed_s, 0.001):.0f} a second, {found} findings"
+def _describe(num_inputs: int, num_findings: int, num_wanted: int, elapsed_s: float) -> str:
+    rate = num_inputs / max(elapsed_s, 0.001)
+    return f"{num_inputs:,} of {num_wanted:,} inputs, {rate:.0f} a second, {num_findings} findings"
 
 
 if __name__ == "__main__":

@@ -164,21 +164,25 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=25.0, help="of each window; default %(default)g")
     parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
+    parser.add_argument(
+        "--max-message-bytes", type=int, metavar="N", help="the router's server.max_receive_message_bytes"
+    )
     arguments = parser.parse_args()
     measurements = Measurements(Report("isolation", revision=arguments.commit), arguments.json)
-    asyncio.run(_run(arguments.only, arguments.seconds, measurements))
+    topology = _topology(arguments.max_message_bytes)
+    asyncio.run(_run(arguments.only, arguments.seconds, topology, measurements))
     measurements.close()
     sys.exit(any(one.ratio > BAR or one.attacked.failed for one in measurements.own.values()))
 
 
-async def _run(attacks: Sequence[str], duration_s: float, measurements: Measurements) -> None:
+async def _run(attacks: Sequence[str], duration_s: float, topology: Topology, measurements: Measurements) -> None:
     with LiveLine() as live:
         for attack in attacks:
             # A fleet each: an attack may leave something behind.
             with live.showing(partial(_progress, attack)):
-                async with Stack(_topology(), _LOG, _silent) as stack:
+                async with Stack(topology, _LOG, _silent) as stack:
                     attacked = await _window(stack, Attack(attack), duration_s)
-                async with Stack(_topology(), _LOG, _silent) as stack:
+                async with Stack(topology, _LOG, _silent) as stack:
                     burnt = await _window(stack, Attack.NOTHING, duration_s, attacked.other_share)
             ratio = attacked.ttft_ms_p99 / burnt.ttft_ms_p99
             measurements.add(attack, Outcome(attacked=attacked, burnt=burnt, ratio=round(ratio, 2)))
@@ -327,18 +331,20 @@ def _silent(_message: str) -> None:
     """Show no progress of its start."""
 
 
-def _topology() -> Topology:
+def _topology(max_message_bytes: int | None) -> Topology:
     _LOG.parent.mkdir(parents=True, exist_ok=True)
     keys = _LOG.with_suffix(".keys")
     keys.unlink(missing_ok=True)
     write_secret_file(keys, f"{ATTACKER} {_KEY}\n".encode())
+    server = {} if max_message_bytes is None else {"max_receive_message_bytes": max_message_bytes}
+    overrides = {"policy": {"local_prefill_max_tokens": 0}, "http": {"keys_file": str(keys.absolute())}}
     settings = {
         "namespace": "isolation",
         "engine": {"kind": "mock", "num_blocks": 2048, "max_model_len": MAX_MODEL_LEN, "mock": {"speed_up": 2.0}},
         "router": {
             "port": 0,
             "http_port": 1,  # a free one
-            "overrides": {"policy": {"local_prefill_max_tokens": 0}, "http": {"keys_file": str(keys.absolute())}},
+            "overrides": {**overrides, "server": server},
         },
         "workers": [{"role": "prefill"}, {"role": "decode"}],
         "drain_timeout_s": 0.2,
