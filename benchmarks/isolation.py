@@ -20,6 +20,7 @@ import os
 import random
 import secrets
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -169,8 +170,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     measurements = Measurements(Report("isolation", revision=arguments.commit), arguments.json)
-    topology = _topology(arguments.max_message_bytes)
-    asyncio.run(_run(arguments.only, arguments.seconds, topology, measurements))
+    with tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
+        topology = _topology(Path(directory) / "keys", arguments.max_message_bytes)
+        asyncio.run(_run(arguments.only, arguments.seconds, topology, measurements))
     measurements.close()
     sys.exit(any(one.ratio > BAR or one.attacked.failed for one in measurements.own.values()))
 
@@ -331,13 +333,12 @@ def _silent(_message: str) -> None:
     """Show no progress of its start."""
 
 
-def _topology(max_message_bytes: int | None) -> Topology:
+def _topology(keys: Path, max_message_bytes: int | None) -> Topology:
+    """``keys``: the file to write the attacker's key to."""
     _LOG.parent.mkdir(parents=True, exist_ok=True)
-    keys = _LOG.with_suffix(".keys")
-    keys.unlink(missing_ok=True)
     write_secret_file(keys, f"{ATTACKER} {_KEY}\n".encode())
     server = {} if max_message_bytes is None else {"max_receive_message_bytes": max_message_bytes}
-    overrides = {"policy": {"local_prefill_max_tokens": 0}, "http": {"keys_file": str(keys.absolute())}}
+    overrides = {"policy": {"local_prefill_max_tokens": 0}, "http": {"keys_file": str(keys)}}
     settings = {
         "namespace": "isolation",
         "engine": {"kind": "mock", "num_blocks": 2048, "max_model_len": MAX_MODEL_LEN, "mock": {"speed_up": 2.0}},
