@@ -24,7 +24,8 @@ _FREE_S = 1.0
 _MAX_WAIT_S = 5.0
 # Calls of one connection that wait to be read, each with up to 64 KiB in gRPC; further ones are refused.
 _MAX_UNREAD = 64
-_MAX_KEPT = 1024
+# Who has paid is forgotten so often, because all that are known have to be looked at.
+_FORGET_INTERVAL_S = 0.1
 
 # Whoever refuses a message may know only the object that it became, and to ask that for its size writes it anew.
 _long_message_bytes: ContextVar[int] = ContextVar("long_message_bytes", default=0)
@@ -39,7 +40,7 @@ class RefusalPace:
         # When each connection will have paid for what it sent, were there no free second.
         self._paid_at: dict[str, float] = {}
         self._num_unread: Counter[str] = Counter()
-        self._max_kept = _MAX_KEPT
+        self._forgets_at = 0.0
 
     def __bool__(self) -> bool:
         """Whether some connection may have to wait."""
@@ -85,9 +86,9 @@ class RefusalPace:
             await asyncio.sleep(wait_s)
 
     def _forget_paid(self, now: float) -> None:
-        if len(self._paid_at) > self._max_kept:
+        if now >= self._forgets_at:
+            self._forgets_at = now + _FORGET_INTERVAL_S
             self._paid_at = {peer: paid_at for peer, paid_at in self._paid_at.items() if paid_at > now}
-            self._max_kept = max(_MAX_KEPT, 2 * len(self._paid_at))
 
 
 def note_message(size_bytes: int) -> None:

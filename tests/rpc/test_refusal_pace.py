@@ -128,12 +128,18 @@ async def test_few_calls_of_a_connection_wait_to_be_read(monkeypatch: pytest.Mon
     waiting[0].cancel()
 
 
-async def test_connections_that_have_paid_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_that_have_paid_are_forgotten_and_nobody_pays_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, pace = Clock(monkeypatch), RefusalPace()
-    for number in range(5_000):
-        await refuse(pace, 1, f"peer {number}")
-        clock.now += 1.0
-    assert len(pace._paid_at) <= 1025
+    for number in range(500):
+        await refuse(pace, _MIB, f"peer {number}")
+    clock.now += 6.0
+    clock.slept.clear()
+    await refuse(pace, _MIB)
+    await pace.wait_to_read("a")
+    assert not clock.slept
+    assert list(pace._paid_at) == ["a"]
 
 
 @pytest.mark.parametrize("method", ["GetModelFiles", "Decode"])
