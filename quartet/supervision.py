@@ -2,7 +2,8 @@
 
 A router or worker runs several tasks for as long as it lives: discovery, registration, load reports and more. Without
 one of them it would look well and do nothing. ``Supervisor`` starts them. When one ends, by an exception or not, the
-supervisor logs why, and the process drains and ends with an exit code, so that it is started again.
+supervisor logs why, and the process drains and ends with an exit code, so that it is started again. The same happens
+where a ``vital`` callback of the event loop fails: one that plans its own next call, and that others wait for.
 
 ``LoopWatch`` tells probes, which run on other threads, whether the event loop still runs.
 """
@@ -17,17 +18,40 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self
 
 logger = logging.getLogger(__name__)
 
 # Tasks that were cancelled clean up after themselves; their owner does not wait longer for them than this.
 _CANCEL_TIMEOUT_S = 5.0
 
+ParamT = ParamSpec("ParamT")
+
 
 class TaskEndedError(Exception):
     """A task that should have run until it was cancelled has ended; the message names it."""
+
+
+class CallbackFailedError(Exception):
+    """A ``vital`` callback has failed; the message names it, and the cause is its error."""
+
+
+def vital(callback: Callable[ParamT, None]) -> Callable[ParamT, None]:
+    """A callback of the event loop whose error ends the process, as that of a supervised task does.
+
+    It is for callbacks that keep something going for all requests. An error of another one is logged by the event loop.
+    """
+
+    @wraps(callback)
+    def call(*args: ParamT.args, **kwargs: ParamT.kwargs) -> None:
+        try:
+            callback(*args, **kwargs)
+        except Exception as error:
+            raise CallbackFailedError(f"the callback {callback.__qualname__}") from error
+
+    return call
 
 
 class Supervisor:
@@ -73,6 +97,7 @@ class Supervisor:
                 task.cancel()
 
     async def __aenter__(self) -> Self:
+        asyncio.get_running_loop().set_exception_handler(self._take_error)
         return self
 
     async def __aexit__(
@@ -93,19 +118,30 @@ class Supervisor:
         error = None if task.cancelled() else task.exception()
         if self._is_closing:
             report_failure(task)
-            return
+        else:
+            self._fail(f"the task {task.get_name()}", error)
+
+    def _take_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What the event loop does with an error that nobody caught."""
+        error = context.get("exception")
+        if isinstance(error, CallbackFailedError) and not self._is_closing:
+            self._fail(str(error), error.__cause__)
+        else:
+            loop.default_exception_handler(context)
+
+    def _fail(self, what: str, error: BaseException | None) -> None:
         trace = None if isinstance(error, self._expected) else error
         why = "" if error is None else f": {error!r}"
-        logger.error("the task %s has ended, and so must this process%s", task.get_name(), why, exc_info=trace)
+        logger.error("%s has ended, and so must this process%s", what, why, exc_info=trace)
         if self._failure is None:
-            self._failure = self._public(task, error)
+            self._failure = self._public(what, error)
             self._has_failed.set()
             self._on_failure()
 
-    def _public(self, task: asyncio.Task[Any], error: BaseException | None) -> Exception:
+    def _public(self, what: str, error: BaseException | None) -> Exception:
         if isinstance(error, self._expected):
             return error
-        ended = TaskEndedError(f"the task {task.get_name()} has ended: {error!r}")
+        ended = TaskEndedError(f"{what} has ended: {error!r}")
         ended.__cause__ = error
         return ended
 

@@ -11,6 +11,7 @@ from itertools import islice
 
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
 from quartet.streams.wakeable import result_if_done
+from quartet.supervision import vital
 from quartet.telemetry.metrics import AdmissionOutcome, RouterMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
@@ -223,6 +224,7 @@ class Admission:
             outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.CANCELLED
         self._metrics.admissions.labels(outcome).inc()
 
+    @vital
     def _end_waits(self) -> None:
         """End the waits that took too long. Polling all requests sometimes costs less than a timer for each."""
         self._poll, now = None, time.monotonic()
@@ -250,6 +252,7 @@ class Admission:
     def _refusal(self, message: str) -> QueueFullError:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)
 
+    @vital
     def _pump(self) -> None:
         """Let the policy assign requests, and run it again when it asks for that."""
         for pump in (self._due_pump, self._next_pump):

@@ -20,6 +20,7 @@ from quartet.api.fleet import Explanation, RankOption, WorkerState
 from quartet.api.request import AskedStart
 from quartet.discovery.base import Rank, Role
 from quartet.errors import QueueFullError
+from quartet.supervision import vital
 from quartet.telemetry.logging import FinishedRequest, log_request
 from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
@@ -128,6 +129,7 @@ class ExplainTurns:
         if self._running is None and self._next is None and self._waiting:
             self._next = asyncio.get_running_loop().call_at(self._rests_until, self._begin_next)
 
+    @vital
     def _begin_next(self) -> None:
         self._next = None
         turn = next(self._waiting.in_order(_is_kept), None)

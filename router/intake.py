@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from quartet.supervision import vital
 from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
 from router.workers import PoolKey
 
@@ -68,6 +69,7 @@ class Intake:
     def _plan_turn(self) -> None:
         asyncio.get_running_loop().call_soon(self._turn)
 
+    @vital
     def _turn(self) -> None:
         """The next turn of the event loop has come."""
         if self._pause_s >= _MIN_PAUSE_S:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from quartet.errors import QueueFullError
+from quartet.supervision import vital
 from router.config import TokenizeConfig
 from router.fair_queue import FairShare
 
@@ -112,6 +113,7 @@ class ThreadQueue:
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
             running.add_done_callback(partial(self._end, job))
 
+    @vital
     def _end(self, job: _Job, running: asyncio.Future[Any]) -> None:
         self._running[job.tenant] -= 1
         if not self._running[job.tenant]:

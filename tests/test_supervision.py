@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from quartet.errors import EngineError
-from quartet.supervision import AwakeClock, LoopWatch, Supervisor, TaskEndedError, report_failure
+from quartet.supervision import AwakeClock, LoopWatch, Supervisor, TaskEndedError, report_failure, vital
 
 _TIMEOUT_S = 30.0
 
@@ -75,6 +75,40 @@ async def test_an_error_that_says_all_is_raised_as_it_is() -> None:
     supervisor.start("outputs", fail(EngineError("the engine is lost")))
     with pytest.raises(EngineError, match="the engine is lost"):
         await run_until_stopped(supervisor)
+
+
+async def test_an_error_of_a_vital_callback_ends_the_block_too(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    supervisor = Supervisor(lambda: calls.append("failed"))
+
+    @vital
+    def turn(number: int) -> None:
+        raise RuntimeError(f"turn {number}")
+
+    async def begin() -> None:
+        asyncio.get_running_loop().call_soon(turn, 3)
+        await asyncio.Event().wait()
+
+    supervisor.start("well", begin())
+    with pytest.raises(TaskEndedError, match=r"turn has ended: RuntimeError\('turn 3'\)"):
+        await run_until_stopped(supervisor)
+    assert calls == ["failed"]
+    [record] = caplog.records
+    assert record.exc_info is not None and "turn 3" in str(record.exc_info[1])
+
+
+async def test_an_error_of_any_other_callback_is_logged_and_the_block_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    stop = asyncio.Event()
+
+    def fail_once() -> None:
+        asyncio.get_running_loop().call_soon(stop.set)
+        raise RuntimeError("one request's")
+
+    async with asyncio.timeout(_TIMEOUT_S), Supervisor() as supervisor:
+        asyncio.get_running_loop().call_soon(fail_once)
+        await supervisor.run_until(stop)
+        assert not supervisor.has_failed
+    assert "one request's" in caplog.text
 
 
 async def test_the_other_tasks_run_until_the_block_ends() -> None:

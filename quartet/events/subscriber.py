@@ -13,6 +13,7 @@ from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad
 from quartet.events.wire import KV_TOPIC, LOAD_TOPIC, MAX_FRAME_BYTES, MalformedFrameError, decode_kv, decode_load
 from quartet.limited_log import LimitedLog
+from quartet.supervision import vital
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class EventSubscriber:
         # The descriptor is edge-triggered, and any call on the socket may swallow an edge.
         self._loop.call_soon(self._drain)
 
+    @vital
     def _drain(self) -> None:
         if self._context.closed:
             return

@@ -48,6 +48,7 @@ from quartet.rpc.health import HealthServicer
 from quartet.rpc.message_limits import MAX_STANDARD_BYTES, UNCHECKED_BYTES, MessageLimits, limited_parser
 from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.refusal_pace import RefusalPace, note_message, take_message_bytes
+from quartet.supervision import vital
 
 logger = logging.getLogger(__name__)
 
@@ -362,6 +363,7 @@ class StalledCalls:
     def _set_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._poll)
 
+    @vital
     def _poll(self) -> None:
         self._timer = None
         for call in tuple(self._calls):

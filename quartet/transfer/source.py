@@ -10,6 +10,7 @@ from datetime import timedelta
 from quartet.errors import DrainingError, HandOffNotFoundError
 from quartet.kvcache.hand_off import HandOffCounts, HandOffState, HandOffTicket, Offer, Offers
 from quartet.kvcache.layout import HandOff, OpaquePayload, Payload
+from quartet.supervision import vital
 from quartet.transfer.base import BlockMemory
 from quartet.transfer.config import TransferConfig
 
@@ -138,6 +139,7 @@ class TransferSource:
             self._timer.cancel()
         self._timer, self._wakes_at = self._loop.call_at(deadline, self._expire), deadline
 
+    @vital
     def _expire(self) -> None:
         self._timer = None
         expired = self._offers.expire(now=self._loop.time())

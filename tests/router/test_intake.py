@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from quartet.supervision import Supervisor, TaskEndedError
 from router.fair_queue import FairShare
 from router.intake import Intake
 from router.tenants import TenantConfig, Tenants
@@ -124,3 +125,17 @@ async def test_one_that_comes_while_only_cancelled_ones_wait_gets_its_turn() -> 
     with pytest.raises(asyncio.CancelledError):
         waiting.throw(asyncio.CancelledError)
     assert intake.length == 0
+
+
+async def test_an_error_in_a_turn_ends_the_process_instead_of_all_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_self: FairShare, _tenant: str, _num_tokens: int) -> None:
+        raise RuntimeError("no share")
+
+    async with asyncio.timeout(30):
+        with pytest.raises(TaskEndedError, match=r"Intake\._turn has ended.*no share"):
+            async with Supervisor() as supervisor:
+                entering = Entering()
+                entering.enter("acme", count=2)
+                await entering.turn()
+                monkeypatch.setattr(FairShare, "serve", fail)
+                await supervisor.run_until(asyncio.Event())
