@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -65,8 +64,7 @@ class Completions:
         async with _Runs(self._pipeline, asked, answers, caller) as runs:
             head.set_request_id(runs.request_id)
             await runs.ended
-        body = json.dumps(whole_response(head, answers)).encode()
-        headers = _headers(caller, runs.request_id)
+        body, headers = whole_response(head, answers), _headers(caller, runs.request_id)
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _stream(

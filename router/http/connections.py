@@ -8,10 +8,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Network, ip_address
 from typing import Any
 
 from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from router.http.config import HttpConfig
 from router.http.errors import HttpError, error_body, error_response
@@ -25,6 +27,8 @@ _MIN_POLLS = 4
 # What a connection reads ahead of its request; it may read twice as much.
 _READ_AHEAD_BYTES = 32 << 10
 _MAX_LINE_BYTES, _MAX_HEADERS = 8190, 64
+#: A head may have so many bytes in all. aiohttp holds twice as many for as long as the request runs.
+MAX_HEAD_BYTES = 32 << 10
 # After a refusal, what still comes of a body is read for so long, so that the client sees the refusal.
 _LINGER_S = 2.0
 
@@ -110,20 +114,22 @@ class Connections:
 class _Connection(web.RequestHandler):
     """aiohttp's protocol of one connection, with bounds."""
 
-    __slots__ = ("_connections", "_io", "_last_unread", "_num_stalled_polls")
+    __slots__ = ("_connections", "_io", "_last_unread", "_num_head_bytes", "_num_stalled_polls", "_payload")
 
     def __init__(self, connections: Connections, server: web.Server, **settings: Any) -> None:
         super().__init__(server, **settings)
         self._connections = connections
         self._io: asyncio.Transport | None = None  # kept until the connection is lost, as aiohttp's own is not
         self._last_unread = self._num_stalled_polls = 0
+        self._num_head_bytes = 0  # of a head that is not whole yet
+        self._payload: StreamReader = EMPTY_PAYLOAD  # of the last head that was
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or refuse it at once."""
         io: asyncio.Transport = transport  # type: ignore[assignment]  # uvloop's are of no such class
         refusal = self._connections.enter(self, client_address(io))
         if refusal:
-            io.write(_refusal(refusal))
+            io.write(_refusal(HttpError(503, refusal)))
             io.close()
             return
         self._io = io
@@ -138,8 +144,18 @@ class _Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Read what came; of a refused connection nothing."""
-        if self._io is not None:
-            super().data_received(data)
+        if self._io is None:
+            return
+        num_before, is_head = self._request_count, self._payload.is_eof()
+        super().data_received(data)
+        if self._request_count > num_before:
+            self._num_head_bytes, self._payload = 0, self._messages[-1][1]
+        elif is_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                if self._current_request is None:
+                    self._io.write(_refusal(HttpError(431, f"a head may have {MAX_HEAD_BYTES} bytes")))
+                self._io.close()
 
     def poll(self, max_polls: int) -> None:
         """Cut the connection if something has waited for so many polls, and the client took none of it."""
@@ -192,10 +208,10 @@ def client_address(transport: asyncio.BaseTransport | None) -> str:
     return str(IPv6Network((address, 64), strict=False))
 
 
-def _refusal(message: str) -> bytes:
-    body = json.dumps(error_body(HttpError(503, message))).encode()
+def _refusal(error: HttpError) -> bytes:
+    body = json.dumps(error_body(error)).encode()
     head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
+        f"Retry-After: 1\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body

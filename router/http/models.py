@@ -8,6 +8,7 @@ from typing import Any
 
 from quartet.api.fleet import WorkerState
 from quartet.api.openai.fields import Reader, anything, boolean, read_fields, text
+from quartet.api.openai.json_parts import tokens_json
 from quartet.api.openai.requests import Caller, read_chat, read_completion, read_token_ids
 from quartet.api.request import GenerateStart, TokenPrompt
 from quartet.discovery.base import Role
@@ -56,7 +57,7 @@ def health(table: WorkerTable, namespace: str, *, is_ready: bool) -> dict[str, A
     }
 
 
-async def tokenize_text(context: RouterContext, bodies: Bodies, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
+async def tokenize_text(context: RouterContext, bodies: Bodies, body: dict[str, Any], caller: Caller) -> bytes:
     """POST /tokenize: the prompt or messages of a request for completions to token ids.
 
     Raises:
@@ -75,10 +76,8 @@ async def tokenize_text(context: RouterContext, bodies: Bodies, body: dict[str, 
     text_side = await context.texts.model_text(pool.key)
     limit = max_sequence_tokens(pool)
     token_ids = await tokenize(starts[0], text_side, limit, context.tokenizing, add_special_tokens=not is_bare)
-    answer = {"count": len(token_ids), "max_model_len": pool.max_model_len, "tokens": list(token_ids)}
-    if shows_texts:
-        answer["token_strs"] = [text_side.tokenizer.token_text(token_id) or "" for token_id in token_ids]
-    return answer
+    token_text = text_side.tokenizer.token_text if shows_texts else None
+    return await bodies.in_turns(tokens_json(token_ids, pool.max_model_len, token_text), caller.tenant)
 
 
 async def detokenize(context: RouterContext, body: Mapping[str, Any], caller: Caller) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from router.generate import Pipeline
 from router.http.body import Bodies
 from router.http.completions import Completions
 from router.http.config import HttpConfig
-from router.http.connections import Connections, client_address
+from router.http.connections import MAX_HEAD_BYTES, Connections, client_address
 from router.http.errors import HttpError, error_response
 from router.http.events import SERVER_NAME
 from router.http.keys import ApiKeys, Certificates
@@ -155,6 +155,8 @@ class HttpServer:
         # `request.path` would be decoded, which no path here needs.
         path, payer = request.rel_url.raw_path, client_address(request.transport)
         try:
+            if sum([len(name) + len(value) for name, value in request.raw_headers]) > MAX_HEAD_BYTES:
+                raise HttpError(431, f"a head may have {MAX_HEAD_BYTES} bytes")
             try:
                 caller = self._caller(request, path)
                 payer = caller.payer
@@ -174,7 +176,7 @@ class HttpServer:
                 response.headers["X-Request-Id"] = request_id
             if traceparent := valid_traceparent(request.headers.get("traceparent", "")):
                 response.headers["traceparent"] = traceparent
-            if self._is_draining:
+            if self._is_draining or response.status == 431:
                 response.force_close()
         return response
 
@@ -242,10 +244,12 @@ class HttpServer:
             await asyncio.sleep(_CERTIFICATE_POLL_S)
             certificates.refresh()
 
-    async def _models(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
+    async def _models(self, _request: web.BaseRequest, caller: Caller) -> web.Response:
+        await self._context.intake.enter(caller.tenant, 0)
         return _json(list_models(self._context.table))
 
-    async def _model(self, request: web.BaseRequest, _caller: Caller) -> web.Response:
+    async def _model(self, request: web.BaseRequest, caller: Caller) -> web.Response:
+        await self._context.intake.enter(caller.tenant, 0)
         return _json(show_model(self._context, unquote(request.rel_url.raw_path.removeprefix(_MODEL_PATH))))
 
     async def _tokenize(self, request: web.BaseRequest, caller: Caller) -> web.Response:
@@ -269,8 +273,9 @@ class HttpServer:
         return web.Response(body=body, headers={"Content-Type": content_type})
 
 
-def _json(value: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(status=status, body=json.dumps(value).encode(), content_type="application/json")
+def _json(value: dict[str, Any] | bytes, status: int = 200) -> web.Response:
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return web.Response(status=status, body=body, content_type="application/json")
 
 
 def _printable(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
+from quartet.api.openai.json_parts import JsonParts
 from quartet.api.openai.requests import Asked
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Usage
 from quartet.engine.base import FinishReason
@@ -130,8 +131,10 @@ class WholeAnswer(Answer):
     def __init__(self, head: Head, first_choice: int = 0) -> None:
         super().__init__(head, first_choice)
         self._texts: dict[int, list[str]] = {}
-        self._token_ids: dict[int, list[int]] = {}
-        self._logprobs: dict[int, list[TokenLogprobs]] = {}
+        # Lists that may be long, as JSON: parts of each, by choice; of log probabilities also by field.
+        self._token_ids: dict[int, list[str]] = {}
+        self._logprobs: dict[int, dict[str, list[str]]] = {}
+        self._offsets: dict[int, int] = {}  # of the next token with log probabilities, in characters
         self._parsed: dict[int, ParsedBuilder] = {}
 
     def add(
@@ -140,10 +143,10 @@ class WholeAnswer(Answer):
         """Take more of one choice."""
         if text:
             self._texts.setdefault(choice, []).append(text)
-        if self._head.asked.shows_token_ids:
-            self._token_ids.setdefault(choice, []).extend(token_ids)
+        if self._head.asked.shows_token_ids and token_ids:
+            self._token_ids.setdefault(choice, []).append(", ".join(map(str, token_ids)))
         if logprobs:
-            self._logprobs.setdefault(choice, []).extend(logprobs)
+            self._add_logprobs(choice, logprobs)
 
     def add_parsed(
         self,
@@ -159,11 +162,20 @@ class WholeAnswer(Answer):
             self._parsed[choice] = ParsedBuilder()
         self._parsed[choice].add(parsed.reasoning, parsed.tool_calls)
 
-    def choices(self) -> list[dict[str, Any]]:
-        """Its choices, for the response."""
-        return [self._choice(finished) for _, finished in sorted(self.finished.items())]
+    def choices(self, parts: JsonParts) -> list[dict[str, Any]]:
+        """Its choices, for the response, with places of ``parts`` for long lists."""
+        return [self._choice(finished, parts) for _, finished in sorted(self.finished.items())]
 
-    def _choice(self, finished: ChoiceFinished) -> dict[str, Any]:
+    def _add_logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        offset = self._offsets.get(choice, 0)
+        shown = logprobs_json(self._head, logprobs, offset) or {}
+        fields = self._logprobs.setdefault(choice, {})
+        for name, items in shown.items():
+            if items is not None:
+                fields.setdefault(name, []).append(json.dumps(items)[1:-1])
+        self._offsets[choice] = offset + sum(map(len, shown.get("tokens", ())))
+
+    def _choice(self, finished: ChoiceFinished, parts: JsonParts) -> dict[str, Any]:
         number, asked = finished.choice, self._head.asked
         text = "".join(self._texts.get(number, ()))
         shown: dict[str, Any] = {"index": self._first_choice + number}
@@ -171,11 +183,15 @@ class WholeAnswer(Answer):
             shown["message"] = self._message(text, self._parsed.get(number))
         else:
             shown["text"] = text
-        shown["logprobs"] = logprobs_json(self._head, self._logprobs.get(number, ()))
+        shown["logprobs"] = None
+        if fields := self._logprobs.get(number):
+            shown["logprobs"] = {name: parts.place(items) for name, items in fields.items()}
+            if asked.is_chat:
+                shown["logprobs"]["refusal"] = None
         shown["finish_reason"] = _FINISH_REASONS[finished.reason]
         shown["stop_reason"] = finished.stop_string
         if asked.shows_token_ids:
-            shown["token_ids"] = self._token_ids.get(number, [])
+            shown["token_ids"] = parts.place(self._token_ids.get(number, ()))
         return shown
 
     def _message(self, text: str, parsed: ParsedBuilder | None) -> dict[str, Any]:
@@ -201,16 +217,18 @@ def _call_delta_json(call: ToolCallDelta) -> dict[str, Any]:
     return {**shown, "function": {"arguments": call.arguments}}
 
 
-def whole_response(head: Head, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-    """The response to a request whose answers are complete."""
-    choices = [choice for answer in answers for choice in answer.choices()]
+def whole_response(head: Head, answers: Sequence[WholeAnswer]) -> bytes:
+    """The response to a request whose answers are complete, as JSON."""
+    parts = JsonParts()
+    choices = [choice for answer in answers for choice in answer.choices(parts)]
     fingerprint = answers[0].accepted.model_fingerprint if answers[0].accepted is not None else ""
-    return head.response(
+    response = head.response(
         "chat.completion" if head.asked.is_chat else "text_completion",
         choices,
         usage=usage_json([answer.usages() for answer in answers]),
         system_fingerprint=f"fp_{fingerprint[:16]}",
     )
+    return parts.encode(response)
 
 
 class StreamedAnswer(Answer):

@@ -320,6 +320,19 @@ async def test_health_says_what_is_ready() -> None:
         assert (await face.get("/health"))[0] == 503
 
 
+async def test_a_head_is_bounded_as_a_whole_also_before_it_is_whole() -> None:
+    fields = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 8_000) for number in range(6))
+    async with open_face() as face:
+        for head in (fields, fields + b"\r\n"):
+            refused = await raw(face, b"GET /version HTTP/1.1\r\nHost: x\r\n" + head)
+            assert refused.startswith(b"HTTP/1.1 431 "), refused
+        # However long a body is, the next head begins after it.
+        body = b'{"prompt": "hi"' + b" " * 100_000 + b', "max_tokens": 1}'
+        request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        assert (await raw(face, request + request + last)).count(b"HTTP/1.1 200 OK") == 3
+
+
 async def test_models_and_their_tokenizers_are_shown() -> None:
     async with open_face(adapters=("poet",)) as face:
         _, models = await face.get("/v1/models")

@@ -89,7 +89,7 @@ async def test_a_whole_answer_has_its_reasoning_and_calls_apart_from_its_text() 
         answer.add_parsed(0, 0, (5,), part, ())
     answer.finish(finished(FinishReason.TOOL_CALLS))
     answer.end()
-    [choice] = whole_response(head, [answer])["choices"]
+    [choice] = json.loads(whole_response(head, [answer]))["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
