@@ -6,11 +6,13 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
 
+from quartet.api.openai.requests import Caller
 from quartet.api.openai.steps import SHORT, STEP_BYTES, put_together, take_apart
 from quartet.errors import InvalidRequestError, MessageTooLargeError, QueueFullError, RequestTimeoutError
 from router.http.config import HttpConfig
@@ -41,8 +43,9 @@ class Bodies:
         self._held: Counter[str] = Counter()
         self._num_held = 0
 
-    async def read_json(self, request: web.BaseRequest, tenant: str, caller: str) -> dict[str, Any]:
-        """The JSON object that ``request`` brings. ``tenant`` pays for parsing it; ``caller`` for holding it meanwhile.
+    @asynccontextmanager
+    async def read_json(self, request: web.BaseRequest, caller: Caller) -> AsyncIterator[dict[str, Any]]:
+        """The JSON object that ``request`` brings. The tenant pays for parsing it, and for holding it in the block.
 
         Raises:
             HttpError: it is compressed, or no JSON object.
@@ -59,13 +62,17 @@ class Bodies:
         self._expect(request)
         held = [0]
         try:
+            yield await self._json_in_time(request, caller, held)
+        finally:
+            self._release(caller.payer, held[0])
+
+    async def _json_in_time(self, request: web.BaseRequest, caller: Caller, held: list[int]) -> dict[str, Any]:
+        try:
             async with asyncio.timeout(self._config.body_timeout_s):
-                return await self._parse(await self._read(request, caller, held), tenant)
+                return await self._parse(await self._read(request, caller.payer, held), caller.tenant)
         except TimeoutError as error:
             message = f"the body did not come, or had no turn to be parsed, within {self._config.body_timeout_s:g} s"
             raise RequestTimeoutError(message) from error
-        finally:
-            self._release(caller, held[0])
 
     def _expect(self, request: web.BaseRequest) -> None:
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:

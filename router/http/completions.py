@@ -43,13 +43,15 @@ class Completions:
 
     async def completions(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """POST /v1/completions."""
-        steps = read_completion(await self._bodies.read_json(request, caller.tenant, caller.payer), caller)
-        return await self._serve(request, await self._bodies.in_turns(steps, caller.tenant), caller)
+        async with self._bodies.read_json(request, caller) as body:
+            asked = await self._bodies.in_turns(read_completion(body, caller), caller.tenant)
+        return await self._serve(request, asked, caller)
 
     async def chat(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        steps = read_chat(await self._bodies.read_json(request, caller.tenant, caller.payer), caller)
-        return await self._serve(request, await self._bodies.in_turns(steps, caller.tenant), caller)
+        async with self._bodies.read_json(request, caller) as body:
+            asked = await self._bodies.in_turns(read_chat(body, caller), caller.tenant)
+        return await self._serve(request, asked, caller)
 
     async def _serve(self, request: web.BaseRequest, asked: Asked, caller: Caller) -> web.StreamResponse:
         self._find_adapter(asked)

@@ -253,12 +253,12 @@ class HttpServer:
         return _json(show_model(self._context, unquote(request.rel_url.raw_path.removeprefix(_MODEL_PATH))))
 
     async def _tokenize(self, request: web.BaseRequest, caller: Caller) -> web.Response:
-        body = await self._bodies.read_json(request, caller.tenant, caller.payer)
-        return _json(await tokenize_text(self._context, self._bodies, body, caller))
+        async with self._bodies.read_json(request, caller) as body:
+            return _json(await tokenize_text(self._context, self._bodies, body, caller))
 
     async def _detokenize(self, request: web.BaseRequest, caller: Caller) -> web.Response:
-        body = await self._bodies.read_json(request, caller.tenant, caller.payer)
-        return _json(await detokenize(self._context, body, caller))
+        async with self._bodies.read_json(request, caller) as body:
+            return _json(await detokenize(self._context, body, caller))
 
     async def _health(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
         is_ready = self._is_ready() and not self._is_draining
