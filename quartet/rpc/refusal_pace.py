@@ -17,11 +17,12 @@ from quartet.errors import QueueFullError
 #: The event loop copies so many bytes of messages in a second.
 COPIED_BYTES_PER_S = 800 << 20
 
-# What is refused may take a fiftieth of the event loop, whoever sends it.
-_SHARE = 1 / 50
+# What is refused may take so much of the event loop, whoever sends it: of others' requests fewer than one in
+# a hundred are to meet it.
+_SHARE = 1 / 160
 # A client that sends one by mistake is answered at once.
-_FREE_S = 1.0
-_MAX_WAIT_S = 5.0
+_FREE_S = 3.0
+_MAX_WAIT_S = 15.0
 # Calls of one connection that wait to be read, each with up to 64 KiB in gRPC; further ones are refused.
 _MAX_UNREAD = 64
 # Who has paid is forgotten so often, because all that are known have to be looked at.
@@ -34,10 +35,16 @@ _long_message_bytes: ContextVar[int] = ContextVar("long_message_bytes", default=
 class RefusalPace:
     """Delays what follows refused messages: the refusals of all, and the next calls of connections that sent them."""
 
-    def __init__(self) -> None:
-        """Nothing was refused yet."""
+    def __init__(self, share: float = _SHARE, free_s: float = _FREE_S, max_wait_s: float = _MAX_WAIT_S) -> None:
+        """What is refused may take ``share`` of the event loop.
+
+        Who owes at most ``free_s`` seconds does not wait, and nobody waits longer than ``max_wait_s``.
+        """
+        self._share = share
+        self._free_s = free_s
+        self._max_wait_s = max_wait_s
         self._ends_at = 0.0
-        # When each connection will have paid for what it sent, were there no free second.
+        # When each connection will have paid for what it sent, were there no free seconds.
         self._paid_at: dict[str, float] = {}
         self._num_unread: Counter[str] = Counter()
         self._forgets_at = 0.0
@@ -47,12 +54,12 @@ class RefusalPace:
         return bool(self._paid_at)
 
     async def wait_to_read(self, peer: str) -> None:
-        """Wait until the connection ``peer`` has paid for what was refused to it; at most 5 s.
+        """Wait until the connection ``peer`` has paid for what was refused to it.
 
         Raises:
             QueueFullError: many of its calls wait already.
         """
-        wait_s = self._paid_at.get(peer, 0.0) - time.monotonic() - _FREE_S
+        wait_s = self._paid_at.get(peer, 0.0) - time.monotonic() - self._free_s
         if wait_s <= 0:
             return
         if self._num_unread[peer] >= _MAX_UNREAD:
@@ -66,7 +73,7 @@ class RefusalPace:
                 del self._num_unread[peer]
 
     async def wait(self, peer: str, error: Exception, size_bytes: int, measure_s: float = 0.0) -> None:
-        """Wait as long as the message that was refused with ``error`` costs, and those before it; at most 5 s.
+        """Wait as long as the message that was refused with ``error`` costs, and those before it.
 
         Args:
             peer: the connection that sent it.
@@ -75,15 +82,18 @@ class RefusalPace:
             measure_s: what it took to find that it must be refused, in seconds of CPU time.
         """
         forget_frames(error)
-        cost_s = (size_bytes / COPIED_BYTES_PER_S + measure_s) / _SHARE
+        cost_s = (size_bytes / COPIED_BYTES_PER_S + measure_s) / self._share
         now = time.monotonic()
         self._forget_paid(now)
         # Connections that have to pay share what refusals may take; each knows how many there are.
-        self._paid_at[peer] = _later(self._paid_at.get(peer, 0.0), cost_s * max(1, len(self._paid_at)), now)
-        self._ends_at = _later(self._ends_at, cost_s, now)
-        wait_s = self._ends_at - now - _FREE_S
+        self._paid_at[peer] = self._later(self._paid_at.get(peer, 0.0), cost_s * max(1, len(self._paid_at)), now)
+        self._ends_at = self._later(self._ends_at, cost_s, now)
+        wait_s = self._ends_at - now - self._free_s
         if wait_s > 0:
             await asyncio.sleep(wait_s)
+
+    def _later(self, ends_at: float, cost_s: float, now: float) -> float:
+        return min(max(ends_at, now) + cost_s, now + self._free_s + self._max_wait_s)
 
     def _forget_paid(self, now: float) -> None:
         if now >= self._forgets_at:
@@ -106,7 +116,3 @@ def take_message_bytes() -> int:
 def forget_frames(error: BaseException) -> None:
     """Let go what the frames of a refusal know: its message. Else that may stay until garbage is collected."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
-
-
-def _later(ends_at: float, cost_s: float, now: float) -> float:
-    return min(max(ends_at, now) + cost_s, now + _FREE_S + _MAX_WAIT_S)

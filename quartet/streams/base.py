@@ -157,7 +157,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
                     account.credit -= message_credit()
                     take_message_bytes()
                     # Also where it ends the stream: the caller can open another one.
-                    account.in_vain(error.size_bytes, error.measure_s)
+                    account.refused(error.size_bytes, error.measure_s)
                     forget_frames(error)
                     if isinstance(error, ProtocolError):
                         raise

@@ -33,6 +33,9 @@ _CREDIT_PER_INTERVAL = 5
 # What a request costs besides its messages if it never ran: a task, a log line and its end.
 _IN_VAIN = 2
 
+# Of a twentieth of the event loop's time, refused long messages are to take an eighth.
+_REFUSED_WEIGHT = 8
+
 # What a request earns that runs: its messages, with a cancel.
 _RAN = 2
 
@@ -100,6 +103,15 @@ class Account:
         self.credit -= _IN_VAIN
         if long := size_bytes // _CREDIT_BYTES + round(measure_s / _CREDIT_S):
             self.credit = max(self.credit - long, min(self.credit, -MAX_CREDIT))
+
+    def refused(self, size_bytes: int, measure_s: float) -> None:
+        """A message was refused before it was parsed: as ``in_vain``, but no caller need send such long ones.
+
+        Its length counts more, so that they take a part of the event loop that others' requests hardly meet.
+        """
+        self.credit -= _IN_VAIN
+        if long := _REFUSED_WEIGHT * (size_bytes // _CREDIT_BYTES + round(measure_s / _CREDIT_S)):
+            self.credit = max(self.credit - long, min(self.credit, -_REFUSED_WEIGHT * MAX_CREDIT))
 
     def earn(self, credit: int) -> None:
         """Add ``credit``; what is beyond ``MAX_CREDIT`` is lost."""

@@ -88,7 +88,8 @@ class HttpServer:
         self._certificates = None if config.tls is None else Certificates(config.tls)
         self._connections = Connections(config, stall_timeout_s=stall_timeout_s)
         self._bodies = Bodies(config, self._context.intake.enter)
-        self._refusals = RefusalPace()
+        # Bodies are read and parsed piece by piece, so refusals may take more of the event loop than by gRPC.
+        self._refusals = RefusalPace(share=1 / 50, free_s=1.0, max_wait_s=5.0)
         self._num_of_tenant: Counter[str] = Counter()
         self._num_running = 0
         self._is_idle = asyncio.Event()

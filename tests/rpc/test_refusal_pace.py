@@ -39,23 +39,23 @@ async def refuse(pace: RefusalPace, size_bytes: int, peer: str = "a", measure_s:
     await pace.wait(peer, MessageTooLargeError("too large"), size_bytes, measure_s)
 
 
-async def test_the_first_is_refused_at_once_and_many_at_sixteen_mib_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_is_refused_at_once_and_many_at_five_mib_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pace = Clock(monkeypatch), RefusalPace()
     for _ in range(6):
         await refuse(pace, 12 * _MIB)
-    assert clock.slept == [0.5, 1.25, 2.0, 2.75, 3.5]
-    clock.now += 10.0
+    assert clock.slept == pytest.approx([1.8, 4.2, 6.6, 9.0, 11.4])
+    clock.now += 15.0
     clock.slept.clear()
     await refuse(pace, 12 * _MIB)
     assert not clock.slept
 
 
-async def test_nobody_waits_longer_than_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_longer_than_fifteen_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pace = Clock(monkeypatch), RefusalPace()
     for _ in range(10):
         await refuse(pace, 60 * _MIB)
-    assert max(clock.slept) == 5.0
-    clock.now += 6.0
+    assert max(clock.slept) == 15.0
+    clock.now += 18.0
     clock.slept.clear()
     await refuse(pace, _MIB)
     assert not clock.slept
@@ -75,7 +75,7 @@ async def test_what_it_takes_to_measure_a_message_is_paid_like_its_bytes(monkeyp
     clock, pace = Clock(monkeypatch), RefusalPace()
     for _ in range(3):
         await refuse(pace, 0, measure_s=0.02)
-    assert clock.slept == pytest.approx([1.0, 2.0])
+    assert clock.slept == pytest.approx([0.2, 3.4, 6.6])
 
 
 async def test_a_connection_is_not_read_until_it_has_paid_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ async def test_a_connection_is_not_read_until_it_has_paid_and_others_are(monkeyp
     await pace.wait_to_read("b")
     assert not clock.slept
     await pace.wait_to_read("a")
-    assert clock.slept == pytest.approx([0.5])
-    clock.now += 1.0
+    assert clock.slept == pytest.approx([1.8])
+    clock.now += 2.0
     await pace.wait_to_read("a")
     assert len(clock.slept) == 1
 
@@ -102,7 +102,7 @@ async def test_connections_that_have_to_pay_share_what_refusals_may_take(monkeyp
         await refuse(pace, 12 * _MIB, peer)
     clock.slept.clear()
     await pace.wait_to_read("a")
-    assert clock.slept == pytest.approx([0.75 + 3 * 0.75 - 1.0])
+    assert clock.slept == pytest.approx([2.4 + 3 * 2.4 - 3.0])
 
 
 async def test_few_calls_of_a_connection_wait_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ async def test_connections_that_have_paid_are_forgotten_and_nobody_pays_for_them
     clock, pace = Clock(monkeypatch), RefusalPace()
     for number in range(500):
         await refuse(pace, _MIB, f"peer {number}")
-    clock.now += 6.0
+    clock.now += 18.0
     clock.slept.clear()
     await refuse(pace, _MIB)
     await pace.wait_to_read("a")

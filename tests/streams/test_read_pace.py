@@ -90,6 +90,15 @@ async def test_what_is_refused_costs_what_its_message_took(size_bytes: int, meas
     assert account.credit >= -MAX_CREDIT - 101 * 2
 
 
+async def test_a_long_message_that_is_refused_unparsed_costs_eight_times_as_much() -> None:
+    account = drained(ReadPace(interval_s=NEVER_S).new_account())
+    account.refused(8 * MIB, 0.01)
+    assert account.credit == -(2 + 8 * 200)
+    for _ in range(100):
+        account.refused(8 * MIB, 0.0)
+    assert -8 * MAX_CREDIT - 101 * 2 <= account.credit <= -8 * MAX_CREDIT
+
+
 class Sending(Caller):
     """Sends one message, or has it refused before it is parsed."""
 
