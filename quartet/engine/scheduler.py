@@ -28,7 +28,7 @@ from quartet.errors import OutOfBlocksError
 from quartet.kvcache import sequence
 from quartet.kvcache.block_hash import ExtraKey
 from quartet.kvcache.block_pool import BlockManager
-from quartet.transfer.base import PieceCopy
+from quartet.transfer.base import PieceCopy, PieceRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +342,7 @@ class Scheduler:
         self._num_pulling += 1
         seq, block_size = running.seq, self._blocks.block_size
         first, end = seq.num_computed_tokens // block_size, -(-(len(seq) - 1) // block_size)
-        return Pull(running.id, tuple(map(PieceCopy, range(first, end), seq.block_table[first:end])))
+        return Pull(running.id, PieceRun(first, seq.block_table[first:end]))
 
     def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
         """Add a token. A prefill ends with it; unless it ends the generation, hold the blocks for the decode worker."""
@@ -459,7 +459,7 @@ class Pull:
     """Pieces of request ``id``'s hand-off to fetch into its blocks, which it keeps until ``Scheduler.end_pull``."""
 
     id: int
-    copies: tuple[PieceCopy, ...]
+    copies: Sequence[PieceCopy]
 
 
 @dataclass(frozen=True)

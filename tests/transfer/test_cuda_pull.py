@@ -11,8 +11,9 @@ import pytest
 
 from quartet.errors import NoHandOffError, TransferError
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import PieceCopy, TransferWay
+from quartet.transfer.base import PieceCopy, PieceRun, TransferWay
 from quartet.transfer.cuda import threads
+from quartet.transfer.cuda.driver import Copies
 from quartet.transfer.cuda.memory import DeviceMemory
 from tests.transfer.cuda_workers import GpuPuller, GpuSource, gpu_puller, gpu_source
 from tests.transfer.fake_cuda import FakeDriver, FakeHost
@@ -71,6 +72,30 @@ async def test_neighbours_on_both_sides_are_one_copy(host: FakeHost) -> None:
         copies = [PieceCopy(0, 7), PieceCopy(1, 8), PieceCopy(2, 1)]
         await here.puller.claim(source.offer(1, (4, 5, 6))).fetch(copies)
         assert here.driver.count("copy") == 2
+
+
+async def test_few_copies_are_started_first_so_that_the_gpu_begins(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    copy_many = FakeDriver.copy_many
+
+    def noted(driver: FakeDriver, copies: Copies, stream: int) -> None:
+        sizes.append(len(copies))
+        copy_many(driver, copies, stream)
+
+    num_blocks = 1000
+    async with (
+        gpu_puller(host, num_blocks=2 * num_blocks) as here,
+        gpu_source(host, num_blocks=num_blocks, device=1) as source,
+    ):
+        expected = source.fill(num_blocks - 1, seed=1)
+        monkeypatch.setattr(FakeDriver, "copy_many", noted)
+        # No two are neighbours.
+        copies = PieceRun(0, range(0, 2 * num_blocks, 2))
+        await here.puller.claim(source.offer(1, tuple(range(num_blocks)))).fetch(copies)
+        assert sizes == [64, 256, 512, 168]
+        assert here.block(2 * num_blocks - 2) == expected
 
 
 async def test_pieces_lie_beyond_what_32_bits_and_64_gib_reach(host: FakeHost) -> None:
