@@ -100,6 +100,7 @@ class Scheduler:
         self._num_pulling = 0
         self._num_steps_in_flight = 0
         self.num_ending = 0
+        self._unnamed: list[RunningRequest] = []  # whose pull has ended, and that were in no step since
 
     @property
     def num_running(self) -> int:
@@ -156,6 +157,7 @@ class Scheduler:
         if running.state is RequestState.PULLING:
             running.is_cancelled = True
         else:
+            self._name_pulled()
             self._end(running)
         return running.state
 
@@ -177,7 +179,8 @@ class Scheduler:
         self._leave(running)
         running.needs_pull = False
         running.seq.num_computed_tokens = len(running.seq) - 1
-        self._blocks.commit(running.seq)
+        # A long prompt's blocks take milliseconds to name: its first step goes first, unless others may share them.
+        self._unnamed.append(running)
         self._run(running)
         return running
 
@@ -217,6 +220,7 @@ class Scheduler:
             self._blocks.commit(chunk.running.seq)
             if chunk.samples:
                 outs.append(self._take_token(chunk.running, next(tokens)))
+        self._unnamed.clear()
         return outs
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -242,6 +246,7 @@ class Scheduler:
             if len(seq.token_ids) + 1 >= running.num_prompt_tokens + running.max_output_tokens:
                 self._let_end(running)
             seq.append_unread()
+        self._unnamed.clear()
 
     def end(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[SampledToken]) -> list[TokenOut]:
         """The first step in flight, that of ``chunks``, has ended; ``sampled`` as for ``update``.
@@ -285,6 +290,7 @@ class Scheduler:
     def _preempt(self, running: RunningRequest) -> None:
         """Take its blocks; it waits at its old position and computes all its tokens again."""
         self._leave(running)
+        self._name_pulled()
         self._blocks.free(running.seq)
         self._wait(running)
         self.num_preemptions += 1
@@ -297,6 +303,8 @@ class Scheduler:
         Returns:
             What is left of ``budget``.
         """
+        if self.waiting:
+            self._name_pulled()
         while self.waiting and self.num_running < self._config.max_num_seqs:
             running = self.waiting.head
             if running.lacks_embeddings and _has_lost_media(running, self._blocks):
@@ -325,6 +333,12 @@ class Scheduler:
         if self._shares_within_step:
             self._blocks.commit(running.seq, running.seq.num_computed_tokens + num_tokens)
         return num_tokens
+
+    def _name_pulled(self) -> None:
+        """Let what was pulled be shared."""
+        for running in self._unnamed:
+            self._blocks.commit(running.seq)
+        self._unnamed.clear()
 
     def _allocate(self, running: RunningRequest) -> bool:
         try:
