@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, NamedTuple, Protocol, overload
@@ -48,8 +48,15 @@ class PieceRun(Sequence[PieceCopy]):
         self.first_piece = first_piece
         self.block_ids = block_ids
 
+    def moved(self, num_blocks: int) -> PieceRun:
+        """The same pieces into the blocks that lie so many further."""
+        return PieceRun(self.first_piece, [block_id + num_blocks for block_id in self.block_ids])
+
     def __len__(self) -> int:
         return len(self.block_ids)
+
+    def __iter__(self) -> Iterator[PieceCopy]:
+        return map(PieceCopy, range(self.first_piece, self.first_piece + len(self)), self.block_ids)
 
     @overload
     def __getitem__(self, index: int) -> PieceCopy: ...

@@ -38,6 +38,7 @@ def test_a_run_of_pieces_is_a_sequence_of_copies() -> None:
     copies = (PieceCopy(2, 9), PieceCopy(3, 4), PieceCopy(4, 7))
     assert tuple(run) == copies
     assert (run[-1], run[1:]) == (copies[2], copies[1:])
+    assert tuple(run.moved(10)) == (PieceCopy(2, 19), PieceCopy(3, 14), PieceCopy(4, 17))
     with pytest.raises(IndexError):
         run[3]
 
