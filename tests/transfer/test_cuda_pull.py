@@ -143,13 +143,17 @@ async def test_two_fetches_are_under_way_at_once_on_streams_of_their_own(host: F
         assert blocks(here) == expected
 
 
-async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost) -> None:
+@pytest.mark.parametrize("is_open", [False, True], ids=["granted", "ahead of the grant"])
+async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost, is_open: bool) -> None:
     async with gpu_source(host) as source, gpu_puller(host) as here:
+        if is_open:
+            await here.puller.claim(source.offer(0, BLOCKS)).fetch(COPIES)
         expected = fill(source)
+        num_copies, num_waits = host.num_copies, here.driver.count("wait")
         host.pause()
         fetching = asyncio.create_task(here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES))
-        await until(lambda: here.driver.count("wait") == 1)
-        assert host.num_copies == 0  # they are issued and have not happened
+        await until(lambda: here.driver.count("wait") == num_waits + 1)
+        assert host.num_copies == num_copies  # they are issued and have not happened
         for _ in range(3):
             fetching.cancel()
             for _ in range(10):
@@ -158,7 +162,7 @@ async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost)
         host.resume()
         with pytest.raises(asyncio.CancelledError):
             await fetching
-        assert (host.num_copies, blocks(here)) == (3, expected)
+        assert (host.num_copies, blocks(here)) == (num_copies + 3, expected)
 
 
 async def test_a_fetch_cancelled_before_its_copies_begin_issues_no_more(
