@@ -30,7 +30,7 @@ from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.rpc.channels import create_channel
 from quartet.streams.convert.hand_off import from_hand_off
-from quartet.transfer.base import PieceCopy, PoolMemory
+from quartet.transfer.base import PieceRun, PoolMemory
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.cuda.driver import cuda_driver
 from quartet.transfer.cuda.memory import DeviceMemory
@@ -194,7 +194,7 @@ class _Reader(_Side):
     _memory: _Memory
     _puller: TransferPuller
     _block_ids: Sequence[int]
-    _copies: Sequence[PieceCopy]
+    _copies: PieceRun
 
     def __init__(self, device: str, exits: AsyncExitStack) -> None:
         super().__init__(device, exits)
@@ -212,7 +212,7 @@ class _Reader(_Side):
         self._pool.push_async_callback(puller.close)
         puller.attach(memory, pool.layout, self._decodes)
         self._block_ids = pool.scattered(seed=2)
-        self._copies = [PieceCopy(piece, block_id) for piece, block_id in enumerate(self._block_ids)]
+        self._copies = PieceRun(0, self._block_ids)
 
     async def plain_copies(self, handle: str, count: int) -> Sequence[float]:
         """Seconds of each of ``count`` copies of the whole pool as one piece: the owner's, or on a CPU one here."""

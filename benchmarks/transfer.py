@@ -28,7 +28,7 @@ from benchmarks.transfer_source import PoolShape, fill
 from quartet.discovery.host import host_identity
 from quartet.rpc.channels import create_channel
 from quartet.streams.convert.hand_off import from_hand_off
-from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
+from quartet.transfer.base import PieceRun, PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import types_pb2
@@ -241,7 +241,7 @@ class _Bench:
         self._memory = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
         self._local = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
         self._block_ids = shape.scattered(seed=2)
-        self._copies = [PieceCopy(piece, block_id) for piece, block_id in enumerate(self._block_ids)]
+        self._copies = PieceRun(0, self._block_ids)
         for piece, block_id in enumerate(self._block_ids):
             fill(self._local, block_id, piece)
         self._expected = bytes(self._local.view)

@@ -17,7 +17,7 @@ from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, UnsupportedFieldError
 from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
 from quartet.kvcache.layout import HandOff, PieceLayout
-from quartet.transfer.base import BlockMemory, Claim, FetchResult, PieceCopy, Puller, never
+from quartet.transfer.base import BlockMemory, Claim, FetchResult, PieceCopy, PieceRun, Puller, never
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +195,8 @@ class _RankClaim:
         self._first_block = first_block
 
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
+        if isinstance(copies, PieceRun):
+            return await self._claim.fetch(copies.moved(self._first_block))
         return await self._claim.fetch([PieceCopy(copy.piece, self._first_block + copy.block_id) for copy in copies])
 
     async def release(self) -> None:

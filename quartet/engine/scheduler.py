@@ -28,7 +28,7 @@ from quartet.errors import OutOfBlocksError
 from quartet.kvcache import sequence
 from quartet.kvcache.block_hash import ExtraKey
 from quartet.kvcache.block_pool import BlockManager
-from quartet.transfer.base import PieceCopy
+from quartet.transfer.base import PieceCopy, PieceRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,7 @@ class Scheduler:
         self._num_pulling = 0
         self._num_steps_in_flight = 0
         self.num_ending = 0
+        self._unnamed: list[RunningRequest] = []  # whose pull has ended, and that were in no step since
 
     @property
     def num_running(self) -> int:
@@ -156,6 +157,7 @@ class Scheduler:
         if running.state is RequestState.PULLING:
             running.is_cancelled = True
         else:
+            self._name_pulled()
             self._end(running)
         return running.state
 
@@ -177,7 +179,8 @@ class Scheduler:
         self._leave(running)
         running.needs_pull = False
         running.seq.num_computed_tokens = len(running.seq) - 1
-        self._blocks.commit(running.seq)
+        # A long prompt's blocks take milliseconds to name: its first step goes first, unless others may share them.
+        self._unnamed.append(running)
         self._run(running)
         return running
 
@@ -217,6 +220,7 @@ class Scheduler:
             self._blocks.commit(chunk.running.seq)
             if chunk.samples:
                 outs.append(self._take_token(chunk.running, next(tokens)))
+        self._unnamed.clear()
         return outs
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -242,6 +246,7 @@ class Scheduler:
             if len(seq.token_ids) + 1 >= running.num_prompt_tokens + running.max_output_tokens:
                 self._let_end(running)
             seq.append_unread()
+        self._unnamed.clear()
 
     def end(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[SampledToken]) -> list[TokenOut]:
         """The first step in flight, that of ``chunks``, has ended; ``sampled`` as for ``update``.
@@ -285,6 +290,7 @@ class Scheduler:
     def _preempt(self, running: RunningRequest) -> None:
         """Take its blocks; it waits at its old position and computes all its tokens again."""
         self._leave(running)
+        self._name_pulled()
         self._blocks.free(running.seq)
         self._wait(running)
         self.num_preemptions += 1
@@ -297,6 +303,8 @@ class Scheduler:
         Returns:
             What is left of ``budget``.
         """
+        if self.waiting:
+            self._name_pulled()
         while self.waiting and self.num_running < self._config.max_num_seqs:
             running = self.waiting.head
             if running.lacks_embeddings and _has_lost_media(running, self._blocks):
@@ -326,6 +334,12 @@ class Scheduler:
             self._blocks.commit(running.seq, running.seq.num_computed_tokens + num_tokens)
         return num_tokens
 
+    def _name_pulled(self) -> None:
+        """Let what was pulled be shared."""
+        for running in self._unnamed:
+            self._blocks.commit(running.seq)
+        self._unnamed.clear()
+
     def _allocate(self, running: RunningRequest) -> bool:
         try:
             num_cached_tokens = self._blocks.allocate(running.seq)
@@ -342,7 +356,7 @@ class Scheduler:
         self._num_pulling += 1
         seq, block_size = running.seq, self._blocks.block_size
         first, end = seq.num_computed_tokens // block_size, -(-(len(seq) - 1) // block_size)
-        return Pull(running.id, tuple(map(PieceCopy, range(first, end), seq.block_table[first:end])))
+        return Pull(running.id, PieceRun(first, seq.block_table[first:end]))
 
     def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
         """Add a token. A prefill ends with it; unless it ends the generation, hold the blocks for the decode worker."""
@@ -459,7 +473,7 @@ class Pull:
     """Pieces of request ``id``'s hand-off to fetch into its blocks, which it keeps until ``Scheduler.end_pull``."""
 
     id: int
-    copies: tuple[PieceCopy, ...]
+    copies: Sequence[PieceCopy]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -143,7 +144,12 @@ def _check_generation(generation: Generation, limits: EngineLimits) -> None:
 
 def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> None:
     # An id outside the vocabulary would break the step of every request in the batch.
-    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= limits.vocab_size:
+    if isinstance(token_ids, array):  # as prompts come, and long ones keep the engine's thread
+        ids = np.frombuffer(token_ids, token_ids.typecode)
+        least, largest = int(ids.min(initial=0)), int(ids.max(initial=0))
+    else:
+        least, largest = min(token_ids, default=0), max(token_ids, default=0)
+    if least < 0 or largest >= limits.vocab_size:
         raise InvalidRequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
 
 

@@ -166,15 +166,17 @@ def sequence_hashes(
     for index, suffix in media_suffixes(media, block_size, len(token_ids)).items() if media else ():
         if index < len(blocks):
             blocks[index] += suffix
-    return _chain(extra_key.hash_seed, [xxh3_64_intdigest(block, HASH_SEED) for block in blocks])
+    return chain_hashes(extra_key.hash_seed, blocks)
 
 
-def _chain(parent: int | None, block_hashes: list[int]) -> list[int]:
-    """``chain_hash`` of each, from the first on, without a call of ours for each: a long prompt has a thousand."""
-    if parent is None:
-        if not block_hashes:
-            return []
-        parent = block_hashes[0]
-        return [parent, *_chain(parent, block_hashes[1:])]
+def chain_hashes(parent: int | None, blocks: Sequence[bytes]) -> list[int]:
+    """Sequence hash of each of ``blocks``, which follow ``parent`` and one another, of their hashed bytes.
+
+    Without a call of ours for each: a long prompt has a thousand.
+    """
     pack, digest = _PARENT_AND_BLOCK.pack, xxh3_64_intdigest
-    return [parent := digest(pack(parent, block_hash), HASH_SEED) for block_hash in block_hashes]
+    block_hashes = [digest(block, HASH_SEED) for block in blocks]
+    if parent is not None or not block_hashes:
+        return [parent := digest(pack(parent, block_hash), HASH_SEED) for block_hash in block_hashes]
+    parent = block_hashes[0]
+    return [parent, *(parent := digest(pack(parent, block_hash), HASH_SEED) for block_hash in block_hashes[1:])]

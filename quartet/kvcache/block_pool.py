@@ -121,6 +121,7 @@ class BlockManager:
         end = (seq.num_computed_tokens if num_tokens is None else num_tokens) // self.block_size
         if end <= first:  # mostly: it decodes
             return
+        seq.sequence_hash(end - 1)  # all of them at once
         parent = self._names[seq.block_table[first - 1]] if first else seq.extra_key.digest
         for index in range(first, end):
             assert parent is not None, "a block is named before the ones before it"

@@ -10,8 +10,7 @@ from quartet.kvcache.block_hash import (
     NO_EXTRA_KEY,
     ExtraKey,
     MediaSpan,
-    chain_hash,
-    hash_bytes,
+    chain_hashes,
     media_suffixes,
     pack_token_ids,
     split_blocks,
@@ -117,13 +116,13 @@ class Sequence:
 
     def _name_blocks(self, num_blocks: int) -> None:
         parent = self._hashes[-1] if self._hashes else self.extra_key.hash_seed
-        for index in range(len(self._hashes), num_blocks):
-            parent = chain_hash(parent, hash_bytes(self.block_content(index)))
-            self._hashes.append(parent)
+        self.block_content(num_blocks - 1)  # has the contents of those before it, too
+        self._hashes += chain_hashes(parent, self._contents[len(self._hashes) : num_blocks])
 
     def _read_new_blocks(self) -> None:
         first = len(self._contents)
         known = self.token_ids[first * self.block_size : self.num_read_tokens]
         blocks = split_blocks(pack_token_ids(known), self.block_size)
-        for index, block in enumerate(blocks, first):
-            self._contents.append(block + self._media_suffixes.get(index, b""))
+        if self._media_suffixes:
+            blocks = [block + self._media_suffixes.get(index, b"") for index, block in enumerate(blocks, first)]
+        self._contents += blocks

@@ -9,10 +9,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, overload
 
 from quartet.kvcache.layout import EmbeddingLayout, HandOff, PieceLayout
 
@@ -35,6 +35,39 @@ class PieceCopy(NamedTuple):
 
     piece: int
     block_id: int
+
+
+class PieceRun(Sequence[PieceCopy]):
+    """The copies of consecutive pieces: piece ``first_piece + i`` into local block ``block_ids[i]``.
+
+    A long prompt has thousands of them, which need not be objects.
+    """
+
+    def __init__(self, first_piece: int, block_ids: Sequence[int]) -> None:
+        """``block_ids`` stay the caller's and must not change."""
+        self.first_piece = first_piece
+        self.block_ids = block_ids
+
+    def moved(self, num_blocks: int) -> PieceRun:
+        """The same pieces into the blocks that lie so many further."""
+        return PieceRun(self.first_piece, [block_id + num_blocks for block_id in self.block_ids])
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    def __iter__(self) -> Iterator[PieceCopy]:
+        return map(PieceCopy, range(self.first_piece, self.first_piece + len(self)), self.block_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> PieceCopy: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PieceCopy]: ...
+
+    def __getitem__(self, index: int | slice) -> PieceCopy | Sequence[PieceCopy]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return PieceCopy(range(self.first_piece, self.first_piece + len(self))[index], self.block_ids[index])
 
 
 @dataclass(frozen=True)

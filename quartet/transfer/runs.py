@@ -52,11 +52,12 @@ def merge_runs(source_offsets: Offsets, destination_offsets: Offsets, size_bytes
 
 def check_runs(runs: Runs, source_size: int, destination_size: int) -> None:
     """Raise ``ValueError`` if a run leaves one of the two pools, whose sizes are in bytes."""
-    offsets, sizes = runs[:, :2], runs[:, 2:]
-    # The size of a source's pool is what the source says.
-    ends = np.array([min(size, _MAX_OFFSET) for size in (source_size, destination_size)], np.int64)
-    if ((offsets < 0) | (offsets > ends - sizes)).any():
-        raise ValueError("a piece lies outside its pool")
+    sources, destinations, sizes = np.ascontiguousarray(runs.T)
+    for offsets, pool_size in ((sources, source_size), (destinations, destination_size)):
+        # The size of a source's pool is what the source says.
+        last = np.subtract(min(pool_size, _MAX_OFFSET), sizes)
+        if offsets.min(initial=0) < 0 or (offsets > last).any():
+            raise ValueError("a piece lies outside its pool")
 
 
 async def run_to_end(executor: Executor, work: Callable[[], None], stop: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ from quartet.rpc.errors import public_error
 from quartet.streams.messages import MAX_UNCHUNKED_BYTES, WorkerStart
 from quartet.supervision import report_failure
 from quartet.telemetry.encode_metrics import EncodeMetrics
-from quartet.transfer.base import Claim, PieceCopy, Puller
+from quartet.transfer.base import Claim, PieceRun, Puller
 from services.workers.embedding_store import EmbeddingStore, Hold, Want
 from services.workers.files import FileEncoder, FileSizer, SizedItem
 
@@ -269,7 +269,7 @@ class MediaUse:
         self._made.add(index)
 
     async def _pull(self, index: int, block_ids: tuple[int, ...]) -> None:
-        copies = [PieceCopy(piece, block_id) for piece, block_id in enumerate(block_ids)]
+        copies = PieceRun(0, block_ids)
         try:
             await self.claims[index].fetch(copies)
         except NoHandOffError as error:

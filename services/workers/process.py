@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -67,6 +68,9 @@ _RELEASE_SEEN_S = 0.02
 
 _SWITCH_INTERVAL_S = 0.0005
 
+# As in the router: reference counts free most of what requests make.
+_COLLECTED_AT_NUM_OBJECTS = 10_000
+
 # A worker that failed has its drain and this long to close everything.
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -113,14 +117,16 @@ class WorkerProcess:
         engine_factory: EngineFactory | None = None,
         encoder_factory: EncoderFactory | None = None,
         on_failure: Callable[[], None] = lambda: None,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is opened before ``run``; ``role`` is encode, prefill or decode.
 
         The factories make another engine or encoder than the one that ``config`` names. ``on_failure`` is called if the
-        worker can't go on, before it closes everything.
+        worker can't go on, before it closes everything; ``on_loaded`` once its model is loaded, before it serves.
         """
         self._config = config
         self._on_failure = on_failure
+        self._on_loaded = on_loaded
         self._has_failed = False
         self._loop_watch = LoopWatch()
         self._role = role
@@ -159,6 +165,7 @@ class WorkerProcess:
             parts = self._make_parts()
             stack.push_async_callback(parts.close)
             if await is_done_before(stop, parts.start()):
+                self._on_loaded()
                 await self._serve(stack, parts, http_port, stop)
 
     async def _find_model(self) -> None:
@@ -374,4 +381,18 @@ async def _run(config: WorkerConfig, role: Role, engine_factory: EngineFactory |
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     limit_s = config.drain_timeout_s + _CLOSE_TIMEOUT_S
-    await WorkerProcess(config, role, engine_factory, on_failure=lambda: end_process_within(limit_s)).run(stop)
+    process = WorkerProcess(
+        config,
+        role,
+        engine_factory,
+        on_failure=lambda: end_process_within(limit_s),
+        on_loaded=_keep_from_collector,
+    )
+    await process.run(stop)
+
+
+def _keep_from_collector() -> None:
+    """A loaded model's objects stay for ever: a walk over them would stop the engine and all tokens."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECTED_AT_NUM_OBJECTS)

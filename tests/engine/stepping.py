@@ -36,7 +36,7 @@ class Stepper:
             num_embedding_blocks=num_embedding_blocks,
             placeholder_id=placeholder_id,
         )
-        self.blocks = BlockManager(num_blocks, block_size)
+        self.blocks = BlockManager(num_blocks, block_size, has_events=True)
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.scheduler = Scheduler(config, self.blocks, limits_of(self.runner), self.runner.eos_token_ids)
         self.outputs: dict[int, list[int]] = defaultdict(list)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quartet.engine.base import EngineRequest
 from quartet.engine.runner import RequestState
 from quartet.transfer.base import PieceCopy
@@ -28,7 +30,7 @@ def test_all_pieces_are_pulled_into_an_empty_cache_and_one_token_is_computed() -
     stepper.step()
     [pull] = stepper.pulls
     table = stepper.scheduler.live[request.id].seq.block_table
-    assert pull.copies == tuple(PieceCopy(piece, table[piece]) for piece in range(3))
+    assert tuple(pull.copies) == tuple(PieceCopy(piece, table[piece]) for piece in range(3))
     assert stepper.runner.chunk_sizes == [[]]
     assert _state(stepper, request) is RequestState.PULLING
     stepper.copy(pull)
@@ -66,7 +68,7 @@ def test_a_pull_of_no_blocks_is_still_a_pull_so_that_the_source_is_notified() ->
     stepper.run()
     stepper.add(_request(stepper, 8))
     stepper.step()
-    assert [pull.copies for pull in stepper.pulls] == [()]
+    assert [tuple(pull.copies) for pull in stepper.pulls] == [()]
 
 
 def test_pulled_blocks_can_be_shared() -> None:
@@ -78,6 +80,22 @@ def test_pulled_blocks_can_be_shared() -> None:
     stepper.add(other := make_request(range(9)))
     stepper.step()
     assert stepper.scheduler.live[other.id].num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_pulled_blocks_are_named_after_the_first_step_or_when_the_request_ends_before(ends_early: bool) -> None:
+    stepper = Stepper()
+    stepper.add(request := _request(stepper, 10))
+    stepper.step()
+    stepper.copy(stepper.pulls[0])
+    stepper.scheduler.end_pull(request.id, succeeded=True)
+    assert not stepper.blocks.stored_blocks()
+    if ends_early:
+        stepper.scheduler.cancel(request.id)
+        assert stepper.counts.cached == 2
+    else:
+        stepper.step()
+    assert len(stepper.blocks.stored_blocks()) == 2
 
 
 def test_other_requests_decode_while_a_pull_goes_on() -> None:

@@ -52,6 +52,18 @@ def test_a_possible_request_passes(request_: EngineRequest) -> None:
     check_request(request_, LIMITS)
 
 
+@pytest.mark.parametrize(("last", "passes"), [(63, True), (64, False), (2**32 - 1, False)])
+def test_prompts_that_come_as_arrays_are_checked_alike(last: int, passes: bool) -> None:
+    request = make_request([1])
+    request = replace(request, generation=replace(request.generation, prompt_token_ids=array("I", [1, last])))
+    if passes:
+        check_request(request, LIMITS)
+        return
+    with pytest.raises(InvalidRequestError) as caught:
+        check_request(request, LIMITS)
+    assert caught.value.field == "prompt_token_ids"
+
+
 @pytest.mark.parametrize(
     ("request_", "error", "field"),
     [

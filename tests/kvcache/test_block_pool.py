@@ -198,8 +198,7 @@ def test_nothing_is_shared_that_differs_even_where_all_hashes_collide(
     first: dict[str, Any], second: dict[str, Any], collides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if collides:
-        monkeypatch.setattr(sequence, "hash_bytes", lambda _: 42)
-        monkeypatch.setattr(sequence, "chain_hash", lambda *_: 42)
+        monkeypatch.setattr(sequence, "chain_hashes", lambda _, blocks: [42] * len(blocks))
     pool = BlockManager(8, 4)
     blocks = cache(pool, new_seq(8, **first))
     assert (pool.sequence_hash(blocks[0]) == 42) == collides

@@ -246,8 +246,7 @@ class CollidingPoolMachine(PoolMachine):
     def __init__(self) -> None:
         super().__init__()
         self.monkeypatch = pytest.MonkeyPatch()
-        self.monkeypatch.setattr(sequence, "hash_bytes", lambda _: 42)
-        self.monkeypatch.setattr(sequence, "chain_hash", lambda *_: 42)
+        self.monkeypatch.setattr(sequence, "chain_hashes", lambda _, blocks: [42] * len(blocks))
 
     def check_hash(self, block: int) -> None:
         assert self.pool.sequence_hash(block) == 42

@@ -94,3 +94,27 @@ async def test_a_prefill_worker_whose_blocks_no_transfer_reaches_does_not_serve(
     system.start_worker("prefill-0")
     with pytest.raises(ConfigError, match=r"^engine\.device: .*can't go to another worker"):
         await asyncio.wait_for(system.workers["prefill-0"].task, TIMEOUT_S)
+
+
+async def test_what_a_loaded_model_left_is_put_aside_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Parts:
+        async def start(self) -> None:
+            order.append("start")
+
+        async def close(self) -> None:
+            order.append("close")
+
+    async def find(_self: WorkerProcess) -> None:
+        pass
+
+    async def serve(_self: WorkerProcess, *_arguments: object) -> None:
+        order.append("serve")
+
+    monkeypatch.setattr(WorkerProcess, "_find_model", find)
+    monkeypatch.setattr(WorkerProcess, "_make_parts", lambda _self: Parts())
+    monkeypatch.setattr(WorkerProcess, "_serve", serve)
+    process = WorkerProcess(WorkerConfig(model_path="model"), Role.PREFILL, on_loaded=lambda: order.append("put aside"))
+    await asyncio.wait_for(process.run(asyncio.Event()), TIMEOUT_S)
+    assert order == ["start", "put aside", "serve", "close"]

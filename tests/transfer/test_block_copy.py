@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.transfer import shm
+from quartet.transfer.base import PieceCopy, PieceRun
 from quartet.transfer.cuda.kernel_copies import cut
 from quartet.transfer.runs import CopyRun, as_runs, check_runs, merge_runs
 from quartet.transfer.shm import copy_runs
@@ -30,6 +31,16 @@ def test_neighbours_on_both_sides_become_one_run() -> None:
     runs = merge_runs(np.array([0, 10, 20, 50, 60]), np.array([100, 110, 130, 140, 150]), 10)
     assert runs.tolist() == [[0, 100, 20], [20, 130, 10], [50, 140, 20]]
     assert merge_runs(np.empty(0, np.int64), np.empty(0, np.int64), 10).shape == (0, 3)
+
+
+def test_a_run_of_pieces_is_a_sequence_of_copies() -> None:
+    run = PieceRun(2, [9, 4, 7])
+    copies = (PieceCopy(2, 9), PieceCopy(3, 4), PieceCopy(4, 7))
+    assert tuple(run) == copies
+    assert (run[-1], run[1:]) == (copies[2], copies[1:])
+    assert tuple(run.moved(10)) == (PieceCopy(2, 19), PieceCopy(3, 14), PieceCopy(4, 17))
+    with pytest.raises(IndexError):
+        run[3]
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20))

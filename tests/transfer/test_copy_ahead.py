@@ -17,9 +17,12 @@ from quartet.errors import HandOffNotFoundError, TransferError
 from quartet.kvcache.hand_off import HandOffState, HandOffTicket, Offer
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.rpc.errors import from_pull_error
-from quartet.transfer.base import PieceCopy, TransferWay
+from quartet.transfer.base import PieceCopy, PieceRun, TransferWay
 from quartet.transfer.grpc.messages import PullMessage
 from quartet.transfer.grpc.streams import PullStream
+from quartet.transfer.life_line import PoolOwner
+from quartet.transfer.runs import Runs
+from quartet.transfer.shm import ShmReader
 from quartet.v1 import transfer_pb2 as pb
 from tests.transfer.test_hostile_source import FINISHED, GRANTED, RECEIVE, granted, scripted
 from tests.transfer.workers import (
@@ -54,6 +57,27 @@ async def test_blocks_read_ahead_equal_the_held_ones() -> None:
     async with mapped_workers() as (source, here):
         result = await here.puller.claim(source.offer(2, (3, 7))).fetch(COPIES)
         assert result.way is TransferWay.SHM
+        assert here.memory.piece(5) == source.memory.piece(3)
+        assert here.memory.piece(2) == source.memory.piece(7)
+
+
+async def test_the_copies_begin_before_the_source_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    copy, send = ShmReader.copy, PullStream.send
+
+    async def noted_copy(reader: ShmReader, owner: PoolOwner, runs: Runs) -> None:
+        order.append("copy")
+        await copy(reader, owner, runs)
+
+    async def noted_send(stream: PullStream, request: pb.PullRequest) -> None:
+        order.append(str(request.WhichOneof("message")))
+        await send(stream, request)
+
+    async with mapped_workers() as (source, here):
+        monkeypatch.setattr(ShmReader, "copy", noted_copy)
+        monkeypatch.setattr(PullStream, "send", noted_send)
+        await here.puller.claim(source.offer(2, (3, 7))).fetch(PieceRun(0, [5, 2]))
+        assert order == ["copy", "begin", "finish"]
         assert here.memory.piece(5) == source.memory.piece(3)
         assert here.memory.piece(2) == source.memory.piece(7)
 

@@ -11,8 +11,9 @@ import pytest
 
 from quartet.errors import NoHandOffError, TransferError
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import PieceCopy, TransferWay
+from quartet.transfer.base import PieceCopy, PieceRun, TransferWay
 from quartet.transfer.cuda import threads
+from quartet.transfer.cuda.driver import Copies
 from quartet.transfer.cuda.memory import DeviceMemory
 from tests.transfer.cuda_workers import GpuPuller, GpuSource, gpu_puller, gpu_source
 from tests.transfer.fake_cuda import FakeDriver, FakeHost
@@ -73,6 +74,30 @@ async def test_neighbours_on_both_sides_are_one_copy(host: FakeHost) -> None:
         assert here.driver.count("copy") == 2
 
 
+async def test_few_copies_are_started_first_so_that_the_gpu_begins(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    copy_many = FakeDriver.copy_many
+
+    def noted(driver: FakeDriver, copies: Copies, stream: int) -> None:
+        sizes.append(len(copies))
+        copy_many(driver, copies, stream)
+
+    num_blocks = 1000
+    async with (
+        gpu_puller(host, num_blocks=2 * num_blocks) as here,
+        gpu_source(host, num_blocks=num_blocks, device=1) as source,
+    ):
+        expected = source.fill(num_blocks - 1, seed=1)
+        monkeypatch.setattr(FakeDriver, "copy_many", noted)
+        # No two are neighbours.
+        copies = PieceRun(0, range(0, 2 * num_blocks, 2))
+        await here.puller.claim(source.offer(1, tuple(range(num_blocks)))).fetch(copies)
+        assert sizes == [64, 256, 512, 168]
+        assert here.block(2 * num_blocks - 2) == expected
+
+
 async def test_pieces_lie_beyond_what_32_bits_and_64_gib_reach(host: FakeHost) -> None:
     num_blocks = (1 << 37) // LAYOUT.piece_size_bytes
     far = (1 << 36) // LAYOUT.piece_size_bytes + 5
@@ -118,13 +143,17 @@ async def test_two_fetches_are_under_way_at_once_on_streams_of_their_own(host: F
         assert blocks(here) == expected
 
 
-async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost) -> None:
+@pytest.mark.parametrize("is_open", [False, True], ids=["granted", "ahead of the grant"])
+async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost, is_open: bool) -> None:
     async with gpu_source(host) as source, gpu_puller(host) as here:
+        if is_open:
+            await here.puller.claim(source.offer(0, BLOCKS)).fetch(COPIES)
         expected = fill(source)
+        num_copies, num_waits = host.num_copies, here.driver.count("wait")
         host.pause()
         fetching = asyncio.create_task(here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES))
-        await until(lambda: here.driver.count("wait") == 1)
-        assert host.num_copies == 0  # they are issued and have not happened
+        await until(lambda: here.driver.count("wait") == num_waits + 1)
+        assert host.num_copies == num_copies  # they are issued and have not happened
         for _ in range(3):
             fetching.cancel()
             for _ in range(10):
@@ -133,7 +162,7 @@ async def test_a_cancelled_fetch_waits_for_the_copies_that_began(host: FakeHost)
         host.resume()
         with pytest.raises(asyncio.CancelledError):
             await fetching
-        assert (host.num_copies, blocks(here)) == (3, expected)
+        assert (host.num_copies, blocks(here)) == (num_copies + 3, expected)
 
 
 async def test_a_fetch_cancelled_before_its_copies_begin_issues_no_more(

@@ -132,6 +132,8 @@ async def compile_kernel(architecture: int) -> KernelImage:
 
 def cut(runs: Runs, max_size_bytes: int = LAUNCH_SIZE_BYTES) -> Runs:
     """``runs``, those that are longer, by default than one launch copies, in parts of that size and the rest."""
+    if runs[:, 2].max(initial=0) <= max_size_bytes:
+        return runs  # as blocks of KV mostly are
     num_parts = -(-runs[:, 2] // max_size_bytes)
     parts = np.repeat(runs, num_parts, axis=0)
     # How many bytes of its run lie before each part.
@@ -226,16 +228,20 @@ class KernelPull:
         is_same_gpu: bool,
     ) -> None:
         """Made by ``PullKernel``. ``addresses``: of the pools, there and here; ``runs``: as ``cut`` leaves them."""
-        self._kernel = kernel if kernel is not None and _are_in_words(runs) else None
+        self._kernel: _LoadedKernel | None = None
         self._give_up = give_up
         self._lane = lane
         self._addresses = addresses
         self._runs = runs
         self._is_same_gpu = is_same_gpu
         self._mean_size_bytes = int(runs[:, 2].sum()) / max(len(runs), 1)
+        self._num_launches = 0
+        may_be_better = prefers_kernel(self._mean_size_bytes, is_same_gpu=is_same_gpu, is_busy=False)
+        if kernel is None or not may_be_better or not _are_in_words(runs):
+            return
+        self._kernel = kernel
         # How many parts the runs up to each one have, itself included.
         self._num_parts = np.cumsum(-(-runs[:, 2] // PART_SIZE_BYTES))
-        self._num_launches = 0
 
     def is_better(self, *, is_busy: bool) -> bool:
         """Whether the kernel, not the copy engine, should copy the next runs."""
@@ -291,7 +297,7 @@ class KernelPull:
 
 
 def _are_in_words(runs: Runs) -> bool:
-    return not (runs % WORD_SIZE_BYTES).any()
+    return int(np.bitwise_or.reduce(runs, axis=None)) % WORD_SIZE_BYTES == 0
 
 
 def _image(exit_code: int | None, output: bytes, errors: bytes) -> KernelImage:

@@ -28,7 +28,7 @@ from quartet.transfer.cuda.driver import CudaError
 from quartet.transfer.cuda.kernel_copies import Compile, PullKernel, compile_kernel, cut
 from quartet.transfer.cuda.lent import LentDeviceMemory
 from quartet.transfer.cuda.memory import DeviceMemory
-from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, COPIES_A_CALL, CopyThreads, Lane
+from quartet.transfer.cuda.threads import CLOSE_TIMEOUT_S, COPIES_A_CALL, COPIES_A_FIRST_CALL, CopyThreads, Lane
 from quartet.transfer.life_line import LentPool, LivePools, PoolOwner
 from quartet.transfer.runs import Runs, check_runs
 
@@ -213,12 +213,13 @@ class _PeerMemory:
         is_same_gpu = pool.lent.device_uuid == self._memory.device_uuid
         runs = cut(runs)
         by_kernel = self._kernel.begin(lane, pool.address, runs, is_same_gpu=is_same_gpu)
-        num_issued = 0
+        num_issued, num_next = 0, COPIES_A_FIRST_CALL
         while num_issued < len(runs) and not stop.is_set():
             is_busy = self._is_busy()
             if by_kernel.is_better(is_busy=is_busy):
                 num_issued += by_kernel.issue(num_issued, is_busy=is_busy)
                 continue
-            some = np.add(runs[num_issued : num_issued + COPIES_A_CALL], places)
+            some = np.add(runs[num_issued : num_issued + num_next], places)
             self._driver.copy_many(some, lane.stream)
             num_issued += len(some)
+            num_next = min(4 * num_next, COPIES_A_CALL)

@@ -31,6 +31,10 @@ COPIES_A_LOOK = 64
 #: How many it starts in one call, which takes a microsecond each, before it looks.
 COPIES_A_CALL = 512
 
+#: How many it starts in its first call, and four times as many in each further one up to that: the GPU has something to
+#: do while the next ones are started.
+COPIES_A_FIRST_CALL = 64
+
 
 @dataclass(eq=False)
 class Lane:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import TypeAlias, TypeVar
@@ -36,7 +37,7 @@ from quartet.errors import (
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.rpc.errors import HiddenStatusError
 from quartet.supervision import report_failure
-from quartet.transfer.base import BlockMemory, FetchResult, PieceCopy, TransferWay, never
+from quartet.transfer.base import BlockMemory, FetchResult, PieceCopy, PieceRun, TransferWay, never
 from quartet.transfer.config import TransferConfig, seen_way
 from quartet.transfer.cuda.lent import from_opaque
 from quartet.transfer.grpc.messages import (
@@ -309,6 +310,9 @@ _Numbers: TypeAlias = npt.NDArray[np.int64]
 
 def _ascending(copies: Sequence[PieceCopy]) -> tuple[_Numbers, _Numbers]:
     """Pieces, ascending, and the block of each."""
+    if isinstance(copies, PieceRun):
+        first, num_pieces = copies.first_piece, len(copies)
+        return np.arange(first, first + num_pieces), np.fromiter(copies.block_ids, np.int64, num_pieces)
     # numpy takes ten times as long for a list of tuples as for their numbers.
     table = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies)).reshape(-1, 2)
     if (np.diff(table[:, 0]) < 0).any():
@@ -348,9 +352,18 @@ class _Fetch:
         max_pull_s = self._config.max_pull_s
         try:
             async with asyncio.timeout(max_pull_s):
-                await stream.send(pb.PullRequest(begin=self._begin()))
-                async with _running(stream.receive()) as answer:
-                    read_ahead = await self._read_ahead()
+                self._offered = self._ways()
+                read_ahead = self._plan_ahead()
+                async with AsyncExitStack() as running:
+                    # The copies begin before the source is asked: a long prompt's message takes as long as some of
+                    # them to put together.
+                    copying: asyncio.Task[None] | None = None
+                    if read_ahead:
+                        copying = await running.enter_async_context(_running(self._copy_ahead(read_ahead)))
+                    await stream.send(pb.PullRequest(begin=self._begin()))
+                    answer = await running.enter_async_context(_running(stream.receive()))
+                    if copying is not None:
+                        await copying
                     if read_ahead is not None and not waits:
                         # Everything was read, so `finish` need not wait for `granted`; what was read counts only after
                         # both.
@@ -372,7 +385,6 @@ class _Fetch:
             raise TransferError(f"the source cannot be reached: {error.message}") from None
 
     def _begin(self) -> pb.PullBegin:
-        self._offered = self._ways()
         return pb.PullBegin(
             ticket=ticket_to_pb(self._hand_off),
             pieces=self._pieces.tolist(),
@@ -429,26 +441,28 @@ class _Fetch:
             await receiver.accept(await stream.receive())
         await receiver.end()
 
-    async def _read_ahead(self) -> _ReadAhead | None:
-        """Copy while `begin` is on the way, where the source's pool is open and the hand-off says where in it.
+    def _plan_ahead(self) -> _ReadAhead | None:
+        """What to copy while `begin` is on the way, where the source's pool is open and the hand-off says where in it.
 
         A source that grants and then finishes has held the blocks from when it made the hand-off until it received
         `finish`, so what was read in between is right.
 
         Returns:
-            What was read, nothing where nothing is wanted; ``None``: the source has to be asked first.
+            Nothing where nothing is wanted; ``None``: the source has to be asked first.
         """
         if not len(self._pieces):
-            return _ReadAhead(TransferWay.GRPC, self._pieces)
+            return _ReadAhead(None, self._pieces)
         payload, reader = self._hand_off.payload, self._open_reader()
         if self._pool is None or reader is None:
             return None
         if isinstance(payload, OpaquePayload) or self._pieces[-1] >= len(payload.block_ids):
             return None
-        size = self._pool.layout.piece_size_bytes
-        offsets = np.array(payload.block_ids, np.int64)[self._pieces] * size
-        await self._copy(self._pool, reader, offsets)
-        return _ReadAhead(reader.way, offsets)
+        block_ids = np.fromiter(payload.block_ids, np.int64, len(payload.block_ids))
+        return _ReadAhead(reader, block_ids[self._pieces] * self._pool.layout.piece_size_bytes)
+
+    async def _copy_ahead(self, read_ahead: _ReadAhead) -> None:
+        assert self._pool is not None and read_ahead.reader is not None, "there is something to read"
+        await self._copy(self._pool, read_ahead.reader, read_ahead.offsets)
 
     def _open_reader(self) -> PoolReader | None:
         """What has the source's pool open; what is staged lies elsewhere at each pull."""
@@ -487,9 +501,9 @@ class _Fetch:
 
 @dataclass(frozen=True, eq=False)
 class _ReadAhead:
-    """What was read before it was granted: by which way, and where in the source's pool; false: nothing."""
+    """What is read before it is granted: by what, and where in the source's pool; false: nothing."""
 
-    way: TransferWay
+    reader: PoolReader | None
     offsets: Offsets
 
     def __bool__(self) -> bool:
@@ -497,7 +511,7 @@ class _ReadAhead:
 
     def is_of(self, way: TransferWay, offsets: Offsets) -> bool:
         """Whether it was read by this way from these places."""
-        return way is self.way and np.array_equal(offsets, self.offsets)
+        return self.reader is not None and way is self.reader.way and np.array_equal(offsets, self.offsets)
 
 
 class _PieceReceiver:
@@ -543,16 +557,19 @@ class _PieceReceiver:
         await self._sink.flush()
 
 
+_Result = TypeVar("_Result")
+
+
 @contextlib.asynccontextmanager
-async def _running(receiving: Coroutine[object, object, PullMessage]) -> AsyncIterator[asyncio.Task[PullMessage]]:
-    """Have the answer received while the block does something else; leave nothing of it behind."""
-    answer = asyncio.create_task(receiving)
+async def _running(work: Coroutine[object, object, _Result]) -> AsyncIterator[asyncio.Task[_Result]]:
+    """Have ``work`` done while the block does something else; leave nothing of it behind."""
+    task = asyncio.create_task(work)
     try:
         await asyncio.sleep(0)  # it begins before the block does, which may keep the event loop
-        yield answer
+        yield task
     finally:
-        answer.cancel()  # no effect on a task that is done
-        await asyncio.gather(answer, return_exceptions=True)
+        task.cancel()  # no effect on a task that is done
+        await asyncio.gather(task, return_exceptions=True)
 
 
 _Part = TypeVar("_Part", pb.PullGranted, pb.PullFinished)
