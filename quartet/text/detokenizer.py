@@ -103,10 +103,12 @@ class PieceDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See ``IncrementalDetokenizer``."""
-        if self._is_clear and len(token_ids) == 1:  # as most pushes: what follows takes eight times as long
-            shown = self._texts.get(token_ids[0])
-            if shown is not None:
-                return shown
+        if self._is_clear:  # as at most pushes: what follows takes eight times as long
+            texts = self._texts
+            try:
+                return texts[token_ids[0]] if len(token_ids) == 1 else "".join(map(texts.__getitem__, token_ids))
+            except KeyError:
+                pass  # one has half a character, or came for the first time
         table = self._table
         pieces = [table[token_id] for token_id in token_ids]
         if self._is_first_token:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -314,7 +315,8 @@ class StreamedAnswer(Answer):
         # The model's name may hold the same character, but stands before the text.
         begin, _, end = event.rpartition('"\\u0000"')
         frames = self._reasoning_frames if is_reasoning else self._frames
-        frames[choice] = (f"data: {begin}", end[:-1] + self._ends)
+        # Most streams share what comes after the text: it is in the CPU's caches when a token needs it.
+        frames[choice] = (f"data: {begin}", sys.intern(end[:-1] + self._ends))
         return frames[choice]
 
     def _send(
