@@ -1,8 +1,9 @@
 """What parsing reasoning and tool calls costs the process that faces the user: CPU time of each token.
 
 An output of reasoning, content and one call with a long argument is pushed token by token, its text in pieces of about
-four characters, and no client takes the events. The same output as tokens of the tiny model then goes from a worker's
-stream to a sink that drops it, with a parser between, and without.
+four characters, and no client takes the events. Llama's outputs are the call alone: nothing marks it, and the request
+has 64 functions. The same output as tokens of the tiny model then goes from a worker's stream to a sink that drops it,
+with a parser between, and without.
 
     python -m benchmarks.parsing --json FILE [--short]
 """
@@ -31,7 +32,8 @@ _MODEL = Path(__file__).parents[1] / "models/tiny/checkpoint"
 
 _PROSE = ("The quick brown fox jumps over the lazy dog, and then it rests. " * 6 + "\n\n") * 40
 _ARGUMENT = _PROSE[:8_000].strip()
-_TOOLS = {"write": {"properties": {"text": {"type": "string"}}}}
+# The names of others begin alike, as those of real tools do.
+_TOOLS = {"write": {"properties": {"text": {"type": "string"}}}, **{f"write_{number}": {} for number in range(63)}}
 _JSON_ARGUMENTS = json.dumps({"text": _ARGUMENT})
 _TOKEN = re.compile(r"\s?\w{1,5}|\s+|.", re.DOTALL)
 
@@ -46,6 +48,8 @@ OUTPUTS = {
     f"<|message|>{_JSON_ARGUMENTS}<|call|>",
     ("gemma4", "gemma4"): f"<|channel>thought\n{_PROSE}<channel|>{_PROSE}"
     f'<|tool_call>call:write{{text:<|"|>{_ARGUMENT}<|"|>}}<tool_call|>',
+    ("", "llama3_json"): f'{{"name": "write", "parameters": {_JSON_ARGUMENTS}}}',
+    ("", "pythonic"): f"[write(text={json.dumps(_ARGUMENT)})]",
 }
 
 
@@ -57,6 +61,8 @@ class Cost:
         output_us, output_min_us: median and least of the whole output, its call shown once it is complete.
         streamed_us, streamed_min_us: the same with the call's arguments as they come.
         content_us: median within content alone.
+        num_head_tokens: from where the call begins to the text that it is given.
+        head_us, head_min_us: median and least of these tokens alone, in the first of the two ways.
     """
 
     num_tokens: int
@@ -65,6 +71,9 @@ class Cost:
     streamed_us: float
     streamed_min_us: float
     content_us: float
+    num_head_tokens: int
+    head_us: float
+    head_min_us: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +97,7 @@ class PathCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All that was measured, by ``REASONING PARSER and TOOL-CALL PARSER``."""
+    """All that was measured, by ``REASONING PARSER and TOOL-CALL PARSER``, or by the latter alone."""
 
     num_runs: int
     costs: dict[str, Cost]
@@ -111,21 +120,27 @@ def measure(num_runs: int) -> Results:
     text = ModelText.from_files(read_text_files(_MODEL))
     with LiveLine() as line:
         for names, output in OUTPUTS.items():
-            name = " and ".join(names)
-            costs[name] = cost = _measure_output(names, _TOKEN.findall(output), num_runs)
-            line.say(f"{name}: {cost.output_us:.2f} us a token, {cost.streamed_us:.2f} with streamed arguments")
+            name = " and ".join(filter(None, names))
+            costs[name] = cost = _measure_output(names, output, num_runs)
+            line.say(
+                f"{name}: {cost.output_us:.2f} us a token, {cost.streamed_us:.2f} with streamed arguments, "
+                f"{cost.head_us:.2f} where the call begins"
+            )
             paths[name] = path = _measure_path(names, output, text, num_runs)
             line.say(f"{name}: {path.plain_us:.2f} us a token to the sink, {path.parsed_us:.2f} with the parser")
     return Results(num_runs=num_runs, costs=costs, paths=paths)
 
 
-def _measure_output(names: tuple[str, str], tokens: Sequence[str], num_runs: int) -> Cost:
-    content = _TOKEN.findall(_PROSE)
-    whole, streamed, plain = [], [], []
+def _measure_output(names: tuple[str, str], output: str, num_runs: int) -> Cost:
+    tokens, content = _TOKEN.findall(output), _TOKEN.findall(_PROSE)
+    call = output.rpartition(_PROSE)[2]
+    before, head = output.removesuffix(call), _TOKEN.findall(call.partition(_ARGUMENT[:20])[0])
+    whole, streamed, plain, heads = [], [], [], []
     for _ in range(num_runs):
         whole.append(_run_us(names, tokens, streams_arguments=False))
         streamed.append(_run_us(names, tokens, streams_arguments=True))
         plain.append(_run_us(names, content, streams_arguments=False))
+        heads.append(_head_us(names, before, head))
     return Cost(
         num_tokens=len(tokens),
         output_us=median(whole),
@@ -133,6 +148,9 @@ def _measure_output(names: tuple[str, str], tokens: Sequence[str], num_runs: int
         streamed_us=median(streamed),
         streamed_min_us=min(streamed),
         content_us=median(plain),
+        num_head_tokens=len(head),
+        head_us=median(heads),
+        head_min_us=min(heads),
     )
 
 
@@ -180,6 +198,16 @@ def _path_us(token_ids: Sequence[int], text: ModelText, parsing: OutputParsing |
         output.take(number, step, (), 0.0)
     output.finish(FinishReason.LENGTH)
     return (time.thread_time() - began) / len(token_ids) * 1e6
+
+
+def _head_us(names: tuple[str, str], before: str, tokens: Sequence[str]) -> float:
+    """Microseconds for each of ``tokens``, which follow ``before``."""
+    parser = OutputParser(choose_format(*names), tools=_TOOLS)
+    parser.push(before)
+    began = time.thread_time()
+    for token in tokens:
+        parser.push(token)
+    return (time.thread_time() - began) / len(tokens) * 1e6
 
 
 def _run_us(names: tuple[str, str], tokens: Sequence[str], *, streams_arguments: bool) -> float:

@@ -78,6 +78,7 @@ class ChoiceOutput:
     """
 
     __slots__ = (
+        "_add",
         "_book",
         "_choice",
         "_is_over",
@@ -85,7 +86,6 @@ class ChoiceOutput:
         "_is_timed",
         "_last_tokens_at",
         "_logprobs",
-        "_makes_text",
         "_matches",
         "_num_booked_tokens",
         "_num_cached_tokens",
@@ -99,8 +99,8 @@ class ChoiceOutput:
         "_omits_token_ids",
         "_owed_text",
         "_parsing",
+        "_push_text",
         "_settings",
-        "_sink",
         "_stop_string",
         "_text",
         "_times",
@@ -125,10 +125,10 @@ class ChoiceOutput:
         self._choice = choice
         self._text = text
         self._matches = text.has_stop_strings
-        self._sink = sink
         self._parsing = parsing
         # Copied to attributes of this object, because each token needs them.
-        self._makes_text = text.makes_text
+        self._push_text = text.push_text
+        self._add = sink.add
         self._observe_itl = settings.itl.observe
         self._omits_token_ids = settings.omits_token_ids
         self._last_tokens_at = settings.arrived_at
@@ -170,10 +170,11 @@ class ChoiceOutput:
             known.extend(token_ids)
             if offset + num_tokens > self._num_booked_tokens:
                 self._num_booked_tokens = self._book(offset + num_tokens)
-            self._observe_itl((now - self._last_tokens_at) / num_tokens)
+            # Read before they are called: CPython calls what a slot holds slowly.
+            observe_itl, push_text, add = self._observe_itl, self._push_text, self._add
+            observe_itl((now - self._last_tokens_at) / num_tokens)
             self._last_tokens_at = now
-            text = self._text.push_text(token_ids) if self._makes_text else ""
-            self._sink.add(self._choice, offset, token_ids, text, logprobs)
+            add(self._choice, offset, token_ids, push_text(token_ids), logprobs)
             return True
         num_known = len(known) - offset
         if num_known < 0:
@@ -307,7 +308,7 @@ class ChoiceOutput:
             self._logprobs.extend(logprobs)
             self._deliver(self._text.push(token_ids), now)
         else:  # nothing is ever held back
-            text = self._text.push_text(token_ids) if self._makes_text else ""
+            text = self._push_text(token_ids)
             self._show(token_ids, len(token_ids), text, logprobs, now)
 
     def _deliver(self, delta: TextDelta, now: float) -> None:
@@ -325,7 +326,7 @@ class ChoiceOutput:
     def _give_owed(self) -> None:
         if self._owed_text:
             text, self._owed_text = self._owed_text, ""
-            self._sink.add(self._choice, self._num_shown, (), text, ())
+            self._add(self._choice, self._num_shown, (), text, ())
         elif self._parsing is not None and self._parsing.owes:
             self._parsing.give_owed(self._num_shown)
 
@@ -366,7 +367,7 @@ class ChoiceOutput:
             self._num_untimed = 0
             self._is_timed = True
             self._is_plain = not (self._matches or self._omits_token_ids or self._is_over)
-        self._sink.add(self._choice, offset, token_ids, text, logprobs)
+        self._add(self._choice, offset, token_ids, text, logprobs)
 
     def _note_cached(self, num_tokens: int) -> None:
         # Later attempts find the first attempt's tokens in the cache.

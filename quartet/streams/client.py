@@ -240,8 +240,9 @@ def take_tokens(calls: Mapping[int, DecodeCall], response: decode_pb2.DecodeResp
     for slot, offset, token_ids in zip(response.slots[:], response.token_offsets[:], parts, strict=True):
         call = calls[slot]
         call.received_at = now
+        take = call.take
         try:
-            if not call.take(offset, token_ids, logprobs.get(slot, ()) if logprobs else (), now):
+            if not take(offset, token_ids, logprobs.get(slot, ()) if logprobs else (), now):
                 call.stop()
         except ServingError as error:
             call.stop(error)

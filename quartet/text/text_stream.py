@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -64,6 +64,17 @@ class TextStream:
     shown nor counted. How tokens were split into pushes makes no difference.
     """
 
+    __slots__ = (
+        "_detokenizer",
+        "_has_ended",
+        "_matcher",
+        "_num_decoded",
+        "_num_shown",
+        "_pending",
+        "_stops",
+        "push_text",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer | None,
@@ -89,10 +100,14 @@ class TextStream:
         """
         assert tokenizer is not None or stops is None, "stop strings are searched in text"
         self._detokenizer = None
+        #: Takes the next tokens where there are no stop strings, so that all are shown: their text. Does what ``push``
+        #: does for a small part of its price; raises what that raises.
+        self.push_text: Callable[[Sequence[int]], str] = _no_text
         if tokenizer is not None:
             self._detokenizer = make_detokenizer(
                 tokenizer, skip_special_tokens=skip_special_tokens, shown=shown, prompt_tail=prompt_tail
             )
+            self.push_text = self._detokenizer.push
         self._stops = stops
         self._matcher = None if stops is None else StopMatcher(stops, include_stop)
         self._pending: deque[_PendingToken] = deque()
@@ -102,24 +117,13 @@ class TextStream:
 
     @property
     def makes_text(self) -> bool:
-        """Whether there is any: else ``push_text`` gives nothing."""
+        """Whether there is any: else ``push_text`` gives none."""
         return self._detokenizer is not None
 
     @property
     def has_stop_strings(self) -> bool:
         """Whether text may be held back, and tokens with it."""
         return self._matcher is not None
-
-    def push_text(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens where there are no stop strings, so that all are shown: their text.
-
-        Does what ``push`` does for a third of the price.
-
-        Raises:
-            InvalidRequestError: an id is no unsigned 32-bit number.
-        """
-        assert self._matcher is None, "stop strings are searched in text"
-        return "" if self._detokenizer is None else self._detokenizer.push(token_ids)
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next tokens and return what may be shown; nothing once the choice has ended.
@@ -209,6 +213,10 @@ class TextStream:
         while self._pending and ((is_clear and not has_stopped) or self._pending[0].begin < self._num_shown):
             taken.append(self._pending.popleft().token_id)
         return tuple(taken)
+
+
+def _no_text(_token_ids: Sequence[int]) -> str:
+    return ""
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:

@@ -11,6 +11,7 @@ anything twice. The rules are those of huggingface/tokenizers, ``tokenizers/src/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +49,14 @@ class PieceTable(dict[int, bytes]):
     """Bytes by token id, filled in as ids come up: a vocabulary has 10^5 tokens, a text uses few.
 
     Ids unknown to the tokenizer (models pad their vocabularies) add nothing, as in ``Tokenizer.decode``.
+
+    Attributes:
+        texts: those of the pieces here that are whole characters, as text.
     """
 
     def __init__(self, piece: Callable[[str], bytes], token_text: Callable[[int], str | None]) -> None:
         super().__init__()
+        self.texts: dict[int, str] = {}
         self._piece = piece
         self._token_text = token_text
 
@@ -62,6 +67,8 @@ class PieceTable(dict[int, bytes]):
             return b""  # not kept: there are more unknown ids than would fit
         piece = self._piece(text)
         self[token_id] = piece
+        with suppress(UnicodeDecodeError):
+            self.texts[token_id] = piece.decode()
         return piece
 
 

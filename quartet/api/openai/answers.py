@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -76,6 +77,8 @@ class Head:
 
 class Answer:
     """What both sinks share: what was accepted, how each choice ended, and the end."""
+
+    __slots__ = ("_first_choice", "_head", "accepted", "finished", "has_ended", "is_open", "is_queued")
 
     def __init__(self, head: Head, first_choice: int = 0) -> None:
         """The choices of this request are numbered from ``first_choice`` in the response."""
@@ -234,9 +237,19 @@ def whole_response(head: Head, answers: Sequence[WholeAnswer]) -> bytes:
 class StreamedAnswer(Answer):
     """An ``AnswerSink`` that sends each part as an event. It runs for each token, so most events are a template."""
 
+    __slots__ = (
+        "_ends",
+        "_frames",
+        "_is_plain",
+        "_num_tokens",
+        "_offsets",
+        "_reasoning_frames",
+        "_send_event",
+    )
+
     def __init__(self, head: Head, stream: Events, first_choice: int = 0) -> None:
         super().__init__(head, first_choice)
-        self._stream = stream
+        self._send_event = stream.send
         asked = head.asked
         self._is_plain = not (asked.shows_token_ids or asked.shows_usage_always or asked.num_logprobs is not None)
         self._ends = ',"usage":null}\n\n' if asked.shows_usage else "}\n\n"
@@ -259,7 +272,8 @@ class StreamedAnswer(Answer):
         if self._is_plain:
             if text:
                 begin, end = self._frames.get(choice) or self._frame(choice)
-                self._stream.send(f"{begin}{_quote(text)}{end}")
+                send = self._send_event  # read before it is called: CPython calls what a slot holds slowly
+                send(f"{begin}{_quote(text)}{end}")
             return
         self._add_with_details(choice, token_offset, token_ids, text, logprobs)
 
@@ -275,7 +289,7 @@ class StreamedAnswer(Answer):
         if self._is_plain and not parsed.text and not parsed.tool_calls:
             if parsed.reasoning:  # most tokens of a model that thinks
                 begin, end = self._reasoning_frames.get(choice) or self._frame(choice, is_reasoning=True)
-                self._stream.send(f"{begin}{_quote(parsed.reasoning)}{end}")
+                self._send_event(f"{begin}{_quote(parsed.reasoning)}{end}")
             return
         self._add_with_details(choice, token_offset, token_ids, parsed.text, logprobs, parsed)
 
@@ -319,7 +333,8 @@ class StreamedAnswer(Answer):
         # The model's name may hold the same character, but stands before the text.
         begin, _, end = event.rpartition('"\\u0000"')
         frames = self._reasoning_frames if is_reasoning else self._frames
-        frames[choice] = (f"data: {begin}", end[:-1] + self._ends)
+        # Most streams share what comes after the text: it is in the CPU's caches when a token needs it.
+        frames[choice] = (f"data: {begin}", sys.intern(end[:-1] + self._ends))
         return frames[choice]
 
     def _send(
@@ -340,7 +355,7 @@ class StreamedAnswer(Answer):
         more: dict[str, Any] = {}
         if asked.shows_usage:
             more["usage"] = self._usage_so_far() if asked.shows_usage_always else None
-        self._stream.send(to_event(head.response(head.chunk_kind, [one], **more)))
+        self._send_event(to_event(head.response(head.chunk_kind, [one], **more)))
 
     def _usage_so_far(self) -> dict[str, Any]:
         num_prompt = 0 if self.accepted is None else self.accepted.num_prompt_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +14,6 @@ from quartet.text.parse.states import BACK, MAX_NAME, MAX_SPACE, NAME, SPACE, Do
 from quartet.text.parse.values import ObjectScan, argument_types, parse_json, to_json
 
 _SPACE = re.compile(r"\s*+")
-_NAME = re.compile(NAME)
-_RECIPIENT = re.compile(r"to=([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _STRING = frozenset(["string"])
 _ANY = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _WORD_KEYS, _ARGUMENT_KEYS = ("name", "type", "id"), ("arguments", "parameters")
@@ -25,6 +23,8 @@ _BEGINNINGS = {
     **dict.fromkeys(_WORD_KEYS, re.compile(rf'{SPACE}(?:"{NAME}(?:"{SPACE})?+|[\w.\-]{{0,{MAX_NAME}}}+{SPACE})')),
     **dict.fromkeys(_ARGUMENT_KEYS, re.compile(rf'{SPACE}(?:\{{|"{SPACE}\{{?)?')),
 }
+# What of it is read at once: a word or one other character; if a quote stands before these, this too.
+_STEP = re.compile(r'(?:\s*+")?+(?:[\w.\-]++|[\s\S])?')
 
 
 class OutputParser:
@@ -58,8 +58,8 @@ class OutputParser:
         self.num_failed_calls = 0
         self._format = format
         self._tools = tools or {}
-        self._streams = streams_arguments
-        self._make_id = make_id
+        self._names: list[str] = []  # of the functions that the open call must be of, in order; empty: of any
+        self._streams, self._make_id = streams_arguments, make_id
         self._events: list[Event] = []
         self._buffer = self._held = ""
         self._is_last = self._waits = False
@@ -78,7 +78,13 @@ class OutputParser:
         """Take what comes next of the output; returns what it shows."""
         if not self._held and self._plain is not None and self._notable(text) is None:
             return [self._plain(text)] if text else []
-        return self._run(self._held + text)
+        if self._held or self._is_doubtful or not self._scan.take_plain(text):
+            return self._run(self._held + text)
+        self._events = []
+        self._take_scanned(is_complete=False)
+        if not self._is_shown:
+            self._raw.append(text)
+        return self._events
 
     def finish(self) -> list[Event]:
         """The output has ended; returns what was held back. Nothing may be pushed after."""
@@ -109,11 +115,12 @@ class OutputParser:
         self._state, self._notable = state, state.notable.search
         self._plain = _PLAIN.get(state.sink) if state.scan is Scan.TEXT else None
         self._step = self._text if state.scan is Scan.TEXT else self._expect
-        if state.scan in (Scan.CALL, Scan.OBJECT):
+        is_call = state.scan is Scan.CALL
+        if is_call or state.scan is Scan.OBJECT:
             self._step = self._object
-            is_call = state.scan is Scan.CALL
             self._scan = ObjectScan(state.quoting, self._accepts if is_call else None)
-            self._is_doubtful = is_call and self._is_unmarked  # it has not begun as calls of known functions do
+        # Whether there is no object, or it has not begun as calls of known functions do.
+        self._is_doubtful = self._is_unmarked if is_call else state.scan is not Scan.OBJECT
 
     # Steps: each reads from ``at`` on and returns how far it came, or says that it waits for more.
 
@@ -157,9 +164,11 @@ class OutputParser:
         elif text and state.sink is Sink.FIELD:
             if state.shape is not None:
                 field = "".join(self._field)
-                for length in range(1, len(text) + 1):
-                    if not self._may_begin(state.shape, field + text[:length]):
-                        return begin + length - 1
+                if not self._may_begin(state.shape, field + text):
+                    ends = range(begin, end)
+                    return next(
+                        i for i in ends if not self._may_begin(state.shape, field + self._buffer[begin : i + 1])
+                    )
             self._field.append(text)
         elif text and state.sink is not Sink.NOTHING:
             self._events.append(_PLAIN[state.sink](text))
@@ -185,16 +194,17 @@ class OutputParser:
         return at
 
     def _object(self, at: int) -> int:
-        state, scan, stop = self._state, self._scan, at
-        while self._is_doubtful and stop < len(self._buffer):
-            begin, stop = at, stop + 1
-            at = scan.feed(self._buffer, begin, stop)
-            if not self._may_be_call():
-                return self._fail(begin)
-        at = scan.feed(self._buffer, at, len(self._buffer))
-        if state.scan is Scan.OBJECT:
-            self._add_arguments(scan.take_json())
-        elif not self._take_call_arguments(is_complete=scan.is_done):
+        state, scan, buffer, stop = self._state, self._scan, self._buffer, at
+        while self._is_doubtful and stop < len(buffer):
+            begin, stop = at, _STEP.match(buffer, stop).end()  # type: ignore[union-attr]  # it always matches
+            at = scan.feed(buffer, begin, stop)
+            key, word, is_over = scan.key, scan.word, scan.is_malformed or scan.is_done
+            if is_over or not self._may_begin(_BEGINNINGS[key], word, is_name=key == "name"):
+                return self._fail(begin)  # what was read at once is text, and no marker begins in it
+            self._is_doubtful = key not in _ARGUMENT_KEYS or not word.endswith("{")
+        if not self._is_doubtful:
+            at = scan.feed(buffer, at, len(buffer))
+        if not self._take_scanned(is_complete=scan.is_done):
             scan.is_malformed = True
         if scan.is_malformed:
             return self._fail(at)
@@ -228,6 +238,7 @@ class OutputParser:
             self._is_open, self._is_shown, self._is_unmarked = True, False, is_unmarked
             self._origin = self._state if self._state.scan is Scan.TEXT else self._content
             self._raw, self._raw_from = [], begin
+            self._names = sorted(self._tools) if is_unmarked else []
             self._forget_call()
 
     def _forget_call(self) -> None:
@@ -251,20 +262,19 @@ class OutputParser:
 
     def _set_name(self, field: str) -> bool:
         self._name = field.strip()
-        is_known = not self._is_unmarked or not self._tools or self._name in self._tools
-        return is_known and bool(self._name) and _NAME.fullmatch(self._name) is not None
+        is_known = not self._names or self._name in self._tools
+        return is_known and bool(self._name) and re.fullmatch(NAME, self._name) is not None
 
     def _may_begin(self, shape: re.Pattern[str], text: str, *, is_name: bool = True) -> bool:
         """Whether a word may begin so; as a name without a marker, it must be one of a function of the request."""
-        names = self._tools if self._is_unmarked and is_name else ()
-        word = (parse_json('"' + text.strip().strip('"') + '"') or "") if names else ""
-        return shape.fullmatch(text) is not None and (not names or any(name.startswith(word) for name in names))
-
-    def _may_be_call(self) -> bool:
-        """Whether the JSON object that nothing marks, as far as it was read, may be a call."""
-        key, word, is_over = self._scan.key, self._scan.word, self._scan.is_malformed or self._scan.is_done
-        self._is_doubtful = key not in _ARGUMENT_KEYS or not word.endswith("{")
-        return not is_over and self._may_begin(_BEGINNINGS[key], word, is_name=key == "name")
+        if shape.fullmatch(text) is None:
+            return False
+        if not (is_name and self._names):
+            return True
+        word = text.strip().strip('"')
+        word = parse_json(f'"{word}"') or "" if "\\" in word else word
+        first = bisect_left(self._names, word)
+        return first < len(self._names) and self._names[first].startswith(word)
 
     def _set_named_id(self, field: str) -> bool:
         self._set_id(field)
@@ -277,8 +287,8 @@ class OutputParser:
 
     def _read_header(self, field: str, at: int) -> str:
         """Harmony: what a message is, as its header says; returns the state that reads it."""
-        recipient = (_RECIPIENT.findall(field) or ["assistant"])[-1]
-        channel = (_CHANNEL.findall(field) or ["final"])[-1]
+        recipient = (re.findall(r"to=([^\s<]+)", field) or ["assistant"])[-1]
+        channel = (re.findall(r"<\|channel\|>\s*(\w+)", field) or ["final"])[-1]
         if recipient.startswith("functions."):
             self._enter(self._content)
             if "arguments" in self._format.states:
@@ -296,11 +306,16 @@ class OutputParser:
             self._set_id(text)
         return key != "name" or (isinstance(text, str) and self._set_name(text))
 
-    def _take_call_arguments(self, *, is_complete: bool) -> bool:
-        """Take what is known of the arguments of a call that is a JSON object."""
-        pieces = next((self._scan.values[key] for key in _ARGUMENT_KEYS if key in self._scan.values), [])
+    def _take_scanned(self, *, is_complete: bool) -> bool:
+        """Take what was read of arguments; of a call that is a JSON object, what is known of its arguments."""
+        if self._state.scan is Scan.OBJECT:
+            self._add_arguments(self._scan.take_json())
+        if self._state.scan is Scan.OBJECT or not (is_complete or (self._streams and self._name)):
+            return True
+        values = self._scan.values
+        pieces = values.get("arguments", values.get("parameters", []))
         is_object = self._has_begun or pieces[:1] == ["{"]
-        if not is_complete and not (self._streams and self._name and is_object and pieces):
+        if not is_complete and not (is_object and pieces):
             return True
         text = "".join(pieces)
         pieces.clear()

@@ -11,17 +11,13 @@ from quartet.text.parse.formats import CallTable, ReasoningTable, join_tables
 from quartet.text.parse.states import Format
 
 REASONING_PARSERS: Mapping[str, ReasoningTable | Callable[..., Format]] = {
-    "deepseek_r1": formats.SPACED_REASONING,
-    "deepseek_v3": formats.PLAIN_REASONING,
+    **dict.fromkeys(("deepseek_r1", "glm45", "qwen3"), formats.SPACED_REASONING),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), formats.PLAIN_REASONING),
     "gemma4": formats.GEMMA4_REASONING,
-    "glm45": formats.SPACED_REASONING,
     "gpt_oss": formats.harmony,
-    "kimi_k2": formats.PLAIN_REASONING,
     "kimi_k3": formats.kimi_k3,
     "mistral": formats.MISTRAL_REASONING,
-    "qwen3": formats.SPACED_REASONING,
 }
-
 TOOL_CALL_PARSERS: Mapping[str, CallTable | Callable[..., Format]] = {
     "deepseek_v3": formats.DEEPSEEK_V3,
     "deepseek_v3_1": formats.DEEPSEEK_V31,
@@ -37,10 +33,8 @@ TOOL_CALL_PARSERS: Mapping[str, CallTable | Callable[..., Format]] = {
     "pythonic": formats.PYTHONIC,
     "qwen3_coder": formats.QWEN3_XML,
 }
-
 #: As the name of a parser in configurations: such parts stay in the text.
 NO_PARSER = "none"
-
 _ALIASES: Mapping[str, str] = {
     "deepseek_v31": "deepseek_v3_1",
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "deepseek_v41"), "deepseek_v3_2"),
@@ -50,7 +44,6 @@ _ALIASES: Mapping[str, str] = {
     "openai_gptoss": "gpt_oss",
     "qwen3_xml": "qwen3_coder",
 }
-
 # Texts in a template, its reasoning parser, a text without which there is no reasoning, its tool-call parser.
 _TEMPLATES: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("<|channel|>", "<|message|>"), "gpt_oss", "", "harmony"),

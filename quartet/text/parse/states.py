@@ -10,13 +10,10 @@ from functools import cached_property
 
 #: Of a run of whitespace, as much may be held back, dropped before a marker, or come before what must follow one.
 MAX_SPACE = 64
-
 SPACE = rf"\s{{0,{MAX_SPACE}}}+"
-
 #: Characters of a name, or of the id of a call that nothing marks; and how a name begins.
 MAX_NAME = 320
 NAME = rf"[^\s{{}}()\[\]<>\"']{{0,{MAX_NAME}}}+"
-
 #: As a target: where the call began.
 BACK = "back"
 
@@ -69,11 +66,7 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Edge:
-    """A way out of a state.
-
-    ``follow``: one of these, or the end of the output, must come after the marker and any whitespace; else the marker
-    is part of the text. Empty: anything may follow.
-    """
+    """A way out of a state."""
 
     marker: str  # what must be in the text
     to: str  # the next state
@@ -81,7 +74,7 @@ class Edge:
     ends: bool = False  # the call is complete
     keeps: bool = False  # the next state reads the marker again
     strips: bool = False  # whitespace before the marker is dropped
-    follow: tuple[str, ...] = ()
+    follow: tuple[str, ...] = ()  # one of these or the output's end must follow, after any whitespace; else it is text
 
     @cached_property
     def follows(self) -> re.Pattern[str]:
@@ -129,13 +122,10 @@ class State:
 
 @dataclass(frozen=True)
 class Format:
-    """How one family writes: ``states`` by name, ``start`` and ``content`` among them.
+    """How one family writes."""
 
-    ``starts``: the states that outputs begin in after prompts that end so, whitespace aside.
-    """
-
-    states: Mapping[str, State]
-    starts: Mapping[str, str] = field(default_factory=dict)
+    states: Mapping[str, State]  # by name, ``start`` and ``content`` among them
+    starts: Mapping[str, str] = field(default_factory=dict)  # states after prompts that end so, whitespace aside
 
     def start_after(self, prompt_end: str) -> State:
         """The state that an output after this prompt begins in: templates may begin the reasoning themselves."""

@@ -6,37 +6,32 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from quartet.text.parse.states import QUOTES, Quoting, trie
 
 #: A model that nests deeper writes no call; readers of JSON recurse.
 _MAX_DEPTH = 100
-
 #: Parts of a tool's schema that are looked at for the types of one argument: clients may send it of any size.
 _MAX_SCHEMAS = 256
-
 _TYPES = {float: "number", str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 _NO_STRINGS = frozenset([*_TYPES.values(), "integer"]) - {"string"}
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
-_CONTROL = re.compile(r"[\x00-\x1f]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_DECODER = json.JSONDecoder(parse_constant=_LITERALS.__getitem__)  # there is no NaN and no Infinity
 _ESCAPE = r"\\(?:x[0-9a-fA-F]{0,2}|u[0-9a-fA-F]{0,4}|U[0-9a-fA-F]{0,8}|[\s\S]|\Z)"
-_PYTHON_ESCAPES = "\n\\'\"abfnrtvxuU0"
-_BRACKETS = "=:,{}[]()"
-
+# What is read outside of strings; what ends these; what may end them, or does not stand in strings of JSON as it is.
 _TOKENS = {
-    Quoting.JSON: re.compile(r'[:,{}\[\]"]'),
-    Quoting.GEMMA: re.compile(rf"[:,{{}}\[\]]|{trie(QUOTES[Quoting.GEMMA])}"),
-    Quoting.PYTHON: re.compile(rf"[=:,{{}}\[\]()]|{trie(QUOTES[Quoting.PYTHON])}"),
+    quoting: re.compile(rf"[{'=()' if quoting is Quoting.PYTHON else ''}:,{{}}\[\]]|{trie(quotes)}")
+    for quoting, quotes in QUOTES.items()
 }
 _STRING_ENDS = {
-    (quoting, quote): re.compile(trie([quote]) + ("" if quoting is Quoting.GEMMA else f"|{_ESCAPE}"))
-    for quoting, quotes in QUOTES.items()
-    for quote in quotes
+    quote: re.compile(trie([quote]) + ("" if quote in QUOTES[Quoting.GEMMA] else f"|{_ESCAPE}"))
+    for quote in chain(*QUOTES.values())
 }
+_SPECIALS = {quoting: re.compile(rf"[\x00-\x1f\"\\{''.join(quotes)}]") for quoting, quotes in QUOTES.items()}
 
 
 class ObjectScan:
@@ -47,11 +42,11 @@ class ObjectScan:
 
     def __init__(self, quoting: Quoting, accepts: Callable[[str, str | None], bool] | None = None) -> None:
         """``accepts``: fill ``values``, and ask this whether a key, then ``None``, and later its JSON may be there."""
-        self.is_done = self.is_malformed = False
+        self.is_done = self.is_malformed = self._owes_comma = False
         self.values: dict[str, list[str]] = {}
-        self._quoting = quoting
-        self._accepts = accepts
-        self._is_json = quoting is Quoting.JSON
+        self._quoting, self._quotes = quoting, QUOTES[quoting]
+        self._tokens, self._specials = _TOKENS[quoting], _SPECIALS[quoting]
+        self._accepts, self._is_json = accepts, quoting is Quoting.JSON
         self._closers: list[str] = []
         self._out: list[str] = []
         self._bare: list[str] = []
@@ -59,13 +54,19 @@ class ObjectScan:
         self._quote: str | None = None
         self._is_key = True  # whether a key comes next, or has come and its separator has not
         self._is_filled = False  # whether the key or value that is due here has come
-        self._owes_comma = False
 
     def take_json(self) -> str:
         """The JSON since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
+
+    def take_plain(self, text: str) -> bool:
+        """Take ``text`` if a string goes on with all of it, as it is; returns whether one does."""
+        is_plain = self._quote is not None and self._specials.search(text) is None
+        if is_plain:
+            self._out.append(text)
+        return is_plain
 
     @property
     def word(self) -> str:
@@ -75,13 +76,13 @@ class ObjectScan:
     def feed(self, text: str, at: int, stop: int) -> int:
         """Read ``text`` from ``at`` to ``stop``. Returns where it is: a few last characters may have to come again."""
         while at < stop and not self.is_done:
-            pattern = _TOKENS[self._quoting] if self._quote is None else _STRING_ENDS[self._quoting, self._quote]
+            pattern = self._tokens if self._quote is None else _STRING_ENDS[self._quote]
             match = pattern.search(text, at, stop)
             end = stop if match is None else match.start()
             piece = text[at:end]
             if self._quote is not None:
                 # What is escaped in JSON stays so; but models forget to escape line ends.
-                self._out.append(_escape(piece) if not self._is_json or _CONTROL.search(piece) is not None else piece)
+                self._out.append(piece if self._specials.search(piece) is None else _escape(piece))
             else:
                 self._bare.append(piece)
                 # Before the object, or as a key of JSON, there can only be whitespace.
@@ -89,7 +90,7 @@ class ObjectScan:
                 if is_blank and piece.strip():
                     self.is_malformed = True
                     return end - len(piece.lstrip())
-            if match is None or (match.end() == stop and match.group() not in _BRACKETS):
+            if match is None or (match.end() == stop and match.group() not in "=:,{}[]()"):
                 return end  # a longer one may have begun
             token, at = match.group(), match.end()
             if self._quote is None:
@@ -116,7 +117,7 @@ class ObjectScan:
         self._bare.clear()
         if token in ":=":
             return self._end_key(token, bare)
-        if token in "{[" or token in QUOTES[self._quoting]:
+        if token in "{[" or token in self._quotes:
             return not bare and self._begin(token)
         return token in ",}])" and self._end_value(token, bare)
 
@@ -185,7 +186,7 @@ class ObjectScan:
 def parse_json(text: str) -> Any:
     """The value of strict JSON; ``None`` also where ``text`` is none."""
     try:
-        return json.loads(text, parse_constant=_LITERALS.__getitem__)  # there is no NaN and no Infinity
+        return _DECODER.decode(text)
     except (ValueError, KeyError, RecursionError):
         return None
 
@@ -228,7 +229,7 @@ def _unescape(token: str, *, is_json: bool) -> str:
     if is_json:
         return token if parse_json(f'"{token}"') is not None else _escape(token)
     try:
-        text = codecs.decode(token, "unicode_escape") if token[1] in _PYTHON_ESCAPES else token
+        text = codecs.decode(token, "unicode_escape") if token[1] in "\n\\'\"abfnrtvxuU0" else token
     except UnicodeDecodeError:
         text = token
     return json.dumps(text)[1:-1]  # of surrogates, which are no characters, JSON can join two
