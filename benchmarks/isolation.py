@@ -46,7 +46,7 @@ from quartet.telemetry.provenance import write_report
 from quartet.v1 import router_pb2, router_pb2_grpc
 from services.topology.topology import Topology
 
-_LOG = Path(".run/benchmark-isolation.log")
+_DIRECTORY = Path(".run")
 _RATE_PER_S = 24.0
 _NUM_PROMPT_TOKENS, _NUM_TOKENS = 128, 2
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
@@ -176,10 +176,8 @@ async def _run(attacks: Sequence[str], duration_s: float, measurements: Measurem
         for attack in attacks:
             # A fleet each: an attack may leave something behind.
             with live.showing(partial(_progress, attack)):
-                async with Stack(_topology(), _LOG, _silent) as stack:
-                    attacked = await _window(stack, Attack(attack), duration_s)
-                async with Stack(_topology(), _LOG, _silent) as stack:
-                    burnt = await _window(stack, Attack.NOTHING, duration_s, attacked.other_share)
+                attacked = await measure(Attack(attack), duration_s)
+                burnt = await measure(Attack.NOTHING, duration_s, share=attacked.other_share)
             ratio = attacked.ttft_ms_p99 / burnt.ttft_ms_p99
             measurements.add(attack, Outcome(attacked=attacked, burnt=burnt, ratio=round(ratio, 2)))
             live.say(
@@ -190,7 +188,16 @@ async def _run(attacks: Sequence[str], duration_s: float, measurements: Measurem
             )
 
 
-async def _window(stack: Stack, attack: Attack, duration_s: float, share: float = 0.0) -> Window:
+async def measure(attack: Attack, duration_s: float, *, share: float = 0.0, directory: Path = _DIRECTORY) -> Window:
+    """What one tenant sees of a fleet of its own beside ``attack``; ``NOTHING`` burns ``share`` of a core.
+
+    The fleet's log and keys are in ``directory``, in which no other fleet may run.
+    """
+    async with Stack(_topology(directory), directory / "benchmark-isolation.log", _silent) as stack:
+        return await _window(stack, attack, duration_s, share)
+
+
+async def _window(stack: Stack, attack: Attack, duration_s: float, share: float) -> Window:
     addresses = {"router": stack.router_address, "http": stack.http_address, "key": _KEY}
     job = {"attack": attack.value, **addresses, "share": share}
     async with create_channel(stack.router_address, None) as channel:
@@ -327,9 +334,9 @@ def _silent(_message: str) -> None:
     """Show no progress of its start."""
 
 
-def _topology() -> Topology:
-    _LOG.parent.mkdir(parents=True, exist_ok=True)
-    keys = _LOG.with_suffix(".keys")
+def _topology(directory: Path) -> Topology:
+    directory.mkdir(parents=True, exist_ok=True)
+    keys = directory / "benchmark-isolation.keys"
     keys.unlink(missing_ok=True)
     write_secret_file(keys, f"{ATTACKER} {_KEY}\n".encode())
     settings = {
