@@ -20,7 +20,6 @@ import os
 import random
 import secrets
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ from quartet.telemetry.provenance import write_report
 from quartet.v1 import router_pb2, router_pb2_grpc
 from services.topology.topology import Topology
 
-_LOG = Path(".run/benchmark-isolation.log")
+_DIRECTORY = Path(".run")
 _RATE_PER_S = 24.0
 _NUM_PROMPT_TOKENS, _NUM_TOKENS = 128, 2
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
@@ -170,22 +169,22 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     measurements = Measurements(Report("isolation", revision=arguments.commit), arguments.json)
-    with tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
-        topology = _topology(Path(directory) / "keys", arguments.max_message_bytes)
-        asyncio.run(_run(arguments.only, arguments.seconds, topology, measurements))
+    directory = _DIRECTORY / f"benchmark-isolation-{os.getpid()}"  # one each, for several at a time
+    one = partial(measure, directory=directory, max_message_bytes=arguments.max_message_bytes)
+    asyncio.run(_run(arguments.only, arguments.seconds, one, measurements))
     measurements.close()
     sys.exit(any(one.ratio > BAR or one.attacked.failed for one in measurements.own.values()))
 
 
-async def _run(attacks: Sequence[str], duration_s: float, topology: Topology, measurements: Measurements) -> None:
+async def _run(
+    attacks: Sequence[str], duration_s: float, one: Callable[..., Awaitable[Window]], measurements: Measurements
+) -> None:
     with LiveLine() as live:
         for attack in attacks:
             # A fleet each: an attack may leave something behind.
             with live.showing(partial(_progress, attack)):
-                async with Stack(topology, _LOG, _silent) as stack:
-                    attacked = await _window(stack, Attack(attack), duration_s)
-                async with Stack(topology, _LOG, _silent) as stack:
-                    burnt = await _window(stack, Attack.NOTHING, duration_s, attacked.other_share)
+                attacked = await one(Attack(attack), duration_s)
+                burnt = await one(Attack.NOTHING, duration_s, share=attacked.other_share)
             ratio = attacked.ttft_ms_p99 / burnt.ttft_ms_p99
             measurements.add(attack, Outcome(attacked=attacked, burnt=burnt, ratio=round(ratio, 2)))
             live.say(
@@ -196,7 +195,20 @@ async def _run(attacks: Sequence[str], duration_s: float, topology: Topology, me
             )
 
 
-async def _window(stack: Stack, attack: Attack, duration_s: float, share: float = 0.0) -> Window:
+async def measure(
+    attack: Attack, duration_s: float, *, directory: Path, share: float = 0.0, max_message_bytes: int | None = None
+) -> Window:
+    """What one tenant sees of a fleet of its own beside ``attack``; ``NOTHING`` burns ``share`` of a core.
+
+    The fleet's log and keys are in ``directory``, in which no other fleet may run. ``max_message_bytes``: the router's
+    ``server.max_receive_message_bytes``; ``None``: its default.
+    """
+    topology = _topology(directory, max_message_bytes)
+    async with Stack(topology, directory / "benchmark-isolation.log", _silent) as stack:
+        return await _window(stack, attack, duration_s, share)
+
+
+async def _window(stack: Stack, attack: Attack, duration_s: float, share: float) -> Window:
     addresses = {"router": stack.router_address, "http": stack.http_address, "key": _KEY}
     job = {"attack": attack.value, **addresses, "share": share}
     async with create_channel(stack.router_address, None) as channel:
@@ -333,12 +345,13 @@ def _silent(_message: str) -> None:
     """Show no progress of its start."""
 
 
-def _topology(keys: Path, max_message_bytes: int | None) -> Topology:
-    """``keys``: the file to write the attacker's key to."""
-    _LOG.parent.mkdir(parents=True, exist_ok=True)
+def _topology(directory: Path, max_message_bytes: int | None) -> Topology:
+    directory.mkdir(parents=True, exist_ok=True)
+    keys = directory / "benchmark-isolation.keys"
+    keys.unlink(missing_ok=True)
     write_secret_file(keys, f"{ATTACKER} {_KEY}\n".encode())
     server = {} if max_message_bytes is None else {"max_receive_message_bytes": max_message_bytes}
-    overrides = {"policy": {"local_prefill_max_tokens": 0}, "http": {"keys_file": str(keys)}}
+    overrides = {"policy": {"local_prefill_max_tokens": 0}, "http": {"keys_file": str(keys.absolute())}}
     settings = {
         "namespace": "isolation",
         "engine": {"kind": "mock", "num_blocks": 2048, "max_model_len": MAX_MODEL_LEN, "mock": {"speed_up": 2.0}},

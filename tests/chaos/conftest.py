@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.command import TIMEOUT_S
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     directory = Path(__file__).parent
@@ -13,3 +15,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in here:
             item.add_marker("chaos")
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S + 100))

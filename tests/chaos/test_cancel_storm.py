@@ -9,7 +9,6 @@ import pytest
 from tests.chaos.command import run_benchmark
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("etcd_binary")
 def test_after_a_cancel_at_most_the_running_step_is_computed_and_nothing_stays_held(tmp_path: Path) -> None:
     found = run_benchmark("cancel_storm", "--short", report=tmp_path / "report.json")

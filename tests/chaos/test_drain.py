@@ -11,7 +11,6 @@ from services.workers import worker
 from tests.chaos.command import run_benchmark
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("etcd_binary")
 def test_endless_answers_outlive_the_drain_of_their_workers(tmp_path: Path) -> None:
     found = run_benchmark("drain", "--short", report=tmp_path / "report.json")

@@ -9,7 +9,6 @@ from tests.engine.launching import LaunchingRunner
 from tests.model.hand_off import MakeRunner, explore
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("make_runner", [FakeRunner, LaunchingRunner])
 def test_no_single_disturbance_at_any_moment_breaks_a_promise(make_runner: MakeRunner) -> None:
     found = explore(1, make_runner=make_runner)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.isolation_attack import Attack
 from tests.chaos.command import attack
 
 #: Bodies that are costly to parse, and floods of refusals.
-ATTACKS = ("http_bombs", "http_malformed")
+ATTACKS = (Attack.HTTP_BOMBS, Attack.HTTP_MALFORMED)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.usefixtures("etcd_binary")
-def test_attacks_by_http_leave_no_request_of_another_tenant_without_an_answer(tmp_path: Path) -> None:
-    attack(ATTACKS, tmp_path / "report.json")
+async def test_attacks_by_http_leave_no_request_of_another_tenant_without_an_answer(tmp_path: Path) -> None:
+    await attack(ATTACKS, tmp_path)

@@ -18,7 +18,6 @@ WAIT_S = 90.0
 POLL_S = 0.05
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("etcd_binary")
 async def test_a_frozen_worker_whose_id_another_has_taken_leaves_when_it_goes_on(tmp_path: Path) -> None:
     config = FleetConfig(num_prefill=1, num_decode=1, num_routers=1)

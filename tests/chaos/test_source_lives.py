@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
-import pytest
 
 from quartet.errors import TransferError
 from quartet.kvcache.layout import HandOff
@@ -133,7 +132,6 @@ async def fetch_while_it_dies(claims: Sequence[PullClaim], pid: int, num_turns: 
     return [not isinstance(outcome, BaseException) for outcome in outcomes]
 
 
-@pytest.mark.timeout(150)
 async def test_a_source_killed_a_hundred_times_gives_right_blocks_or_a_failed_transfer_and_leaves_nothing(
     free_port: Callable[[], int],
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 from tests.chaos.command import run_benchmark
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("etcd_binary")
 def test_what_hangs_or_is_frozen_is_noticed_and_requests_go_on(tmp_path: Path) -> None:
     found = run_benchmark("wedge", "--short", report=tmp_path / "report.json")

@@ -188,7 +188,7 @@ class LaunchMachine(RuleBasedStateMachine):
                 assert driver.finished[request.id].num_output_tokens == len(expected(request))
 
 
-LaunchMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LaunchMachine.TestCase.settings = settings(stateful_step_count=40)
 test_every_request_ends_with_the_tokens_of_its_solo_run = LaunchMachine.TestCase
 
 
@@ -213,7 +213,6 @@ def outcome(runner: FakeRunner, prompts_and_wishes: list[tuple[list[int], Wish]]
     return [of_requests, counts.in_use, driver.blocks.stored_blocks(), driver.blocks.counts]
 
 
-@settings(max_examples=100, deadline=None)
 @given(prompts_and_wishes=st.lists(st.tuples(PROMPTS, wishes(has_hand_off=st.just(False))), min_size=1, max_size=8))
 def test_tokens_ends_and_the_cache_are_those_of_steps_one_after_the_other(
     prompts_and_wishes: list[tuple[list[int], Wish]],

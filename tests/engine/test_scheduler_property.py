@@ -189,5 +189,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         return expected_output(request.generation, eos_token_ids=EOS)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(stateful_step_count=40)
 test_every_request_ends_with_the_tokens_of_its_solo_run = SchedulerMachine.TestCase

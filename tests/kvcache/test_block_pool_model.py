@@ -256,6 +256,6 @@ class CollidingPoolMachine(PoolMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(stateful_step_count=40)
 TestCollidingPool = CollidingPoolMachine.TestCase
-TestCollidingPool.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestCollidingPool.settings = settings(stateful_step_count=40)

@@ -116,4 +116,4 @@ class EmbeddingMachine(RuleBasedStateMachine):
 
 
 TestEmbeddingPool = EmbeddingMachine.TestCase
-TestEmbeddingPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEmbeddingPool.settings = settings(stateful_step_count=40)

@@ -175,4 +175,4 @@ class HandOffMachine(RuleBasedStateMachine):
 
 
 TestHandOffs = HandOffMachine.TestCase
-TestHandOffs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHandOffs.settings = settings(stateful_step_count=40)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet import errors
@@ -400,7 +400,6 @@ _plans = st.builds(
 )
 
 
-@settings(max_examples=150)
 @given(
     prefill_plans=st.lists(_plans, max_size=4),
     decode_plans=st.lists(_plans, max_size=6),

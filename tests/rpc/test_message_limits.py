@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import MessageTooLargeError, ProtocolError
@@ -76,7 +76,6 @@ starts = st.builds(
 
 
 @given(start=starts)
-@settings(max_examples=100, deadline=None)
 def test_all_fields_of_a_message_are_counted_and_none_twice(start: pb.GenerateStart) -> None:
     message = pb.GenerateRequest(start=start)
     count = num_fields(message)
@@ -87,7 +86,6 @@ def test_all_fields_of_a_message_are_counted_and_none_twice(start: pb.GenerateSt
 
 
 @given(noise=st.binary(max_size=200), at=st.integers(0, 10_000))
-@settings(max_examples=100, deadline=None)
 def test_noise_is_refused_or_measured_and_never_read_past(noise: bytes, at: int) -> None:
     raw = bytearray(request(text="word " * 40, media=[pb.MediaPart(data=b"x" * 40)]))
     raw[at % len(raw) : at % len(raw) + len(noise)] = noise

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.engine.base import Finished, FinishReason
@@ -189,7 +189,6 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS, is_dropped=st.booleans())
-@settings(max_examples=100)
 def test_every_start_gets_exactly_one_terminal_output(actions: list[tuple[str, int]], is_dropped: bool) -> None:
     asyncio.run(_play(actions, is_dropped))
 
@@ -425,7 +424,6 @@ def test_impossible_limits_are_refused_by_name(name: str) -> None:
     start=WORKER_STARTS,
     edits=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 3), st.binary(max_size=4)), min_size=1, max_size=4),
 )
-@settings(max_examples=100)
 def test_a_start_that_parses_fails_as_a_serving_error_or_makes_sense(
     start: WorkerStart, edits: list[tuple[int, int, bytes]]
 ) -> None:

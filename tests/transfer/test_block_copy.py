@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.transfer import shm
@@ -44,7 +44,6 @@ def test_a_run_of_pieces_is_a_sequence_of_copies() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20))
-@settings(max_examples=100, deadline=None)
 def test_merged_runs_are_the_pieces_in_their_order(pieces: list[tuple[int, int]]) -> None:
     size = 1 << 36  # more than 32 bits reach
     offsets = size * np.array(pieces, np.int64).reshape(-1, 2)

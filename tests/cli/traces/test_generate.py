@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.traces.format import BLOCK_SIZE, TraceRequest
@@ -63,7 +63,6 @@ def num_common(one: TraceRequest, two: TraceRequest) -> int:
     return min(len(one.hash_ids), len(two.hash_ids))
 
 
-@settings(max_examples=60)
 @given(config=configs)
 def test_times_rise_lengths_and_ids_agree_and_the_seed_decides_all(config: TraceConfig) -> None:
     requests = list(generate(config))
@@ -78,7 +77,6 @@ def test_times_rise_lengths_and_ids_agree_and_the_seed_decides_all(config: Trace
     assert list(generate(config)) == requests
 
 
-@settings(max_examples=60)
 @given(config=configs)
 def test_a_block_has_one_position_after_one_other_and_ids_count_as_they_come_up(config: TraceConfig) -> None:
     before: dict[int, int | None] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
@@ -76,7 +76,6 @@ def _request(id: int, work: Work) -> EngineRequest:
     return EngineRequest(id=id, kind=RequestKind.DECODE, generation=generation)
 
 
-@settings(max_examples=200, deadline=None)
 @given(works)
 def test_tokens_come_in_the_same_steps_and_the_pool_says_the_same(works: list[Work]) -> None:
     single, quiet = Engine(takes_quiet=False), Engine(takes_quiet=True)

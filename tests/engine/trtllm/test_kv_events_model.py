@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quartet.kvcache.block_hash import sequence_hashes
@@ -74,7 +74,6 @@ ORPHAN = ("store", (2, 2, 0, 1))
 
 
 @given(st.lists(steps, max_size=40))
-@settings(max_examples=150)
 @example([("store", (0, 0)), ("store", (2, 2)), ("lose", None), ORPHAN, ("restart", None), ORPHAN])
 def test_reported_blocks_all_exist_and_are_complete_while_nothing_is_lost(
     changes: list[tuple[str, object]],

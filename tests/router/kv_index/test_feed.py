@@ -166,7 +166,7 @@ class FeedMachine(RuleBasedStateMachine):
 
 
 TestFeed = FeedMachine.TestCase
-TestFeed.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestFeed.settings = settings(stateful_step_count=50)
 
 
 @pytest.mark.parametrize("seed", range(8))

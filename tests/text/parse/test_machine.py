@@ -34,6 +34,8 @@ PAIRS = [
     ("gpt_oss", ""),
     ("", "kimi_k3"),
 ]
+# Of each of dozens of cases.
+NUM_EXAMPLES = settings.default.max_examples // 4
 TOOLS = {"f": {"properties": {"key": {"type": "string"}, "n": {"type": ["integer", "null"]}}}}
 
 each_format = pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
@@ -143,7 +145,7 @@ def outputs(draw: st.DrawFn, format: Format, calls: str) -> tuple[str, list[str]
 def test_any_splitting_gives_the_same_events(pair: tuple[str, str], streams_arguments: bool) -> None:
     format = choose_format(*pair)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=NUM_EXAMPLES)
     @given(outputs(format, pair[1]), st.sampled_from(["", *format.starts]))
     def check(output: tuple[str, list[str]], prompt_end: str) -> None:
         text, deltas = output
@@ -224,7 +226,7 @@ def test_text_waits_only_for_the_longest_marker_and_some_whitespace(
         marker[:end] for marker in markers_of(format) for end in (1, len(marker) - 1) if 0 < end < len(marker)
     ]
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=NUM_EXAMPLES)
     @given(
         st.sampled_from(BEGINNINGS),
         st.lists(st.sampled_from([*beginnings, "word", " ", "\n", " " * 100]), max_size=30),
