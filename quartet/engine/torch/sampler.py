@@ -90,6 +90,9 @@ class Sampler:
         # step's tokens must not wait.
         return LaunchedTokens(token_ids, report, can_follow=False)
 
+    def expect(self, _logits: torch.Tensor, _max_num_seqs: int) -> None:
+        """As ``DeviceSampler.expect``; here it makes no difference."""
+
     def size_bytes(self, _num_rows: int) -> int:
         """As ``DeviceSampler.size_bytes``; 0, as a pool that shares a GPU's memory is sampled from by that one."""
         return 0

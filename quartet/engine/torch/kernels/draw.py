@@ -10,7 +10,8 @@ same order: halving the integers is exact.
 """
 # No `from __future__ import annotations`: Triton's interpreter would not know the constants any more.
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +114,101 @@ _UNIFORM_STEP = tl.constexpr(2.0**-52)
 _BOUND_MARGIN = tl.constexpr(1e-3)
 
 
-def draw_tokens(logits: torch.Tensor, rows: torch.Tensor, table: npt.NDArray[np.void], tile: int = 0) -> torch.Tensor:
+@dataclass(frozen=True)
+class Searches:
+    """What a step's filters have to search for.
+
+    Attributes:
+        has_top_k, has_top_p: whether some row has such a filter.
+        narrows_top_p: whether passes narrow down the search for top-p: not if top-k leaves few tokens in all rows.
+    """
+
+    has_top_k: bool
+    has_top_p: bool
+    narrows_top_p: bool
+
+    @classmethod
+    def of(cls, table: npt.NDArray[np.void], vocab_size: int, tile: int = 0) -> Self:
+        """Those of these rows; arguments as for ``draw_tokens``."""
+        capacity = tile or _CAPACITY
+        is_filtered = table["filtered_row"] >= 0
+        if not is_filtered.any():
+            return cls(False, False, False)
+        top_k = table["top_k"]
+        has_top_k = is_filtered & (top_k > 0) & (top_k < vocab_size)
+        has_top_p = is_filtered & (table["top_p"] < 1)
+        has_many = ~(has_top_k & (top_k <= capacity // 2))
+        narrows_top_p = vocab_size > capacity and bool((has_top_p & has_many).any())
+        return cls(bool(has_top_k.any()), bool(has_top_p.any()), narrows_top_p)
+
+    @classmethod
+    def every(cls, vocab_size: int) -> list[Self]:
+        """All that there are."""
+        narrows = vocab_size > _CAPACITY
+        kinds = [(False, False, False), (True, False, False), (False, True, narrows), (True, True, False)]
+        return [cls(*kind) for kind in [*kinds, *([(True, True, True)] if narrows else [])]]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory of one launch at a time; ``N`` rows at least, of which so many have rules, or filters.
+
+    Attributes:
+        ruled: ``[num_ruled, V]`` float32, logits that rules leave.
+        extremes: ``[N, 2, SPLITS]`` float32.
+        limits: ``[N]`` int32.
+        scores: ``[N, SPLITS]`` float64.
+        choices: ``[N, SPLITS]`` int32.
+        brackets, sums, held, num_held, masses: of the searches of rows with filters.
+    """
+
+    ruled: torch.Tensor
+    extremes: torch.Tensor
+    limits: torch.Tensor
+    scores: torch.Tensor
+    choices: torch.Tensor
+    brackets: torch.Tensor
+    sums: torch.Tensor
+    held: torch.Tensor
+    num_held: torch.Tensor
+    masses: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, num_rows: int, num_ruled: int, num_filtered: int, num_held: int, vocab_size: int, device: torch.device
+    ) -> Self:
+        """New memory; ``num_held`` are distances that are held at once, of all rows and splits."""
+
+        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            ruled=empty(torch.float32, num_ruled, vocab_size),
+            extremes=empty(torch.float32, num_rows, 2, _MAX_SPLITS),
+            limits=empty(torch.int32, num_rows),
+            scores=empty(torch.float64, num_rows, _MAX_SPLITS),
+            choices=empty(torch.int32, num_rows, _MAX_SPLITS),
+            brackets=empty(torch.float32, num_filtered, _NUM_PASSES + 1, 2),
+            sums=empty(torch.float32, num_filtered, _NUM_PASSES, _MAX_SPLITS, _NUM_WAYS.value),
+            held=empty(torch.float32, num_held),
+            num_held=empty(torch.int32, num_filtered, _MAX_SPLITS),
+            masses=empty(torch.float64, num_filtered, 2, _MAX_SPLITS),
+        )
+
+    @classmethod
+    def up_to(cls, num_rows: int, num_busy: int, vocab_size: int, device: torch.device) -> Self:
+        """For launches of up to ``num_rows`` rows each, of which up to ``num_busy`` have rules and filters."""
+        num_held = max(_NUM_PROGRAMS, num_busy) * _CAPACITY
+        return cls.of(num_rows, num_busy, num_busy, num_held, vocab_size, device)
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    table: npt.NDArray[np.void],
+    tile: int = 0,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
     """Choose a token for each row, on the device's current stream, and count it in what its rules know.
 
     Args:
@@ -121,30 +216,42 @@ def draw_tokens(logits: torch.Tensor, rows: torch.Tensor, table: npt.NDArray[np.
         rows: ``[N, NUM_FIELDS]`` int64, ``ROW``, on the same device.
         table: ``[N]`` of ``ROW``, the same on the host.
         tile: tokens that a program takes or holds at a time, a power of two; 0: what suits a GPU.
+        scratch: enough for these rows; ``None``: new memory.
 
     Returns:
         ``[N]`` int64 token ids, on the device.
     """
     num_rows, vocab_size = logits.shape
-    device = logits.device
+    if scratch is None:
+        num_ruled, num_filtered = (int(table[name].max()) + 1 for name in ("ruled_row", "filtered_row"))
+        num_held = num_filtered * _num_splits(num_rows, vocab_size, tile or _TILE) * (tile or _CAPACITY)
+        scratch = Scratch.of(num_rows, num_ruled, num_filtered, num_held, vocab_size, logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    launch_draw(logits, rows, Searches.of(table, vocab_size, tile), scratch, token_ids, tile)
+    return token_ids
+
+
+def launch_draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    searches: Searches,
+    scratch: Scratch,
+    token_ids: torch.Tensor,
+    tile: int = 0,
+) -> None:
+    """``draw_tokens`` into ``token_ids``, ``[N]`` int64, with all memory given. A CUDA graph can capture it."""
+    num_rows, vocab_size = logits.shape
     num_splits = _num_splits(num_rows, vocab_size, tile or _TILE)
-    num_ruled = int(table["ruled_row"].max()) + 1
-    ruled = torch.empty((num_ruled, vocab_size), dtype=torch.float32, device=device)
-    extremes = torch.empty((num_rows, 2, _MAX_SPLITS), dtype=torch.float32, device=device)
-    limits = torch.empty(num_rows, dtype=torch.int32, device=device)
-    scores = torch.empty((num_rows, _MAX_SPLITS), dtype=torch.float64, device=device)
-    choices = torch.empty((num_rows, _MAX_SPLITS), dtype=torch.int32, device=device)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    source = (logits, logits.stride(0), rows, ruled, extremes)
+    limits, found = scratch.limits, (scratch.scores, scratch.choices)
+    source = (logits, logits.stride(0), rows, scratch.ruled, scratch.extremes)
     # A fused multiplication and addition would round otherwise than PyTorch's operations do.
     options: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 8, "enable_fp_fusion": False}
     # Triton launches on the current device.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         _prepare[(num_rows, num_splits)](*source, vocab_size, num_splits, **options)
-        _filter(source, limits, table, num_splits, tile)
-        _score[(num_rows, num_splits)](*source, limits, scores, choices, vocab_size, num_splits, **options)
-        _choose[(num_rows,)](rows, scores, choices, token_ids, num_splits, num_warps=1)
-    return token_ids
+        _filter(source, limits, searches, scratch, num_splits, tile)
+        _score[(num_rows, num_splits)](*source, limits, *found, vocab_size, num_splits, **options)
+        _choose[(num_rows,)](rows, *found, token_ids, num_splits, num_warps=1)
 
 
 def scratch_size_bytes(num_rows: int, vocab_size: int) -> int:
@@ -163,43 +270,29 @@ def _num_splits(num_rows: int, vocab_size: int, tile: int) -> int:
 
 
 def _filter(
-    source: tuple[Any, ...], limits: torch.Tensor, table: npt.NDArray[np.void], num_splits: int, tile: int
+    source: tuple[Any, ...], limits: torch.Tensor, searches: Searches, scratch: Scratch, num_splits: int, tile: int
 ) -> None:
     """Write to ``limits``, ``[N]``, how far away the filters of each row that has some keep tokens: bits of distances.
 
     ``source`` is what kernels read tokens from.
     """
     num_rows, vocab_size = source[0].shape
-    device = limits.device
-    filtered = table[table["filtered_row"] >= 0]
-    if not len(filtered):
-        return
+    brackets, sums = scratch.brackets, scratch.sums
+    found = (scratch.held, scratch.num_held, scratch.masses)
     capacity = tile or _CAPACITY
-    brackets = torch.empty((len(filtered), _NUM_PASSES + 1, 2), dtype=torch.float32, device=device)
-    sums = torch.empty((len(filtered), _NUM_PASSES, _MAX_SPLITS, _NUM_WAYS.value), dtype=torch.float32, device=device)
-    held = torch.empty((len(filtered), num_splits, capacity), dtype=torch.float32, device=device)
-    num_held = torch.empty((len(filtered), _MAX_SPLITS), dtype=torch.int32, device=device)
-    masses = torch.empty((len(filtered), 2, _MAX_SPLITS), dtype=torch.float64, device=device)
     grid = (num_rows, num_splits)
     options: dict[str, Any] = {"CAPACITY": capacity, "enable_fp_fusion": False}
     split: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 8, **options}
-    has_top_k = (filtered["top_k"] > 0) & (filtered["top_k"] < vocab_size)
-    has_top_p = filtered["top_p"] < 1
     # What is left of many tokens is searched in passes.
-    has_many = (vocab_size > capacity) & ~(has_top_k & (filtered["top_k"] <= capacity // 2))
-    searches = (
-        (0, bool(has_top_k.any()), vocab_size > capacity),
-        (1, bool(has_top_p.any()), bool((has_top_p & has_many).any())),
-    )
-    for by_mass, is_asked, is_narrowed in searches:
+    kinds = ((0, searches.has_top_k, vocab_size > capacity), (1, searches.has_top_p, searches.narrows_top_p))
+    for by_mass, is_asked, is_narrowed in kinds:
         if not is_asked:
             continue
         num_passes = _NUM_PASSES if is_narrowed else 0
         sizes = (by_mass, vocab_size, num_splits)
         for number in range(num_passes):
             _measure[grid](*source, limits, brackets, sums, number, *sizes, **split)
-        _collect[grid](*source, limits, brackets, sums, held, num_held, masses, num_passes, *sizes, **split)
-        found = (held, num_held, masses)
+        _collect[grid](*source, limits, brackets, sums, *found, num_passes, *sizes, **split)
         _settle[(num_rows,)](*source, limits, brackets, *found, num_passes, *sizes, num_warps=16, **options)
 
 
