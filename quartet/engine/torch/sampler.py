@@ -128,7 +128,7 @@ class LaunchedTokens:
     """Tokens that a device chooses, or has chosen.
 
     Attributes:
-        token_ids: ``[N]`` int64, on the device: a next step reads them there.
+        token_ids: ``[N]`` int64, on the device: a next step reads them there, before it launches others.
         can_follow: whether to launch the next step before these are read.
     """
 
