@@ -65,6 +65,9 @@ def _time(
     from quartet.engine.torch.device_sampler import DeviceSampler
 
     sampler = DeviceSampler(device, logits.shape[1])
+    # As in an engine, whose decode steps leave logits in one place.
+    sampler.warm_up(logits)
+    sampler.expect(logits, len(logits))
     _time_on_gpu(sampler.launch, logits, requests, num_steps)
     return _time_on_gpu(sampler.launch, logits, requests, num_steps)
 

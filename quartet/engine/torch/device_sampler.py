@@ -1,33 +1,41 @@
 """Samples on a CUDA device: what a step's rows ask for lies in a table, and the tokens stay on the device.
 
-A request's settings are written into the table once. A step copies its rows out of it, with their positions, and sends
-them to the device in one piece. Rows ask for what they like: the launches of ``quartet.engine.torch.kernels.draw`` are
-the same. What rules know of a request's tokens is kept on the device, where each token that is drawn is counted, so a
-next step can be launched before this one's tokens are read.
+A request's settings are written into the table once. A step copies its rows out of it, or takes those of the step
+before, with their positions, and sends them to the device in one piece. Rows ask for what they like: the launches of
+``quartet.engine.torch.kernels.draw`` are the same, and where logits lie in one place each time, a graph repeats them.
+What rules know of a request's tokens is kept on the device, where each token that is drawn is counted, so a next step
+can be launched before this one's tokens are read.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quartet.engine.runner import RunningRequest, SampledToken
+from quartet.engine.torch.draw_graphs import DrawGraphs, idle_rows
 from quartet.engine.torch.kernels.draw import (
     IN_PROMPT,
     IS_STOP_ID,
     NUM_FIELDS,
     ONE_OUTPUT,
     ROW,
+    Searches,
     draw_tokens,
     largest_key,
     scratch_size_bytes,
 )
 from quartet.engine.torch.sampler import LaunchedTokens, LogprobReport, RequestRules, Row, noise_state, to_device
+
+_LOG = logging.getLogger(__name__)
 
 _NUM_SLOTS = 64
 
@@ -42,6 +50,13 @@ _SLOT = np.dtype(
 )
 
 
+_IDLE = idle_rows(1)[0]
+
+_NO_SEARCHES = Searches(False, False, False)
+
+_MANY_STEPS = 1 << 62
+
+
 class DeviceSampler:
     """Samples with all fields of ``Sampling`` and ``OutputOptions``. Lives in the engine thread.
 
@@ -53,6 +68,7 @@ class DeviceSampler:
         self._device = device
         self._requests = _RequestTable(device, vocab_size)
         self._draw = draw
+        self._graphs: DrawGraphs | None = None
 
     def sample(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> list[SampledToken]:
         """Choose a token for each request, and wait for it: as ``Sampler.sample`` does."""
@@ -67,15 +83,27 @@ class DeviceSampler:
             logits: ``[N, V]`` bfloat16, float16 or float32, row ``i`` for the token that follows ``requests[i].seq``.
             requests: one a row, all different.
         """
-        slots = self._requests.slots_of(requests)
-        kinds = self._requests.kinds[slots]
-        if kinds["is_plain"].all():
+        step = self._requests.step_of(requests)
+        if step.is_plain:
             return LaunchedTokens(logits.argmax(-1))
-        rows = self._new_rows(len(requests))
-        self._requests.fill(rows.numpy().view(ROW)[:, 0], slots, requests)
-        token_ids = self._launch(logits, rows)
-        indices = np.flatnonzero(kinds["has_report"]).tolist()
-        return LaunchedTokens(token_ids, self._report(logits, token_ids, requests, indices))
+        self._requests.fill(step, requests)
+        token_ids = self._choose(logits, step)
+        return LaunchedTokens(token_ids, self._report(logits, token_ids, requests, step.reported))
+
+    def expect(self, logits: torch.Tensor, max_num_seqs: int) -> None:
+        """Be ready for steps whose logits are the first rows of these, and lie there: a graph draws from them.
+
+        Args:
+            logits: ``[N, V]``.
+            max_num_seqs: rows of a step at most.
+        """
+        try:
+            graphs = DrawGraphs(logits, max_num_seqs)
+            graphs.capture()
+        except Exception:  # noqa: BLE001  # whatever can't be captured: steps launch the kernels one by one
+            _LOG.warning("tokens are drawn without CUDA graphs: they can't be captured", exc_info=True)
+            return
+        self._graphs = graphs
 
     def size_bytes(self, num_rows: int) -> int:
         """Device memory that so many requests and their steps take at most, but for log probabilities.
@@ -88,6 +116,7 @@ class DeviceSampler:
         """Compile the kernels for logits like these, ``[N, V]``, so that no request waits for it."""
         known = torch.zeros(logits.shape[1], dtype=torch.int32, device=self._device)
         rows = self._new_rows(1)
+        rows.zero_()
         row = rows.numpy().view(ROW)[0, 0]
         row["temperature"] = row["top_p"] = 0.5
         row["top_k"] = logits.shape[1] - 1
@@ -96,12 +125,26 @@ class DeviceSampler:
         row["largest_key"] = largest_key(0)
         self._launch(logits[:1], rows).tolist()
 
+    def _choose(self, logits: torch.Tensor, step: _Step) -> torch.Tensor:
+        graphs, num_rows = self._graphs, len(step.rows)
+        size = None if graphs is None else graphs.size_for(logits)
+        rows = self._new_rows(size or num_rows)
+        table = rows.numpy().view(ROW)[:, 0]
+        table[:num_rows] = step.rows
+        if graphs is None:
+            return self._launch(logits, rows)
+        if size is not None:
+            table[num_rows:] = _IDLE
+            return graphs.run(rows, step.searches)[:num_rows]
+        return self._launch(logits, rows, **({"scratch": graphs.scratch} if num_rows <= graphs.max_rows else {}))
+
     def _new_rows(self, num_rows: int) -> torch.Tensor:
         # PyTorch gives pinned memory out again only when the copies from it are done.
-        return torch.zeros((num_rows, NUM_FIELDS), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return torch.empty((num_rows, NUM_FIELDS), dtype=torch.int64, pin_memory=self._device.type == "cuda")
 
-    def _launch(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._draw(logits, rows.to(self._device, non_blocking=True), rows.numpy().view(ROW)[:, 0])
+    def _launch(self, logits: torch.Tensor, rows: torch.Tensor, **options: Any) -> torch.Tensor:
+        table = rows.numpy().view(ROW)[:, 0]
+        return self._draw(logits, rows.to(self._device, non_blocking=True), table, **options)
 
     def _report(
         self, logits: torch.Tensor, token_ids: torch.Tensor, requests: Sequence[RunningRequest], indices: Iterable[int]
@@ -111,6 +154,30 @@ class DeviceSampler:
             return None
         reported = to_device(torch.tensor([row.index for row in rows]), self._device)
         return LogprobReport(logits[reported].float().log_softmax(-1), rows, token_ids)
+
+
+@dataclass(eq=False)
+class _Step:
+    """What one step asks for, and the next ones of the same requests.
+
+    Attributes:
+        slots, indices: of its requests; the same.
+        is_plain: all take their best token, without rules or report.
+        reported: rows with a report.
+        rows: ``[N]`` of ``ROW``, when it is filled.
+        searches: of ``rows``.
+        next_positions: ``[N]``, those of the next step if no token was lost.
+        num_steps_left: so many next steps have the same rows but for their positions.
+    """
+
+    slots: list[int | None] | None = None
+    indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    is_plain: bool = False
+    reported: list[int] = field(default_factory=list)
+    rows: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, ROW))
+    searches: Searches = _NO_SEARCHES
+    next_positions: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    num_steps_left: int = 0
 
 
 class _RequestTable:
@@ -129,6 +196,7 @@ class _RequestTable:
         self._rows = np.zeros(_NUM_SLOTS, ROW)
         self.kinds = np.zeros(_NUM_SLOTS, _SLOT)
         self._free = list(range(_NUM_SLOTS))
+        self._last = _Step()
         # By identity: a WeakKeyDictionary would take a microsecond a row.
         self._slots: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[RunningRequest]] = {}
@@ -138,31 +206,42 @@ class _RequestTable:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def slots_of(self, requests: Sequence[RunningRequest]) -> npt.NDArray[np.int64]:
-        """Their slots; those of new requests are filled."""
+    def step_of(self, requests: Sequence[RunningRequest]) -> _Step:
+        """The step of these requests: that of the last call, if they are the same. New ones get slots."""
         slots = list(map(self._slots.get, map(id, requests)))
+        if slots == self._last.slots:
+            return self._last
         for row in [row for row, slot in enumerate(slots) if slot is None]:
             slots[row] = self._add(requests[row])
-        return np.array(slots, dtype=np.int64)
+        self._last = _Step(slots, np.array(slots, dtype=np.int64))
+        kinds = self.kinds[self._last.indices]
+        self._last.is_plain = bool(kinds["is_plain"].all())
+        self._last.reported = np.flatnonzero(kinds["has_report"]).tolist()
+        return self._last
 
-    def fill(
-        self,
-        rows: npt.NDArray[np.void],
-        slots: npt.NDArray[np.int64],
-        requests: Sequence[RunningRequest],
-    ) -> None:
-        """Write the rows of a step that chooses the next token of each request, and counts it."""
-        np.take(self._rows, slots, out=rows)
+    def fill(self, step: _Step, requests: Sequence[RunningRequest]) -> None:
+        """Have the step's rows choose the next token of each request, and count it."""
         positions = np.array([len(running.seq.token_ids) for running in requests])
+        if step.num_steps_left > 0 and np.array_equal(step.next_positions, positions):
+            step.rows["position"] = positions
+            step.num_steps_left -= 1
+        else:
+            self._write_step(step, positions, requests)
+        step.next_positions = positions + 1
+        self.kinds["next_position"][step.indices] = step.next_positions
+
+    def _write_step(self, step: _Step, positions: npt.NDArray[np.int64], requests: Sequence[RunningRequest]) -> None:
+        rows, kinds = self._rows[step.indices], self.kinds[step.indices]
         rows["position"] = positions
-        kinds = self.kinds[slots]
         rows["tokens"][kinds["only_masks"] & (positions >= rows["stops_from"])] = 0
         has_rules = rows["tokens"] != 0
         for index in np.flatnonzero(has_rules & (kinds["next_position"] != positions)):
-            self._count(int(slots[index]), requests[int(index)])
-        self.kinds["next_position"][slots] = positions + 1
+            self._count(int(step.indices[index]), requests[int(index)])
         for name, is_one in (("ruled_row", has_rules), ("filtered_row", rows["filtered_row"] >= 0)):
             rows[name] = np.where(is_one, np.cumsum(is_one) - 1, -1)
+        step.rows, step.searches = rows, Searches.of(rows, self.vocab_size)
+        only_masks = kinds["only_masks"] & has_rules
+        step.num_steps_left = int((rows["stops_from"] - positions)[only_masks].min(initial=_MANY_STEPS)) - 1
 
     def _add(self, running: RunningRequest) -> int:
         if not self._free:
@@ -171,6 +250,7 @@ class _RequestTable:
             self.kinds = np.concatenate((self.kinds, np.zeros_like(self.kinds)))
             self._free.extend(range(num, 2 * num))
         slot = self._free.pop()
+        self._last = _Step()  # whose request with this slot may have been another one
         self._write(slot, running, RequestRules(running))
         self._slots[id(running)] = slot
         self._ends[id(running)] = weakref.ref(running, partial(self._remove, id(running)))

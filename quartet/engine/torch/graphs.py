@@ -92,7 +92,7 @@ class DecodeGraphs:
         """
         rest, largest = self._sizes[:-1][::-1], self._sizes[-1]
         # First of all what is loaded and kept whether there are graphs or not, such as kernels.
-        with self._stopping():
+        with stopping(self._builder.device):
             for splits in self._kinds(largest):
                 self._compute(self._step(largest, splits))
         free = [self._free_size_bytes()]
@@ -101,6 +101,11 @@ class DecodeGraphs:
             free.append(self._free_size_bytes())
         self.clear()
         return free[0] - free[1] + max(0, free[1] - free[2]) * len(rest)
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """``[max_batch_size, V]``, where ``run`` leaves logits each time; ``None``: there are no graphs."""
+        return self._logits
 
     def clear(self) -> None:
         """Drop all graphs, and give their memory back."""
@@ -147,17 +152,14 @@ class DecodeGraphs:
 
     def _capture(self, sizes: Iterable[int]) -> None:
         try:
-            with self._stopping():
+            with stopping(self._builder.device):
                 if self._memory is None:
                     self._memory = torch.cuda.graph_pool_handle()
                 for size in sizes:
                     for splits in self._kinds(size):
                         self._graphs[size, splits] = self._capture_one(self._step(size, splits), size)
         except BaseException:
-            if self._memory is not None:
-                # PyTorch's allocator does not notice that a capture failed, and would put off frees until its end.
-                with suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(self._builder.device.index, self._memory)
+            give_up(self._memory, self._builder.device)
             self.clear()
             raise
 
@@ -167,28 +169,8 @@ class DecodeGraphs:
         if self._logits is None:
             self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
         del logits
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, which move blocks, may do meanwhile what a capture forbids.
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-        try:
-            self._logits[:size].copy_(self._compute(step))
-        finally:
-            graph.capture_end()
-        return graph
-
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """On a stream of its own, as captures must be, with nothing else on the way and nothing collected meanwhile."""
-        torch.cuda.synchronize(self._builder.device)
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.stream(_capture_stream(self._builder.device)):
-                yield
-        finally:
-            if was_enabled:
-                gc.enable()
-            torch.cuda.synchronize(self._builder.device)
+        into = self._logits[:size]
+        return capture(lambda: into.copy_(self._compute(step)), self._memory)
 
     def _free_size_bytes(self) -> int:
         torch.cuda.empty_cache()
@@ -214,6 +196,44 @@ class DecodeGraphs:
         blocks_each = self._bounds.max_model_len // self._builder.pool.layout.block_size + 1
         *others, _ = (array.nbytes for array in _padded(NO_INPUTS, size))
         return offsets([*others, 4 * size * blocks_each])[1]
+
+
+def capture(run: Callable[[], object], memory: Any) -> torch.cuda.CUDAGraph:
+    """A graph of what ``run`` launches, which has been run before; within ``stopping``.
+
+    ``memory`` is a ``torch.cuda.graph_pool_handle``.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, which move blocks, may do meanwhile what a capture forbids.
+    graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+    try:
+        run()
+    finally:
+        graph.capture_end()
+    return graph
+
+
+def give_up(memory: Any, device: torch.device) -> None:
+    """Clean up after a capture into ``memory`` that failed; ``None``: none has begun."""
+    if memory is not None:
+        # PyTorch's allocator does not notice that a capture failed, and would put off frees until its end.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, memory)
+
+
+@contextmanager
+def stopping(device: torch.device) -> Iterator[None]:
+    """On a stream of its own, as captures must be, with nothing else on the way and nothing collected meanwhile."""
+    torch.cuda.synchronize(device)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(_capture_stream(device)):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        torch.cuda.synchronize(device)
 
 
 @functools.cache

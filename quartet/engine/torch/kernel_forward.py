@@ -85,6 +85,11 @@ class KernelForward:
             return
         self._graphs = graphs
 
+    @property
+    def repeated_logits(self) -> torch.Tensor | None:
+        """``[N, V]``: of steps that graphs run, of up to ``N`` rows; ``None``: there are no graphs."""
+        return None if self._graphs is None else self._graphs.logits
+
     def graphs_size_bytes(self, bounds: GraphBounds) -> int:
         """Device memory that ``capture`` will take over another pool."""
         try:

@@ -196,6 +196,8 @@ class TorchRunner:
             kernels = kernels.over(pool)
         if bounds is not None:
             kernels.capture(bounds)
+            if kernels.repeated_logits is not None:
+                self._sampler.expect(kernels.repeated_logits[:, : self.vocab_size], config.max_num_seqs)
         return kernels
 
     def _try_kernels(self, loaded: LoadedModel, pool: KvPool, expected: torch.Tensor) -> KernelForward | None:

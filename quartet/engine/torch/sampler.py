@@ -90,6 +90,9 @@ class Sampler:
         # step's tokens must not wait.
         return LaunchedTokens(token_ids, report, can_follow=False)
 
+    def expect(self, _logits: torch.Tensor, _max_num_seqs: int) -> None:
+        """As ``DeviceSampler.expect``; here it makes no difference."""
+
     def size_bytes(self, _num_rows: int) -> int:
         """As ``DeviceSampler.size_bytes``; 0, as a pool that shares a GPU's memory is sampled from by that one."""
         return 0
@@ -125,7 +128,7 @@ class LaunchedTokens:
     """Tokens that a device chooses, or has chosen.
 
     Attributes:
-        token_ids: ``[N]`` int64, on the device: a next step reads them there.
+        token_ids: ``[N]`` int64, on the device: a next step reads them there, before it launches others.
         can_follow: whether to launch the next step before these are read.
     """
 

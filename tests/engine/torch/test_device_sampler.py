@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from tests.triton_kernels import interpreted
 
 draw = pytest.importorskip("quartet.engine.torch.kernels.draw", reason="Triton is not installed")
 device_sampler = pytest.importorskip("quartet.engine.torch.device_sampler")
+draw_graphs = pytest.importorskip("quartet.engine.torch.draw_graphs")
 if TYPE_CHECKING:
     from quartet.engine.torch import device_sampler
     from quartet.engine.torch.kernels import draw
@@ -101,6 +104,73 @@ def test_tokens_of_earlier_attempts_and_of_other_workers_count() -> None:
     order = [3, 0, 5, 4]
     tokens = sampler.sample(step_logits(3)[order], [requests[i] for i in order])
     assert [token.token_id for token in tokens] == [expected[3][i] for i in order]
+
+
+@dataclass
+class StandInGraph:
+    """Repeats what was captured by calling it again, on what lies in its memory then."""
+
+    replay: Callable[[], object]
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures by stand-ins, on the CPU, for small tiles."""
+    monkeypatch.setattr(draw_graphs, "capture", lambda run, _memory: StandInGraph(run))
+    monkeypatch.setattr(draw_graphs, "stopping", lambda _device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    for name in ("_TILE", "_CAPACITY"):
+        monkeypatch.setattr(draw, name, 32)
+
+
+@pytest.mark.usefixtures("by_interpreter", "no_cuda")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_graph_draws_from_logits_that_lie_where_they_always_do() -> None:
+    num_launched = 0
+
+    def count(*arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_launched
+        num_launched += 1
+        return draw.draw_tokens(*arguments, **options)
+
+    sampler, requests = device_sampler.DeviceSampler(CPU, VOCAB_SIZE, count), make_requests()
+    place = torch.full((9, VOCAB_SIZE + 1), torch.nan)[:, :VOCAB_SIZE]
+    sampler.expect(place, 7)
+    expected = tokens_of_the_cpu(6)
+    for step in range(6):
+        # Steps of other rows in between, and logits elsewhere, as after a prompt.
+        rows = range(6) if step % 4 != 3 else [4, 1, 0, 2, 3]
+        logits = step_logits(step)[list(rows)]
+        if step != 2:
+            place[: len(rows)] = logits
+            logits = place[: len(rows)]
+        sampled = [token.token_id for token in sampler.sample(logits, [requests[row] for row in rows])]
+        assert sampled == [expected[step][row] for row in rows]
+        for row in range(6):
+            requests[row].seq.append(expected[step][row])
+    assert num_launched == 1
+    # More rows than any step should have are drawn all the same.
+    many = [running(Sampling(temperature=0.7), seed=i) for i in range(9)]
+    place.copy_(random_logits(9))
+    drawn = [token.token_id for token in sampler.sample(place, many)]
+    assert drawn == [token.token_id for token in Sampler().sample(place.clone(), many)]
+    assert num_launched == 2
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_where_nothing_can_be_captured_steps_launch_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_device: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(draw_graphs, "stopping", fail)
+    sampler = device_sampler.DeviceSampler(CPU, VOCAB_SIZE, lambda logits, *_: logits.argmin(-1))
+    logits = random_logits(2)
+    sampler.expect(logits, 2)
+    assert "operation not permitted" in caplog.text
+    tokens = sampler.sample(logits, [running(Sampling()), running(Sampling())])
+    assert [token.token_id for token in tokens] == logits.argmin(-1).tolist()
 
 
 @pytest.mark.usefixtures("by_interpreter")

@@ -213,31 +213,36 @@ _CHOSEN = {"scores": "*fp64", "choices": "*i32"}
 
 
 @pytest.mark.parametrize(
-    ("name", "signature", "constants", "num_warps"),
+    ("name", "signature", "constants", "options"),
     [
-        ("_prepare", {**_SOURCE, **_SIZES}, {"TILE": 1024}, 8),
+        ("_prepare", {**_SOURCE, **_SIZES}, {"TILE": 512}, {"num_warps": 4}),
         (
             "_measure",
             {**_SOURCE, **_SEARCHED, "sums": "*fp32", "number": "i32", "by_mass": "i32", **_SIZES},
-            {"TILE": 1024, "CAPACITY": 4096},
-            8,
+            {"TILE": 512, "CAPACITY": 4096},
+            {"num_warps": 4, "maxnreg": 72},
         ),
-        ("_collect", {**_SOURCE, **_SEARCHED, "sums": "*fp32", **_HELD}, {"TILE": 1024, "CAPACITY": 4096}, 8),
-        ("_settle", {**_SOURCE, **_SEARCHED, **_HELD}, {"CAPACITY": 4096}, 16),
-        ("_score", {**_SOURCE, "limits": "*i32", **_CHOSEN, **_SIZES}, {"TILE": 1024}, 8),
-        ("_choose", {"rows": "*i64", **_CHOSEN, "token_ids": "*i64", "num_splits": "i32"}, {}, 1),
+        (
+            "_collect",
+            {**_SOURCE, **_SEARCHED, "sums": "*fp32", **_HELD},
+            {"TILE": 512, "CAPACITY": 4096},
+            {"num_warps": 4, "maxnreg": 80},
+        ),
+        ("_settle", {**_SOURCE, **_SEARCHED, **_HELD}, {"CAPACITY": 4096}, {"num_warps": 16}),
+        ("_score", {**_SOURCE, "limits": "*i32", **_CHOSEN, **_SIZES}, {"TILE": 512}, {"num_warps": 4}),
+        ("_choose", {"rows": "*i64", **_CHOSEN, "token_ids": "*i64", "num_splits": "i32"}, {}, {"num_warps": 1}),
     ],
 )
 def test_it_compiles_for_a_hopper_without_one_and_rounds_as_the_cpu_does(
     name: str,
     signature: Mapping[str, str],
     constants: Mapping[str, int],
-    num_warps: int,
+    options: Mapping[str, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = compile_for_sm90(getattr(draw, name), signature, constants, num_warps=num_warps, enable_fp_fusion=False)
+    kernel = compile_for_sm90(getattr(draw, name), signature, constants, enable_fp_fusion=False, **options)
     ptx = kernel.asm["ptx"]
     assert "div.full" not in ptx
     assert ("div.rn.f32" in ptx) == (name != "_choose")

@@ -10,7 +10,8 @@ same order: halving the integers is exact.
 """
 # No `from __future__ import annotations`: Triton's interpreter would not know the constants any more.
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -85,11 +86,15 @@ _MIN_TEMPERATURE = tl.constexpr(1e-6)
 
 # A row is shared by so many programs at most, and a launch has about so many of them.
 _MAX_SPLITS = 64
-_NUM_PROGRAMS = 512
+# Six for each of a Hopper's multiprocessors, which has room for all of them at once.
+_NUM_PROGRAMS = 6 * 132
 _SPLITS = tl.constexpr(_MAX_SPLITS)
 
 # Tokens that a program takes at a time.
-_TILE = 1024
+_TILE = 512
+
+# Registers of a thread, so that there is room for six programs: Triton's own choice leaves room for five.
+_NUM_REGISTERS = {"_measure": 72, "_collect": 80}
 
 # Distances that the last step of a filter's search holds at once.
 _CAPACITY = 4096
@@ -113,7 +118,101 @@ _UNIFORM_STEP = tl.constexpr(2.0**-52)
 _BOUND_MARGIN = tl.constexpr(1e-3)
 
 
-def draw_tokens(logits: torch.Tensor, rows: torch.Tensor, table: npt.NDArray[np.void], tile: int = 0) -> torch.Tensor:
+@dataclass(frozen=True)
+class Searches:
+    """What a step's filters have to search for.
+
+    Attributes:
+        has_top_k, has_top_p: whether some row has such a filter.
+        narrows_top_p: whether passes narrow down the search for top-p: not if top-k leaves few tokens in all rows.
+    """
+
+    has_top_k: bool
+    has_top_p: bool
+    narrows_top_p: bool
+
+    @classmethod
+    def of(cls, table: npt.NDArray[np.void], vocab_size: int, tile: int = 0) -> Self:
+        """Those of these rows; arguments as for ``draw_tokens``."""
+        capacity = tile or _CAPACITY
+        is_filtered = table["filtered_row"] >= 0
+        if not is_filtered.any():
+            return cls(False, False, False)
+        top_k = table["top_k"]
+        has_top_k = is_filtered & (top_k > 0) & (top_k < vocab_size)
+        has_top_p = is_filtered & (table["top_p"] < 1)
+        has_many = ~(has_top_k & (top_k <= capacity // 2))
+        narrows_top_p = vocab_size > capacity and bool((has_top_p & has_many).any())
+        return cls(bool(has_top_k.any()), bool(has_top_p.any()), narrows_top_p)
+
+    @classmethod
+    def every(cls, vocab_size: int) -> list[Self]:
+        """All that there are."""
+        narrows = vocab_size > _CAPACITY
+        kinds = [(False, False, False), (True, False, False), (False, True, narrows), (True, True, False)]
+        return [cls(*kind) for kind in [*kinds, *([(True, True, True)] if narrows else [])]]
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory of one launch at a time; ``N`` rows at least, of which so many have rules, or filters.
+
+    Attributes:
+        ruled: ``[num_ruled, V]`` float32, logits that rules leave.
+        extremes: ``[N, 2, SPLITS]`` float32.
+        limits: ``[N]`` int32.
+        scores: ``[N, SPLITS]`` float64.
+        choices: ``[N, SPLITS]`` int32.
+        brackets, sums, held, num_held, masses: of the searches of rows with filters.
+    """
+
+    ruled: torch.Tensor
+    extremes: torch.Tensor
+    limits: torch.Tensor
+    scores: torch.Tensor
+    choices: torch.Tensor
+    brackets: torch.Tensor
+    sums: torch.Tensor
+    held: torch.Tensor
+    num_held: torch.Tensor
+    masses: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, num_rows: int, num_ruled: int, num_filtered: int, num_held: int, vocab_size: int, device: torch.device
+    ) -> Self:
+        """New memory; ``num_held`` are distances that are held at once, of all rows and splits."""
+
+        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            ruled=empty(torch.float32, num_ruled, vocab_size),
+            extremes=empty(torch.float32, num_rows, 2, _MAX_SPLITS),
+            limits=empty(torch.int32, num_rows),
+            scores=empty(torch.float64, num_rows, _MAX_SPLITS),
+            choices=empty(torch.int32, num_rows, _MAX_SPLITS),
+            brackets=empty(torch.float32, num_filtered, _NUM_PASSES + 1, 2),
+            sums=empty(torch.float32, num_filtered, _NUM_PASSES, _MAX_SPLITS, _NUM_WAYS.value),
+            held=empty(torch.float32, num_held),
+            num_held=empty(torch.int32, num_filtered, _MAX_SPLITS),
+            masses=empty(torch.float64, num_filtered, 2, _MAX_SPLITS),
+        )
+
+    @classmethod
+    def up_to(cls, num_rows: int, num_busy: int, vocab_size: int, device: torch.device) -> Self:
+        """For launches of up to ``num_rows`` rows each, of which up to ``num_busy`` have rules and filters."""
+        num_held = max(_NUM_PROGRAMS, num_busy) * _CAPACITY
+        return cls.of(num_rows, num_busy, num_busy, num_held, vocab_size, device)
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    table: npt.NDArray[np.void],
+    tile: int = 0,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
     """Choose a token for each row, on the device's current stream, and count it in what its rules know.
 
     Args:
@@ -121,30 +220,42 @@ def draw_tokens(logits: torch.Tensor, rows: torch.Tensor, table: npt.NDArray[np.
         rows: ``[N, NUM_FIELDS]`` int64, ``ROW``, on the same device.
         table: ``[N]`` of ``ROW``, the same on the host.
         tile: tokens that a program takes or holds at a time, a power of two; 0: what suits a GPU.
+        scratch: enough for these rows; ``None``: new memory.
 
     Returns:
         ``[N]`` int64 token ids, on the device.
     """
     num_rows, vocab_size = logits.shape
-    device = logits.device
+    if scratch is None:
+        num_ruled, num_filtered = (int(table[name].max()) + 1 for name in ("ruled_row", "filtered_row"))
+        num_held = num_filtered * _num_splits(num_rows, vocab_size, tile or _TILE) * (tile or _CAPACITY)
+        scratch = Scratch.of(num_rows, num_ruled, num_filtered, num_held, vocab_size, logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    launch_draw(logits, rows, Searches.of(table, vocab_size, tile), scratch, token_ids, tile)
+    return token_ids
+
+
+def launch_draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    searches: Searches,
+    scratch: Scratch,
+    token_ids: torch.Tensor,
+    tile: int = 0,
+) -> None:
+    """``draw_tokens`` into ``token_ids``, ``[N]`` int64, with all memory given. A CUDA graph can capture it."""
+    num_rows, vocab_size = logits.shape
     num_splits = _num_splits(num_rows, vocab_size, tile or _TILE)
-    num_ruled = int(table["ruled_row"].max()) + 1
-    ruled = torch.empty((num_ruled, vocab_size), dtype=torch.float32, device=device)
-    extremes = torch.empty((num_rows, 2, _MAX_SPLITS), dtype=torch.float32, device=device)
-    limits = torch.empty(num_rows, dtype=torch.int32, device=device)
-    scores = torch.empty((num_rows, _MAX_SPLITS), dtype=torch.float64, device=device)
-    choices = torch.empty((num_rows, _MAX_SPLITS), dtype=torch.int32, device=device)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    source = (logits, logits.stride(0), rows, ruled, extremes)
+    limits, found = scratch.limits, (scratch.scores, scratch.choices)
+    source = (logits, logits.stride(0), rows, scratch.ruled, scratch.extremes)
     # A fused multiplication and addition would round otherwise than PyTorch's operations do.
-    options: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 8, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 4, "enable_fp_fusion": False}
     # Triton launches on the current device.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         _prepare[(num_rows, num_splits)](*source, vocab_size, num_splits, **options)
-        _filter(source, limits, table, num_splits, tile)
-        _score[(num_rows, num_splits)](*source, limits, scores, choices, vocab_size, num_splits, **options)
-        _choose[(num_rows,)](rows, scores, choices, token_ids, num_splits, num_warps=1)
-    return token_ids
+        _filter(source, limits, searches, scratch, num_splits, tile)
+        _score[(num_rows, num_splits)](*source, limits, *found, vocab_size, num_splits, **options)
+        _choose[(num_rows,)](rows, *found, token_ids, num_splits, num_warps=1)
 
 
 def scratch_size_bytes(num_rows: int, vocab_size: int) -> int:
@@ -163,43 +274,30 @@ def _num_splits(num_rows: int, vocab_size: int, tile: int) -> int:
 
 
 def _filter(
-    source: tuple[Any, ...], limits: torch.Tensor, table: npt.NDArray[np.void], num_splits: int, tile: int
+    source: tuple[Any, ...], limits: torch.Tensor, searches: Searches, scratch: Scratch, num_splits: int, tile: int
 ) -> None:
     """Write to ``limits``, ``[N]``, how far away the filters of each row that has some keep tokens: bits of distances.
 
     ``source`` is what kernels read tokens from.
     """
     num_rows, vocab_size = source[0].shape
-    device = limits.device
-    filtered = table[table["filtered_row"] >= 0]
-    if not len(filtered):
-        return
+    brackets, sums = scratch.brackets, scratch.sums
+    found = (scratch.held, scratch.num_held, scratch.masses)
     capacity = tile or _CAPACITY
-    brackets = torch.empty((len(filtered), _NUM_PASSES + 1, 2), dtype=torch.float32, device=device)
-    sums = torch.empty((len(filtered), _NUM_PASSES, _MAX_SPLITS, _NUM_WAYS.value), dtype=torch.float32, device=device)
-    held = torch.empty((len(filtered), num_splits, capacity), dtype=torch.float32, device=device)
-    num_held = torch.empty((len(filtered), _MAX_SPLITS), dtype=torch.int32, device=device)
-    masses = torch.empty((len(filtered), 2, _MAX_SPLITS), dtype=torch.float64, device=device)
     grid = (num_rows, num_splits)
     options: dict[str, Any] = {"CAPACITY": capacity, "enable_fp_fusion": False}
-    split: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 8, **options}
-    has_top_k = (filtered["top_k"] > 0) & (filtered["top_k"] < vocab_size)
-    has_top_p = filtered["top_p"] < 1
+    split: dict[str, Any] = {"TILE": tile or _TILE, "num_warps": 4, **options}
+    measure, collect = ({**split, "maxnreg": _NUM_REGISTERS[name]} for name in ("_measure", "_collect"))
     # What is left of many tokens is searched in passes.
-    has_many = (vocab_size > capacity) & ~(has_top_k & (filtered["top_k"] <= capacity // 2))
-    searches = (
-        (0, bool(has_top_k.any()), vocab_size > capacity),
-        (1, bool(has_top_p.any()), bool((has_top_p & has_many).any())),
-    )
-    for by_mass, is_asked, is_narrowed in searches:
+    kinds = ((0, searches.has_top_k, vocab_size > capacity), (1, searches.has_top_p, searches.narrows_top_p))
+    for by_mass, is_asked, is_narrowed in kinds:
         if not is_asked:
             continue
         num_passes = _NUM_PASSES if is_narrowed else 0
         sizes = (by_mass, vocab_size, num_splits)
         for number in range(num_passes):
-            _measure[grid](*source, limits, brackets, sums, number, *sizes, **split)
-        _collect[grid](*source, limits, brackets, sums, held, num_held, masses, num_passes, *sizes, **split)
-        found = (held, num_held, masses)
+            _measure[grid](*source, limits, brackets, sums, number, *sizes, **measure)
+        _collect[grid](*source, limits, brackets, sums, *found, num_passes, *sizes, **collect)
         _settle[(num_rows,)](*source, limits, brackets, *found, num_passes, *sizes, num_warps=16, **options)
 
 
@@ -224,38 +322,55 @@ def _prepare(  # type: ignore[no-untyped-def]
     begin, end = _split_of(vocab_size, num_splits, TILE)
     record = rows + row * _NUM_FIELDS
     has_rules = tl.load(record + _TOKENS) != 0
+    tokens = _address(record + _TOKENS, tl.int32)
+    rules = _rules(record)
+    source = logits + row * row_stride
     target = ruled + tl.load(record + _RULED_ROW) * vocab_size
     best = tl.full([TILE], float("-inf"), tl.float32)
     least = tl.full([TILE], float("inf"), tl.float32)
+    place = tl.arange(0, TILE)
+    # Here and below: the next tile's loads are on their way while this one is computed.
+    next_values = tl.load(source + begin + place, mask=begin + place < end, other=float("-inf"))
+    known_end = tl.where(has_rules, end, 0)
+    next_known = tl.load(tokens + begin + place, mask=begin + place < known_end, other=0)
     for first in range(begin, end, TILE):
-        index = first + tl.arange(0, TILE)
-        is_inside = index < end
-        values = tl.load(logits + row * row_stride + index, mask=is_inside, other=float("-inf")).to(tl.float32)
+        values, known = next_values.to(tl.float32), next_known
+        index, following = first + place, first + TILE + place
+        next_values = tl.load(source + following, mask=following < end, other=float("-inf"))
+        next_known = tl.load(tokens + following, mask=following < known_end, other=0)
         if has_rules:
-            values = _ruled(values, record, index, is_inside)
-            tl.store(target + index, values, mask=is_inside)
+            values = _ruled(values, known, rules, index, index < end)
+            tl.store(target + index, values, mask=index < end)
         best = tl.maximum(best, values)
         least = tl.minimum(least, tl.where(values > float("-inf"), values, float("inf")))
-    place = extremes + row * 2 * _SPLITS + tl.program_id(1)
-    tl.store(place, tl.max(best, 0))
-    tl.store(place + _SPLITS, tl.min(least, 0))
+    of_split = extremes + row * 2 * _SPLITS + tl.program_id(1)
+    tl.store(of_split, tl.max(best, 0))
+    tl.store(of_split + _SPLITS, tl.min(least, 0))
 
 
 @triton.jit
-def _ruled(values, record, index, is_inside):  # type: ignore[no-untyped-def]
-    """Penalties, then bias, then stop ids where it is too early for them, as ``apply_rules`` does."""
-    known = tl.load(_address(record + _TOKENS, tl.int32) + index, mask=is_inside, other=0)
+def _rules(record):  # type: ignore[no-untyped-def]
+    """The row's penalties, the address of its bias, and whether it is too early for stop ids."""
     repetition = _float(record + _REPETITION).to(tl.float32)
+    frequency = _float(record + _FREQUENCY).to(tl.float32)
+    presence = _float(record + _PRESENCE).to(tl.float32)
+    is_too_early = tl.load(record + _POSITION) < tl.load(record + _STOPS_FROM)
+    return repetition, frequency, presence, tl.load(record + _BIAS), is_too_early
+
+
+@triton.jit
+def _ruled(values, known, rules, index, is_inside):  # type: ignore[no-untyped-def]
+    """Penalties, then bias, then stop ids where it is too early for them, as ``apply_rules`` does."""
+    repetition, frequency, presence, bias, is_too_early = rules
     num_in_output = known // _ONE_OUTPUT
     if repetition != 1:
         is_seen = ((known & _IN_PROMPT) != 0) | (num_in_output > 0)
         repeated = tl.where(values > 0, tl.div_rn(values, tl.zeros_like(values) + repetition), values * repetition)
         values = tl.where(is_seen, repeated, values)
-    values = values - num_in_output.to(tl.float32) * _float(record + _FREQUENCY).to(tl.float32)
-    values = values - tl.where(num_in_output > 0, _float(record + _PRESENCE).to(tl.float32), 0.0)
-    if tl.load(record + _BIAS) != 0:
-        values = values + tl.load(_address(record + _BIAS, tl.float32) + index, mask=is_inside, other=0.0)
-    is_too_early = tl.load(record + _POSITION) < tl.load(record + _STOPS_FROM)
+    values = values - num_in_output.to(tl.float32) * frequency
+    values = values - tl.where(num_in_output > 0, presence, 0.0)
+    if bias != 0:
+        values = values + tl.load(bias.to(tl.pointer_type(tl.float32)) + index, mask=is_inside, other=0.0)
     return tl.where(((known & _IS_STOP_ID) != 0) & is_too_early, float("-inf"), values)
 
 
@@ -279,15 +394,18 @@ def _measure(  # type: ignore[no-untyped-def]
         )
         tries = _tries(low, high, cap)
         # A division takes as long as all else; ``_bracket`` knows that these distances are a little off.
-        scale = tl.div_rn(tl.full([], 1.0, tl.float32), _temperature(record))
+        temperature = _temperature(record)
+        scale = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
         found = tl.zeros([_NUM_WAYS, TILE], tl.float32)
+        source = _source(logits, row_stride, row, record, ruled, vocab_size)
+        following = _load(source, begin + tl.arange(0, TILE), end)
         for first in range(begin, end, TILE):
-            index = first + tl.arange(0, TILE)
-            values = _logits(logits, row_stride, row, record, ruled, index, end, vocab_size)
+            values = _values(source, following)
+            following = _load(source, first + TILE + tl.arange(0, TILE), end)
             distances = (best - values) * scale
             if cap < float("inf"):
                 # Many tokens may lie right at the cap, and all of them count.
-                distances = _distance(best, values, record)
+                distances = _distance(best, values, temperature)
             weights = tl.zeros([TILE], tl.float32) + 1
             if by_mass:
                 weights = tl.exp(-distances)
@@ -321,9 +439,12 @@ def _collect(  # type: ignore[no-untyped-def]
         num = 0
         nearer = tl.zeros([TILE], tl.float64)
         total = tl.zeros([TILE], tl.float64)
+        temperature = _temperature(record)
+        source = _source(logits, row_stride, row, record, ruled, vocab_size)
+        following = _load(source, begin + tl.arange(0, TILE), end)
         for first in range(begin, end, TILE):
-            index = first + tl.arange(0, TILE)
-            distances = _distances(logits, row_stride, row, record, ruled, best, index, end, vocab_size)
+            distances = _distance(best, _values(source, following), temperature)
+            following = _load(source, first + TILE + tl.arange(0, TILE), end)
             weights = _weights(distances, by_mass)
             nearer += tl.where(distances <= low, weights, 0.0)
             total += tl.where(distances <= cap, weights, 0.0)
@@ -362,8 +483,9 @@ def _settle(  # type: ignore[no-untyped-def]
             limit = _limit_of_held(source, counts, num, nearer, wanted, high, by_mass, num_splits, CAPACITY)
         else:
             best = _best(extremes, row, num_splits)
+            all_tokens = _source(logits, row_stride, row, record, ruled, vocab_size)
             limit = _limit_of_all(
-                logits, row_stride, row, record, ruled, best, low, high, wanted, by_mass, vocab_size, CAPACITY
+                all_tokens, best, _temperature(record), low, high, wanted, by_mass, vocab_size, CAPACITY
             )
         tl.store(limits + row, limit)
 
@@ -394,7 +516,7 @@ def _limit_of_held(source, counts, num, nearer, wanted, high, by_mass, num_split
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _limit_of_all(  # type: ignore[no-untyped-def]
-    logits, row_stride, row, record, ruled, best, low, high, wanted, by_mass, vocab_size, TILE: tl.constexpr
+    source, best, temperature, low, high, wanted, by_mass, vocab_size, TILE: tl.constexpr
 ):
     """As ``_limit_of_held``, where too many tokens are about as far away: reads all of them at each step."""
     upper = high.to(tl.int32, bitcast=True)
@@ -406,7 +528,7 @@ def _limit_of_all(  # type: ignore[no-untyped-def]
         above = tl.zeros([TILE], tl.int32) + upper
         for first in range(0, vocab_size, TILE):
             index = first + tl.arange(0, TILE)
-            distances = _distances(logits, row_stride, row, record, ruled, best, index, vocab_size, vocab_size)
+            distances = _distance(best, _values(source, _load(source, index, vocab_size)), temperature)
             keys = distances.to(tl.int32, bitcast=True)
             is_near = distances <= middle.to(tl.float32, bitcast=True)
             found += tl.where(is_near, _weights(distances, by_mass), 0.0)
@@ -474,8 +596,7 @@ def _bracket(  # type: ignore[no-untyped-def]
     cap = tl.full([], float("inf"), tl.float32)
     if (by_mass != 0) & _has_top_k(record, vocab_size):
         cap = tl.load(limits + row).to(tl.float32, bitcast=True)
-    low = tl.full([], -1.0, tl.float32)
-    high = tl.minimum(cap, _first_high(record, row, extremes, by_mass, vocab_size, num_splits))
+    low, high = tl.full([], -1.0, tl.float32), cap
     filtered_row = tl.load(record + _FILTERED_ROW)
     place = brackets + (filtered_row * (_MAX_PASSES + 1) + number) * 2
     if (number > 0) & ~_has_few(record, by_mass, vocab_size, CAPACITY):
@@ -491,6 +612,8 @@ def _bracket(  # type: ignore[no-untyped-def]
         is_little = (way < _NUM_WAYS - 1) & (masses.to(tl.float64) * _COARSE_MARGIN < wanted)
         high = tl.min(tl.where(is_enough, tries * _ABOVE, high), 0)
         low = tl.max(tl.where(is_little, tries * _BELOW, low), 0)
+    else:
+        high = tl.minimum(cap, _first_high(record, row, extremes, by_mass, vocab_size, num_splits))
     if tl.program_id(1) == 0:
         tl.store(place, low)
         tl.store(place + 1, high)
@@ -510,7 +633,7 @@ def _tries(low, high, cap):  # type: ignore[no-untyped-def]
 def _first_high(record, row, extremes, by_mass, vocab_size, num_splits):  # type: ignore[no-untyped-def]
     """A distance up to which there surely is enough, or beyond which no token is wanted."""
     best, least = _best(extremes, row, num_splits), _least(extremes, row, num_splits)
-    high = tl.minimum(_LARGEST_DISTANCE, tl.maximum(_distance(best, least, record), 0.0))
+    high = tl.minimum(_LARGEST_DISTANCE, tl.maximum(_distance(best, least, _temperature(record)), 0.0))
     if by_mass:
         # Top-p is the last search: what min-p leaves out need not be told apart.
         high = tl.minimum(high, tl.load(record + _LARGEST_KEY).to(tl.int32).to(tl.float32, bitcast=True))
@@ -538,13 +661,17 @@ def _score(  # type: ignore[no-untyped-def]
         key = 0
     limit = key.to(tl.float32, bitcast=True)
     state = _mixed((tl.load(record + _NOISE_STATE).to(tl.uint64, bitcast=True) + _GAMMA) ^ _position(record))
-    scale = tl.div_rn(tl.full([], 1.0, tl.float32), _temperature(record))
+    temperature = _temperature(record)
+    scale = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
     # In range even if no logit is a number.
     choice = tl.minimum(begin, vocab_size - 1)
     score = tl.full([], float("-inf"), tl.float64)
+    source = _source(logits, row_stride, row, record, ruled, vocab_size)
+    following = _load(source, begin + tl.arange(0, TILE), end)
     for first in range(begin, end, TILE):
         index = first + tl.arange(0, TILE)
-        values = _logits(logits, row_stride, row, record, ruled, index, end, vocab_size)
+        values = _values(source, following)
+        following = _load(source, index + TILE, end)
         near = tl.where(values == float("inf"), 0.0, (best - values) * scale)
         bounds = tl.exp(tl.where(near <= limit * _ABOVE, near, float("inf")))
         if not is_greedy:
@@ -552,7 +679,7 @@ def _score(  # type: ignore[no-untyped-def]
         bound = -tl.log(tl.min(bounds, 0))
         # Noise in float64 is dear, and few tiles can hold the best sum.
         if bound + _BOUND_MARGIN > score.to(tl.float32):
-            distances = _distance(best, values, record)
+            distances = _distance(best, values, temperature)
             sums = -distances.to(tl.float64)
             if not is_greedy:
                 sums += _gumbel(_noise_bits(_mixed_at(state, index)))
@@ -605,27 +732,32 @@ def _least(extremes, row, num_splits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _distances(logits, row_stride, row, record, ruled, best, index, end, vocab_size):  # type: ignore[no-untyped-def]
-    """How far tokens are from the best one after temperature; infinite from ``end`` on."""
-    return _distance(best, _logits(logits, row_stride, row, record, ruled, index, end, vocab_size), record)
-
-
-@triton.jit
-def _distance(best, values, record):  # type: ignore[no-untyped-def]
+def _distance(best, values, temperature):  # type: ignore[no-untyped-def]
     """How far logits are from the best one after temperature; 0 if they are infinite."""
-    distances = tl.div_rn(best - values, tl.zeros_like(values) + _temperature(record))
+    distances = tl.div_rn(best - values, tl.zeros_like(values) + temperature)
     return tl.where(values == float("inf"), 0.0, distances)
 
 
 @triton.jit
-def _logits(logits, row_stride, row, record, ruled, index, end, vocab_size):  # type: ignore[no-untyped-def]
-    """What rules have left of logits, in float32; minus infinity from ``end`` on."""
-    if tl.load(record + _TOKENS) != 0:
-        source = ruled + tl.load(record + _RULED_ROW) * vocab_size
-        values = tl.load(source + index, mask=index < end, other=float("-inf"))
-    else:
-        values = tl.load(logits + row * row_stride + index, mask=index < end, other=float("-inf")).to(tl.float32)
-    return values
+def _source(logits, row_stride, row, record, ruled, vocab_size):  # type: ignore[no-untyped-def]
+    """Where the row's tokens are: those of the model, those that rules have left, and whether it is the latter."""
+    has_rules = tl.load(record + _TOKENS) != 0
+    return logits + row * row_stride, ruled + tl.load(record + _RULED_ROW) * vocab_size, has_rules
+
+
+@triton.jit
+def _load(source, index, end):  # type: ignore[no-untyped-def]
+    """Begin to load logits, for ``_values``; minus infinity from ``end`` on."""
+    of_model, of_rules, has_rules = source
+    plain = tl.load(of_model + index, mask=index < tl.where(has_rules, 0, end), other=float("-inf"))
+    return plain, tl.load(of_rules + index, mask=index < tl.where(has_rules, end, 0), other=float("-inf"))
+
+
+@triton.jit
+def _values(source, loaded):  # type: ignore[no-untyped-def]
+    """What rules have left of the logits, in float32."""
+    plain, ruled = loaded
+    return tl.where(source[2], ruled, plain.to(tl.float32))
 
 
 @triton.jit
