@@ -18,7 +18,7 @@ MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS = 4096, 4096, 4096
 MAX_TOOLS = 1024
 
 #: Characters of the JSON of one tool or call, of all tools or all calls of one message, and of a template's arguments.
-#: The JSON library lets nothing else run while it reads or writes one of these: mostly 20 ms at most, 40 for many short fields.
+#: The JSON library lets nothing else run while it reads or writes one of these: 20 ms, or 40 with many short fields.
 MAX_JSON_LENGTH, MAX_JOINT_LENGTH, MAX_ARGUMENTS_LENGTH = 256 << 10, 512 << 10, 64 << 10
 
 #: Characters of the name of a tool or speaker, and of a call's id.

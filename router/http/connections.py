@@ -9,12 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
-from ipaddress import IPv4Address, IPv6Network, ip_address
 from typing import Any
 
 from aiohttp import web
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
+from router.client_address import client_address
 from router.http.config import HttpConfig
 from router.http.errors import HttpError, error_body, error_response
 from router.http.events import SERVER_NAME, EventStream
@@ -189,23 +189,6 @@ class _Connection(web.RequestHandler):
         response.headers["Server"] = SERVER_NAME
         response.force_close()
         return response
-
-
-def client_address(transport: asyncio.BaseTransport | None) -> str:
-    """The host of the client; of IPv6 the network that one customer mostly has."""
-    peer = None if transport is None else transport.get_extra_info("peername")
-    if not isinstance(peer, tuple) or not peer:
-        return ""
-    host = str(peer[0]).partition("%")[0]  # without the scope of a link-local address
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    if isinstance(address, IPv4Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(IPv6Network((address, 64), strict=False))
 
 
 def _refusal(error: HttpError) -> bytes:

@@ -20,11 +20,12 @@ from quartet.api.openai.requests import Caller
 from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.telemetry.http import Exposition
+from router.client_address import client_address
 from router.generate import Pipeline
 from router.http.body import Bodies
 from router.http.completions import Completions
 from router.http.config import HttpConfig
-from router.http.connections import MAX_HEAD_BYTES, Connections, client_address
+from router.http.connections import MAX_HEAD_BYTES, Connections
 from router.http.errors import HttpError, error_response
 from router.http.events import SERVER_NAME
 from router.http.keys import ApiKeys, Certificates

@@ -20,9 +20,9 @@ from quartet.errors import ConfigError, MediaTooLargeError, MessageTooLargeError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.errors import STATUS as GRPC_CODES
 from quartet.rpc.server import ServerConfig
+from router.client_address import client_address
 from router.config import RouterConfig
 from router.http.config import HttpConfig, HttpTlsConfig
-from router.http.connections import client_address
 from router.http.errors import STATUS, http_code, to_parameter
 from router.http.keys import ApiKeys, Certificates
 from tests.certificates import CertificateAuthority
