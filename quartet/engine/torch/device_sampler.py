@@ -300,9 +300,11 @@ class _RequestTable:
         token_ids, num_prompt = running.seq.token_ids, running.num_prompt_tokens
         tokens.zero_()
         tokens[self._ids(token_ids[:num_prompt])] = IN_PROMPT
-        output = self._ids(token_ids[num_prompt:])
-        tokens.index_add_(0, output, torch.full_like(output, ONE_OUTPUT, dtype=torch.int32))
-        tokens[self._ids(running.stop_ids)] += IS_STOP_ID
+        if len(token_ids) > num_prompt:
+            output = self._ids(token_ids[num_prompt:])
+            tokens.index_add_(0, output, torch.full_like(output, ONE_OUTPUT, dtype=torch.int32))
+        if running.stop_ids:
+            tokens[self._ids(running.stop_ids)] += IS_STOP_ID
 
     def _ids(self, token_ids: Iterable[int]) -> torch.Tensor:
         return self._sent(np.fromiter(token_ids, np.int64))
