@@ -62,8 +62,8 @@ class Recorder:
 
     configs: list[tuple[Role, WorkerConfig]]
 
-    def __init__(self, config: WorkerConfig, role: Role, _engine_factory: object, *, on_failure: object) -> None:
-        assert callable(on_failure)
+    def __init__(self, config: WorkerConfig, role: Role, _engine_factory: object, **callbacks: object) -> None:
+        assert all(map(callable, callbacks.values()))
         Recorder.configs.append((role, config))
 
     async def run(self, _stop: object) -> None:
