@@ -477,10 +477,13 @@ def _settle(  # type: ignore[no-untyped-def]
         wanted = _wanted(record, total, by_mass)
         bracket = brackets + (filtered_row * (_MAX_PASSES + 1) + num_passes) * 2
         low, high = tl.load(bracket), tl.load(bracket + 1)
+        source = held + filtered_row * num_splits * CAPACITY
+        counts = num_held + filtered_row * _SPLITS
+        most = tl.max(tl.load(counts + split, mask=is_one, other=0), 0)
         if num <= CAPACITY:
-            source = held + filtered_row * num_splits * CAPACITY
-            counts = num_held + filtered_row * _SPLITS
             limit = _limit_of_held(source, counts, num, nearer, wanted, high, by_mass, num_splits, CAPACITY)
+        elif most <= CAPACITY:
+            limit = _limit_of_many(source, counts, nearer, wanted, by_mass, num_splits, CAPACITY)
         else:
             best = _best(extremes, row, num_splits)
             all_tokens = _source(logits, row_stride, row, record, ruled, vocab_size)
@@ -512,6 +515,38 @@ def _limit_of_held(source, counts, num, nearer, wanted, high, by_mass, num_split
         else:
             lower = tl.min(tl.where(keys > middle, keys, upper), 0) - 1
     return tl.where(num > 0, upper, high.to(tl.int32, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _limit_of_many(source, counts, nearer, wanted, by_mass, num_splits, CAPACITY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As ``_limit_of_held``, split by split. Logits in bfloat16 are often equal: thousands with few distances."""
+    place = tl.arange(0, CAPACITY)
+    below = tl.full([CAPACITY], -1, tl.int32)
+    above = tl.full([CAPACITY], 0x7FFFFFFF, tl.int32)
+    for split in range(num_splits):
+        is_held = place < tl.load(counts + split)
+        keys = tl.load(source + split * CAPACITY + place, mask=is_held, other=0.0).to(tl.int32, bitcast=True)
+        below = tl.maximum(below, tl.where(is_held, keys, below))
+        above = tl.minimum(above, tl.where(is_held, keys, above))
+    upper = tl.max(below, 0)
+    lower = tl.min(above, 0) - 1
+    while upper - lower > 1:
+        middle = lower + ((upper - lower) >> 1)
+        found = tl.zeros([CAPACITY], tl.float64)
+        below = tl.full([CAPACITY], -1, tl.int32)
+        above = tl.zeros([CAPACITY], tl.int32) + upper
+        for split in range(num_splits):
+            is_held = place < tl.load(counts + split)
+            distances = tl.load(source + split * CAPACITY + place, mask=is_held, other=0.0)
+            keys = distances.to(tl.int32, bitcast=True)
+            found += tl.where(is_held & (keys <= middle), _weights(distances, by_mass), 0.0)
+            below = tl.maximum(below, tl.where(is_held & (keys <= middle), keys, -1))
+            above = tl.minimum(above, tl.where(is_held & (keys > middle), keys, upper))
+        if nearer + tl.sum(found, 0) >= wanted:
+            upper = tl.max(below, 0)
+        else:
+            lower = tl.min(above, 0) - 1
+    return upper
 
 
 @triton.jit  # type: ignore[untyped-decorator]
