@@ -78,12 +78,13 @@ class ChoiceOutput:
     """
 
     __slots__ = (
-        "_add",
         "_book",
         "_choice",
+        "_detokenizer",
         "_is_over",
         "_is_plain",
         "_is_timed",
+        "_itl",
         "_last_tokens_at",
         "_logprobs",
         "_matches",
@@ -95,12 +96,11 @@ class ChoiceOutput:
         "_num_media_tokens",
         "_num_prompt_tokens",
         "_num_untimed",
-        "_observe_itl",
         "_omits_token_ids",
         "_owed_text",
         "_parsing",
-        "_push_text",
         "_settings",
+        "_sink",
         "_stop_string",
         "_text",
         "_times",
@@ -126,10 +126,11 @@ class ChoiceOutput:
         self._text = text
         self._matches = text.has_stop_strings
         self._parsing = parsing
-        # Copied to attributes of this object, because each token needs them.
-        self._push_text = text.push_text
-        self._add = sink.add
-        self._observe_itl = settings.itl.observe
+        # Copied to attributes of this object, because each token needs them: as objects, as a bound method would be one
+        # more, and with hundreds of streams a token finds each of its objects in no cache of the CPU.
+        self._sink = sink
+        self._detokenizer = text.detokenizer
+        self._itl = settings.itl
         self._omits_token_ids = settings.omits_token_ids
         self._last_tokens_at = settings.arrived_at
         self._stop_string: str | None = None
@@ -170,11 +171,10 @@ class ChoiceOutput:
             known.extend(token_ids)
             if offset + num_tokens > self._num_booked_tokens:
                 self._num_booked_tokens = self._book(offset + num_tokens)
-            # Read before they are called: CPython calls what a slot holds slowly.
-            observe_itl, push_text, add = self._observe_itl, self._push_text, self._add
-            observe_itl((now - self._last_tokens_at) / num_tokens)
+            self._itl.observe((now - self._last_tokens_at) / num_tokens)
             self._last_tokens_at = now
-            add(self._choice, offset, token_ids, push_text(token_ids), logprobs)
+            text = "" if self._detokenizer is None else self._detokenizer.push(token_ids)
+            self._sink.add(self._choice, offset, token_ids, text, logprobs)
             return True
         num_known = len(known) - offset
         if num_known < 0:
@@ -308,7 +308,7 @@ class ChoiceOutput:
             self._logprobs.extend(logprobs)
             self._deliver(self._text.push(token_ids), now)
         else:  # nothing is ever held back
-            text = self._push_text(token_ids)
+            text = "" if self._detokenizer is None else self._detokenizer.push(token_ids)
             self._show(token_ids, len(token_ids), text, logprobs, now)
 
     def _deliver(self, delta: TextDelta, now: float) -> None:
@@ -326,7 +326,7 @@ class ChoiceOutput:
     def _give_owed(self) -> None:
         if self._owed_text:
             text, self._owed_text = self._owed_text, ""
-            self._add(self._choice, self._num_shown, (), text, ())
+            self._sink.add(self._choice, self._num_shown, (), text, ())
         elif self._parsing is not None and self._parsing.owes:
             self._parsing.give_owed(self._num_shown)
 
@@ -360,14 +360,14 @@ class ChoiceOutput:
             since_last_s = now - self._last_tokens_at
             self._last_tokens_at = now
             if self._is_timed:
-                self._observe_itl(since_last_s / self._num_untimed)
+                self._itl.observe(since_last_s / self._num_untimed)
             else:
                 self._times["first_token_s"] = since_last_s
                 self._settings.ttft.observe(since_last_s)
             self._num_untimed = 0
             self._is_timed = True
             self._is_plain = not (self._matches or self._omits_token_ids or self._is_over)
-        self._add(self._choice, offset, token_ids, text, logprobs)
+        self._sink.add(self._choice, offset, token_ids, text, logprobs)
 
     def _note_cached(self, num_tokens: int) -> None:
         # Later attempts find the first attempt's tokens in the cache.

@@ -226,12 +226,12 @@ class StreamedAnswer(Answer):
         "_num_tokens",
         "_offsets",
         "_reasoning_frames",
-        "_send_event",
+        "_stream",
     )
 
     def __init__(self, head: Head, stream: Events, first_choice: int = 0) -> None:
         super().__init__(head, first_choice)
-        self._send_event = stream.send
+        self._stream = stream
         asked = head.asked
         self._is_plain = not (asked.shows_token_ids or asked.shows_usage_always or asked.num_logprobs is not None)
         self._ends = ',"usage":null}\n\n' if asked.shows_usage else "}\n\n"
@@ -254,8 +254,7 @@ class StreamedAnswer(Answer):
         if self._is_plain:
             if text:
                 begin, end = self._frames.get(choice) or self._frame(choice)
-                send = self._send_event  # read before it is called: CPython calls what a slot holds slowly
-                send(f"{begin}{_quote(text)}{end}")
+                self._stream.send(f"{begin}{_quote(text)}{end}")
             return
         self._add_with_details(choice, token_offset, token_ids, text, logprobs)
 
@@ -271,7 +270,7 @@ class StreamedAnswer(Answer):
         if self._is_plain and not parsed.text and not parsed.tool_calls:
             if parsed.reasoning:  # most tokens of a model that thinks
                 begin, end = self._reasoning_frames.get(choice) or self._frame(choice, is_reasoning=True)
-                self._send_event(f"{begin}{_quote(parsed.reasoning)}{end}")
+                self._stream.send(f"{begin}{_quote(parsed.reasoning)}{end}")
             return
         self._add_with_details(choice, token_offset, token_ids, parsed.text, logprobs, parsed)
 
@@ -337,7 +336,7 @@ class StreamedAnswer(Answer):
         more: dict[str, Any] = {}
         if asked.shows_usage:
             more["usage"] = self._usage_so_far() if asked.shows_usage_always else None
-        self._send_event(to_event(head.response(head.chunk_kind, [one], **more)))
+        self._stream.send(to_event(head.response(head.chunk_kind, [one], **more)))
 
     def _usage_so_far(self) -> dict[str, Any]:
         num_prompt = 0 if self.accepted is None else self.accepted.num_prompt_tokens
