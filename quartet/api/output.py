@@ -88,13 +88,13 @@ class ChoiceOutput:
         "_last_tokens_at",
         "_logprobs",
         "_matches",
-        "_num_booked_tokens",
         "_num_cached_tokens",
         "_num_given_bytes",
         "_num_given_tokens",
         "_num_hidden",
         "_num_media_tokens",
         "_num_prompt_tokens",
+        "_num_spare_tokens",
         "_num_untimed",
         "_omits_token_ids",
         "_owed_text",
@@ -103,6 +103,7 @@ class ChoiceOutput:
         "_sink",
         "_stop_string",
         "_text",
+        "_texts",
         "_times",
         "_transfer_bytes",
         "_transfer_way",
@@ -130,6 +131,7 @@ class ChoiceOutput:
         # more, and with hundreds of streams a token finds each of its objects in no cache of the CPU.
         self._sink = sink
         self._detokenizer = text.detokenizer
+        self._texts: Mapping[int, str] = {}  # of tokens that the detokenizer need not see next
         self._itl = settings.itl
         self._omits_token_ids = settings.omits_token_ids
         self._last_tokens_at = settings.arrived_at
@@ -140,7 +142,8 @@ class ChoiceOutput:
         self._num_hidden = 0  # tokens that came, but were not shown
         self._num_untimed = 0  # tokens shown, but in a part with neither ids nor text
         self._book: Callable[[int], int]  # from ``book_by``
-        self._num_booked_tokens = sys.maxsize  # no book counts the tokens yet
+        # Tokens until the book must count them: small numbers, which CPython has once. No book does yet.
+        self._num_spare_tokens = sys.maxsize
         self._num_given_tokens = self._num_given_bytes = 0
         self._owed_text = ""
         self._logprobs: deque[TokenLogprobs] = deque()
@@ -169,11 +172,14 @@ class ChoiceOutput:
         known, num_tokens = self.token_ids, len(token_ids)
         if self._is_plain and offset == len(known) and num_tokens:
             known.extend(token_ids)
-            if offset + num_tokens > self._num_booked_tokens:
-                self._num_booked_tokens = self._book(offset + num_tokens)
+            self._num_spare_tokens -= num_tokens
+            if self._num_spare_tokens < 0:
+                self._book_more()
             self._itl.observe((now - self._last_tokens_at) / num_tokens)
             self._last_tokens_at = now
-            text = "" if self._detokenizer is None else self._detokenizer.push(token_ids)
+            text = self._texts.get(token_ids[0]) if num_tokens == 1 else None
+            if text is None:
+                text = "" if self._detokenizer is None else self._push(token_ids)
             self._sink.add(self._choice, offset, token_ids, text, logprobs)
             return True
         num_known = len(known) - offset
@@ -226,7 +232,7 @@ class ChoiceOutput:
 
     def book_by(self, book: Callable[[int], int]) -> None:
         """From now on, call ``book`` with the number of tokens here once it is above what ``book`` last returned."""
-        self._book, self._num_booked_tokens = book, 0
+        self._book, self._num_spare_tokens = book, -len(self.token_ids)
 
     def add_time(self, name: str, seconds: float) -> None:
         """The choice spent ``seconds`` more on what the field ``name`` of ``TimeBreakdown`` counts."""
@@ -302,14 +308,26 @@ class ChoiceOutput:
             return
         self.token_ids.extend(token_ids)
         self._num_hidden += len(token_ids)
-        if len(self.token_ids) > self._num_booked_tokens:
-            self._num_booked_tokens = self._book(len(self.token_ids))
+        self._num_spare_tokens -= len(token_ids)
+        if self._num_spare_tokens < 0:
+            self._book_more()
         if self._matches:
             self._logprobs.extend(logprobs)
             self._deliver(self._text.push(token_ids), now)
         else:  # nothing is ever held back
-            text = "" if self._detokenizer is None else self._detokenizer.push(token_ids)
+            text = "" if self._detokenizer is None else self._push(token_ids)
             self._show(token_ids, len(token_ids), text, logprobs, now)
+
+    def _book_more(self) -> None:
+        num_tokens = len(self.token_ids)
+        self._num_spare_tokens = self._book(num_tokens) - num_tokens
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens where there are no stop strings; not all tokens need this after it."""
+        assert self._detokenizer is not None, "there is a text"
+        text = self._detokenizer.push(token_ids)
+        self._texts = self._detokenizer.texts
+        return text
 
     def _deliver(self, delta: TextDelta, now: float) -> None:
         if delta.is_empty:

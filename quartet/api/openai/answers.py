@@ -220,6 +220,8 @@ class StreamedAnswer(Answer):
     """An ``AnswerSink`` that sends each part as an event. It runs for each token, so most events are a template."""
 
     __slots__ = (
+        "_begin",
+        "_end",
         "_ends",
         "_frames",
         "_is_plain",
@@ -235,6 +237,7 @@ class StreamedAnswer(Answer):
         asked = head.asked
         self._is_plain = not (asked.shows_token_ids or asked.shows_usage_always or asked.num_logprobs is not None)
         self._ends = ',"usage":null}\n\n' if asked.shows_usage else "}\n\n"
+        self._begin = self._end = ""
         self._frames: dict[int, tuple[str, str]] = {}
         self._reasoning_frames: dict[int, tuple[str, str]] = {}
         self._num_tokens: dict[int, int] = {}
@@ -253,7 +256,10 @@ class StreamedAnswer(Answer):
         """Send more of one choice."""
         if self._is_plain:
             if text:
-                begin, end = self._frames.get(choice) or self._frame(choice)
+                # The first choice's are kept apart: mostly there is no other, and each object more takes time.
+                begin, end = self._begin, self._end
+                if choice or not begin:
+                    begin, end = self._frames.get(choice) or self._frame(choice)
                 self._stream.send(f"{begin}{_quote(text)}{end}")
             return
         self._add_with_details(choice, token_offset, token_ids, text, logprobs)
@@ -316,6 +322,8 @@ class StreamedAnswer(Answer):
         frames = self._reasoning_frames if is_reasoning else self._frames
         # Most streams share what comes after the text: it is in the CPU's caches when a token needs it.
         frames[choice] = (f"data: {begin}", sys.intern(end[:-1] + self._ends))
+        if not choice and not is_reasoning:
+            self._begin, self._end = frames[choice]
         return frames[choice]
 
     def _send(
