@@ -78,31 +78,32 @@ class ChoiceOutput:
     """
 
     __slots__ = (
-        "_add",
         "_book",
         "_choice",
+        "_detokenizer",
         "_is_over",
         "_is_plain",
         "_is_timed",
+        "_itl",
         "_last_tokens_at",
         "_logprobs",
         "_matches",
-        "_num_booked_tokens",
         "_num_cached_tokens",
         "_num_given_bytes",
         "_num_given_tokens",
         "_num_hidden",
         "_num_media_tokens",
         "_num_prompt_tokens",
+        "_num_spare_tokens",
         "_num_untimed",
-        "_observe_itl",
         "_omits_token_ids",
         "_owed_text",
         "_parsing",
-        "_push_text",
         "_settings",
+        "_sink",
         "_stop_string",
         "_text",
+        "_texts",
         "_times",
         "_transfer_bytes",
         "_transfer_way",
@@ -126,10 +127,12 @@ class ChoiceOutput:
         self._text = text
         self._matches = text.has_stop_strings
         self._parsing = parsing
-        # Copied to attributes of this object, because each token needs them.
-        self._push_text = text.push_text
-        self._add = sink.add
-        self._observe_itl = settings.itl.observe
+        # Copied to attributes of this object, because each token needs them: as objects, as a bound method would be one
+        # more, and with hundreds of streams a token finds each of its objects in no cache of the CPU.
+        self._sink = sink
+        self._detokenizer = text.detokenizer
+        self._texts: Mapping[int, str] = {}  # of tokens that the detokenizer need not see next
+        self._itl = settings.itl
         self._omits_token_ids = settings.omits_token_ids
         self._last_tokens_at = settings.arrived_at
         self._stop_string: str | None = None
@@ -139,7 +142,8 @@ class ChoiceOutput:
         self._num_hidden = 0  # tokens that came, but were not shown
         self._num_untimed = 0  # tokens shown, but in a part with neither ids nor text
         self._book: Callable[[int], int]  # from ``book_by``
-        self._num_booked_tokens = sys.maxsize  # no book counts the tokens yet
+        # Tokens until the book must count them: small numbers, which CPython has once. No book does yet.
+        self._num_spare_tokens = sys.maxsize
         self._num_given_tokens = self._num_given_bytes = 0
         self._owed_text = ""
         self._logprobs: deque[TokenLogprobs] = deque()
@@ -168,13 +172,15 @@ class ChoiceOutput:
         known, num_tokens = self.token_ids, len(token_ids)
         if self._is_plain and offset == len(known) and num_tokens:
             known.extend(token_ids)
-            if offset + num_tokens > self._num_booked_tokens:
-                self._num_booked_tokens = self._book(offset + num_tokens)
-            # Read before they are called: CPython calls what a slot holds slowly.
-            observe_itl, push_text, add = self._observe_itl, self._push_text, self._add
-            observe_itl((now - self._last_tokens_at) / num_tokens)
+            self._num_spare_tokens -= num_tokens
+            if self._num_spare_tokens < 0:
+                self._book_more()
+            self._itl.observe((now - self._last_tokens_at) / num_tokens)
             self._last_tokens_at = now
-            add(self._choice, offset, token_ids, push_text(token_ids), logprobs)
+            text = self._texts.get(token_ids[0]) if num_tokens == 1 else None
+            if text is None:
+                text = "" if self._detokenizer is None else self._push(token_ids)
+            self._sink.add(self._choice, offset, token_ids, text, logprobs)
             return True
         num_known = len(known) - offset
         if num_known < 0:
@@ -226,7 +232,7 @@ class ChoiceOutput:
 
     def book_by(self, book: Callable[[int], int]) -> None:
         """From now on, call ``book`` with the number of tokens here once it is above what ``book`` last returned."""
-        self._book, self._num_booked_tokens = book, 0
+        self._book, self._num_spare_tokens = book, -len(self.token_ids)
 
     def add_time(self, name: str, seconds: float) -> None:
         """The choice spent ``seconds`` more on what the field ``name`` of ``TimeBreakdown`` counts."""
@@ -302,14 +308,26 @@ class ChoiceOutput:
             return
         self.token_ids.extend(token_ids)
         self._num_hidden += len(token_ids)
-        if len(self.token_ids) > self._num_booked_tokens:
-            self._num_booked_tokens = self._book(len(self.token_ids))
+        self._num_spare_tokens -= len(token_ids)
+        if self._num_spare_tokens < 0:
+            self._book_more()
         if self._matches:
             self._logprobs.extend(logprobs)
             self._deliver(self._text.push(token_ids), now)
         else:  # nothing is ever held back
-            text = self._push_text(token_ids)
+            text = "" if self._detokenizer is None else self._push(token_ids)
             self._show(token_ids, len(token_ids), text, logprobs, now)
+
+    def _book_more(self) -> None:
+        num_tokens = len(self.token_ids)
+        self._num_spare_tokens = self._book(num_tokens) - num_tokens
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens where there are no stop strings; not all tokens need this after it."""
+        assert self._detokenizer is not None, "there is a text"
+        text = self._detokenizer.push(token_ids)
+        self._texts = self._detokenizer.texts
+        return text
 
     def _deliver(self, delta: TextDelta, now: float) -> None:
         if delta.is_empty:
@@ -326,7 +344,7 @@ class ChoiceOutput:
     def _give_owed(self) -> None:
         if self._owed_text:
             text, self._owed_text = self._owed_text, ""
-            self._add(self._choice, self._num_shown, (), text, ())
+            self._sink.add(self._choice, self._num_shown, (), text, ())
         elif self._parsing is not None and self._parsing.owes:
             self._parsing.give_owed(self._num_shown)
 
@@ -360,14 +378,14 @@ class ChoiceOutput:
             since_last_s = now - self._last_tokens_at
             self._last_tokens_at = now
             if self._is_timed:
-                self._observe_itl(since_last_s / self._num_untimed)
+                self._itl.observe(since_last_s / self._num_untimed)
             else:
                 self._times["first_token_s"] = since_last_s
                 self._settings.ttft.observe(since_last_s)
             self._num_untimed = 0
             self._is_timed = True
             self._is_plain = not (self._matches or self._omits_token_ids or self._is_over)
-        self._add(self._choice, offset, token_ids, text, logprobs)
+        self._sink.add(self._choice, offset, token_ids, text, logprobs)
 
     def _note_cached(self, num_tokens: int) -> None:
         # Later attempts find the first attempt's tokens in the cache.

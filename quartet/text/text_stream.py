@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from quartet.text.detokenizer import make_detokenizer
+from quartet.text.detokenizer import IncrementalDetokenizer, make_detokenizer
 from quartet.text.stop_strings import StopMatcher, StopStrings
 from quartet.text.tokenizer import Tokenizer
 
@@ -72,7 +72,6 @@ class TextStream:
         "_num_shown",
         "_pending",
         "_stops",
-        "push_text",
     )
 
     def __init__(
@@ -100,14 +99,10 @@ class TextStream:
         """
         assert tokenizer is not None or stops is None, "stop strings are searched in text"
         self._detokenizer = None
-        #: Takes the next tokens where there are no stop strings, so that all are shown: their text. Does what ``push``
-        #: does for a small part of its price; raises what that raises.
-        self.push_text: Callable[[Sequence[int]], str] = _no_text
         if tokenizer is not None:
             self._detokenizer = make_detokenizer(
                 tokenizer, skip_special_tokens=skip_special_tokens, shown=shown, prompt_tail=prompt_tail
             )
-            self.push_text = self._detokenizer.push
         self._stops = stops
         self._matcher = None if stops is None else StopMatcher(stops, include_stop)
         self._pending: deque[_PendingToken] = deque()
@@ -117,13 +112,29 @@ class TextStream:
 
     @property
     def makes_text(self) -> bool:
-        """Whether there is any: else ``push_text`` gives none."""
+        """Whether there is any: else ``push_text`` gives nothing."""
         return self._detokenizer is not None
 
     @property
     def has_stop_strings(self) -> bool:
         """Whether text may be held back, and tokens with it."""
         return self._matcher is not None
+
+    @property
+    def detokenizer(self) -> IncrementalDetokenizer | None:
+        """What makes the text; ``None``: nothing does. Where there are no stop strings its ``push`` may be called."""
+        return self._detokenizer
+
+    def push_text(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens where there are no stop strings, so that all are shown: their text.
+
+        Does what ``push`` does for a small part of the price.
+
+        Raises:
+            InvalidRequestError: an id is no unsigned 32-bit number.
+        """
+        assert self._matcher is None, "stop strings are searched in text"
+        return "" if self._detokenizer is None else self._detokenizer.push(token_ids)
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next tokens and return what may be shown; nothing once the choice has ended.
@@ -213,10 +224,6 @@ class TextStream:
         while self._pending and ((is_clear and not has_stopped) or self._pending[0].begin < self._num_shown):
             taken.append(self._pending.popleft().token_id)
         return tuple(taken)
-
-
-def _no_text(_token_ids: Sequence[int]) -> str:
-    return ""
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:

@@ -67,6 +67,13 @@ def test_pieces_of_any_text_add_up_to_the_decoded_text(
     assert stream(make_detokenizer(tokenizer, skip_special_tokens=skip), in_pieces(ids, cuts)) == decoded
     one_by_one = [(token_id,) for token_id in ids]
     assert stream(make_detokenizer(tokenizer, skip_special_tokens=skip), one_by_one) == decoded
+    for _ in range(2):  # the tables are shared, so that the second finds more of it there
+        seldom_pushed = make_detokenizer(tokenizer, skip_special_tokens=skip)
+        shown: list[str] = []
+        for token_id in ids:
+            known = seldom_pushed.texts.get(token_id)
+            shown.append(seldom_pushed.push((token_id,)) if known is None else known)
+        assert "".join([*shown, seldom_pushed.finish()]) == decoded
 
 
 @pytest.mark.parametrize("make_tokenizer", TEXT_TOKENIZERS)

@@ -238,21 +238,24 @@ class StreamedAnswer(Answer):
     """An ``AnswerSink`` that sends each part as an event. It runs for each token, so most events are a template."""
 
     __slots__ = (
+        "_begin",
+        "_end",
         "_ends",
         "_frames",
         "_is_plain",
         "_num_tokens",
         "_offsets",
         "_reasoning_frames",
-        "_send_event",
+        "_stream",
     )
 
     def __init__(self, head: Head, stream: Events, first_choice: int = 0) -> None:
         super().__init__(head, first_choice)
-        self._send_event = stream.send
+        self._stream = stream
         asked = head.asked
         self._is_plain = not (asked.shows_token_ids or asked.shows_usage_always or asked.num_logprobs is not None)
         self._ends = ',"usage":null}\n\n' if asked.shows_usage else "}\n\n"
+        self._begin = self._end = ""
         self._frames: dict[int, tuple[str, str]] = {}
         self._reasoning_frames: dict[int, tuple[str, str]] = {}
         self._num_tokens: dict[int, int] = {}
@@ -271,9 +274,11 @@ class StreamedAnswer(Answer):
         """Send more of one choice."""
         if self._is_plain:
             if text:
-                begin, end = self._frames.get(choice) or self._frame(choice)
-                send = self._send_event  # read before it is called: CPython calls what a slot holds slowly
-                send(f"{begin}{_quote(text)}{end}")
+                # The first choice's are kept apart: mostly there is no other, and each object more takes time.
+                begin, end = self._begin, self._end
+                if choice or not begin:
+                    begin, end = self._frames.get(choice) or self._frame(choice)
+                self._stream.send(f"{begin}{_quote(text)}{end}")
             return
         self._add_with_details(choice, token_offset, token_ids, text, logprobs)
 
@@ -289,7 +294,7 @@ class StreamedAnswer(Answer):
         if self._is_plain and not parsed.text and not parsed.tool_calls:
             if parsed.reasoning:  # most tokens of a model that thinks
                 begin, end = self._reasoning_frames.get(choice) or self._frame(choice, is_reasoning=True)
-                self._send_event(f"{begin}{_quote(parsed.reasoning)}{end}")
+                self._stream.send(f"{begin}{_quote(parsed.reasoning)}{end}")
             return
         self._add_with_details(choice, token_offset, token_ids, parsed.text, logprobs, parsed)
 
@@ -335,6 +340,8 @@ class StreamedAnswer(Answer):
         frames = self._reasoning_frames if is_reasoning else self._frames
         # Most streams share what comes after the text: it is in the CPU's caches when a token needs it.
         frames[choice] = (f"data: {begin}", sys.intern(end[:-1] + self._ends))
+        if not choice and not is_reasoning:
+            self._begin, self._end = frames[choice]
         return frames[choice]
 
     def _send(
@@ -355,7 +362,7 @@ class StreamedAnswer(Answer):
         more: dict[str, Any] = {}
         if asked.shows_usage:
             more["usage"] = self._usage_so_far() if asked.shows_usage_always else None
-        self._send_event(to_event(head.response(head.chunk_kind, [one], **more)))
+        self._stream.send(to_event(head.response(head.chunk_kind, [one], **more)))
 
     def _usage_so_far(self) -> dict[str, Any]:
         num_prompt = 0 if self.accepted is None else self.accepted.num_prompt_tokens
