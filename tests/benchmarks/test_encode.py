@@ -173,7 +173,6 @@ async def assert_nothing_stays_held(stack: Stack) -> None:
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(180)
 async def test_images_are_measured_on_real_servers_and_none_stays_held(tmp_path: Path) -> None:
     async with make_stack(tmp_path / "workers", lambda _: None, log=tmp_path / "log") as stack:
         rates = await measure_rate(stack, range(2))

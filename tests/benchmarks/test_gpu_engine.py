@@ -31,7 +31,6 @@ def test_the_pool_of_the_large_shape_holds_each_batch() -> None:
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_all_rows_are_measured(tmp_path: Path, request: pytest.FixtureRequest, device: str) -> None:
     path = tmp_path / "gpu_engine.json"

@@ -244,7 +244,6 @@ gpu_hand_off.main()
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("device", "gpus", "way"),
     [

@@ -145,7 +145,6 @@ def report(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
 def test_the_report_sets_twice_the_load_of_the_peak_against_the_peak(report: dict[str, Any]) -> None:
     peak, over = report["peak"], report["overload"]
     assert peak["tokens_per_s"] > 0
@@ -158,7 +157,6 @@ def test_the_report_sets_twice_the_load_of_the_peak_against_the_peak(report: dic
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
 def test_under_overload_no_work_is_done_twice(report: dict[str, Any]) -> None:
     over = report["overload"]
     evidence = over["phase"]["evidence"]

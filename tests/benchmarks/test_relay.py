@@ -121,7 +121,6 @@ def test_the_table_shows_measured_figures_beside_their_limits_and_names_gaps() -
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
 async def test_every_way_is_measured_on_real_servers(tmp_path: Path) -> None:
     with LiveLine() as line:
         async with RelayStack(tmp_path / "log", line.say) as stack:
@@ -155,7 +154,6 @@ class BareLoad:
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(60)
 async def test_the_router_rests_while_the_bare_relay_has_its_window(tmp_path: Path) -> None:
     with LiveLine() as line:
         async with RelayStack(tmp_path / "log", line.say) as stack:
@@ -175,7 +173,6 @@ def test_the_ratio_to_grpc_is_the_median_of_the_runs_and_keeps_its_spread() -> N
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
 async def test_a_bare_relay_is_measured_by_either_way() -> None:
     for way in (Way.GENERATE, Way.SESSION, Way.HTTP):
         async with open_floor(way, Load.STREAMS, 20, TINY) as bare:
@@ -188,7 +185,6 @@ async def test_a_bare_relay_is_measured_by_either_way() -> None:
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
 async def test_a_bare_relay_of_requests_is_measured_by_every_way() -> None:
     for way in (Way.GENERATE, Way.SESSION, Way.PLACE_PER_CLIENT):
         async with open_floor(way, Load.REQUESTS, 2, TINY, num_prompt_tokens=128) as bare:
@@ -200,7 +196,6 @@ async def test_a_bare_relay_of_requests_is_measured_by_every_way() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(60)
 async def test_a_child_that_ends_instead_of_answering_is_an_error() -> None:
     async with start_child("benchmarks.no_such_module") as child:
         with pytest.raises(ChildEndedError, match="no_such_module ended without an answer, with exit code 1"):
@@ -209,7 +204,6 @@ async def test_a_child_that_ends_instead_of_answering_is_an_error() -> None:
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(60)
 async def test_messages_of_a_bare_relay_are_as_long_as_real_ones(tmp_path: Path) -> None:
     rng = random.Random(1)
     start = make_start(rng, seed=MAX_STREAMS, num_prompt_tokens=128, num_output_tokens=1, with_text=False)
@@ -228,7 +222,6 @@ async def test_messages_of_a_bare_relay_are_as_long_as_real_ones(tmp_path: Path)
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(60)
 async def test_a_load_that_fails_is_reported_not_measured(tmp_path: Path) -> None:
     async with RelayStack(tmp_path / "log", lambda _: None) as stack:
         job = Job(
@@ -245,7 +238,6 @@ async def test_a_load_that_fails_is_reported_not_measured(tmp_path: Path) -> Non
 
 @pytest.mark.bench
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
 async def test_many_streams_are_each_followed_to_their_end() -> None:
     results = await run_many_streams(50, 5)
     assert set(results.bursts) == {"generate", "session", "sessions_8"}

@@ -115,7 +115,7 @@ class Crowd:
         client: QuartetClient,
         asks: Sequence[Ask],
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = 150.0,
         path: RequestPath = RequestPath.GENERATE,
     ) -> None:
         self.answers = [Answer([Choice() for _ in range(ask.num_choices)]) for ask in asks]
@@ -163,7 +163,7 @@ class Crowd:
             and Rank(worker_id) in (answer.encode, answer.placement.prefill, answer.placement.decode)
         ]
 
-    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
         """Wait until ``condition`` holds, checked whenever something comes. A request that fails raises here."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: condition() or self._is_over())

@@ -17,6 +17,8 @@ PLACEHOLDER_ID = 7
 QUESTION = "Describe the picture."
 #: What is said to it of two pictures depends on their order.
 ORDER_QUESTION = "What colour is the shape at the top?"
+#: Of mixed asks.
+NUM_KINDS = 7
 
 
 def picture_ask(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-_WAIT_S = 30.0
+_WAIT_S = 90.0
 
 
 class PictureSite(ThreadingHTTPServer):

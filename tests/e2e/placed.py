@@ -11,7 +11,7 @@ from quartet.errors import ServingError
 from quartet.rpc.errors import from_failure
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 PROMPT = list(range(40, 140))
 NUM_TOKENS = 24
 SEED = 11

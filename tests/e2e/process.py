@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.fork_server import ForkedProcess, ForkServer
 
 _POLL_S = 0.05
-_SCRAPE_TIMEOUT_S = 30.0
+_SCRAPE_TIMEOUT_S = 90.0
 _LOG_TAIL_CHARS = 4000
 
 

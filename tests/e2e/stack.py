@@ -24,8 +24,8 @@ from tests.e2e.fork_server import ForkServer
 from tests.e2e.process import Metrics, ServiceProcess, wait_until
 from tests.etcd_server import EtcdServer
 
-START_TIMEOUT_S = 60.0
-_CALL_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 150.0
+_CALL_TIMEOUT_S = 90.0
 _STATES = ("used", "held", "cached", "free")
 
 Settings: TypeAlias = Mapping[str, object]
@@ -226,7 +226,10 @@ class Stack:
         return BlockCounts(*(int(metrics.value("quartet_encode_blocks", state=state)) for state in _STATES))
 
     def wait_blocks_returned(self, *names: str, timeout_s: float) -> None:
-        """Wait until no request holds a block of these workers (by default of all that run), by load and by metrics."""
+        """Wait until no request holds a block of these workers (by default of all that run), by load and by metrics.
+
+        A test waits for less than a hand-off's time to live if what it did must give blocks back, and not that time.
+        """
         workers = names or tuple(name for name in self.config.worker_names if self.processes[name].is_running)
 
         def is_returned() -> bool:

@@ -24,7 +24,7 @@ from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 from tests.e2e.up import CONFIGS, Up
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 # Around the block size of 32, and prompts of many blocks.
 LENGTHS = (1, 31, 32, 33, 64, 300, 1000)

@@ -16,7 +16,7 @@ from tests.e2e.test_gpu_hand_off import WAYS, free_size_bytes, kill, pulled_byte
 from tests.e2e.test_multimodal import CAPTION, PICTURE
 from tests.pictures import Look, make_look
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 NUM_LOOKS = 12
 NUM_TOKENS = 32

@@ -115,7 +115,7 @@ async def test_tokens_come_one_message_at_a_time_while_the_answer_is_made(router
     assert sum(worker.num_requests for worker in stack.list_workers()) >= 1
     assert third["delta"]["token_offset"] == 1
     await call.kill()
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=25)
 
 
 async def test_an_answer_is_accepted_streamed_and_finished(router: Grpcurl) -> None:
@@ -195,7 +195,7 @@ async def test_cancel_ends_the_answer_in_order_and_frees_its_blocks(router: Grpc
     answer = await call.finish()
     assert answer.code == 0, answer.err
     assert [entry["reason"] for entry in finished(answer)] == ["FINISH_REASON_CANCELLED"] * 2
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=25)
 
 
 async def test_a_client_that_is_killed_leaves_nothing_behind(router: Grpcurl, stack: Stack) -> None:
@@ -205,7 +205,7 @@ async def test_a_client_that_is_killed_leaves_nothing_behind(router: Grpcurl, st
         assert await call.receive() is not None
     assert stack.load("decode-0").num_in_use_blocks > 0
     await call.kill()
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=25)
 
 
 async def test_workers_and_models_are_listed(router: Grpcurl) -> None:

@@ -21,8 +21,6 @@ from tests.e2e.conftest import StartStack
 from tests.e2e.picture_site import PictureSite, picture_site
 from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 
-pytestmark = pytest.mark.timeout(120)
-
 KEY = "acme-0123456789abcdef"
 MODEL = "tiny"
 QUESTION: Any = [{"role": "user", "content": "Tell me a short story about a rabbit named Olive."}]

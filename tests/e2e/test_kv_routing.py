@@ -16,8 +16,6 @@ from tests import tiny
 from tests.e2e.conftest import StartStack
 from tests.e2e.stack import Stack, StackConfig
 
-pytestmark = [pytest.mark.timeout(240)]
-
 WORKERS = ("decode-0", "decode-1")
 CALL_TIMEOUT_S, EXACT_S, POLL_S = 10.0, 30.0, 0.05
 BLOCK_SIZE, NUM_BLOCKS = 32, 64

@@ -16,7 +16,7 @@ from quartet.client import QuartetClient, Sampling
 from tests import tiny
 from tests.e2e.up import CONFIGS, QUARTET, Up
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("etcd_binary")]
+pytestmark = pytest.mark.usefixtures("etcd_binary")
 
 NUM_REQUESTS = 24
 BENCH_TIMEOUT_S = 90.0

@@ -36,7 +36,7 @@ from tests.e2e.fork_server import ForkServer
 from tests.e2e.stack import Stack, StackConfig
 
 _TIMEOUT_S = 30.0
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 150.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ async def test_a_client_generates_through_prefill_and_decode_on_every_path(
     prefilled = tls_stack.metrics("prefill-0").value("quartet_worker_requests_total", outcome="prefilled")
     assert prefilled == len(RequestPath)
     assert tls_stack.metrics("decode-0").value("quartet_worker_transfer_bytes_total", way="grpc") > 0
-    await asyncio.to_thread(tls_stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(tls_stack.wait_blocks_returned, timeout_s=25)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_client_decodes_what_a_router_signed_and_nothing_else(tls_stack: Stack
     with tls_stack.channel("decode-0", identities.operator) as worker:
         [refused] = placed.decode(worker, placed.unsigned_start()).failures
     assert isinstance(refused, PermissionDeniedError)
-    tls_stack.wait_blocks_returned(timeout_s=10)
+    tls_stack.wait_blocks_returned(timeout_s=25)
 
 
 async def test_a_peer_of_another_deployment_is_refused(tls_stack: Stack, identities: Identities) -> None:

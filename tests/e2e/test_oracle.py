@@ -56,7 +56,7 @@ def _make_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
 
 async def complete(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
     sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return await client.complete(token_ids=prompt, sampling=sampling, timeout_s=40)
+    return await client.complete(token_ids=prompt, sampling=sampling, timeout_s=120)
 
 
 async def test_greedy_tokens_are_those_of_transformers(routed: QuartetClient, router: str, oracle: Oracle) -> None:

@@ -34,8 +34,6 @@ from tests.e2e.conftest import StartStack
 from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
 from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Settings, Stack, StackConfig
 
-pytestmark = pytest.mark.timeout(120)
-
 RETURN_S = 40.0
 RETRY_DELAY_S = 2.5
 PROMPT = "Once upon a time, there was a quiet rabbit named Olive who lived near a castle. She loved to"

@@ -23,7 +23,7 @@ def test_the_tokens_are_those_of_generate(stack: Stack, router: str) -> None:
     assert len(expected) == NUM_TOKENS
     opened = stack.metrics("decode-0").value("quartet_worker_signed_starts_total", outcome="opened")
     assert opened == num_opened + 1
-    stack.wait_blocks_returned(timeout_s=10)
+    stack.wait_blocks_returned(timeout_s=25)
 
 
 def test_a_placement_can_be_used_once(stack: Stack) -> None:
@@ -33,7 +33,7 @@ def test_a_placement_can_be_used_once(stack: Stack) -> None:
         [failure] = decode(worker, signed_start(choice.stream)).failures
     assert isinstance(failure, SignedStartUsedError)
     assert stack.metrics("decode-0").value("quartet_worker_signed_starts_total", outcome="signed_start_used") >= 1
-    stack.wait_blocks_returned(timeout_s=10)
+    stack.wait_blocks_returned(timeout_s=25)
 
 
 def test_on_loopback_a_start_needs_no_signature(stack: Stack) -> None:
@@ -41,4 +41,4 @@ def test_on_loopback_a_start_needs_no_signature(stack: Stack) -> None:
         expected = generate(router)
     with stack.channel("decode-0") as worker:
         assert decode(worker, unsigned_start()).token_ids == expected
-    stack.wait_blocks_returned(timeout_s=10)
+    stack.wait_blocks_returned(timeout_s=25)

@@ -11,7 +11,7 @@ from benchmarks import prefixes
 from benchmarks.table import prefixes_tables
 from tests.e2e.fork_server import ForkServer
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("etcd_binary")]
+pytestmark = pytest.mark.usefixtures("etcd_binary")
 
 
 async def test_both_policies_answer_everything_and_are_compared(

@@ -16,7 +16,6 @@ ENDLESS = Sampling(ignore_eos=True, max_tokens=3000)
 ALL_GONE_WITHIN_S = 5.0
 
 pytestmark = [
-    pytest.mark.timeout(180),
     pytest.mark.usefixtures("etcd_binary"),
     # Else `make` would begin with an installation.
     pytest.mark.skipif(

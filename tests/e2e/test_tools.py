@@ -30,8 +30,6 @@ from tests import tiny
 from tests.e2e.conftest import StartStack
 from tests.e2e.stack import Stack, StackConfig
 
-pytestmark = pytest.mark.timeout(120)
-
 #: Shows tools, calls and reasoning; its markers are Qwen's.
 TEMPLATE = """\
 {%- for tool in tools or () %}{{ tool | tojson }}{% endfor %}

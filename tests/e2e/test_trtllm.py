@@ -18,16 +18,16 @@ from tests.e2e.up import CONFIGS, Up
 from tests.fakes.installation import DIRECTORY
 from tests.pictures import make_look
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
+pytestmark = pytest.mark.usefixtures("etcd_binary")
 
 NUM_TOKENS = 24
 NUM_LOOK_TOKENS = 72
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
 LOOKS = [make_look(number) for number in (1, 2, 4)]
+#: Several of a role are in test_trtllm_chaos.
 WORKERS = {
     "agg": {"decode-0"},
     "disagg": {"prefill-0", "decode-0"},
-    "disagg_router": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
 }
 ALL_GONE_WITHIN_S = 8.0
 
@@ -47,7 +47,7 @@ def start(directory: Path, name: str, python: Path | None) -> Up:
 
 async def ask(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
     sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return await client.complete(token_ids=prompt, sampling=sampling, timeout_s=60)
+    return await client.complete(token_ids=prompt, sampling=sampling, timeout_s=120)
 
 
 @pytest.mark.parametrize("name", sorted(WORKERS))
@@ -84,7 +84,7 @@ async def test_greedy_ids_of_pictures_are_those_of_transformers(
                 completion = await client.complete(
                     messages=[ChatMessage("user", (*pictures, look.question))],
                     sampling=Sampling(temperature=0.0, max_tokens=NUM_LOOK_TOKENS),
-                    timeout_s=60,
+                    timeout_s=120,
                 )
                 assert completion.choices[0].token_ids == ids, look
                 assert completion.accepted.encode is not None

@@ -20,13 +20,10 @@ from tests.e2e.stack import REMOTE_PREFILL, Settings, Stack, StackConfig
 from tests.e2e.stand_in_worker import StandIn
 from tests.fakes.installation import DIRECTORY
 
-# Five processes import PyTorch before the first test begins.
-pytestmark = pytest.mark.timeout(240)
-
 ENCODE, PREFILLS, DECODES = "encode-0", ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 # TensorRT-LLM holds a prompt that no worker pulls for as long, whatever became of its request.
 TRANSFER_TIMEOUT_S = 2.5
-WAIT_S = 30.0
+WAIT_S = 90.0
 READY = router_pb2.WORKER_STATE_READY
 NUM_TOKENS = 20
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 20 * seed)) for seed in range(6)]
@@ -161,13 +158,13 @@ def go_on(stack: Stack, gate: str, *names: str) -> None:
 async def test_a_crowd_of_all_kinds_is_answered_as_each_alone(
     chaos: Stack, client: QuartetClient, answers: list[list[int]], oracle: Oracle
 ) -> None:
-    long = tuple(random.Random("long").choices(tiny.PLAIN_IDS, k=900))
+    long = tuple(random.Random("long").choices(tiny.PLAIN_IDS, k=600))
     end_of_long = oracle.generate(long, 8)
 
     async def complete(prompt: Sequence[int], path: RequestPath, num_tokens: int, **fields: object) -> Completion:
         stop = fields.pop("stop_token_ids", ())
         sampling = Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, stop_token_ids=stop)  # type: ignore[arg-type]
-        return await client.complete(path=path, token_ids=prompt, sampling=sampling, timeout_s=60, **fields)  # type: ignore[arg-type]
+        return await client.complete(path=path, token_ids=prompt, sampling=sampling, timeout_s=120, **fields)  # type: ignore[arg-type]
 
     async def whole_answer(number: int, path: RequestPath) -> None:
         completion = await complete(PROMPTS[number], path, NUM_TOKENS, logprobs=2 if number % 2 else None)

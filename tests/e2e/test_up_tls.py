@@ -35,12 +35,11 @@ from tests.e2e.up import Up
 from tests.rpc.test_audience import TABLE, methods
 
 pytestmark = [
-    pytest.mark.timeout(180),
     pytest.mark.usefixtures("etcd_binary"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 WORKER_SERVICES = {"WorkerService", "TransferService"}
 SERVICES = {
     "router": {"RouterService"},

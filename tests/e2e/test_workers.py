@@ -67,7 +67,7 @@ async def test_a_prompt_is_decoded_where_it_arrives(decode: Grpcurl, stack: Stac
     assert len(columns(answer)) == NUM_TOKENS
     ends = [end for message in answer.messages for end in message.get("finished", [])]
     assert ends == [{"reason": "FINISH_REASON_LENGTH", "num_output_tokens": NUM_TOKENS}]
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=25)
 
 
 async def test_requests_of_one_stream_are_distinguished_by_slot(decode: Grpcurl) -> None:
@@ -90,7 +90,7 @@ async def test_a_prefill_is_handed_off_and_decoded_elsewhere(prefill: Grpcurl, d
     assert num_bytes > 0 and "transfer" in joined and joined["transfer_way"] == "TRANSFER_WAY_SHM"
     # On one host the pool is mapped, nothing is sent.
     assert stack.metrics("decode-0").value("quartet_worker_transfer_bytes_total", way="shm") >= num_bytes
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=25)
 
 
 async def test_a_hand_off_can_be_used_by_one_decode(prefill: Grpcurl, decode: Grpcurl) -> None:
@@ -114,7 +114,7 @@ async def test_a_caller_without_the_secret_gets_nothing(prefill: Grpcurl, stack:
     assert stack.load("prefill-0").num_held_blocks == 3
     aborted = await prefill.call(PULL, {"abort": {"ticket": ticket}})
     assert aborted.messages == [{"aborted": {}}]
-    await asyncio.to_thread(stack.wait_blocks_returned, "prefill-0", timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, "prefill-0", timeout_s=25)
 
 
 async def test_a_repeated_slot_ends_its_stream_and_no_other(decode: Grpcurl, stack: Stack) -> None:
@@ -123,7 +123,7 @@ async def test_a_repeated_slot_ends_its_stream_and_no_other(decode: Grpcurl, sta
     broken = await decode.call(DECODE, start(slot=1), start(slot=1))
     assert broken.status["code"] == 3
     assert len(columns(await other.finish())) == NUM_TOKENS
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=25)
 
 
 async def test_a_failed_start_leaves_the_stream_to_others(decode: Grpcurl) -> None:

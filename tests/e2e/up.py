@@ -19,7 +19,7 @@ from tests.stopwatch import Stopwatch
 QUARTET = Path(sys.executable).with_name("quartet")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 150.0
 _MARK = "QUARTET_TEST_MARK"
 _PROC = Path("/proc")
 
@@ -166,7 +166,7 @@ class Up:
             stderr=asyncio.subprocess.PIPE,
             env={"PATH": self._variables["PATH"]},
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             out, err = await process.communicate()
         return Ran(process.returncode or 0, out.decode(), err.decode())
 

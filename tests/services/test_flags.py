@@ -159,7 +159,7 @@ def test_the_model_has_a_second_name() -> None:
 def test_help_names_every_flag_and_its_field() -> None:
     command = [sys.executable, "-m", "services.decode", "--help"]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=50, check=True, env={**os.environ, "COLUMNS": "200"}
+        command, capture_output=True, text=True, timeout=150, check=True, env={**os.environ, "COLUMNS": "200"}
     )
     for flag in FLAGS:
         assert all(name in ended.stdout for name in flag.names)

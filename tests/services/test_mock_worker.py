@@ -51,7 +51,7 @@ def worker_config(model_path: Path, kind: str, **engine: object) -> WorkerConfig
 
 def test_a_worker_with_it_answers_and_imports_no_torch() -> None:
     command = [sys.executable, "-c", PROGRAM, str(tiny.CHECKPOINT)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert ended.stdout.split() == ["5"]
 
 

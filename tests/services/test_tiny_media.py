@@ -103,7 +103,6 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield Fleet(encode, prefill, decode, tokenizer, preprocessing_fingerprint(files))
 
 
-@pytest.mark.timeout(120)
 async def test_every_way_gives_the_right_answer(fleet: Fleet) -> None:
     assert fleet.encode.record.media == ("image", "embeddings")
     assert fleet.prefill.record.media == fleet.decode.record.media == ("image", "embeddings", "hand_off")

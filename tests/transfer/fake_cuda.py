@@ -22,6 +22,7 @@ ARCHITECTURE = 90
 NUM_THREADS = 256
 
 _PAGE = 4096
+_ZEROS = bytes(_PAGE)
 
 
 class FakeMemory:
@@ -36,7 +37,7 @@ class FakeMemory:
         while len(out) < size_bytes:
             page, start = divmod(offset + len(out), _PAGE)
             length = min(_PAGE - start, size_bytes - len(out))
-            out += self._pages.get(page, bytes(_PAGE))[start : start + length]
+            out += self._pages.get(page, _ZEROS)[start : start + length]
         return bytes(out)
 
     def write(self, offset: int, data: bytes) -> None:
@@ -44,8 +45,13 @@ class FakeMemory:
         while done < len(data):
             page, start = divmod(offset + done, _PAGE)
             length = min(_PAGE - start, len(data) - done)
-            self._pages.setdefault(page, bytearray(_PAGE))[start : start + length] = data[done : done + length]
+            part = data[done : done + length]
             done += length
+            if page not in self._pages:
+                if part == _ZEROS[:length]:
+                    continue
+                self._pages[page] = bytearray(_PAGE)
+            self._pages[page][start : start + length] = part
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from quartet.media.items import MediaGrid
 
 # LLaVA-OneVision leaves a grid as it is until both its edges are this much too long.
 _MAX_OVERHANG = 1.1
+# Sizes of pictures whose tokens were counted.
+_NUM_KNOWN_SIZES = 4096
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class VisionModel:
         self._max_grid_tiles = loaded.max_grid_tiles
         self._num_tile_tokens = 0
         self._warm_up()
+        # Milliseconds each, and clients' pictures have few sizes.
+        self._num_tokens_of = lru_cache(_NUM_KNOWN_SIZES)(self._num_tokens)
         self.max_item_tokens = self._num_tile_tokens + self._max_grid_tokens()
 
     def size(self, height: int, width: int) -> ItemSize:
@@ -80,7 +85,7 @@ class VisionModel:
         """
         check_scaled_size(height, width, self._num_scaled_pixels(height, width), self._max_pixels)
         if self._pinpoints is not None:
-            return ItemSize(self._num_tokens(height, width), None)
+            return ItemSize(self._num_tokens_of(height, width), None)
         edge = self._vision_config.image_size // self._vision_config.patch_size
         return ItemSize(self._num_tile_tokens, MediaGrid(edge, edge))
 

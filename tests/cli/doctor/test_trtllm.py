@@ -33,7 +33,6 @@ def _install(directory: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # The stand-in imports PyTorch and transformers, so its process is forked: tests/e2e/test_trtllm.py has one that is not.
-@pytest.mark.timeout(200)
 async def test_a_package_as_described_is_fine(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(fork_server.python))
     monkeypatch.setenv("PYTHONPATH", str(DIRECTORY))

@@ -10,10 +10,8 @@ import pytest
 from quartet.engine.trtllm.doctor import Lack, OtherDefault, Report, inspect_package
 from tests.fakes.installation import installed
 
+
 # The first import of the stand-in brings PyTorch and transformers along, which takes a busy machine a minute.
-pytestmark = pytest.mark.timeout(200)
-
-
 def _fact(report: Report, words: str) -> bool | None:
     [fact] = [fact for fact in report.facts if words in fact.text]
     return fact.holds

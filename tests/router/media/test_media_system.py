@@ -95,7 +95,6 @@ async def ask(stub: Stub, start: pb.GenerateStart) -> tuple[pb.Accepted, str, pb
     return accepted, "".join(texts), finished
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("engines", "rank"),
     [
@@ -125,7 +124,6 @@ async def test_every_way_gives_the_right_answer(
         await system.wait_idle()
 
 
-@pytest.mark.timeout(180)
 async def test_a_request_that_only_decode_workers_can_encode_is_not_placed(tmp_path: Path) -> None:
     async with serving(tmp_path, decode=TOWER) as (_system, stub):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -134,7 +132,6 @@ async def test_a_request_that_only_decode_workers_can_encode_is_not_placed(tmp_p
         assert (type(error), error.field) == (UnsupportedFieldError, "chat.messages[0].parts[0].media.data")
 
 
-@pytest.mark.timeout(180)
 async def test_choices_sessions_placements_and_the_death_of_an_encode_worker(tmp_path: Path) -> None:
     engines = {"encode": ENGINE, "encode_1": ENGINE, "prefill": ENGINE, "decode": ENGINE}
     async with serving(tmp_path, **engines) as (system, stub):

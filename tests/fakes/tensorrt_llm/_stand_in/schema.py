@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -162,11 +162,16 @@ def check_types(name: str, value: Any) -> None:
 
 def check_type(name: str, text: str, value: Any) -> None:
     """Raise a `TypeError` that says ``name`` if ``value`` isn't of the type that ``text`` describes."""
-    config = pydantic.ConfigDict(arbitrary_types_allowed=True)
     try:
-        pydantic.TypeAdapter(_boxed(text), config=config).validate_python(value, strict=True)
+        _adapter(text, len(NAMES)).validate_python(value, strict=True)
     except pydantic.ValidationError as error:
         raise TypeError(f"{name} must be {text}, is {type(value).__name__}") from error
+
+
+@cache
+def _adapter(text: str, _num_names: int) -> Any:
+    """What checks values of the type that ``text`` describes by so many names; making it takes longer than a step."""
+    return pydantic.TypeAdapter(_boxed(text), config=pydantic.ConfigDict(arbitrary_types_allowed=True))
 
 
 def _boxed(text: str) -> Any:
