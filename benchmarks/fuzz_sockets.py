@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
 import zmq
 import zmq.asyncio
 from aetcd import rpc
@@ -78,8 +79,12 @@ class EtcdRecords:
         async def put() -> None:
             if value is None:
                 await kv.DeleteRange(rpc.DeleteRangeRequest(key=key))
-            else:
+                return
+            try:
                 await kv.Put(rpc.PutRequest(key=key, value=value))
+            except grpc.aio.AioRpcError as error:  # etcd itself refuses what is longer than 1.5 MiB
+                if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                    raise
 
         return put
 

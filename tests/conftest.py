@@ -33,8 +33,12 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.load_profile("quartet")
 
 
-#: Of files that start processes, those that take longest, the longest first: begun late, they would be waited for.
+#: Of files that start processes, or attack, those that take longest, the longest first: begun late, they would be
+#: waited for.
 LONGEST = (
+    "test_launched_hand_off_model.py",
+    "test_isolation.py",
+    "test_fuzz.py",
     "test_multimodal_chaos.py",
     "test_trtllm_chaos.py",
     "test_topologies.py",
@@ -48,7 +52,9 @@ LONGEST = (
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files that start processes: the others, which are short, fill what is left of each core at the end."""
-    starts_processes = {item.path for item in items if item.get_closest_marker("e2e")}
+    starts_processes = {
+        item.path for item in items if item.get_closest_marker("e2e") or item.get_closest_marker("chaos")
+    }
 
     def position(item: pytest.Item) -> int:
         if item.path not in starts_processes:

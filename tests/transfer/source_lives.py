@@ -3,7 +3,8 @@
     python -m tests.transfer.source_lives ADDRESS
 
 For each number that it reads it forks a source of that epoch, and prints the process's id and its hand-offs of all
-blocks, pickled, in hexadecimal. Sources run until they are killed, or this process ends.
+blocks, pickled, in hexadecimal. Sources run until they are killed, which comes before the next number, or this process
+ends.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ async def _serve(epoch: int, address: str) -> None:
 
 def main() -> None:
     """Fork a source for each line of standard input."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     print("ready", flush=True)
+    pid = 0
     while line := sys.stdin.readline():
-        if os.fork() == 0:
+        if pid:
+            os.waitpid(pid, 0)  # only then is its address free
+        pid = os.fork()
+        if pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             asyncio.run(_serve(int(line), sys.argv[1]))
 
