@@ -10,7 +10,7 @@ import pytest
 from benchmarks.fuzz import SURFACES, fuzz
 
 SEED = 15
-NUM_INPUTS = 12_000
+NUM_INPUTS = 6_000
 BATCH_INPUTS = 400
 
 
