@@ -11,7 +11,7 @@ from benchmarks.fuzz import SURFACES, fuzz
 
 SEED = 15
 NUM_INPUTS = 6_000
-BATCH_INPUTS = 400
+BATCH_INPUTS = 200
 
 
 @pytest.mark.usefixtures("etcd_binary")
