@@ -6,7 +6,6 @@ To write the log probabilities of 16,000 tokens with 20 alternatives each takes 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Generator, Sequence
 
@@ -30,9 +29,11 @@ class JsonParts:
 
     def encode(self, value: object) -> bytes:
         """``value`` as JSON in ASCII, with the lists in their places."""
-        pieces: list[str] = []
-        for number, piece in enumerate(re.split(rf'"{self._name} (\d+)"', json.dumps(value))):
-            pieces.append(f"[{', '.join(self._lists[int(piece)])}]" if number % 2 else piece)
+        first, *others = json.dumps(value).split(f'"{self._name} ')
+        pieces = [first]
+        for other in others:
+            number, _, rest = other.partition('"')
+            pieces += "[", ", ".join(self._lists[int(number)]), "]", rest
         return "".join(pieces).encode("ascii")
 
 
