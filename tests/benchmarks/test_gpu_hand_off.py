@@ -167,7 +167,7 @@ def test_the_file_keeps_the_last_two_measurements_of_each_row_and_the_table_show
     assert report["command"].endswith("--number=7")
     table = gpu_hand_off_tables(report)
     assert "| pull of 4 GiB in blocks of 2.25 MiB, GB/s | 100 (H200); 200 (H200) | not run | >= 365 | NVLink" in table
-    assert "| p99 between tokens, disaggregated over aggregated | not run | 0.25 (H200) | <= 0.33 |  |\n" in table
+    assert "| p99 between tokens, disaggregated over aggregated | not run | 0.250 (H200) | <= 0.333 |  |\n" in table
     assert "| reader's step: longer by, % | not run | not run | <= 6 |  |\n" in table
     waits = "1.0, 80.0, 80 | 80.0 | 1, 80"
     assert f"| **aggregated, steps of 512 tokens** | 900 | 890 | {waits} | 3 | 0 | 2 | cuda_ipc 2.5 |\n" in table
@@ -177,7 +177,7 @@ def test_the_file_keeps_the_last_two_measurements_of_each_row_and_the_table_show
 def test_a_mixed_load_that_was_cut_before_its_other_side_has_no_ratio() -> None:
     row = measured(Row.MIXED, compare([side("disagg", 20, 970)], **SETTING), 2, 1)
     table = gpu_hand_off_tables({"rows": [json.loads(json.dumps(row))]})
-    assert "| p99 between tokens, disaggregated over aggregated | not run | not run | <= 0.33 |  |\n" in table
+    assert "| p99 between tokens, disaggregated over aggregated | not run | not run | <= 0.333 |  |\n" in table
     assert "| disaggregated | 970 |" in table
 
 
