@@ -45,7 +45,7 @@ test: setup tools  ## Run all tests but those of test-bench and test-chaos (JOBS
 test-unit: setup tools  ## Run the tests that start no service processes
 	$(PYTEST) -m "not e2e and not chaos"
 
-test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about a minute
+test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about 2 minutes
 	$(PYTEST) -m bench tests/benchmarks
 
 test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 4 minutes

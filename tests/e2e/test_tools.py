@@ -163,7 +163,7 @@ async def test_openais_client_gets_the_same_and_goes_on_with_the_results(tools_s
             assert json.loads(final.choices[0].message.tool_calls[0].function.arguments) == ARGUMENTS
             assert final.choices[0].finish_reason == "tool_calls"
             # Where tokens come together on a busy machine, so do the arguments that they hold.
-            assert num_parts == 1 or extra
+            assert num_parts == 1 or (extra and num_parts > 1)
         messages += [choice.message.model_dump(exclude_none=True)]
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"}]
         after = await openai.chat.completions.create(model="tiny", messages=messages, tools=tools, tool_choice="none")
