@@ -30,8 +30,8 @@ MAX_ASSIGNED_TOGETHER = 256
 # A wait that reached its limit ends late by at most this share of the limit, and by at most this many seconds.
 _LATENESS, _MAX_POLL_INTERVAL_S = 0.1, 1.0
 
-# The policy and the tokens share one event loop. A policy that computes longer than this gets a fifth of the time: it
-# rests four times as long after each run.
+# The policy and the tokens share one event loop. A policy that computes longer than this twice in a row gets a fifth of
+# the time: it rests four times as long after each run. Once may be the garbage collector's doing.
 _LONG_PUMP_S, _REST = 0.002, 4.0
 
 # Priorities of one tenant that the policy tells apart, from the highest on; it may compute once for each.
@@ -80,6 +80,7 @@ class Admission:
         self._due_pump: asyncio.Handle | None = None
         self._next_pump: asyncio.TimerHandle | None = None
         self._rests_until = 0.0  # by the loop's clock
+        self._last_spent_s = 0.0  # by the last run of the policy, if that was long
 
     @property
     def policy(self) -> Policy:
@@ -271,7 +272,8 @@ class Admission:
         # Asking for thread time is a system call, and it is never more than the time that passed.
         is_long, ended = time.monotonic() - now > _LONG_PUMP_S, loop.time()
         spent_s = time.thread_time() - began_s if is_long else 0.0
-        self._rests_until = ended + _REST * spent_s if spent_s > _LONG_PUMP_S else 0.0
+        usual_s, self._last_spent_s = min(spent_s, self._last_spent_s), spent_s
+        self._rests_until = ended + _REST * usual_s if usual_s > _LONG_PUMP_S else 0.0
         if again_s and self._queue:
             self._next_pump = loop.call_at(max(ended + min(again_s), self._rests_until), self._pump)
 

@@ -355,6 +355,7 @@ class ChoiceRun:
         finally:
             if call is not None:
                 call.cancel()
+            self._output.book_no_more()
             if not sink.has_started:
                 self._drop(hand_off)
                 self._drop_media(media)

@@ -234,6 +234,11 @@ class ChoiceOutput:
         """From now on, call ``book`` with the number of tokens here once it is above what ``book`` last returned."""
         self._book, self._num_spare_tokens = book, -len(self.token_ids)
 
+    def book_no_more(self) -> None:
+        """Let go of what ``book_by`` was given: it knows this, and only the garbage collector would free both."""
+        self._num_spare_tokens = sys.maxsize
+        del self._book
+
     def add_time(self, name: str, seconds: float) -> None:
         """The choice spent ``seconds`` more on what the field ``name`` of ``TimeBreakdown`` counts."""
         self._times[name] = self._times.get(name, 0.0) + seconds

@@ -22,7 +22,7 @@ from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, 
 from quartet.rpc.errors import from_failure
 from quartet.streams.convert.messages import from_token_logprobs
 from quartet.streams.messages import split_tokens
-from quartet.streams.slots import SlotClient
+from quartet.streams.slots import SlotCall, SlotClient
 from quartet.text.parsed import Parsed
 from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 
@@ -34,8 +34,8 @@ _AddParsed: TypeAlias = Callable[[int, int, Sequence[int], Parsed, Sequence[Toke
 class SessionCall:
     """One request of a session; its ``answer`` collects what comes for it."""
 
-    def __init__(self, send_cancel: Callable[[], None], num_choices: int, answer: Answer) -> None:
-        """``send_cancel`` asks the router to end the request."""
+    def __init__(self, send_cancel: Callable[[SlotCall], None], num_choices: int, answer: Answer) -> None:
+        """``send_cancel`` asks the router to end the request; it is given this."""
         self.is_over = False
         self._send_cancel = send_cancel
         self._num_unfinished = num_choices
@@ -47,7 +47,7 @@ class SessionCall:
     def cancel(self) -> None:
         """Ask the router to end it; what the router still sends goes to the answer. Harmless after its end."""
         if not self.is_over:
-            self._send_cancel()
+            self._send_cancel(self)
 
     def drop(self, error: ServingError) -> None:
         """End it here at once, and at the router soon."""

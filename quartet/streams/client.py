@@ -40,7 +40,7 @@ from quartet.streams.messages import (
     WorkerStart,
     split_tokens,
 )
-from quartet.streams.slots import SlotClient
+from quartet.streams.slots import SlotCall, SlotClient
 from quartet.streams.wakeable import Wakeable
 from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
@@ -77,8 +77,8 @@ class WorkerCall(Wakeable):
     # There are thousands, and a token finds each of them cold: without a dictionary they lie closer together.
     __slots__ = ("_error", "_is_cancelled", "_send_cancel", "is_over")
 
-    def __init__(self, send_cancel: Callable[[], None]) -> None:
-        """``send_cancel`` asks the worker to end it."""
+    def __init__(self, send_cancel: Callable[[SlotCall], None]) -> None:
+        """``send_cancel`` asks the worker to end it; it is given this."""
         super().__init__()
         self._send_cancel = send_cancel
         self._error: Exception | None = None
@@ -89,7 +89,7 @@ class WorkerCall(Wakeable):
         """Ask the worker to end it; harmless when it has ended. The caller need not wait for the end."""
         if not self.is_over and not self._is_cancelled:
             self._is_cancelled = True
-            self._send_cancel()
+            self._send_cancel(self)
 
     def fail(self, error: ServingError) -> None:
         """End it badly, unless it is over."""
@@ -112,7 +112,7 @@ class DecodeCall(WorkerCall):
 
     __slots__ = ("_outcome", "_sink", "received_at", "take")
 
-    def __init__(self, send_cancel: Callable[[], None], sink: DecodeSink) -> None:
+    def __init__(self, send_cancel: Callable[[SlotCall], None], sink: DecodeSink) -> None:
         """Nothing has come yet."""
         super().__init__(send_cancel)
         self.received_at: float | None = None
@@ -253,7 +253,7 @@ class PrefillCall(WorkerCall):
 
     __slots__ = ("_drop", "_is_taken", "_outcome")
 
-    def __init__(self, send_cancel: Callable[[], None], drop: Callable[[HandOff], None]) -> None:
+    def __init__(self, send_cancel: Callable[[SlotCall], None], drop: Callable[[HandOff], None]) -> None:
         """``drop`` is given a hand-off that comes after the call was cancelled."""
         super().__init__(send_cancel)
         self._drop = drop

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -128,9 +129,12 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         """The message that ends a slot early."""
 
     def _begin(
-        self, make_call: Callable[[Callable[[], None]], CallT], make_messages: Callable[[int], list[RequestT]]
+        self, make_call: Callable[[Callable[[SlotCall], None]], CallT], make_messages: Callable[[int], list[RequestT]]
     ) -> CallT:
-        """Start a request: ``make_call`` is given a way to cancel it, ``make_messages`` its slot, or fails for it."""
+        """Start a request: ``make_call`` is given a way to cancel it, ``make_messages`` its slot, or fails for it.
+
+        The way takes the call, so that the call, once it is over, is known to nobody and freed at once.
+        """
         if self._is_closed:
             call = make_call(_nothing)
             call.fail(self._closed_error())
@@ -142,7 +146,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         stream = self._stream
         stream.was_idle = False
         slot = stream.free_slots.pop() if stream.free_slots else next(stream.new_slots)
-        call = make_call(lambda: self._cancel_slot(stream, slot, call))
+        call = make_call(partial(self._cancel_slot, stream, slot))
         try:
             messages = make_messages(slot)
         except ServingError as error:
@@ -170,7 +174,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         self._stream.free_slots.append(slot)
         return call
 
-    def _cancel_slot(self, stream: _Stream[RequestT, CallT], slot: int, call: CallT) -> None:
+    def _cancel_slot(self, stream: _Stream[RequestT, CallT], slot: int, call: SlotCall) -> None:
         if stream is self._stream and stream.calls.get(slot) is call:
             stream.send([self._cancel_message(slot)])
 
@@ -262,5 +266,5 @@ async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT
         rpc.cancel()
 
 
-def _nothing() -> None:
+def _nothing(_call: SlotCall) -> None:
     """There is no stream that a cancel could go to."""

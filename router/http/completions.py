@@ -81,7 +81,7 @@ class Completions:
             self._connections.watch(stream)
             try:
                 await runs.begin(stream)
-                response = await stream.open(_headers(caller, runs.request_id))
+                response = await stream.open(request, _headers(caller, runs.request_id))
                 error: BaseException | None = None
                 try:
                     await runs.ended
@@ -201,6 +201,8 @@ class _Runs:
 
     async def __aexit__(self, *_error: object) -> None:
         await self._pipeline.drop_all(self._runs)
+        # With an error it knows the frames in which that was raised, and those know this.
+        del self.ended
 
 
 def _mark_seen(ended: asyncio.Future[list[None]]) -> None:

@@ -141,6 +141,7 @@ class _Connection(web.RequestHandler):
         if self._io is not None:
             self._io = None
             super().connection_lost(exc)
+        self._payload = EMPTY_PAYLOAD  # what it was knows this
 
     def data_received(self, data: bytes) -> None:
         """Read what came; of a refused connection nothing."""

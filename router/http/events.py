@@ -66,7 +66,6 @@ class EventStream:
         "_max_unread_bytes",
         "_num_early_bytes",
         "_num_quiet_polls",
-        "_request",
         "_transport",
         "_unwritten",
         "_writer",
@@ -79,7 +78,6 @@ class EventStream:
 
         Whoever opens it must not wait beyond ``is_due``: half of that is kept, or nothing came for long.
         """
-        self._request = request
         self._writer = writer
         self._due = writer.due
         self._unwritten = ""
@@ -92,14 +90,17 @@ class EventStream:
         #: Done once it should be opened, whatever its opening waits for.
         self.is_due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: Called once the reader is too slow; nothing more is sent then.
-        self.on_slow: Callable[[], None] = lambda: None
+        self.on_slow: Callable[[], None] = _ignore
 
-    async def open(self, headers: Mapping[str, str]) -> web.StreamResponse:
-        """Send the head and all events so far; from now on events go out as they come."""
+    async def open(self, request: web.BaseRequest, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Send the head and all events so far to ``request``; from now on events go out as they come.
+
+        An error of its connection knows the frames that write to it, and so this, which therefore keeps no request.
+        """
         response = web.StreamResponse(headers={**_HEADERS, **headers})
-        await response.prepare(self._request)  # sends the head
+        await response.prepare(request)  # sends the head
         early, self._early = "".join(self._early or ()), None
-        self._transport = self._request.transport
+        self._transport = request.transport
         if early:
             self.send(early)
         return response
@@ -153,6 +154,7 @@ class EventStream:
         """Write what was sent; send nothing more."""
         self.write()
         self._transport = self._early = None
+        self.on_slow = _ignore  # what it was knows this
 
     def _keep(self, event: str) -> None:
         if self._early is None:  # closed
@@ -161,3 +163,7 @@ class EventStream:
         self._num_early_bytes += len(event)
         if self._num_early_bytes > self._max_unread_bytes // 2:
             self.make_due()
+
+
+def _ignore() -> None:
+    """Nobody wants to know."""

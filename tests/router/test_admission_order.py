@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -232,15 +233,16 @@ async def test_a_policy_sees_cached_blocks_and_those_of_requests_sent_lately() -
 
 
 class SlowPolicy(RoundRobinPolicy):
-    """Takes its time, and places nobody."""
+    """Takes its time, the first so many times, and places nobody."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slow: int = sys.maxsize) -> None:
         super().__init__(10**9)
+        self._num_slow = num_slow
         self.looks: list[tuple[float, float, float]] = []  # when each began and ended, and how long it computed
 
     def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         began, computed_s = time.monotonic(), time.thread_time()
-        while time.thread_time() < computed_s + 0.02:
+        while len(self.looks) < self._num_slow and time.thread_time() < computed_s + 0.02:
             pass
         self.looks.append((began, time.monotonic(), time.thread_time() - computed_s))
         return Decision([None] * len(queued))
@@ -251,12 +253,24 @@ async def test_a_slow_policy_takes_only_a_share_of_the_event_loop() -> None:
     scene = AdmissionScene(policy, max_queue_length=2)
     asked = [scene.ask(str(number), 1) for number in range(5)]
     async with asyncio.timeout(TIMEOUT_S):
-        while len(policy.looks) < 4:
+        while len(policy.looks) < 5:
             scene.admission.wake()
             await asyncio.sleep(0)
-    for (_, ended, computed_s), (next_began, _, _) in pairwise(policy.looks):
+    for (_, ended, computed_s), (next_began, _, _) in pairwise(policy.looks[1:]):  # it was slow twice by then
         assert next_began - ended > 3.5 * computed_s, "a fifth of the time, however often something happens"
     assert sum(task.done() for task in asked) == 3, "the queue's bound holds meanwhile"
+    await scene.close()
+
+
+async def test_a_policy_that_was_slow_once_runs_again_at_once() -> None:
+    policy = SlowPolicy(num_slow=1)  # the garbage collector may have looked around just then
+    scene = AdmissionScene(policy)
+    scene.ask("first", 1)
+    await scene.settle()
+    for num_looks in (2, 3):
+        scene.admission.wake()
+        await scene.settle()
+        assert len(policy.looks) == num_looks
     await scene.close()
 
 

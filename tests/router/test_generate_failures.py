@@ -366,7 +366,7 @@ async def test_tokens_of_an_attempt_that_was_given_up_do_not_count_for_the_next(
         if frozen:
             return begin_decode(rank, start, sink)
         fleet.hops.pull(start)
-        call = DecodeCall(lambda: None, sink)
+        call = DecodeCall(lambda _call: None, sink)
         call.start(DecodeStarted(num_cached_tokens=0, queue_s=0.0, transfer_s=0.0, transfer_bytes=0), time.monotonic())
         call.take(1, tokens[1:4], (), time.monotonic())
         frozen.append(call)

@@ -328,7 +328,7 @@ async def test_media_hand_offs_ride_the_shared_stream(worker: ScriptedWorker, cl
 async def test_a_hand_off_goes_to_exactly_one_of_taker_and_drop() -> None:
     for is_taken in (False, True):
         dropped: list[HandOff] = []
-        call = PrefillCall(lambda: None, dropped.append)
+        call = PrefillCall(lambda _call: None, dropped.append)
         call.succeed(OUTCOME)
         if is_taken:
             assert await call.outcome() == OUTCOME
@@ -344,7 +344,7 @@ async def test_a_cancelled_wait_drops_what_comes_later() -> None:
     dropped: list[HandOff] = []
     num_cancels = 0
 
-    def count() -> None:
+    def count(_call: object) -> None:
         nonlocal num_cancels
         num_cancels += 1
 
@@ -360,7 +360,7 @@ async def test_a_cancelled_wait_drops_what_comes_later() -> None:
 
 async def test_a_cancelled_wait_for_the_end_loses_nothing() -> None:
     pulled = PulledDecode()
-    call = pulled.call = DecodeCall(lambda: None, pulled)
+    call = pulled.call = DecodeCall(lambda _call: None, pulled)
     waiting = asyncio.create_task(call.outcome())
     await asyncio.sleep(0)
     take_tokens({0: call}, _one_token(offset=0, token_id=1), 1.0)
@@ -380,7 +380,7 @@ async def test_a_sink_that_wants_no_more_ends_its_decode() -> None:
 
     taken: list[list[int]] = []
     cancels: list[None] = []
-    call = DecodeCall(lambda: cancels.append(None), Contented())
+    call = DecodeCall(lambda _call: cancels.append(None), Contented())
     take_tokens({0: call}, _one_token(offset=0, token_id=1), 1.0)
     take_tokens({0: call}, _one_token(offset=1, token_id=2), 2.0)
     call.fail(RequestCancelledError("as asked"))
@@ -397,7 +397,7 @@ async def test_a_cancelled_decode_brings_nothing_to_its_sink_which_another_attem
             pytest.fail("it was cancelled")
 
     cancels: list[None] = []
-    call = DecodeCall(lambda: cancels.append(None), Unmoved())
+    call = DecodeCall(lambda _call: cancels.append(None), Unmoved())
     call.cancel()
     call.start(DecodeStarted(num_cached_tokens=0, queue_s=0.0, transfer_s=0.0, transfer_bytes=0), 1.0)
     take_tokens({0: call}, _one_token(offset=0, token_id=1), 1.0)
@@ -406,7 +406,7 @@ async def test_a_cancelled_decode_brings_nothing_to_its_sink_which_another_attem
 
 
 async def test_the_first_end_counts() -> None:
-    call = DecodeCall(lambda: pytest.fail("it is over"), PulledDecode())
+    call = DecodeCall(lambda _call: pytest.fail("it is over"), PulledDecode())
     call.finish(FINISHED)
     call.fail(InvalidRequestError("too late"))
     call.cancel()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from quartet.kvcache.hand_off import HandOffState
 from quartet.transfer.base import PieceCopy
 from quartet.transfer.grpc.streams import PullStream, SpareStreams
+from tests.garbage import garbage
 from tests.transfer.workers import (
     CONFIG,
     Ended,
@@ -88,3 +89,13 @@ async def test_a_stream_that_ended_is_no_spare_any_more() -> None:
         assert len(opened) == 2
         spares.close()
         assert spares.take(source.address) is None
+
+
+async def test_a_claim_that_was_fetched_is_freed_at_once() -> None:
+    async with source_worker() as source, puller_worker() as here:
+        await fetch(here, source, 1)
+        with garbage("quartet.transfer.grpc.puller.PullClaim") as left:
+            for holder in range(2, 7):
+                await fetch(here, source, holder)
+            await asyncio.sleep(0)  # the end of the last one's renewal
+        assert not left

@@ -234,7 +234,7 @@ class PullClaim:
         self._puller = puller
         self._is_used = False
         self._has_ended = False
-        self.renewal = asyncio.create_task(self._renew(), name="renew-hand-off")
+        self.renewal = asyncio.create_task(_renew(hand_off, puller), name="renew-hand-off")
 
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
         """As ``Claim.fetch``."""
@@ -263,23 +263,25 @@ class PullClaim:
         """Renew no more; the hand-off lives on for what is left of its time to live. May be called twice."""
         self.renewal.cancel()
 
-    async def _renew(self) -> None:
-        interval_s = max(self.hand_off.time_to_live.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
-        retry_interval_s = interval_s / 3
-        timeout_s = min(retry_interval_s, self._puller.config.stall_timeout_s)
-        request = pb.PullRequest(renew=pb.PullRenew(ticket=ticket_to_pb(self.hand_off)))
-        pause_s = interval_s
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                await self._puller.ask(self.hand_off, request, timeout_s)
-                pause_s = interval_s
-            except (HandOffNotFoundError, HandOffStateError, StaleEpochError) as error:
-                logger.debug("a hand-off of %s has ended: %s", self.hand_off.worker_id, error)
-                return  # its fetch will fail with the same error
-            except ServingError as error:
-                pause_s = retry_interval_s
-                logger.info("could not renew a hand-off of %s, trying again: %s", self.hand_off.worker_id, error)
+
+async def _renew(hand_off: HandOff, puller: TransferPuller) -> None:
+    """As ``PullClaim`` says. It does not know its claim: the end of a cancelled task would keep both."""
+    interval_s = max(hand_off.time_to_live.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
+    retry_interval_s = interval_s / 3
+    timeout_s = min(retry_interval_s, puller.config.stall_timeout_s)
+    request = pb.PullRequest(renew=pb.PullRenew(ticket=ticket_to_pb(hand_off)))
+    pause_s = interval_s
+    while True:
+        await asyncio.sleep(pause_s)
+        try:
+            await puller.ask(hand_off, request, timeout_s)
+            pause_s = interval_s
+        except (HandOffNotFoundError, HandOffStateError, StaleEpochError) as error:
+            logger.debug("a hand-off of %s has ended: %s", hand_off.worker_id, error)
+            return  # its fetch will fail with the same error
+        except ServingError as error:
+            pause_s = retry_interval_s
+            logger.info("could not renew a hand-off of %s, trying again: %s", hand_off.worker_id, error)
 
 
 @dataclass(frozen=True)
