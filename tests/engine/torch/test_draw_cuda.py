@@ -38,6 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+free_size_bytes = pytest.importorskip("quartet.engine.torch.graphs", reason="Triton is not installed").free_size_bytes
 draw = pytest.importorskip("quartet.engine.torch.kernels.draw", reason="Triton is not installed")
 device_sampler = pytest.importorskip("quartet.engine.torch.device_sampler")
 if TYPE_CHECKING:
@@ -246,6 +247,21 @@ def test_steps_launched_before_any_token_is_read_give_the_tokens_of_the_cpu(by_g
         assert found.logprobs.top_token_ids == wanted.logprobs.top_token_ids
         assert found.logprobs.logprob == pytest.approx(wanted.logprobs.logprob, abs=1e-5)
         assert found.logprobs.top_logprobs == pytest.approx(wanted.logprobs.top_logprobs, abs=1e-5)
+
+
+def test_graphs_take_the_memory_that_was_measured() -> None:
+    device, max_rows, vocab_size = torch.device("cuda:0"), 64, 151_936
+    sampler = device_sampler.DeviceSampler(device, vocab_size)
+    place = torch.zeros((max_rows, vocab_size), dtype=torch.bfloat16, device=device)
+    sampler.warm_up(place)
+    of_steps = draw.scratch_size_bytes(max_rows, vocab_size)
+    size_bytes = sampler.graphs_size_bytes(place, max_rows) + of_steps
+    before = free_size_bytes(device)
+    sampler.expect(place, max_rows)
+    taken = before - free_size_bytes(device)
+    print(f"\nmeasured {size_bytes >> 20} MiB, {of_steps >> 20} of them as without graphs; taken {taken >> 20}")
+    assert sampler._graphs is not None
+    assert place.nbytes < taken <= size_bytes + (32 << 20)
 
 
 @pytest.mark.parametrize(("dtype", "sampler"), [("bfloat16", device_sampler.DeviceSampler), ("float64", Sampler)])
