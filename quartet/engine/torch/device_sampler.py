@@ -105,6 +105,17 @@ class DeviceSampler:
             return
         self._graphs = graphs
 
+    def graphs_size_bytes(self, logits: torch.Tensor, max_num_seqs: int) -> int:
+        """Device memory that ``expect`` will take besides what ``size_bytes`` counts, from logits of the same shape."""
+        try:
+            size_bytes = DrawGraphs.measure_size_bytes(logits, max_num_seqs)
+        except Exception:  # noqa: BLE001  # expect will find the same, and say it
+            _LOG.debug("CUDA graphs that draw can't be measured", exc_info=True)
+            return 0
+        # If no step has more rows than graphs do, all are drawn in the graphs' memory.
+        has_all = max_num_seqs <= len(logits)
+        return max(0, size_bytes - has_all * scratch_size_bytes(max_num_seqs, self._requests.vocab_size))
+
     def size_bytes(self, num_rows: int) -> int:
         """Device memory that so many requests and their steps take at most, but for log probabilities.
 

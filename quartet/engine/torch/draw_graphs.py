@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quartet.engine.torch.graphs import batch_sizes, capture, give_up, stopping
+from quartet.engine.torch.graphs import batch_sizes, capture, free_size_bytes, give_up, stopping
 from quartet.engine.torch.kernels.draw import NUM_FIELDS, ROW, Scratch, Searches, launch_draw
 
 _LOG = logging.getLogger(__name__)
@@ -49,6 +49,19 @@ class DrawGraphs:
         self._token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         self.scratch = Scratch.up_to(num_rows, self.max_rows, vocab_size, logits.device)
         self._graphs: dict[tuple[int, Searches], torch.cuda.CUDAGraph] = {}
+
+    @classmethod
+    def measure_size_bytes(cls, logits: torch.Tensor, max_rows: int) -> int:
+        """Device memory that these graphs take, found by capturing them; raises as ``capture``.
+
+        Arguments as for the constructor. There are no graphs afterwards.
+        """
+        # First of all what is loaded and kept whether there are graphs or not, such as kernels.
+        cls(logits, max_rows).capture()
+        free = free_size_bytes(logits.device)
+        graphs = cls(logits, max_rows)
+        graphs.capture()
+        return free - free_size_bytes(logits.device)
 
     def capture(self) -> None:
         """Capture all of them.

@@ -95,10 +95,10 @@ class DecodeGraphs:
         with stopping(self._builder.device):
             for splits in self._kinds(largest):
                 self._compute(self._step(largest, splits))
-        free = [self._free_size_bytes()]
+        free = [free_size_bytes(self._builder.device)]
         for sizes in ([largest], rest[:1]):
             self._capture(sizes)
-            free.append(self._free_size_bytes())
+            free.append(free_size_bytes(self._builder.device))
         self.clear()
         return free[0] - free[1] + max(0, free[1] - free[2]) * len(rest)
 
@@ -172,11 +172,6 @@ class DecodeGraphs:
         into = self._logits[:size]
         return capture(lambda: into.copy_(self._compute(step)), self._memory)
 
-    def _free_size_bytes(self) -> int:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self._builder.device)
-        return free
-
     def _step(self, size: int, splits: int) -> KernelStep:
         """The step that a graph repeats: on the inputs that ``run`` overwrites, of rows that are no sequences."""
         arrays = _padded(NO_INPUTS, size)
@@ -219,6 +214,13 @@ def give_up(memory: Any, device: torch.device) -> None:
         # PyTorch's allocator does not notice that a capture failed, and would put off frees until its end.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device.index, memory)
+
+
+def free_size_bytes(device: torch.device) -> int:
+    """What is free on the device, with what PyTorch keeps of it for later."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 @contextmanager

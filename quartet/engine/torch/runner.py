@@ -192,7 +192,13 @@ class TorchRunner:
         bounds = kernels.graph_bounds(config, self.max_model_len)
         if config.num_blocks is None:
             # A graph knows its pool's address. These only show how much memory the real ones will take.
-            pool = self._resize(config, pool, 0 if bounds is None else kernels.graphs_size_bytes(bounds))
+            reserved_size_bytes = 0
+            if bounds is not None:
+                logits = expected.new_empty(bounds.max_batch_size, self.vocab_size)
+                reserved_size_bytes = kernels.graphs_size_bytes(bounds)
+                reserved_size_bytes += self._sampler.graphs_size_bytes(logits, config.max_num_seqs)
+                del logits
+            pool = self._resize(config, pool, reserved_size_bytes)
             kernels = kernels.over(pool)
         if bounds is not None:
             kernels.capture(bounds)

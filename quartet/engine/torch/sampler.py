@@ -93,6 +93,10 @@ class Sampler:
     def expect(self, _logits: torch.Tensor, _max_num_seqs: int) -> None:
         """As ``DeviceSampler.expect``; here it makes no difference."""
 
+    def graphs_size_bytes(self, _logits: torch.Tensor, _max_num_seqs: int) -> int:
+        """As ``DeviceSampler.graphs_size_bytes``; 0: there are no graphs."""
+        return 0
+
     def size_bytes(self, _num_rows: int) -> int:
         """As ``DeviceSampler.size_bytes``; 0, as a pool that shares a GPU's memory is sampled from by that one."""
         return 0

@@ -113,6 +113,15 @@ class SeeingOracle:
             )
         return self._known[key]
 
+    def logits(self, prompt: SeeingPrompt, token_ids: Sequence[int]) -> torch.Tensor:
+        """``[len(token_ids), V]``: what each of these tokens is chosen by, after the prompt and those before it."""
+        embeddings = self.model.get_input_embeddings()(torch.tensor([[*prompt.token_ids, *token_ids]]))
+        with torch.no_grad():
+            for span, picture in zip(prompt.media, prompt.pictures, strict=True):
+                embeddings[0, span.first_position : span.first_position + span.num_tokens] = self.features(picture)
+            [logits] = self.model(inputs_embeds=embeddings).logits
+        return torch.as_tensor(logits[len(prompt.token_ids) - 1 : -1])
+
     def check(self, prompt: SeeingPrompt, outcome: Outcome, num_tokens: int) -> None:
         """The engine's tokens and log probabilities are those of ``generate``: another picture would give others."""
         expected = self.generate(prompt, num_tokens)

@@ -173,6 +173,35 @@ def test_where_nothing_can_be_captured_steps_launch_the_kernels(
     assert [token.token_id for token in tokens] == logits.argmin(-1).tolist()
 
 
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize(("max_num_seqs", "has_own"), [(7, True), (9, True), (10, False)])
+def test_the_memory_of_graphs_is_that_of_all_which_steps_would_not_take_without_them(
+    max_num_seqs: int, has_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[int] = []  # before each look at what is free
+    num_captured = 0
+
+    def capture_one(_run: object, _memory: object) -> None:
+        nonlocal num_captured
+        num_captured += 1
+
+    def look(_device: object) -> tuple[int, int]:
+        captured.append(num_captured)
+        return 10**9 - 10**6 * num_captured, 0
+
+    monkeypatch.setattr(draw_graphs, "capture", capture_one)
+    monkeypatch.setattr(draw_graphs, "launch_draw", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", look)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    sampler = device_sampler.DeviceSampler(CPU, VOCAB_SIZE)
+    size_bytes = sampler.graphs_size_bytes(torch.zeros(9, VOCAB_SIZE), max_num_seqs)
+    # All are captured once before: what is loaded for it stays.
+    assert captured == [num_captured // 2, num_captured] and num_captured > 0
+    of_steps = draw.scratch_size_bytes(max_num_seqs, VOCAB_SIZE) if has_own else 0
+    assert size_bytes == 10**6 * num_captured // 2 - of_steps
+    assert sampler._graphs is None
+
+
 @pytest.mark.usefixtures("by_interpreter")
 def test_log_probabilities_are_those_of_the_cpu() -> None:
     asked = [None, 0, 4, 1]

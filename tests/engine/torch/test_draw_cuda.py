@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,8 +20,17 @@ import torch
 
 from quartet.engine.runner import SampledToken
 from quartet.engine.torch import TorchEngineConfig, create_runner
-from quartet.engine.torch.sampler import DrawParameters, Sampler, gumbel_noise, noise_key, noise_state
+from quartet.engine.torch.sampler import (
+    DrawParameters,
+    LaunchedTokens,
+    Sampler,
+    gumbel_noise,
+    noise_key,
+    noise_state,
+)
 from quartet.engine.torch.sampler import draw as draw_on_the_cpu
+from tests.engine.torch import many_draws
+from tests.engine.torch.many_draws import NUM_STEPS, Batch, all_logits, draw_on_cpu
 from tests.engine.torch.test_device_sampler import VOCAB_SIZE, make_requests, step_logits
 
 pytestmark = [
@@ -26,6 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+free_size_bytes = pytest.importorskip("quartet.engine.torch.graphs", reason="Triton is not installed").free_size_bytes
 draw = pytest.importorskip("quartet.engine.torch.kernels.draw", reason="Triton is not installed")
 device_sampler = pytest.importorskip("quartet.engine.torch.device_sampler")
 if TYPE_CHECKING:
@@ -98,15 +111,92 @@ class Draws:
         return len(rows)
 
 
-def test_a_million_tokens_are_those_of_the_cpu_but_for_near_ties() -> None:
-    num_rows, vocab_size = 25_000, 307
-    generator = torch.Generator().manual_seed(1)
-    num_different = 0
-    for first in range(0, NUM_DRAWS, num_rows):
-        logits = torch.randn(num_rows, vocab_size, generator=generator) * 2
-        num_different += Draws(num_rows, first).check(logits)
-    print(f"\n{NUM_DRAWS} draws, {num_different} different, all of sums that differ by less than {NEAR_TIE}")
-    assert num_different <= NUM_DRAWS * 1e-5  # about as many have sums as near as that
+@dataclass
+class Count:
+    """How many tokens were the CPU's, and how many others had a sum as good; the rest of such a request is left out."""
+
+    num_equal: int = 0
+    num_near_ties: int = 0
+    different: list[tuple[object, ...]] = field(default_factory=list)
+
+    def compare(self, batch: Batch, drawn: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
+        for row, (ours, theirs) in enumerate(zip(zip(*drawn, strict=True), zip(*expected, strict=True), strict=True)):
+            num_same = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if len({*pair}) > 1), len(ours))
+            self.num_equal += num_same
+            if num_same < len(ours):
+                pair = (ours[num_same], theirs[num_same])
+                sums = batch.sums(row, theirs[:num_same], pair)
+                if abs(sums[0] - sums[1]) < NEAR_TIE:
+                    self.num_near_ties += 1
+                else:
+                    self.different.append((batch, row, num_same, pair, sums))
+
+
+def draw_by_graphs(
+    batch: Batch, sampler: device_sampler.DeviceSampler, place: torch.Tensor
+) -> list[list[SampledToken]]:
+    """The tokens of each step; as in an engine, a step is launched before the tokens of the one before are read."""
+    requests, steps = batch.requests(), []
+    logits = all_logits(batch.num_rows, batch.dtype).to(place.device)
+    in_flight: LaunchedTokens | None = None
+    for step in range(NUM_STEPS):
+        place[: batch.num_rows] = logits[step % len(logits)]
+        launched = sampler.launch(place[: batch.num_rows], requests)
+        for request in requests:
+            request.seq.append_unread()
+        if in_flight is not None:
+            steps.append(in_flight.read())
+        in_flight = launched
+    assert in_flight is not None
+    return [*steps, in_flight.read()]
+
+
+def check_logprobs(drawn: Sequence[SampledToken], expected: Sequence[SampledToken]) -> None:
+    """Of a step's rows; tokens in bfloat16 often have the same, and no order then."""
+    for found, wanted in zip(drawn, expected, strict=True):
+        if found.logprobs is None or wanted.logprobs is None:
+            assert found.logprobs is wanted.logprobs
+        elif found.token_id == wanted.token_id:
+            ours = [found.logprobs.logprob, *found.logprobs.top_logprobs]
+            assert ours == pytest.approx([wanted.logprobs.logprob, *wanted.logprobs.top_logprobs], abs=1e-4)
+
+
+def test_a_million_tokens_by_graphs_with_all_rules_are_those_of_the_cpu_but_for_near_ties() -> None:
+    # Each row is shared by 3 programs, and by 7.
+    parts = [(250, torch.float32, 27), (100, torch.bfloat16, 34)]
+    batches = [Batch(number, rows, dtype) for rows, dtype, count in parts for number in range(count)]
+    assert sum(batch.num_draws for batch in batches) > NUM_DRAWS
+    num_launched = 0
+
+    def launch(*arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_launched
+        num_launched += 1
+        return draw.draw_tokens(*arguments, **options)
+
+    count, device = Count(), torch.device("cuda:0")
+    with ProcessPoolExecutor(
+        min(16, os.cpu_count() or 1), get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as processes:
+        on_the_cpu = processes.map(draw_on_cpu, batches)
+        for num_rows, dtype, num_batches in parts:
+            sampler = device_sampler.DeviceSampler(device, many_draws.VOCAB_SIZE, launch)
+            place = torch.zeros((256, many_draws.VOCAB_SIZE), dtype=dtype, device=device)
+            sampler.warm_up(place)
+            sampler.expect(place, 256)
+            for number in range(num_batches):
+                batch = Batch(number, num_rows, dtype)
+                drawn, expected = draw_by_graphs(batch, sampler, place), next(on_the_cpu)
+                count.compare(batch, [_ids(step) for step in drawn], [_ids(step) for step in expected])
+                for ours, theirs in zip(drawn, expected, strict=True):
+                    check_logprobs(ours, theirs)
+    assert num_launched == len(parts), "graphs draw all but what warms up"
+    print(
+        f"\n{count.num_equal} equal, {count.num_near_ties} other ones whose sum differs by less than {NEAR_TIE}, "
+        f"{len(count.different)} different"
+    )
+    assert not count.different
+    assert count.num_near_ties <= NUM_DRAWS * 1e-5  # about as many have sums as near as that
+    assert count.num_equal >= NUM_DRAWS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -157,6 +247,21 @@ def test_steps_launched_before_any_token_is_read_give_the_tokens_of_the_cpu(by_g
         assert found.logprobs.top_token_ids == wanted.logprobs.top_token_ids
         assert found.logprobs.logprob == pytest.approx(wanted.logprobs.logprob, abs=1e-5)
         assert found.logprobs.top_logprobs == pytest.approx(wanted.logprobs.top_logprobs, abs=1e-5)
+
+
+def test_graphs_take_the_memory_that_was_measured() -> None:
+    device, max_rows, vocab_size = torch.device("cuda:0"), 64, 151_936
+    sampler = device_sampler.DeviceSampler(device, vocab_size)
+    place = torch.zeros((max_rows, vocab_size), dtype=torch.bfloat16, device=device)
+    sampler.warm_up(place)
+    of_steps = draw.scratch_size_bytes(max_rows, vocab_size)
+    size_bytes = sampler.graphs_size_bytes(place, max_rows) + of_steps
+    before = free_size_bytes(device)
+    sampler.expect(place, max_rows)
+    taken = before - free_size_bytes(device)
+    print(f"\nmeasured {size_bytes >> 20} MiB, {of_steps >> 20} of them as without graphs; taken {taken >> 20}")
+    assert sampler._graphs is not None
+    assert place.nbytes < taken <= size_bytes + (32 << 20)
 
 
 @pytest.mark.parametrize(("dtype", "sampler"), [("bfloat16", device_sampler.DeviceSampler), ("float64", Sampler)])

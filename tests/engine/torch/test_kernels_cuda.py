@@ -20,12 +20,15 @@ from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.engine.torch.runner import TorchRunner
-from tests.engine.torch.checkpoints import FAMILIES, VOCAB_SIZE
-from tests.engine.torch.driving import run_all
+from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES, VOCAB_SIZE
+from tests.engine.torch.driving import Outcome, run_all
 from tests.engine.torch.oracle import Oracle
+from tests.engine.torch.seeing import Album, SeeingOracle
 from tests.engine.torch.test_attention_kernels import CASES, Heads, Pool, attend
+from tests.engine.torch.test_fuse import BY_HAND
 from tests.engine.torch.test_kernel_step import make_chunk
 from tests.engine.torch.test_oracle import NUM_TOKENS, greedy, ragged_prompts
+from tests.engine.torch.test_seeing_oracle import ragged_prompts as prompts_with_pictures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +36,7 @@ pytestmark = [
 ]
 
 attention = pytest.importorskip("quartet.engine.torch.kernels.attention", reason="Triton is not installed")
+gpu_decoder = pytest.importorskip("quartet.engine.torch.gpu_decoder", reason="Triton is not installed")
 if TYPE_CHECKING:
     from quartet.engine.torch.kernels import attention
 
@@ -41,6 +45,8 @@ Oracles = Callable[[str], Oracle]
 
 # Float32 leaves the exact tokens where two logits are this close.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+# Of logits and log probabilities after pictures; in float32, those of another picture are 20 times further away.
+SEEING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def load(model_path: Path, dtype: str = "float32", **settings: Any) -> TorchRunner:
@@ -62,17 +68,22 @@ def runs_graphs(runner: TorchRunner) -> bool:
 
 def generate(model_path: Path, requests: list[EngineRequest], **settings: Any) -> list[list[int]]:
     """Tokens of a whole engine, which has to run by kernels."""
+    outcomes = drive(load(model_path, **settings), lambda _engine: requests)
+    return [outcome.token_ids for outcome in outcomes]
 
-    async def run() -> list[list[int]]:
+
+def drive(runner: TorchRunner, requests_for: Callable[[StepEngine], list[EngineRequest]]) -> list[Outcome]:
+    """What comes of these requests in an engine on ``runner``, which has to run by kernels."""
+
+    async def run() -> list[Outcome]:
         bounds = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=64)
         engine = StepEngine(lambda: runner, bounds)
         try:
             await engine.start()
-            return [outcome.token_ids for outcome in await run_all(engine, requests)]
+            return await run_all(engine, requests_for(engine))
         finally:
             await engine.close()
 
-    runner = load(model_path, **settings)
     assert type(runner._forward).__name__ == "KernelForward"
     return asyncio.run(run())
 
@@ -123,6 +134,36 @@ def test_tokens_are_as_good_as_the_exact_ones(
             assert float(logits.max() - logits[token_id]) < TOLERANCE[dtype]
     print(f"{num_exact} of {len(prompts)} outputs are exactly the CPU's")
     assert dtype == "bfloat16" or num_exact >= len(prompts) - 2
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_after_pictures_are_as_good_as_the_exact_ones(
+    family: str, dtype: str, checkpoint: Checkpoints, seeing_oracle: Callable[[str], SeeingOracle]
+) -> None:
+    """In chunks that begin and end inside pictures, by kernels; decode steps after them by graphs."""
+    oracle = seeing_oracle(family)
+    prompts = prompts_with_pictures(oracle)
+    runner = load(checkpoint(family), dtype)
+    assert runs_graphs(runner)
+    _, _, _, text_family = SEEING_FAMILIES[family]
+    assert isinstance(runner._forward._compute, gpu_decoder.GpuDecoder) == (text_family in BY_HAND)
+
+    def requests_for(engine: StepEngine) -> list[EngineRequest]:
+        album = Album(oracle, engine)
+        return [album.request(prompt, NUM_TOKENS) for prompt in prompts]
+
+    num_exact = 0
+    for prompt, outcome in zip(prompts, drive(runner, requests_for), strict=True):
+        logits = oracle.logits(prompt, outcome.token_ids)
+        chosen = logits.gather(1, torch.tensor(outcome.token_ids)[:, None])[:, 0]
+        num_exact += outcome.token_ids == oracle.generate(prompt, NUM_TOKENS).token_ids
+        assert float((logits.amax(1) - chosen).max()) < SEEING_TOLERANCE[dtype]
+        exact = logits.log_softmax(1).gather(1, torch.tensor(outcome.token_ids)[:, None])[:, 0]
+        error = max(abs(item.logprob - float(one)) for item, one in zip(outcome.logprobs, exact, strict=True))
+        assert error < SEEING_TOLERANCE[dtype]
+    print(f"{num_exact} of {len(prompts)} outputs are exactly the CPU's")
+    assert dtype == "bfloat16" or num_exact >= len(prompts) - 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

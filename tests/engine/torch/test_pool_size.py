@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.engine.torch import runner as runner_module
-from quartet.engine.torch.pool import num_pool_blocks
+from quartet.engine.torch.pool import KvPool, num_pool_blocks
+from quartet.engine.torch.sampler import Sampler
 from quartet.errors import ConfigError, InvalidRequestError
 from quartet.kvcache.layout import KvLayout
 
@@ -54,6 +57,49 @@ def test_what_sampling_takes_is_no_part_of_what_is_shared(
     share = config(free_gpu_memory_fraction=0.5, max_num_seqs=7)
     runner._pool = runner._resize(share, runner._pool, 1000)
     assert (reserved, runner._pool.num_blocks) == ([1700], 2)
+    runner.close()
+
+
+def test_what_all_graphs_take_is_no_part_of_what_is_shared(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kernels:
+        """Computes nothing; graphs of decode steps take 1,000 bytes."""
+
+        repeated_logits = None
+
+        def graph_bounds(self, *_: object) -> SimpleNamespace:
+            return SimpleNamespace(max_batch_size=16)
+
+        def graphs_size_bytes(self, _bounds: object) -> int:
+            return 1000
+
+        def over(self, pool: KvPool) -> Kernels:
+            self.pool = pool
+            return self
+
+        def capture(self, _bounds: object) -> None:
+            pass
+
+    class DrawsByGraphs(Sampler):
+        def graphs_size_bytes(self, logits: torch.Tensor, max_num_seqs: int) -> int:
+            assert (logits.shape, logits.dtype) == ((16, runner.vocab_size), torch.float64)
+            return 10 * max_num_seqs
+
+    runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=1, dtype="float64"))
+    reserved: list[int] = []
+
+    def note(_config: TorchEngineConfig, _layout: KvLayout, *, reserved_size_bytes: int) -> int:
+        reserved.append(reserved_size_bytes)
+        return 2
+
+    monkeypatch.setattr(runner_module, "num_pool_blocks", note)
+    monkeypatch.setattr(runner, "_try_kernels", lambda *_: Kernels())
+    monkeypatch.setattr(runner, "_sampler", DrawsByGraphs())
+    share = config(free_gpu_memory_fraction=0.5, max_num_seqs=7)
+    forward: Any = runner._choose_forward(share, None, runner._pool, torch.zeros(3, 5, dtype=torch.float64))  # type: ignore[arg-type]
+    runner._pool = forward.pool
+    assert (reserved, runner._pool.num_blocks) == ([1070], 2)
     runner.close()
 
 
