@@ -9,8 +9,8 @@ ifeq ($(ENGINE),trtllm)
 export SITE_PACKAGES := 1
 EXTRAS :=
 endif
-# Half of a test's time is waiting; each process imports torch, though, which takes memory.
-JOBS ?= 2
+# Three keep two cores busy: tests wait now and then. Each imports torch, which takes memory and seconds of CPU.
+JOBS ?= 3
 # A file's tests share what it has started; tests/conftest.py says which files come first.
 # Compiled code is kept, whatever the environment says: pytest takes seconds to rewrite the assertions of all files.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

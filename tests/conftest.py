@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A shared machine stalls now and then; how long one example takes is not what these tests are about.
 # Each run draws its own examples, and runs are many: `pytest --hypothesis-profile=thorough` is one that draws most.
-hypothesis.settings.register_profile("quartet", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("quartet", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("quartet")
 

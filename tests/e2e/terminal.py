@@ -41,8 +41,14 @@ class Terminal:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
+        # To their ends: a pipe that is still open when the event loop closes could not be closed any more.
+        self._process.stdin.close()
+        await self._process.stdin.wait_closed()
+        await self._process.stdout.read()
         await self._process.wait()
 
     @property

@@ -38,7 +38,7 @@ def oracle() -> Iterator[Oracle]:
         yield oracle
 
 
-def start(directory: Path, name: str, python: Path | None) -> Up:
+def start(directory: Path, name: str, python: Path) -> Up:
     """``quartet up`` of a topology for laptops; processes other than its workers never look for the package."""
     choices = ("--engine", "trtllm", "--model", str(tiny.CHECKPOINT), "--router-port", "0")
     stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}")
@@ -55,7 +55,7 @@ async def test_greedy_ids_of_text_are_those_of_transformers(
     name: str, tmp_path: Path, oracle: Oracle, fork_server: ForkServer
 ) -> None:
     expected = [oracle.generate(prompt, NUM_TOKENS) for prompt in PROMPTS]
-    async with start(tmp_path, name, None if name == "agg" else fork_server.python) as up:
+    async with start(tmp_path, name, fork_server.python) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             assert {worker.record.worker_id for worker in await client.list_workers()} == WORKERS[name]

@@ -103,11 +103,14 @@ class Up:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        assert self._process.stdout is not None
         for pid in self.processes():
             with suppress(ProcessLookupError):  # children end with their parent
                 os.kill(pid, signal.SIGKILL)
-        await self._process.wait()
+        # To its end: a pipe that is still open when the event loop closes could not be closed any more.
+        await self._process.stdout.read()
         await self._reading
+        await self._process.wait()
 
     @property
     def log(self) -> str:

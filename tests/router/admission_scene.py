@@ -78,8 +78,14 @@ class AdmissionScene:
         return {name: count for name, count in counts.items() if count}
 
     async def settle(self) -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
+        """Turn the event loop until what is due has run, and the queue rests no more from what computed for long."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(TIMEOUT_S):
+            num_quiet_turns = 0
+            while num_quiet_turns < 20:
+                await asyncio.sleep(0)
+                is_quiet = self.admission._due_pump is None and self.admission._rests_until <= loop.time()
+                num_quiet_turns = num_quiet_turns + 1 if is_quiet else 0
 
     async def release(self, task: asyncio.Task[Reservation]) -> None:
         (await self.result(task)).release()
