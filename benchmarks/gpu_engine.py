@@ -1,9 +1,9 @@
 """The embedded engine on a GPU: tokens a second of batches, what sampling and the whole stack cost, and how it starts.
 
 Rows: ``one``, ``many``, ``large`` and ``prefill`` are batches of requests that are submitted at once, ``sampled`` is
-``many`` with sampling over the same without, ``sampler`` is what sampling takes of a step, by itself, ``start`` is from
-when the weights are loaded until the engine is ready, and ``stack`` is streams through Router, Prefill and Decode over
-the same streams in the engine alone.
+``many`` with sampling over the same without, ``sampler`` is what sampling takes of a step, by itself, ``chunk`` is what
+attention takes of a prompt's chunk, in two ways, ``start`` is from when the weights are loaded until the engine is
+ready, and ``stack`` is streams through Router, Prefill and Decode over the same streams in the engine alone.
 
 Weights are random (``engine.load_format``), in the shape of Qwen3-8B; the shape ``tiny`` with ``--device cpu`` shows in
 seconds that all of it works. Each row is written to the file as soon as it is measured, with its own command, commit
@@ -66,6 +66,7 @@ class Row(StrEnum):
     PREFILL = "prefill"
     SAMPLED = "sampled"
     SAMPLER = "sampler"
+    CHUNK = "chunk"
     START = "start"
     STACK = "stack"
 
@@ -100,6 +101,15 @@ class SamplerPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkPlan:
+    """A chunk of so many tokens after each of these numbers of tokens, ``num_runs`` times in each way."""
+
+    num_tokens: int
+    contexts: Sequence[int]
+    num_runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is measured with one shape of model.
 
@@ -114,6 +124,7 @@ class Plan:
     batches: Mapping[Row, BatchPlan]
     sampling: Mapping[str, float]
     sampler: SamplerPlan
+    chunk: ChunkPlan
     streams: StreamsPlan
     num_blocks: int
     num_stream_blocks: int
@@ -135,6 +146,7 @@ PLANS: Mapping[str, Plan] = {
         },
         sampling=_SAMPLING,
         sampler=SamplerPlan(num_rows=(1, 64, 256), num_steps=20),
+        chunk=ChunkPlan(num_tokens=2048, contexts=(0, 2048, 8192, 16384), num_runs=20),
         streams=StreamsPlan(num_streams=64, num_prompt_tokens=128, num_output_tokens=256, warm_up_s=4.0, window_s=10.0),
         num_blocks=20992,
         num_stream_blocks=4096,
@@ -151,6 +163,7 @@ PLANS: Mapping[str, Plan] = {
         },
         sampling=_SAMPLING,
         sampler=SamplerPlan(num_rows=(1, 2, 4), num_steps=2),
+        chunk=ChunkPlan(num_tokens=40, contexts=(0, 16, 50, 128), num_runs=2),
         streams=StreamsPlan(num_streams=4, num_prompt_tokens=16, num_output_tokens=16, warm_up_s=0.3, window_s=1.0),
         num_blocks=128,
         num_stream_blocks=128,
@@ -197,6 +210,13 @@ class SamplerRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkRow:
+    """The row ``chunk``: each is a ``gpu_chunk.ChunkCase``, of one context."""
+
+    cases: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartRow:
     """The row ``start``: seconds from loaded weights to ready, with nothing compiled before, and once more."""
 
@@ -214,7 +234,7 @@ class StackRow:
     ratio: float
 
 
-_Figures: TypeAlias = BatchRow | SampledRow | SamplerRow | StartRow | StackRow
+_Figures: TypeAlias = BatchRow | SampledRow | SamplerRow | ChunkRow | StartRow | StackRow
 
 
 def main() -> None:
@@ -280,6 +300,8 @@ class _Bench:
                 return await self._sampled()
             case Row.SAMPLER:
                 return await self._sampler()
+            case Row.CHUNK:
+                return await self._chunk()
             case Row.START:
                 return await self._start()
             case Row.STACK:
@@ -339,6 +361,35 @@ class _Bench:
                     f"{case['greedy_device_ms']:.3f}; host {case['host_ms']:.3f}"
                 )
         return SamplerRow(sampling=plan.sampling, cases=cases)
+
+    async def _chunk(self) -> ChunkRow:
+        plan, model, cases = self._plan.chunk, self._plan.model, []
+        layout = {
+            "dtype": model.dtype,
+            "num_layers": model.num_layers,
+            "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "block_size": _BLOCK_SIZE,
+        }
+        async with start_child(_SIDE) as child:
+            await child.read()
+            for context in plan.contexts:
+                order = {
+                    "do": "chunk",
+                    "device": self._devices[0],
+                    "num_heads": model.num_heads,
+                    "layout": layout,
+                    "num_tokens": plan.num_tokens,
+                    "context": context,
+                    "num_runs": plan.num_runs,
+                }
+                case = await child.ask(order, _BATCH_TIMEOUT_S)
+                cases.append(case)
+                self._line.say(
+                    f"chunk: {plan.num_tokens} tokens after {context}: {case['paged_us']:.0f} us; gathered first "
+                    f"{case['gathered_us']:.0f}, of which {case['gather_us']:.0f} to gather"
+                )
+        return ChunkRow(cases=cases)
 
     async def _start(self) -> StartRow:
         await self.close_engine()

@@ -19,6 +19,7 @@ import torch
 import uvloop
 
 from benchmarks.children import answer, orders
+from benchmarks.gpu_chunk import measure_chunk
 from benchmarks.gpu_sampler import measure_sampler
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
@@ -103,6 +104,10 @@ class _Side:
     async def sampler(self, **case: Any) -> Mapping[str, Any]:
         """What a step's sampling takes: ``case`` as ``measure_sampler`` has it. Takes no engine."""
         return asdict(measure_sampler(**case))
+
+    async def chunk(self, **case: Any) -> Mapping[str, Any]:
+        """What a layer's attention takes of a chunk: ``case`` as ``measure_chunk`` has it. Takes no engine."""
+        return asdict(measure_chunk(**case))
 
     async def close(self) -> None:
         """End the engine."""

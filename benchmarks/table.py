@@ -466,6 +466,17 @@ _GPU_ENGINE_FIGURES = (
             (4, "256 rows of flat", ""),
         )
     ),
+    *(
+        (
+            "chunk",
+            f"attention of a layer, 2,048 tokens after {context}, us (keys and values gathered for flash attention)",
+            f"{{cases[{number}][paged_us]:.0f}} ({{cases[{number}][gathered_us]:.0f}})",
+            "",
+            "",
+            "",
+        )
+        for number, context in enumerate(("0", "2,048", "8,192", "16,384"))
+    ),
     ("start", "from weights loaded to ready, kernels compiled before, s", "{warm_s:.1f}", "<= 15", "", ""),
     ("start", "with nothing compiled, s", "{cold_s:.1f}", "", "", ""),
     (
