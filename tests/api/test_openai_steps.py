@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.api.openai import steps as steps_module
@@ -40,7 +40,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=40, deadline=None)
 @given(_VALUES, st.booleans())
 def test_a_body_read_in_steps_is_what_the_parser_reads_at_once(value: Any, is_ascii: bool) -> None:
     body = json.dumps({"value": value}, ensure_ascii=is_ascii).encode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+
 import hypothesis.strategies as st
 
 from quartet.discovery.base import HostIdentity, Role, WorkerRecord
@@ -12,14 +14,18 @@ _PRINTABLE = st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"], include_c
 _TEXT = st.text(_PRINTABLE, max_size=20)
 _TEXTS = st.lists(_TEXT, max_size=4).map(tuple)
 _COUNT = st.integers(0, MAX_COUNT)
-_HOST = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}", fullmatch=True) | st.ip_addresses(v=6).map(lambda ip: f"[{ip}]")
+_LOWER, _ALL = string.ascii_lowercase + string.digits, string.ascii_letters + string.digits
+# As regular expressions, they take Hypothesis seconds to understand in each process.
+_NAME = st.builds(str.__add__, st.sampled_from(_LOWER), st.text(f"{_LOWER}.-", max_size=20))
+_WORKER_ID = st.builds(str.__add__, st.sampled_from(_ALL), st.text(f"{_ALL}._-", max_size=20))
+_HOST = _NAME | st.ip_addresses(v=6).map(lambda ip: f"[{ip}]")
 _ADDRESS = st.builds("{}:{}".format, _HOST, st.integers(1, 2**16 - 1))
 
 
 def worker_records(**changes: st.SearchStrategy[object]) -> st.SearchStrategy[WorkerRecord]:
     """Records with the fields in ``changes`` drawn from these instead."""
     fields: dict[str, st.SearchStrategy[object]] = {
-        "worker_id": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+        "worker_id": _WORKER_ID,
         "role": st.sampled_from(Role),
         "epoch": st.integers(0, 2**64 - 1),
         "grpc_address": _ADDRESS,

@@ -128,7 +128,8 @@ def check_same(one: Completion, other: Completion) -> None:
 async def test_answers_are_the_same_on_every_path(paths_stack: Stack, router: str) -> None:
     async with QuartetClient(paths_stack.processes[router].grpc_address) as client:
         for name in ROUTED_ASKS[router]:
-            by_path = {path: await client.complete(PROMPT, path=path, **ASKS[name]) for path in RequestPath}
+            asked = (client.complete(PROMPT, path=path, **ASKS[name]) for path in RequestPath)
+            by_path = dict(zip(RequestPath, await asyncio.gather(*asked), strict=True))
             generated = by_path[RequestPath.GENERATE]
             for path, completion in by_path.items():
                 try:
@@ -173,7 +174,7 @@ async def test_conversations_and_stop_strings_are_the_same_on_every_path(client:
     for stop in ([text[0]], [text[9:13]], [text[9:12] + "\0", text[10:12]], ["\0"]):
         for include in (False, True):
             ask: GenerateFields = {**chat, "stop": stop, "include_stop_string": include}
-            answers = [await client.complete(path=path, **ask) for path in RequestPath]
+            answers = await asyncio.gather(*(client.complete(path=path, **ask) for path in RequestPath))
             for answer in answers:
                 check_same(answer, answers[0])
             has_stopped = stop != ["\0"]

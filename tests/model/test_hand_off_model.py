@@ -48,7 +48,7 @@ def test_a_source_that_lets_two_takers_pull_is_found() -> None:
         return begin(offers, ticket, pieces, now=now)  # type: ignore[arg-type]
 
     with mock.patch.object(Offers, "begin", begin_again):
-        [(problem, trace)] = explore(1, [Scenario.PLACED]).broken
+        [(problem, trace)] = explore(1, [Scenario.PLACED], one_in=4).broken
     assert problem == "2 streams pull one hand-off of prefill-0"
     assert any("** somebody repeats begin" in line for line in trace)
 

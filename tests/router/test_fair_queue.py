@@ -351,4 +351,4 @@ def _own(entry: Waiter) -> tuple[int, int]:
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=40, stateful_step_count=25)
+TestQueueMachine.settings = settings(stateful_step_count=25)

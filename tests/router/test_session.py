@@ -139,7 +139,7 @@ async def test_a_reader_that_stops_loses_only_what_it_does_not_read_and_all_is_f
         async with grpc.aio.insecure_channel(system.address, options) as channel:
             stopped, other = SessionReader(Stub(channel)), SessionReader(stub)
             wordy = make_start(sampling=types_pb2.Sampling(max_tokens=150), output=types_pb2.OutputOptions(logprobs=20))
-            for slot in range(100):  # more than windows and sockets hold
+            for slot in range(50):  # more than windows and sockets hold
                 await stopped.start(slot, wordy)
             await system.wait_idle()  # no caller waited for it
             await other.start(0, make_start())

@@ -119,7 +119,7 @@ PUTS = st.lists(
 
 
 @given(puts=PUTS, alternatives=st.none() | st.integers(0, 20))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_tokens_arrive_whole_in_order_before_the_end_in_messages_of_at_most_one_mib(
     puts: list[tuple[int, int, bool, bool]], alternatives: int | None
 ) -> None:

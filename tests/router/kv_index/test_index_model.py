@@ -177,4 +177,4 @@ def reaches(match: Match) -> Iterator[int]:
 
 
 TestPrefixIndex = IndexMachine.TestCase
-TestPrefixIndex.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPrefixIndex.settings = settings(stateful_step_count=30)
