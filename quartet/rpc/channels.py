@@ -63,11 +63,14 @@ def create_channel(address: str, tls: TlsConfig | None, *, is_bulk: bool = False
     Raises:
         ConfigError: a file of ``tls`` can't be used; names the setting.
     """
-    return _open_ours(address, tls, None if tls is None else channel_credentials(tls), is_bulk=is_bulk)
+    return open_channel(address, None if tls is None else channel_credentials(tls), _our_options(tls, is_bulk=is_bulk))
 
 
 class Dialer:
-    """Opens channels as ``create_channel`` does, for as long as a process runs.
+    """Opens channels as ``create_channel`` does, for as long as a process runs, each with a connection of its own.
+
+    gRPC lets equal channels of a process share a connection, and the pause after a failed try. A new channel must
+    connect at its first call, whatever became of those to processes that served at its address before.
 
     The files of ``tls`` are read again for each channel, so renewed certificates count. While a file is missing or half
     written, the last good ones are used, and the log says so: it must end no task that meets a new worker just then.
@@ -85,12 +88,11 @@ class Dialer:
                 self._credentials = channel_credentials(self._tls)
             except ConfigError as error:
                 logger.warning("dialling %s with the certificates of before: %s", address, error)
-        return _open_ours(address, self._tls, self._credentials, is_bulk=is_bulk)
+        options = {**_our_options(self._tls, is_bulk=is_bulk), "grpc.use_local_subchannel_pool": 1}
+        return open_channel(address, self._credentials, options)
 
 
-def _open_ours(
-    address: str, tls: TlsConfig | None, credentials: grpc.ChannelCredentials | None, *, is_bulk: bool
-) -> grpc.aio.Channel:
+def _our_options(tls: TlsConfig | None, *, is_bulk: bool) -> dict[str, int | str]:
     options: dict[str, int | str] = {}
     if not is_bulk:
         # By default a stream's window grows to megabytes: seconds of tokens, each in a message of its own. While they
@@ -99,7 +101,7 @@ def _open_ours(
         options["grpc.http2.lookahead_bytes"] = _WINDOW_BYTES
     if tls is not None and tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = tls.server_name
-    return open_channel(address, credentials, options)
+    return options
 
 
 def open_channel(

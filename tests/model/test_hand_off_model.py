@@ -8,7 +8,7 @@ import pytest
 
 from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.hand_off import HandOffState, Offer, Offers
-from quartet.transfer.grpc.puller import PullClaim
+from quartet.transfer.grpc import puller
 from tests.engine.fakes import FakeRunner
 from tests.engine.launching import LaunchingRunner
 from tests.model.hand_off import MakeRunner, Scenario, explore
@@ -22,10 +22,10 @@ def test_a_disturbance_at_any_moment_breaks_no_promise(make_runner: MakeRunner, 
 
 
 def test_a_hand_off_that_is_never_renewed_is_found() -> None:
-    async def never(_claim: PullClaim) -> None:
+    async def never(_hand_off: object, _puller: object) -> None:
         return
 
-    with mock.patch.object(PullClaim, "_renew", never):
+    with mock.patch.object(puller, "_renew", never):
         [(problem, trace)] = explore(0).broken
     assert "expired" in problem
     assert any("Prefill outputs" in line for line in trace)

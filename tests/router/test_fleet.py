@@ -24,6 +24,7 @@ from quartet.errors import ServingError, WorkerReplacedError, WorkerUnavailableE
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher
 from quartet.events.wire import LOAD_TOPIC
+from quartet.rpc import channels
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import ServerConfig
 from quartet.streams.client import DecodeClient
@@ -348,6 +349,36 @@ async def test_an_id_that_moves_to_another_role_is_a_change_and_takes_no_blocks_
         await discovery.close()
         await watching
         await fleet.close()
+
+
+async def test_a_worker_that_starts_again_at_its_address_joins_though_its_last_life_refused_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="router.fleet")
+    for name in ("initial", "max"):  # a channel that has failed to connect tries again long after this test
+        monkeypatch.setitem(channels._OPTIONS, f"grpc.{name}_reconnect_backoff_ms", 3_600_000)
+    store, address = MemoryStore(), f"127.0.0.1:{free_port()}"
+    discovery, table = MemoryRegistry(store), WorkerTable("router-a", heartbeat_timeout_s=30)
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None)
+    running = [asyncio.create_task(fleet.watch(discovery.watch())), asyncio.create_task(fleet.tend())]
+    try:
+        for epoch in (1, 2, 3):
+            record = make_record(epoch=epoch, grpc_address=address, events_address="")
+            caplog.clear()
+            async with serving(FakeWorker(record), {}, address):
+                store.put("default", record.key, to_json(record))
+                await until(partial(has_joined, table, record))
+            await until(lambda: "does not answer" in caplog.text)
+    finally:
+        running[1].cancel()
+        await discovery.close()
+        await asyncio.wait(running)
+        await fleet.close()
+
+
+def has_joined(table: WorkerTable, record: WorkerRecord) -> bool:
+    is_known = record in [status.record for status in table.statuses(0)]
+    return is_known and table.has_joined(record.key)
 
 
 def list_keys(table: WorkerTable) -> list[WorkerKey]:

@@ -49,12 +49,12 @@ class FakeWorker:
 
 @asynccontextmanager
 async def serving(
-    worker: FakeWorker, files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]]
+    worker: FakeWorker, files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]], address: str = "127.0.0.1:0"
 ) -> AsyncIterator[str]:
     """``host:port`` of a server of ``worker``, which gives ``files``."""
     servicer = WorkerServicer(files if callable(files) else lambda: files)
     servicer.serve(worker)
-    server = RpcServer(ServerConfig(), [worker_service(servicer)])
+    server = RpcServer(ServerConfig(address=address), [worker_service(servicer)])
     port = await server.start()
     try:
         yield f"127.0.0.1:{port}"

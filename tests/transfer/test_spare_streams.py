@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from quartet.kvcache.hand_off import HandOffState
 from quartet.transfer.base import PieceCopy
-from quartet.transfer.grpc.streams import PullStream, SpareStreams
+from quartet.transfer.grpc.streams import PullStream, SourceLife, SpareStreams
 from tests.garbage import garbage
 from tests.transfer.workers import (
     CONFIG,
+    EPOCH,
     Ended,
     PullerWorker,
     SourceWorker,
@@ -73,22 +74,22 @@ async def test_a_stream_that_ended_is_no_spare_any_more() -> None:
     opened: list[PullStream] = []
     async with source_worker() as source, open_channel(source.address) as channel:
 
-        def open_stream(_address: str, _max_idle_s: float) -> PullStream:
+        def open_stream(_source: SourceLife, _max_idle_s: float) -> PullStream:
             opened.append(PullStream(channel, timeout_s=10, stall_timeout_s=10))
             return opened[-1]
 
-        spares = SpareStreams(open_stream)
-        spares.prepare(source.address, 10)
-        spares.prepare(source.address, 10)
+        spares, life = SpareStreams(open_stream), SourceLife(source.address, EPOCH)
+        spares.prepare(life, 10)
+        spares.prepare(life, 10)
         assert len(opened) == 1
         await until(lambda: source.server.num_active_calls == 1)
         await source.server.drain(0.0)
         await until(lambda: not opened[0].is_open)
-        assert spares.take(source.address) is None
-        spares.prepare(source.address, 10)
+        assert spares.take(life) is None
+        spares.prepare(life, 10)
         assert len(opened) == 2
         spares.close()
-        assert spares.take(source.address) is None
+        assert spares.take(life) is None
 
 
 async def test_a_claim_that_was_fetched_is_freed_at_once() -> None:

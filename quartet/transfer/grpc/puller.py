@@ -49,7 +49,7 @@ from quartet.transfer.grpc.messages import (
     keep_freed_memory,
     ticket_to_pb,
 )
-from quartet.transfer.grpc.streams import PeerChannels, PullStream, SpareStreams
+from quartet.transfer.grpc.streams import PeerChannels, PullStream, SourceLife, SpareStreams
 from quartet.transfer.life_line import LentPool, PoolOwner
 from quartet.transfer.reader import PoolInputs, PoolReader, pool_inputs
 from quartet.transfer.runs import Offsets, merge_runs
@@ -91,7 +91,7 @@ class TransferPuller:
         """Open nothing yet.
 
         Args:
-            channel_factory: makes a channel to a peer's ``host:port``; closed here.
+            channel_factory: makes a channel to a peer's ``host:port``, as ``Dialer.open`` does; closed here.
             host: where this worker runs.
             config: ways and bounds.
             on_fetch: called after each fetch that went well.
@@ -161,8 +161,9 @@ class TransferPuller:
             host=self._host,
             config=self.config,
         )
-        with self._channels.use(hand_off.address):
-            stream, way = await self._run(fetch, hand_off.address)
+        source = SourceLife.of(hand_off)
+        with self._channels.use(source):
+            stream, way = await self._run(fetch, source)
             ending = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
             self._endings.add(ending)
             ending.add_done_callback(report_failure)
@@ -176,16 +177,16 @@ class TransferPuller:
 
     async def ask(self, hand_off: HandOff, request: pb.PullRequest, timeout_s: float) -> None:
         """Send one message on a stream of its own and wait for the answer. Raises ``ServingError``."""
-        with self._channels.use(hand_off.address) as channel:
+        with self._channels.use(SourceLife.of(hand_off)) as channel:
             stream = PullStream(channel, timeout_s=timeout_s, stall_timeout_s=timeout_s)
             try:
                 await stream.ask(request)
             finally:
                 stream.cancel()
 
-    async def _run(self, fetch: _Fetch, address: str) -> tuple[PullStream, TransferWay]:
+    async def _run(self, fetch: _Fetch, source: SourceLife) -> tuple[PullStream, TransferWay]:
         """Run ``fetch``, again where gRPC hid the source's answer. Returns its open stream and the way taken."""
-        stream = self._spares.take(address) or self._open(address)
+        stream = self._spares.take(source) or self._open(source)
         num_hidden = 0
         while True:
             try:
@@ -195,15 +196,15 @@ class TransferPuller:
                 num_hidden += 1
                 if not isinstance(error, HiddenStatusError) or num_hidden > _MAX_HIDDEN:
                     raise
-            stream = self._open(address)
+            stream = self._open(source)
 
     def _prepare_stream(self, hand_off: HandOff) -> None:
         """Have a stream ready for ``hand_off``, or the next one of its source."""
         # The source ends a stream that is silent for a time to live; ours is given up well before.
-        self._spares.prepare(hand_off.address, hand_off.time_to_live.total_seconds() / 3)
+        self._spares.prepare(SourceLife.of(hand_off), hand_off.time_to_live.total_seconds() / 3)
 
-    def _open(self, address: str, max_idle_s: float = 0.0) -> PullStream:
-        with self._channels.use(address) as channel:
+    def _open(self, source: SourceLife, max_idle_s: float = 0.0) -> PullStream:
+        with self._channels.use(source) as channel:
             return PullStream(
                 channel,
                 timeout_s=max_idle_s + self.config.max_pull_s,

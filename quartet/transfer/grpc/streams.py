@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from quartet.errors import ServingError, TransferError, TransferTimeoutError
+from quartet.kvcache.layout import HandOff
 from quartet.rpc.errors import from_pull_error
 from quartet.transfer.grpc.messages import PiecePart, PullMessage, open_pull
 from quartet.v1 import transfer_pb2 as pb
@@ -24,6 +25,19 @@ _END_TIMEOUT_S = 0.5
 
 #: Unused channels that are kept. A peer that comes back on another port would otherwise leave one behind each time.
 _MAX_IDLE = 64
+
+
+@dataclass(frozen=True)
+class SourceLife:
+    """One epoch of a source, and the ``host:port`` at which it serves; other epochs may have served there before."""
+
+    address: str
+    epoch: int
+
+    @classmethod
+    def of(cls, hand_off: HandOff) -> SourceLife:
+        """The one that made ``hand_off``."""
+        return cls(hand_off.address, hand_off.epoch)
 
 
 class PullStream:
@@ -112,32 +126,32 @@ def _ignore_outcome(task: asyncio.Future[None]) -> None:
 
 
 class SpareStreams:
-    """One open Pull stream for each peer from which hand-offs came lately.
+    """One open Pull stream for each life of a source from which hand-offs came lately.
 
     A stream belongs to no hand-off before its `begin`. Opening one takes about as long as a question and its answer,
     half a millisecond of a fetch's two, so it is opened ahead. A source ends a stream that stays silent, so an unused
     spare is given up after a while.
     """
 
-    def __init__(self, open_stream: Callable[[str, float], PullStream]) -> None:
-        """Open nothing yet; ``open_stream(address, max_idle_s)`` opens one that is idle for so long at most."""
+    def __init__(self, open_stream: Callable[[SourceLife, float], PullStream]) -> None:
+        """Open nothing yet; ``open_stream(source, max_idle_s)`` opens one that is idle for so long at most."""
         self._open_stream = open_stream
-        self._spares: dict[str, _Spare] = {}
+        self._spares: dict[SourceLife, _Spare] = {}
 
-    def prepare(self, address: str, max_idle_s: float) -> None:
-        """Have a stream to ``address`` ready, for the next ``max_idle_s`` at most."""
-        spare = self._spares.get(address)
+    def prepare(self, source: SourceLife, max_idle_s: float) -> None:
+        """Have a stream to ``source`` ready, for the next ``max_idle_s`` at most."""
+        spare = self._spares.get(source)
         if spare is not None and spare.stream.is_open:
             return
         if spare is not None:
             spare.timer.cancel()
-        stream = self._open_stream(address, max_idle_s)
-        timer = asyncio.get_running_loop().call_later(max_idle_s, self._give_up, address)
-        self._spares[address] = _Spare(stream, timer)
+        stream = self._open_stream(source, max_idle_s)
+        timer = asyncio.get_running_loop().call_later(max_idle_s, self._give_up, source)
+        self._spares[source] = _Spare(stream, timer)
 
-    def take(self, address: str) -> PullStream | None:
-        """The stream to ``address``, which is the caller's from now on; ``None`` where there is none."""
-        spare = self._spares.pop(address, None)
+    def take(self, source: SourceLife) -> PullStream | None:
+        """The stream to ``source``, which is the caller's from now on; ``None`` where there is none."""
+        spare = self._spares.pop(source, None)
         if spare is None:
             return None
         spare.timer.cancel()
@@ -145,11 +159,11 @@ class SpareStreams:
 
     def close(self) -> None:
         """Give all of them up."""
-        for address in list(self._spares):
-            self._give_up(address)
+        for source in list(self._spares):
+            self._give_up(source)
 
-    def _give_up(self, address: str) -> None:
-        spare = self._spares.pop(address)
+    def _give_up(self, source: SourceLife) -> None:
+        spare = self._spares.pop(source)
         spare.timer.cancel()
         spare.stream.cancel()
 
@@ -161,36 +175,40 @@ class _Spare:
 
 
 class PeerChannels:
-    """One gRPC channel for each peer, shared by all its hand-offs; the longest unused is closed first."""
+    """One gRPC channel for each life of a source, shared by all its hand-offs; the longest unused is closed first.
+
+    A restarted source gets a new channel: that of its earlier life may be pausing after a failed try to connect, and
+    until it tries again every call on it fails with the old error.
+    """
 
     def __init__(self, factory: Callable[[str], grpc.aio.Channel]) -> None:
-        """Open nothing yet; ``factory`` makes a channel to ``host:port``."""
+        """Open nothing yet; ``factory`` makes a channel to ``host:port``, as ``Dialer.open`` does."""
         self._factory = factory
-        self._used: dict[str, _UsedChannel] = {}
-        self._idle: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._used: dict[SourceLife, _UsedChannel] = {}
+        self._idle: OrderedDict[SourceLife, grpc.aio.Channel] = OrderedDict()
         self._is_closed = False
         self._closing: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """The channel to ``address``, open for the length of the block.
+    def use(self, source: SourceLife) -> Iterator[grpc.aio.Channel]:
+        """The channel to ``source``, open for the length of the block.
 
         Raises:
             TransferError: the channels are closed.
         """
         if self._is_closed:
             raise TransferError("the puller is closed")
-        used = self._used.get(address)
+        used = self._used.get(source)
         if used is None:
-            channel = self._idle.pop(address, None) or self._factory(address)
-            used = self._used[address] = _UsedChannel(channel)
+            channel = self._idle.pop(source, None) or self._open(source)
+            used = self._used[source] = _UsedChannel(channel)
         used.num_users += 1
         try:
             yield used.channel
         finally:
             used.num_users -= 1
             if used.num_users == 0:
-                self._rest(address)
+                self._rest(source)
 
     async def close(self) -> None:
         """Close every channel; calls on them end."""
@@ -199,13 +217,23 @@ class PeerChannels:
         self._idle.clear()
         await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
 
-    def _rest(self, address: str) -> None:
-        self._idle[address] = self._used.pop(address).channel
+    def _open(self, source: SourceLife) -> grpc.aio.Channel:
+        # The last life's hand-offs may still be asked about, in turn with the new one's: its channel stays.
+        earlier = [life for life in self._idle if life.address == source.address]
+        for life in earlier[:-1]:
+            self._close(self._idle.pop(life))
+        return self._factory(source.address)
+
+    def _rest(self, source: SourceLife) -> None:
+        self._idle[source] = self._used.pop(source).channel
         if len(self._idle) > _MAX_IDLE:
-            _address, oldest = self._idle.popitem(last=False)
-            task = asyncio.create_task(oldest.close(), name="close-channel")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            _source, oldest = self._idle.popitem(last=False)
+            self._close(oldest)
+
+    def _close(self, channel: grpc.aio.Channel) -> None:
+        task = asyncio.create_task(channel.close(), name="close-channel")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 @dataclass
