@@ -21,7 +21,7 @@ LEASE_TTL_S = 2
 HEARTBEAT_TIMEOUT_S = 4.0
 # For what comes sooner unless the machine is very busy: blocks, for example, within a hand-off's time to live.
 WAIT_S = 90.0
-NUM_STREAMS = 10
+NUM_STREAMS = 16
 READY = router_pb2.WORKER_STATE_READY
 
 
@@ -70,7 +70,7 @@ async def client(chaos: Stack) -> AsyncIterator[QuartetClient]:
 
 
 def crowd_asks(name: str) -> list[Ask]:
-    return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 400), num_tokens=range(24, 33))
+    return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 400), num_tokens=range(32, 49))
 
 
 async def returned(stack: Stack, *names: str) -> None:
@@ -96,7 +96,7 @@ async def test_no_request_notices_that_a_decode_and_then_a_prefill_are_killed(
     await returned(whole, "prefill-0", "prefill-1", "decode-1")
 
     async with Crowd(client, without_prefill) as second:
-        await second.wait_for(lambda: len(second.at("prefill-0")) >= 3)
+        await second.wait_for(lambda: len(second.at("prefill-0")) >= 4)
         # Frozen first, so that work is surely in it when it is killed.
         whole.processes["prefill-0"].signal(signal.SIGSTOP)
         await second.wait_for(lambda: any(answer.token_ids for answer in second.answers))
@@ -186,7 +186,7 @@ async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_
 
 
 async def test_a_drained_decode_hands_on_what_it_does_not_end_and_leaves(whole: Stack, client: QuartetClient) -> None:
-    asks = mixed_asks("drain", 5, num_prompt_tokens=range(20, 60), num_tokens=range(120, 121))
+    asks = mixed_asks("drain", 8, num_prompt_tokens=range(20, 60), num_tokens=range(200, 201))
     async with Crowd(client, asks) as crowd:
         await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))
         assert crowd.at("decode-0") and crowd.at("decode-1")
