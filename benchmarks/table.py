@@ -433,7 +433,7 @@ def gpu_engine_tables(report: Report) -> str:
         ["figure", "measured", "wanted", "vLLM 0.25.1", "before"],
         [[what, _gpu_cell(rows, name, 1, form), *others] for name, what, form, *others in _GPU_ENGINE_FIGURES],
     )
-    return f"{figures}\n{_gpu_sources(rows)}"
+    return f"{figures}\n{_gpu_sources(rows, {1: 'one GPU', 2: 'two GPUs'})}"
 
 
 # The row, what the figure is, its form; what is wanted, vLLM's figure, and ours of before.
@@ -495,10 +495,8 @@ def _gpu_rows(report: Report) -> list[Row]:
     return [row for row in report["rows"] if row["shape"] == _GPU_SHAPE]
 
 
-def _gpu_sources(rows: Sequence[Row]) -> str:
-    return "".join(
-        f"- {row['row']}, {_GPU_FORMS[row['num_gpus']]} ({row['gpus'][0]}): {_describe(row)}" for row in rows
-    )
+def _gpu_sources(rows: Sequence[Row], forms: Mapping[int, str] = _GPU_FORMS) -> str:
+    return "".join(f"- {row['row']}, {forms[row['num_gpus']]} ({row['gpus'][0]}): {_describe(row)}" for row in rows)
 
 
 def _gpu_measured(rows: Sequence[Row], name: str, num_gpus: int) -> list[Row]:

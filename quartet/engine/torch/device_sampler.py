@@ -105,15 +105,19 @@ class DeviceSampler:
             return
         self._graphs = graphs
 
-    def graphs_size_bytes(self, logits: torch.Tensor, max_num_seqs: int) -> int:
-        """Device memory that ``expect`` will take besides what ``size_bytes`` counts, from logits of the same shape."""
+    def graphs_size_bytes(self, logits: torch.Tensor, num_rows: int, max_num_seqs: int) -> int:
+        """Device memory that ``expect`` will take besides what ``size_bytes`` counts.
+
+        From so many rows of logits that are like ``logits``, ``[*, V]``.
+        """
         try:
-            size_bytes = DrawGraphs.measure_size_bytes(logits, max_num_seqs)
+            place = logits.new_empty(num_rows, self._requests.vocab_size)
+            size_bytes = DrawGraphs.measure_size_bytes(place, max_num_seqs)
         except Exception:  # noqa: BLE001  # expect will find the same, and say it
             _LOG.debug("CUDA graphs that draw can't be measured", exc_info=True)
             return 0
         # If no step has more rows than graphs do, all are drawn in the graphs' memory.
-        has_all = max_num_seqs <= len(logits)
+        has_all = max_num_seqs <= num_rows
         return max(0, size_bytes - has_all * scratch_size_bytes(max_num_seqs, self._requests.vocab_size))
 
     def size_bytes(self, num_rows: int) -> int:

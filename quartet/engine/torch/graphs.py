@@ -100,7 +100,8 @@ class DecodeGraphs:
             self._capture(sizes)
             free.append(free_size_bytes(self._builder.device))
         self.clear()
-        return free[0] - free[1] + max(0, free[1] - free[2]) * len(rest)
+        # Another process may have freed some meanwhile.
+        return max(0, free[0] - free[1]) + max(0, free[1] - free[2]) * len(rest)
 
     @property
     def logits(self) -> torch.Tensor | None:
@@ -212,7 +213,7 @@ def give_up(memory: Any, device: torch.device) -> None:
     """Clean up after a capture into ``memory`` that failed; ``None``: none has begun."""
     if memory is not None:
         # PyTorch's allocator does not notice that a capture failed, and would put off frees until its end.
-        with suppress(RuntimeError):
+        with suppress(Exception):
             torch._C._cuda_endAllocateToPool(device.index, memory)
 
 

@@ -77,8 +77,8 @@ class KernelForward:
 
     def capture(self, bounds: GraphBounds) -> None:
         """Have decode steps run by graphs from now on, where that is possible; else warn."""
-        graphs = DecodeGraphs(self._builder, self._compute, bounds)
         try:
+            graphs = DecodeGraphs(self._builder, self._compute, bounds)
             graphs.capture()
         except Exception:  # noqa: BLE001  # whatever a model does that can't be captured: it runs without
             _LOG.warning("decode steps run without CUDA graphs: they can't be captured", exc_info=True)

@@ -144,15 +144,16 @@ def num_pool_blocks(
         assert config.num_blocks is not None, "the configuration has one of the two"
         return config.num_blocks
     free = _cuda_free_size_bytes(config.device) if free_size_bytes is None else free_size_bytes()
-    free = max(0, free - reserved_size_bytes)
-    num_blocks = int(free * fraction) // layout.piece_size_bytes
+    num_blocks = int(max(0, free - reserved_size_bytes) * fraction) // layout.piece_size_bytes
+    memory = f"{fraction:g} of the {free >> 20} MiB that are free on {config.device}"
+    if reserved_size_bytes:
+        memory += f", but for {reserved_size_bytes >> 20} MiB that CUDA graphs and sampling take,"
     if num_blocks < 1:
-        message = (
-            f"{fraction} of the {free >> 20} MiB that are free on {config.device} holds no block of "
-            f"{layout.piece_size_bytes} bytes"
-        )
+        message = f"{memory} hold no block of {layout.piece_size_bytes} bytes"
+        if reserved_size_bytes:
+            message += "; fewer requests at a time (engine.max_batch_size) and smaller graphs take less"
         raise InvalidRequestError(message, field="free_gpu_memory_fraction")
-    _LOG.info("%d KV blocks take %g of the %d MiB that are free on %s", num_blocks, fraction, free >> 20, config.device)
+    _LOG.info("%d KV blocks take %s", num_blocks, memory.removesuffix(","))
     return num_blocks
 
 

@@ -194,10 +194,9 @@ class TorchRunner:
             # A graph knows its pool's address. These only show how much memory the real ones will take.
             reserved_size_bytes = 0
             if bounds is not None:
-                logits = expected.new_empty(bounds.max_batch_size, self.vocab_size)
                 reserved_size_bytes = kernels.graphs_size_bytes(bounds)
-                reserved_size_bytes += self._sampler.graphs_size_bytes(logits, config.max_num_seqs)
-                del logits
+                num_rows = bounds.max_batch_size
+                reserved_size_bytes += self._sampler.graphs_size_bytes(expected, num_rows, config.max_num_seqs)
             pool = self._resize(config, pool, reserved_size_bytes)
             kernels = kernels.over(pool)
         if bounds is not None:

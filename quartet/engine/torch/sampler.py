@@ -93,7 +93,7 @@ class Sampler:
     def expect(self, _logits: torch.Tensor, _max_num_seqs: int) -> None:
         """As ``DeviceSampler.expect``; here it makes no difference."""
 
-    def graphs_size_bytes(self, _logits: torch.Tensor, _max_num_seqs: int) -> int:
+    def graphs_size_bytes(self, _logits: torch.Tensor, _num_rows: int, _max_num_seqs: int) -> int:
         """As ``DeviceSampler.graphs_size_bytes``; 0: there are no graphs."""
         return 0
 

@@ -237,3 +237,16 @@ def test_the_kernel_compiles_for_a_hopper_and_fits_it(is_decode: bool, tmp_path:
     # Several decoding sequences share a multiprocessor, and prompts compute on its tensor cores at their full width.
     assert compiled.metadata.shared <= (56 << 10 if is_decode else 227 << 10)
     assert ("wgmma.mma_async" in compiled.asm["ptx"]) == (not is_decode)
+
+
+def test_what_stores_and_what_merges_compile_for_a_hopper(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    strides = [name for name in attention._store.arg_names if name.endswith(("stride", "offset"))]
+    stored = dict.fromkeys(("keys", "values"), "*bf16") | {"slots": "*i64", "pool": "*bf16"}
+    sizes = {"WIDTH": 512, "HEAD_DIM": 64, "BLOCK_SIZE": 32, "PADDED_WIDTH": 512}
+    compiled = compile_for_sm90(attention._store, stored | dict.fromkeys(strides, "i32:16"), sizes, num_warps=4)
+    assert "st.global" in compiled.asm["ptx"]
+    merged = dict.fromkeys(("partial", "weights"), "*fp32") | {"output": "*bf16"}
+    sizes = {"SPLITS": 8, "HEAD_DIM": 80, "PADDED_DIM": 128}
+    compiled = compile_for_sm90(attention._merge, merged, sizes, num_warps=4)
+    assert "ex2.approx" in compiled.asm["ptx"]

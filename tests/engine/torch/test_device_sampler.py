@@ -194,7 +194,7 @@ def test_the_memory_of_graphs_is_that_of_all_which_steps_would_not_take_without_
     monkeypatch.setattr(torch.cuda, "mem_get_info", look)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     sampler = device_sampler.DeviceSampler(CPU, VOCAB_SIZE)
-    size_bytes = sampler.graphs_size_bytes(torch.zeros(9, VOCAB_SIZE), max_num_seqs)
+    size_bytes = sampler.graphs_size_bytes(torch.zeros(1, VOCAB_SIZE), 9, max_num_seqs)
     # All are captured once before: what is loaded for it stays.
     assert captured == [num_captured // 2, num_captured] and num_captured > 0
     of_steps = draw.scratch_size_bytes(max_num_seqs, VOCAB_SIZE) if has_own else 0

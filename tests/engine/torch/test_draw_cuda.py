@@ -256,7 +256,7 @@ def test_graphs_take_the_memory_that_was_measured() -> None:
     place = torch.zeros((max_rows, vocab_size), dtype=torch.bfloat16, device=device)
     sampler.warm_up(place)
     of_steps = draw.scratch_size_bytes(max_rows, vocab_size)
-    size_bytes = sampler.graphs_size_bytes(place, max_rows) + of_steps
+    size_bytes = sampler.graphs_size_bytes(place, len(place), max_rows) + of_steps
     before = free_size_bytes(device)
     sampler.expect(place, max_rows)
     taken = before - free_size_bytes(device)

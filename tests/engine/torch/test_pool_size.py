@@ -38,8 +38,12 @@ def test_what_graphs_take_is_no_part_of_what_is_shared() -> None:
     size = LAYOUT.piece_size_bytes
     share = config(free_gpu_memory_fraction=0.5)
     assert num_pool_blocks(share, LAYOUT, lambda: 100 * size, reserved_size_bytes=20 * size) == 40
-    with pytest.raises(InvalidRequestError, match="holds no block"):
-        num_pool_blocks(share, LAYOUT, lambda: 100 * size, reserved_size_bytes=101 * size)
+    with pytest.raises(InvalidRequestError) as caught:
+        num_pool_blocks(share, LAYOUT, lambda: 5 << 20, reserved_size_bytes=7 << 20)
+    assert "0.5 of the 5 MiB that are free on cuda:0, but for 7 MiB that CUDA graphs and sampling take" in str(
+        caught.value
+    )
+    assert "engine.max_batch_size" in str(caught.value)
 
 
 def test_what_sampling_takes_is_no_part_of_what_is_shared(
@@ -82,8 +86,8 @@ def test_what_all_graphs_take_is_no_part_of_what_is_shared(
             pass
 
     class DrawsByGraphs(Sampler):
-        def graphs_size_bytes(self, logits: torch.Tensor, max_num_seqs: int) -> int:
-            assert (logits.shape, logits.dtype) == ((16, runner.vocab_size), torch.float64)
+        def graphs_size_bytes(self, logits: torch.Tensor, num_rows: int, max_num_seqs: int) -> int:
+            assert (num_rows, logits.dtype) == (16, torch.float64)
             return 10 * max_num_seqs
 
     runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=1, dtype="float64"))
@@ -105,7 +109,7 @@ def test_what_all_graphs_take_is_no_part_of_what_is_shared(
 
 def test_a_share_that_holds_no_block_is_refused_by_name() -> None:
     free = LAYOUT.piece_size_bytes
-    with pytest.raises(InvalidRequestError, match="holds no block") as caught:
+    with pytest.raises(InvalidRequestError, match="hold no block") as caught:
         num_pool_blocks(config(free_gpu_memory_fraction=0.9), LAYOUT, lambda: free)
     assert caught.value.field == "free_gpu_memory_fraction"
 
