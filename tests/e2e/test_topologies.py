@@ -1,6 +1,6 @@
 """The topologies that come along, started with ``quartet up`` as a person does it, but forked.
 
-Other tests start each process with a Python of its own: ``test_terminal`` of agg, ``test_mock_fleet`` of mock_fleet.
+Other tests start each process with a Python of its own: ``test_terminal`` of disagg, ``test_mock_fleet`` of mock_fleet.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ async def test_states_of_a_request_that_never_gets_to_the_engine_are_released() 
 
 async def test_a_hand_off_is_renewed_as_long_as_the_engine_needs_the_state() -> None:
     encoder, states = keeper()
-    async with encode_worker(encoder, hand_off_ttl_s=0.3) as source, media_worker(read_states="fake") as worker:
+    async with encode_worker(encoder, hand_off_ttl_s=1.5) as source, media_worker(read_states="fake") as worker:
         [cat] = await opaque(source, CAT)
         id = worker.submit(start_with_hand_offs([CAT], [cat]))
         [other] = await opaque(source, DOG)  # that no request names
