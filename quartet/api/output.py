@@ -235,7 +235,7 @@ class ChoiceOutput:
         self._book, self._num_spare_tokens = book, -len(self.token_ids)
 
     def book_no_more(self) -> None:
-        """Let go of what ``book_by`` was given: it knows this, and only the garbage collector would free both."""
+        """Let go of what ``book_by`` was given: it refers to this, and only the garbage collector would free both."""
         self._num_spare_tokens = sys.maxsize
         del self._book
 

@@ -133,7 +133,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
     ) -> CallT:
         """Start a request: ``make_call`` is given a way to cancel it, ``make_messages`` its slot, or fails for it.
 
-        The way takes the call, so that the call, once it is over, is known to nobody and freed at once.
+        The way takes the call as an argument: if it referred to it, only the garbage collector would free both.
         """
         if self._is_closed:
             call = make_call(_nothing)

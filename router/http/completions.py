@@ -201,7 +201,7 @@ class _Runs:
 
     async def __aexit__(self, *_error: object) -> None:
         await self._pipeline.drop_all(self._runs)
-        # With an error it knows the frames in which that was raised, and those know this.
+        # Else a cycle: an error in it refers to the frames in which it was raised, and these to this.
         del self.ended
 
 

@@ -141,7 +141,7 @@ class _Connection(web.RequestHandler):
         if self._io is not None:
             self._io = None
             super().connection_lost(exc)
-        self._payload = EMPTY_PAYLOAD  # what it was knows this
+        self._payload = EMPTY_PAYLOAD  # else a cycle: a payload refers to its connection
 
     def data_received(self, data: bytes) -> None:
         """Read what came; of a refused connection nothing."""

@@ -95,7 +95,7 @@ class EventStream:
     async def open(self, request: web.BaseRequest, headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the head and all events so far to ``request``; from now on events go out as they come.
 
-        An error of its connection knows the frames that write to it, and so this, which therefore keeps no request.
+        ``request`` is not kept: that would be a cycle when writing fails, since the error's traceback refers to this.
         """
         response = web.StreamResponse(headers={**_HEADERS, **headers})
         await response.prepare(request)  # sends the head
@@ -154,7 +154,7 @@ class EventStream:
         """Write what was sent; send nothing more."""
         self.write()
         self._transport = self._early = None
-        self.on_slow = _ignore  # what it was knows this
+        self.on_slow = _ignore  # else a cycle: what it was refers to the request's runs, and they to this
 
     def _keep(self, event: str) -> None:
         if self._early is None:  # closed

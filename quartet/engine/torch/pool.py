@@ -151,7 +151,7 @@ def num_pool_blocks(
     if num_blocks < 1:
         message = f"{memory} hold no block of {layout.piece_size_bytes} bytes"
         if reserved_size_bytes:
-            message += "; fewer requests at a time (engine.max_batch_size) and smaller graphs take less"
+            message += "; a lower engine.max_batch_size or engine.cuda_graph_max_batch_size leaves more"
         raise InvalidRequestError(message, field="free_gpu_memory_fraction")
     _LOG.info("%d KV blocks take %s", num_blocks, memory.removesuffix(","))
     return num_blocks

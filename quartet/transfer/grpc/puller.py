@@ -266,7 +266,7 @@ class PullClaim:
 
 
 async def _renew(hand_off: HandOff, puller: TransferPuller) -> None:
-    """As ``PullClaim`` says. It does not know its claim: the end of a cancelled task would keep both."""
+    """As ``PullClaim`` says. No method of it: a cancelled task refers to its frames, and the claim to the task."""
     interval_s = max(hand_off.time_to_live.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
     retry_interval_s = interval_s / 3
     timeout_s = min(retry_interval_s, puller.config.stall_timeout_s)
