@@ -141,7 +141,7 @@ def main() -> None:
         num_pictures=2 if is_torch else 0,
         window_s=4.0 if is_torch else 2.0,
     )
-    report = Report("cancel_storm")
+    report = Report("cancel_storm", revision=arguments.commit)
     # Not uvloop: see benchmarks.chaos.
     results = asyncio.run(_run(plan))
     report.write(results, arguments.json)

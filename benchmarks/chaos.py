@@ -180,7 +180,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     numbers = arguments.only or range(arguments.episodes)
-    report = Report("chaos")
+    report = Report("chaos", revision=arguments.commit)
     # Not uvloop: it forks, and then gRPC's handlers of a fork now and then crash the child before its program begins.
     results = asyncio.run(_run(arguments.seed, numbers, arguments.engine))
     report.write(results, arguments.json)

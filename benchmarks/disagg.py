@@ -144,7 +144,7 @@ def main() -> None:
     parser = make_parser("disagg", __doc__)
     parser.add_argument("--long", action="store_true", help="more rounds")
     arguments = parser.parse_args()
-    report = Report("disagg", packages=("torch", "transformers"))
+    report = Report("disagg", packages=("torch", "transformers"), revision=arguments.commit)
     report.write(uvloop.run(_run(_LONG if arguments.long else Plan())), arguments.json)
 
 

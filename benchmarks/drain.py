@@ -122,7 +122,7 @@ def main() -> None:
     parser = make_parser("drain", __doc__ or "")
     parser.add_argument("--short", action="store_true", help="12 streams, one Prefill and one Decode drained")
     arguments = parser.parse_args()
-    report = Report("drain")
+    report = Report("drain", revision=arguments.commit)
     # Not uvloop: see benchmarks.chaos.
     results = asyncio.run(_run(12, ("prefill-0", "decode-0")) if arguments.short else _run(64, None))
     report.write(results, arguments.json)

@@ -99,7 +99,7 @@ def main() -> None:
     """Run the command line."""
     parser = make_parser("encode", __doc__)
     arguments = parser.parse_args()
-    report = Report("encode", packages=("torch", "transformers", "pillow"))
+    report = Report("encode", packages=("torch", "transformers", "pillow"), revision=arguments.commit)
     report.write(uvloop.run(_run()), arguments.json)
 
 

@@ -111,7 +111,7 @@ class _Sides:
 def main() -> None:
     """Run the command line."""
     arguments = _parse()
-    report = Report("engine", packages=("torch", "transformers"))
+    report = Report("engine", packages=("torch", "transformers"), revision=arguments.commit)
     names = arguments.only or list(WORKLOADS)
     results = asyncio.run(_run({name: rounds_of(name, is_short=arguments.short) for name in names}))
     report.write(results, arguments.json)

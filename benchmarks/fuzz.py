@@ -486,7 +486,6 @@ def main() -> None:
     parser.add_argument("--fleets", type=int, default=1, metavar="N", help="at once, with seeds from SEED on")
     parser.add_argument("--only", nargs="+", choices=SURFACES, default=list(SURFACES), metavar="SURFACE")
     parser.add_argument("--first-batch", type=int, default=0, metavar="BATCH", help="of each surface")
-    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
     arguments = parser.parse_args()
     if not 1 <= arguments.fleets <= arguments.inputs:
         parser.error("--fleets: must be at least 1, and at most --inputs")

@@ -244,7 +244,6 @@ def main() -> None:
     parser.add_argument("--device", choices=(_CUDA, _CPU), default=_CUDA)
     parser.add_argument("--shape", choices=PLANS, default="qwen3-8b")
     parser.add_argument("--only", nargs="+", type=Row, choices=list(Row), default=list(Row), metavar="ROW")
-    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
     arguments = parser.parse_args()
     try:
         is_done = uvloop.run(_run(arguments))

@@ -184,7 +184,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=(_CUDA, _CPU), default=_CUDA)
     parser.add_argument("--shape", choices=PLANS, default="qwen3-8b")
     parser.add_argument("--only", nargs="*", type=Row, choices=list(Row), default=list(Row), metavar="ROW")
-    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the waits between tokens of row mixed")
     arguments = parser.parse_args()
     arguments.json = Path(arguments.json)

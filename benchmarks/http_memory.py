@@ -76,7 +76,7 @@ def main() -> None:
     parser = make_parser("http_memory", __doc__ or "")
     parser.add_argument("--streams", type=int, default=1_000, help="streams that are measured; default %(default)d")
     arguments = parser.parse_args()
-    report = Report("http_memory", packages=("aiohttp", "uvloop"))
+    report = Report("http_memory", packages=("aiohttp", "uvloop"), revision=arguments.commit)
     report.write(uvloop.run(_measure(arguments.streams)), arguments.json)
 
 

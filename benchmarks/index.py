@@ -52,7 +52,7 @@ def main() -> None:
     parser = make_parser("index", __doc__)
     parser.add_argument("--short", action="store_true", help="leave out the index of 10 million blocks")
     arguments = parser.parse_args()
-    report = Report("index", packages=("xxhash",))
+    report = Report("index", packages=("xxhash",), revision=arguments.commit)
     report.write(_run(_SHORT_BLOCKS if arguments.short else _LONG_BLOCKS), arguments.json)
 
 

@@ -163,7 +163,6 @@ def main() -> None:
         "--only", nargs="+", choices=attacks, default=attacks, metavar="ATTACK", help=", ".join(attacks)
     )
     parser.add_argument("--seconds", type=float, default=25.0, help="of each window; default %(default)g")
-    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
     parser.add_argument(
         "--max-message-bytes", type=int, metavar="N", help="the router's server.max_receive_message_bytes"
     )

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=_NUM_STREAMS, help=f"opened at once ({_NUM_STREAMS})")
     parser.add_argument("--short", action="store_true", help=f"{_NUM_TOKENS_SHORT} tokens each, not {_NUM_TOKENS}")
     arguments = parser.parse_args()
-    report = Report("many_streams", packages=("uvloop",))
+    report = Report("many_streams", packages=("uvloop",), revision=arguments.commit)
     results = uvloop.run(run(arguments.streams, _NUM_TOKENS_SHORT if arguments.short else _NUM_TOKENS))
     report.write(results, arguments.json)
     sys.exit(any(burst.num_refused_or_lost for burst in results.bursts.values()))

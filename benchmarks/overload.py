@@ -160,7 +160,7 @@ def main() -> None:
     plan = _SHORT if arguments.short else Plan()
     if arguments.seconds is not None:
         plan = replace(plan, overload_s=arguments.seconds)
-    report = Report("overload", packages=("torch", "transformers"))
+    report = Report("overload", packages=("torch", "transformers"), revision=arguments.commit)
     results = uvloop.run(_run(plan))
     report.write(results, arguments.json)
     if arguments.plot is not None:

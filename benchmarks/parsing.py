@@ -109,7 +109,7 @@ def main() -> None:
     parser = make_parser("parsing", __doc__)
     parser.add_argument("--short", action="store_true", help="3 runs instead of 30")
     arguments = parser.parse_args()
-    report = Report("parsing")
+    report = Report("parsing", revision=arguments.commit)
     report.write(measure(3 if arguments.short else 30), arguments.json)
 
 

@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=Workload.seconds, help="of load that counts (60)")
     arguments = parser.parse_args()
     workload = Workload(seconds=arguments.seconds)
-    report = Report("prefixes")
+    report = Report("prefixes", revision=arguments.commit)
     report.write(uvloop.run(measure(workload, arguments.policies.split(","))), arguments.json)
 
 

@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each recording (10)")
     parser.add_argument("--streams", type=int, default=256, help="at once (256)")
     arguments = parser.parse_args()
-    report = Report("profile", packages=("uvloop", "py-spy"))
+    report = Report("profile", packages=("uvloop", "py-spy"), revision=arguments.commit)
     arguments.images.mkdir(parents=True, exist_ok=True)
     try:
         results = uvloop.run(_run(arguments.images, arguments.seconds, arguments.streams))

@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--ratios", action="store_true", help="only loads that have a bare relay beside them")
     parser.add_argument("--only", nargs="+", choices=list(Way), metavar="WAY", help=", ".join(Way))
     arguments = parser.parse_args()
-    report = Report("relay", packages=("uvloop",))
+    report = Report("relay", packages=("uvloop",), revision=arguments.commit)
     ways = tuple(Way(name) for name in arguments.only or Way)
     windows = _SHORT if arguments.short else _LONG
     cases = [case for case in _cases(ways) if _has_floor(case) or not arguments.ratios]

@@ -84,9 +84,13 @@ class Report:
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The command line of the benchmark ``name``, with ``--json``. The first line of ``description`` is shown."""
+    """The command line of the benchmark ``name``, with ``--json`` and ``--commit``, the report's ``revision``.
+
+    The first line of ``description`` is shown.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.partition("\n")[0])
     parser.add_argument(
         "--json", required=True, metavar="FILE", help="where to write the results; - is standard output"
     )
+    parser.add_argument("--commit", metavar="HASH", help="what is measured, in a copy of the files without git")
     return parser

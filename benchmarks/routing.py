@@ -125,7 +125,7 @@ class Job:
 def main() -> None:
     """Run the command line."""
     arguments = _parse()
-    report = Report("routing", packages=("numpy", "xxhash"))
+    report = Report("routing", packages=("numpy", "xxhash"), revision=arguments.commit)
     runs = read_runs(Path(arguments.json)) if arguments.resume else []
     trace: Path | None = arguments.trace
     jobs = find_jobs(arguments.only or list(CASES), arguments.seeds, runs, has_trace=trace is not None)

@@ -122,7 +122,7 @@ def main() -> None:
     parser = make_parser("routing_cost", __doc__)
     parser.add_argument("--short", action="store_true", help="an index of a tenth of the blocks")
     arguments = parser.parse_args()
-    report = Report("routing_cost", packages=("xxhash",))
+    report = Report("routing_cost", packages=("xxhash",), revision=arguments.commit)
     num_blocks = _SHORT_NUM_BLOCKS if arguments.short else _NUM_BLOCKS
     report.write(asyncio.run(measure(num_blocks)), arguments.json)
 

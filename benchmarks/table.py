@@ -96,11 +96,14 @@ def _describe(report: Report) -> str:
     machine, commit = report["machine"], report["commit"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     revision = (commit["revision"] or "unknown")[:12] + (" with changes" if commit["is_dirty"] else "")
+    cores = f"{machine['num_cores']} cores"
+    if machine.get("num_usable_cores", machine["num_cores"]) != machine["num_cores"]:
+        cores = f"{machine['num_usable_cores']} of {cores}"
     load = report.get("load_average")  # figures gathered from several commands have none
     busy = f" Load average {load['before']:.1f} before, {load['after']:.1f} after." if load else ""
     return (
         f"`{report['command']}` on {report['started_at'][:10]}, commit {revision}; {machine['cpu_model']}, "
-        f"{machine['num_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB; {versions}.{busy}\n"
+        f"{cores}, {machine['memory_bytes'] / 2**30:.0f} GiB; {versions}.{busy}\n"
     )
 
 

@@ -139,7 +139,7 @@ def main() -> None:
     parser = make_parser("transfer", __doc__)
     parser.add_argument("--long", action="store_true", help="also pieces of other lengths, and 1 GiB of blocks")
     arguments = parser.parse_args()
-    report = Report("transfer", packages=("numpy",))
+    report = Report("transfer", packages=("numpy",), revision=arguments.commit)
     report.write(uvloop.run(_run(_OTHERS if arguments.long else ())), arguments.json)
 
 

@@ -180,7 +180,7 @@ def main() -> None:
     is_torch = arguments.engine is EngineKind.TORCH
     if is_torch and (arguments.short or arguments.saturate):
         parser.error("--engine torch: only for all strikes")
-    report = Report("wedge")
+    report = Report("wedge", revision=arguments.commit)
     # Not uvloop: see benchmarks.chaos.
     if arguments.saturate:
         results = asyncio.run(_run_saturated(arguments.saturate))

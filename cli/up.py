@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from quartet.engine.settings import EngineKind
 from quartet.errors import ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
+from quartet.telemetry.provenance import count_usable_cores
 from router.config import RouterConfig
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
@@ -82,7 +82,7 @@ def up(
     """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."""
     with reporting_errors(LaunchError):
         chosen = choose(read_settings(file, assignments or ()), choices)
-        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        num_cores = count_usable_cores()
         display = LaunchDisplay()
         for note in chosen.notes:
             display.progress(note)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cli.doctor.finding import Finding, ok, warning, wrong
 from quartet.errors import TransferError
+from quartet.telemetry.provenance import count_usable_cores
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.life_line import PoolOwner
 from quartet.transfer.shm import SharedPool, ShmPools, ShmServer
@@ -36,7 +37,7 @@ _MAP_TIMEOUT_S = 3.0
 
 async def check_limits() -> Sequence[Finding]:
     """CPUs, open files and this host's clocks."""
-    num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    num_cpus = count_usable_cores()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resolution_s = time.get_clock_info("monotonic").resolution
     return [

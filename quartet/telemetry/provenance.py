@@ -33,10 +33,15 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine that it ran on, without anything that identifies its owner."""
+    """The machine that it ran on, without anything that identifies its owner.
+
+    Attributes:
+        num_usable_cores: how many of its cores this process and those that it starts may run on.
+    """
 
     cpu_model: str
     num_cores: int
+    num_usable_cores: int
     memory_bytes: int
     system: str
 
@@ -67,11 +72,17 @@ def read_versions(packages: Sequence[str]) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}
 
 
+def count_usable_cores() -> int:
+    """How many cores this process may run on; where the system can't say, how many there are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def read_machine() -> Machine:
     """The machine that this runs on."""
     return Machine(
         cpu_model=_cpu_model(),
         num_cores=os.cpu_count() or 1,
+        num_usable_cores=count_usable_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.machine()}",
     )

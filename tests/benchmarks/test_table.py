@@ -27,6 +27,13 @@ def test_other_results_make_another_table(tmp_path: Path) -> None:
     assert page.endswith("<!-- end -->\nafter")
 
 
+def test_a_table_says_how_many_cores_were_used(tmp_path: Path) -> None:
+    report = json.loads((RESULTS / "overload.json").read_text())
+    report["machine"] |= {"num_cores": 64, "num_usable_cores": 2}
+    (tmp_path / "overload.json").write_text(json.dumps(report))
+    assert ", 2 of 64 cores, " in render_page("<!-- table: overload -->\n<!-- end -->", tmp_path)
+
+
 def test_a_table_without_results_says_so(tmp_path: Path) -> None:
     page = render_page("<!-- table: overload -->\nstale figures\n<!-- end -->\nafter", tmp_path)
     assert page == "<!-- table: overload -->\n\nnot measured yet\n\n<!-- end -->\nafter"
