@@ -22,7 +22,7 @@ from benchmarks.stack import Stack
 from cli.bench.load import Window, poisson_schedule, run_closed_loop, run_open_loop
 from cli.bench.measure import DurationHistogram
 from cli.bench.workload import BenchRequest, IntRange, WorkloadConfig, make_workload
-from quartet.client import Delta, QuartetClient, Sampling
+from quartet.client import Delta, QuartetClient, RequestPath, Sampling
 from quartet.errors import ServingError
 
 #: The name of the disaggregated pair in results; that of an aggregated one is ``agg_`` and the tokens of its steps.
@@ -230,7 +230,10 @@ class Seen:
         sampling = Sampling(max_tokens=request.num_output_tokens, ignore_eos=True, temperature=0.0)
         try:
             async with client.generate(
-                token_ids=request.token_ids, sampling=sampling, timeout_s=_REQUEST_TIMEOUT_S
+                token_ids=request.token_ids,
+                path=RequestPath.SESSION,  # with a call for each request, client and router take half a core each
+                sampling=sampling,
+                timeout_s=_REQUEST_TIMEOUT_S,
             ) as stream:
                 async for part in stream:
                     if type(part) is Delta and part.token_ids:
