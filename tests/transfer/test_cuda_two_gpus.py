@@ -12,6 +12,7 @@ import pytest
 from quartet.errors import TransferError
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.cuda.driver import Copies, CudaDriver
+from quartet.transfer.cuda.reader import CudaReader
 from quartet.transfer.cuda.survey import cuda_survey_driver
 from tests.transfer.gpu_process import PIECE, free_size_bytes, puller_on_gpu, write, wrong_blocks
 from tests.transfer.test_cuda_kernel_gpu import REVERSED, CountingDriver, until_prepared
@@ -136,9 +137,11 @@ async def test_a_fetch_fails_whose_source_on_the_other_gpu_dies_between_its_copi
                 driver.let_go()
             with pytest.raises(TransferError):
                 await fetching
-        reader = puller._pool.inputs.readers[TransferWay.CUDA_IPC]  # type: ignore[union-attr]
-        assert await reader._pools.all_unused(WAIT_S)  # type: ignore[attr-defined]
-        assert not reader._pools._pools  # type: ignore[attr-defined]
+        assert puller._pool is not None
+        reader = puller._pool.inputs.readers[TransferWay.CUDA_IPC]
+        assert isinstance(reader, CudaReader)
+        assert await reader._pools.all_unused(WAIT_S)
+        assert reader._pools._pools == {}  # it keeps nothing of the dead worker's
         await until_both_free(before)
         async with source(seed=2, gpu=1) as there:  # the context is healthy
             await puller.claim(await there.offer()).fetch(ALL)

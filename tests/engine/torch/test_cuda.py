@@ -189,7 +189,7 @@ def test_experts_are_multiplied_by_grouped_mm_on_the_device_and_as_on_the_cpu(
 ) -> None:
     """One product of all experts at a time. Float64 has none, so the exact tokens above are not computed by it.
 
-    Without graphs, which repeat the device's part of a product alone.
+    Without CUDA graphs, whose replays call nothing here.
     """
     grouped_mm = functional.grouped_mm
     products: list[tuple[torch.Tensor, ...]] = []
@@ -211,7 +211,7 @@ def test_experts_are_multiplied_by_grouped_mm_on_the_device_and_as_on_the_cpu(
         rows, weights, ends, result = (tensor.cpu() for tensor in product)
         assert result.dtype == getattr(torch, dtype)
         sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-        parts = zip(rows.double().split(sizes), weights.double(), strict=True)
+        parts = zip(torch.split(rows.double(), sizes), weights.double(), strict=True)
         expected = torch.cat([part @ weight for part, weight in parts])
         assert float((result - expected).abs().max()) <= tolerance * float(expected.abs().max())
     if dtype == "float32":
