@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ import yaml
 from quartet.client import Completion, QuartetClient, Rank, Sampling, TransferWay, WorkerState
 from tests import tiny
 from tests.e2e.oracle import Oracle, one_oracle
+from tests.e2e.process import wait_until
 from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 from tests.e2e.up import CONFIGS, Up
 
 pytestmark = pytest.mark.gpu
 
-# Around the block size of 32, and prompts of many blocks.
+BLOCK_SIZE = 32
+# Around the block size, and prompts of many blocks.
 LENGTHS = (1, 31, 32, 33, 64, 300, 1000)
 #: Blocks enough for a hand-off to take a moment.
 SOME_LENGTHS = (64, 300, 1000)
@@ -135,13 +137,15 @@ async def check(
     *,
     is_prefilled_apart: bool = True,
     lengths: Sequence[int] = LENGTHS,
-) -> None:
+) -> list[Completion]:
+    """Ask all at once; the answers, which are the oracle's."""
     prompts = [prompt_of(length, seed) for length in lengths]
     completions = await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.choices[0].token_ids == oracle.generate(prompt, NUM_TOKENS), f"prompt of {len(prompt)} tokens"
         if is_prefilled_apart:
             assert [placed.prefill for placed in completion.accepted.choices] == [Rank("prefill-0")]
+    return completions
 
 
 async def test_blocks_go_from_prefill_to_decode_on_the_gpu(tmp_path: Path, oracle: Oracle) -> None:
@@ -260,15 +264,22 @@ class Programs:
             )
 
 
+READERS = ("decode-0", "decode-1")
+
+
 @contextmanager
-def two_readers(directory: Path) -> Iterator[Stack]:
-    """One Prefill worker on the GPU and two Decode workers that pull from it in turn, each at an address for life."""
+def two_readers(directory: Path, readers_device: str = DEVICE) -> Iterator[Stack]:
+    """A Prefill worker on the first GPU and two Decode workers that pull from it in turn, each at an address for life.
+
+    ``readers_device``: the GPU of the Decode workers.
+    """
     records = directory / "records"
     records.mkdir()
     discovery = {"discovery.kind": "file", "discovery.file.directory": str(records)}
     worker = {**discovery, "engine.device": DEVICE, "engine.num_blocks": NUM_BLOCKS, "transfer.hand_off_ttl_s": 5.0}
     router = {**discovery, **REMOTE_PREFILL, "policy.name": "round_robin"}
-    config = StackConfig(num_decode=2, worker=worker, routers={"router": router})
+    roles = {"decode": {"engine.device": readers_device}}
+    config = StackConfig(num_decode=len(READERS), worker=worker, roles=roles, routers={"router": router})
     stack = Stack(config, directory, directory / "no-etcd", Programs())  # type: ignore[arg-type]
     try:
         for name in stack.processes:
@@ -282,13 +293,44 @@ def two_readers(directory: Path) -> Iterator[Stack]:
 async def kill_while_it_is_asked(stack: Stack, name: str, client: QuartetClient, oracle: Oracle, seed: int) -> None:
     """Kill a process in the middle of answers, another moment for each seed, and start it again at its address.
 
-    Then ask again. While it starts, which takes longest, the oracle answers too.
+    Then ask again.
     """
     asking = asyncio.create_task(check(client, oracle, seed, is_prefilled_apart=False, lengths=SOME_LENGTHS))
     await asyncio.sleep(0.01 * (seed % 10))
     await asyncio.to_thread(stack.kill, name)
     stack.spawn(name)
     await asking
+    await ask_when_it_is_back(stack, client, oracle, seed)
+
+
+async def kill_in_the_middle_of_pulls(
+    stack: Stack, name: str, client: QuartetClient, oracle: Oracle, seed: int
+) -> None:
+    """Kill a process when every reader has begun pulls and the source can't end them; start it again at its address.
+
+    The readers are stopped until the source holds all that they will pull, the source from then until the kill. Then
+    ask again.
+    """
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in SOME_LENGTHS)
+    stack.freeze(*READERS)
+    asking = asyncio.create_task(check(client, oracle, seed, is_prefilled_apart=False, lengths=SOME_LENGTHS))
+    try:
+        await until(lambda: stack.load("prefill-0").num_held_blocks >= num_blocks, "the source holds what was computed")
+        stack.freeze("prefill-0")
+        stack.thaw(*READERS)
+        await until(lambda: all(stack.load(reader).num_running for reader in READERS), "all readers pull")
+        await asyncio.to_thread(stack.kill, name)
+    finally:
+        stack.thaw("prefill-0", *READERS)
+    stack.spawn(name)
+    completions = await asking
+    num_attempts = [completion.choices[0].finished.usage.num_attempts for completion in completions]
+    assert max(num_attempts) > 1, "no pull was on its way"
+    await ask_when_it_is_back(stack, client, oracle, seed)
+
+
+async def ask_when_it_is_back(stack: Stack, client: QuartetClient, oracle: Oracle, seed: int) -> None:
+    """While the process starts, which takes longest, the oracle answers too."""
     await asyncio.gather(
         asyncio.to_thread(stack.wait_ready, WAIT_S),
         asyncio.to_thread(answers, oracle, seed + AGAIN, SOME_LENGTHS),
@@ -306,13 +348,37 @@ async def test_a_prefill_worker_restarted_ten_times_and_readers_killed_leave_the
             free = free_size_bytes()
             for number in range(10):
                 await kill_while_it_is_asked(stack, "prefill-0", client, oracle, seed=100 + number)
-            for name in ("decode-0", "decode-1"):
+            for name in READERS:
                 assert stack.metrics(name).value("quartet_worker_transfer_bytes_total", way="cuda_ipc") > 0
-            for number in range(2):
-                await kill_while_it_is_asked(stack, f"decode-{number}", client, oracle, seed=300 + number)
+            await kill_while_it_is_asked(stack, "decode-0", client, oracle, seed=300)
+            await kill_in_the_middle_of_pulls(stack, "decode-1", client, oracle, seed=301)
             await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=WAIT_S)
             await until_free(free)
     await until_free(unused)
+
+
+@needs_two_gpus
+async def test_a_reader_and_its_source_on_another_gpu_killed_in_the_middle_of_pulls_leave_all_as_it_was(
+    tmp_path: Path, oracle: Oracle
+) -> None:
+    unused = [free_size_bytes(device) for device in range(2)]
+    with two_readers(tmp_path, "cuda:1") as stack:
+        async with QuartetClient(stack.router_address) as client:
+            await check(client, oracle, seed=1)  # both readers open the source's pool
+            assert await way_told(client, seed=40) is TransferWay.CUDA_IPC
+            free = [free_size_bytes(device) for device in range(2)]
+            for name, seed in (("decode-0", 400), ("prefill-0", 401)):
+                await kill_in_the_middle_of_pulls(stack, name, client, oracle, seed)
+                await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=WAIT_S)
+            assert await way_told(client, seed=41) is TransferWay.CUDA_IPC
+            for device in range(2):
+                await until_free(free[device], device)
+    for device in range(2):
+        await until_free(unused[device], device)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    await asyncio.to_thread(wait_until, condition, WAIT_S, lambda: f"not so: {what}")
 
 
 def kill(up: Up, role: str) -> None:

@@ -4,18 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from quartet.errors import TransferError
 from quartet.transfer.base import PieceCopy, TransferWay
+from quartet.transfer.cuda.driver import Copies, CudaDriver
+from quartet.transfer.cuda.reader import CudaReader
 from quartet.transfer.cuda.survey import cuda_survey_driver
 from tests.transfer.gpu_process import PIECE, free_size_bytes, puller_on_gpu, write, wrong_blocks
 from tests.transfer.test_cuda_kernel_gpu import REVERSED, CountingDriver, until_prepared
 from tests.transfer.test_cuda_two_processes import ALL, NUM_BLOCKS, SOME, peer, source, until_free
 
 pytestmark = pytest.mark.gpu
+
+#: For what takes milliseconds.
+WAIT_S = 30.0
+
+
+class HeldDriver(CudaDriver):
+    """This machine's driver; from ``hold`` until ``let_go`` a fetch stops once its first copies are started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_held, self._may_go_on = threading.Event(), threading.Event()
+        self._may_go_on.set()
+
+    def hold(self) -> None:
+        self._is_held.clear()
+        self._may_go_on.clear()
+
+    def let_go(self) -> None:
+        self._may_go_on.set()
+
+    async def until_held(self) -> None:
+        """Wait until a fetch has stopped."""
+        assert await asyncio.to_thread(self._is_held.wait, WAIT_S), "no copy was started"
+
+    def copy_many(self, copies: Copies, stream: int) -> None:
+        super().copy_many(copies, stream)
+        if not self._may_go_on.is_set():
+            self._is_held.set()
+            assert self._may_go_on.wait(WAIT_S), "nobody let it go"
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +108,44 @@ async def test_a_source_on_the_other_gpu_killed_in_the_middle_of_pulls_leaves_bo
                 print(f"{len(failures)} of 3 fetches failed")
                 assert len(failures) == len(fetches) or wrong_blocks(memory, seed, SOME) == []
         await until_both_free(before)
+    await until_both_free(unused)
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["asks first", "reads ahead"])
+async def test_a_fetch_fails_whose_source_on_the_other_gpu_dies_between_its_copies(
+    is_open: bool, unused: tuple[int, int]
+) -> None:
+    """The pull is granted and not finished: what was read before and after the source's end counts for nothing."""
+    driver = HeldDriver()
+    async with puller_on_gpu(NUM_BLOCKS, driver=driver) as (puller, memory):
+        before = free_size_bytes(0), free_size_bytes(1)
+        async with source(gpu=1) as there:
+            if is_open:
+                await puller.claim(await there.offer()).fetch([PieceCopy(0, 0)])
+            claim = puller.claim(await there.offer())
+            driver.hold()
+            fetching = asyncio.create_task(claim.fetch(REVERSED))  # each block its own copy: more than one call starts
+            try:
+                await driver.until_held()
+                await there.until_counts("0 1")
+                assert unused[1] - free_size_bytes(1) > NUM_BLOCKS * PIECE  # the source's pool is there to be missed
+                await there.kill()
+                for _ in range(20):
+                    await asyncio.sleep(0)  # the event loop learns of that
+                assert not fetching.done()  # copies may still write
+            finally:
+                driver.let_go()
+            with pytest.raises(TransferError):
+                await fetching
+        assert puller._pool is not None
+        reader = puller._pool.inputs.readers[TransferWay.CUDA_IPC]
+        assert isinstance(reader, CudaReader)
+        assert await reader._pools.all_unused(WAIT_S)
+        assert reader._pools._pools == {}  # it keeps nothing of the dead worker's
+        await until_both_free(before)
+        async with source(seed=2, gpu=1) as there:  # the context is healthy
+            await puller.claim(await there.offer()).fetch(ALL)
+            assert wrong_blocks(memory, there.seed, SOME) == []
     await until_both_free(unused)
 
 

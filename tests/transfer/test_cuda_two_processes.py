@@ -57,10 +57,14 @@ class Peer:
 
     async def until_all_ended(self) -> None:
         """Wait until a source holds nothing for anybody."""
+        await self.until_counts("0 0")
+
+    async def until_counts(self, counts: str) -> None:
+        """Wait until a source answers so: how many hand-offs are held, and how many are pulled."""
         async with asyncio.timeout(30):
             while True:
                 await self.send("counts")
-                if await self.line() == "0 0":
+                if await self.line() == counts:
                     return
                 await asyncio.sleep(0.05)
 

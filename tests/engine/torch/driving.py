@@ -44,6 +44,7 @@ async def torch_engine(
     max_num_batched_tokens: int = 512,
     puller: Puller | None = None,
     random_seed: int | None = None,
+    cuda_graph_max_batch_size: int = 256,
 ) -> AsyncIterator[StepEngine]:
     config = TorchEngineConfig(
         model_path=str(model_path),
@@ -53,6 +54,7 @@ async def torch_engine(
         block_size=BLOCK_SIZE,
         num_threads=1,
         random_seed=random_seed,
+        cuda_graph_max_batch_size=cuda_graph_max_batch_size,
     )
     scheduling = SchedulerConfig(
         max_num_seqs=min(64, max_num_batched_tokens), max_num_batched_tokens=max_num_batched_tokens

@@ -7,10 +7,12 @@ import dataclasses
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
+from torch.nn import functional
 
 from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling
@@ -24,7 +26,7 @@ from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.cuda import memory as cuda_memory
 from quartet.transfer.cuda.memory import DeviceMemory
 from tests.engine.fakes import make_request
-from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES
+from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES, make_config
 from tests.engine.torch.driving import Outcome, run_all, torch_engine
 from tests.engine.torch.oracle import Oracle
 from tests.engine.torch.seeing import Album, SeeingOracle
@@ -41,9 +43,13 @@ pytestmark = [
 Checkpoints = Callable[[str], Path]
 
 
-def run_on(device: str, model_path: Path, requests: Sequence[EngineRequest], dtype: str = "float64") -> list[list[int]]:
+def run_on(
+    device: str, model_path: Path, requests: Sequence[EngineRequest], dtype: str = "float64", **settings: Any
+) -> list[list[int]]:
     async def run() -> list[list[int]]:
-        async with torch_engine(model_path, device=device, dtype=dtype, max_num_batched_tokens=64) as engine:
+        async with torch_engine(
+            model_path, device=device, dtype=dtype, max_num_batched_tokens=64, **settings
+        ) as engine:
             return [outcome.token_ids for outcome in await run_all(engine, requests)]
 
     return asyncio.run(run())
@@ -175,6 +181,43 @@ def test_half_precision_runs(family: str, checkpoint: Checkpoints) -> None:
     prompts = ragged_prompts()
     outputs = run_on("cuda:0", checkpoint(family), [greedy(prompt) for prompt in prompts], dtype="bfloat16")
     assert all(len(token_ids) == NUM_TOKENS for token_ids in outputs)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_experts_are_multiplied_by_grouped_mm_on_the_device_and_as_on_the_cpu(
+    dtype: str, tolerance: float, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One product of all experts at a time. Float64 has none, so the exact tokens above are not computed by it.
+
+    Without CUDA graphs, whose replays call nothing here.
+    """
+    grouped_mm = functional.grouped_mm
+    products: list[tuple[torch.Tensor, ...]] = []
+
+    def noted(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **options: Any) -> torch.Tensor:
+        result = grouped_mm(rows, weights, offs=offs, **options)
+        if rows.is_cuda:  # a model is tried without weights first
+            products.append((rows.clone(), weights.clone(), offs.clone(), result.clone()))
+        return result
+
+    monkeypatch.setattr(functional, "grouped_mm", noted)
+    model_path, prompts = checkpoint("qwen3_moe"), ragged_prompts()
+    requests = [greedy(prompt) for prompt in prompts]
+    ours = run_on("cuda:0", model_path, requests, dtype, cuda_graph_max_batch_size=0)
+    num_layers = make_config("qwen3_moe").num_hidden_layers
+    assert products
+    assert len(products) % (2 * num_layers) == 0, "up and down, in each layer of each step"
+    for product in products:
+        rows, weights, ends, result = (tensor.cpu() for tensor in product)
+        assert result.dtype == getattr(torch, dtype)
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        parts = zip(torch.split(rows.double(), sizes), weights.double(), strict=True)
+        expected = torch.cat([part @ weight for part, weight in parts])
+        assert float((result - expected).abs().max()) <= tolerance * float(expected.abs().max())
+    if dtype == "float32":
+        theirs = run_on("cpu", model_path, [greedy(prompt) for prompt in prompts], dtype)
+        num_equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
+        assert num_equal >= len(prompts) - 1, "two tokens nearly tie nowhere near as often"
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])  # by PyTorch's operations, and by our kernels
