@@ -11,6 +11,7 @@ import torch
 
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.runner import ScheduledChunk
+from quartet.engine.torch.copies import to_device
 from quartet.kvcache.layout import KvLayout
 
 _Ids = npt.NDArray[np.int64]
@@ -359,7 +360,4 @@ def _group(first_positions: _Ids, sizes: _Ids, block_size: int) -> list[tuple[in
 
 
 def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda" or not array.size:
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)  # a copy of what is not pinned waits for the device
+    return to_device(torch.from_numpy(array), device)

@@ -244,7 +244,7 @@ class Norm:
         if rows.dtype == torch.float64:  # transformers computes it in float32 even then
             normed = functional.rms_norm(rows.float(), self.weight.shape, eps=self.epsilon)
             return normed.double().mul_(self.weight)
-        if rows.dtype == torch.float32 and rows.device.type == "cpu":
+        if rows.dtype == torch.float32 and rows.is_cpu:
             length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
             return (rows / torch.hypot(length, self._scaled_epsilon)).mul_(self._scaled_weight)
         return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from quartet.engine.runner import RunningRequest, SampledToken
+from quartet.engine.torch.copies import to_device
 from quartet.engine.torch.draw_graphs import DrawGraphs, idle_rows
 from quartet.engine.torch.kernels.draw import (
     IN_PROMPT,
@@ -33,7 +34,7 @@ from quartet.engine.torch.kernels.draw import (
     largest_key,
     scratch_size_bytes,
 )
-from quartet.engine.torch.sampler import LaunchedTokens, LogprobReport, RequestRules, Row, noise_state, to_device
+from quartet.engine.torch.sampler import LaunchedTokens, LogprobReport, RequestRules, Row, noise_state
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ from quartet.engine.runner import SampledToken, ScheduledChunk, StepLauncher
 from quartet.engine.torch.attention import PagedStep, Step
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.copies import record_event
 from quartet.engine.torch.decoder import Decoder, fuse
 from quartet.engine.torch.loader import LoadedModel, check_device, load_model
 from quartet.engine.torch.pool import KvPool, num_pool_blocks, reserve_embeddings
-from quartet.engine.torch.sampler import LaunchedTokens, create_sampler, record_event
+from quartet.engine.torch.sampler import LaunchedTokens, create_sampler
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import BlockMemory, EmbeddingMemory

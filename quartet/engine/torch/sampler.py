@@ -27,6 +27,7 @@ import torch
 
 from quartet.engine.runner import RunningRequest, SampledToken
 from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.torch.copies import record_event, to_device, to_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +143,7 @@ class LaunchedTokens:
         self.token_ids = token_ids
         self.can_follow = can_follow
         self._report = report
-        self._read_ids = _to_host(token_ids)
+        self._read_ids = to_host(token_ids)
         self._end = record_event(token_ids.device)
 
     def read(self) -> list[SampledToken]:
@@ -154,15 +155,6 @@ class LaunchedTokens:
         return [SampledToken(token_id, reports.get(i)) for i, token_id in enumerate(token_ids)]
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event after all that the device was told until now; ``None``: it is the CPU, which has done it."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 class LogprobReport:
     """Log probabilities that rows ask for, on their way from the device."""
 
@@ -172,8 +164,8 @@ class LogprobReport:
         num_top = max(row.rules.num_logprobs or 0 for row in rows)
         top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
         self._rows = rows
-        self._chosen = _to_host(logprobs.gather(1, chosen[:, None])[:, 0])
-        self._top_ids, self._top_values = _to_host(top.indices), _to_host(top.values)
+        self._chosen = to_host(logprobs.gather(1, chosen[:, None])[:, 0])
+        self._top_ids, self._top_values = to_host(top.indices), to_host(top.values)
 
     def read(self, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
         """By row index; the device has done all, ``token_ids`` are those of the step's rows."""
@@ -185,13 +177,6 @@ class LogprobReport:
             num = row.rules.num_logprobs or 0
             reports[row.index] = TokenLogprobs(token_ids[row.index], logprob, tuple(ids[:num]), tuple(values[:num]))
         return reports
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on this device. A copy of what is not pinned would wait for what a GPU does."""
-    if device.type != "cuda" or not tensor.numel():
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class RequestRules:
@@ -393,13 +378,6 @@ def _parameters(rows: Sequence[Row], device: torch.device) -> DrawParameters:
         min_p=torch.tensor([item.min_p for item in sampling], dtype=torch.float64, device=device),
         keys=torch.tensor([row.rules.key(len(row.running.seq)) for row in rows], dtype=torch.long, device=device),
     )
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, which is under way; on the CPU the tensor itself."""
-    if tensor.device.type != "cuda":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _draw_group(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
