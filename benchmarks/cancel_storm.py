@@ -142,7 +142,7 @@ def main() -> None:
         window_s=4.0 if is_torch else 2.0,
     )
     report = Report("cancel_storm", revision=arguments.commit)
-    # Not uvloop: see benchmarks.chaos.
+    # Not uvloop: see benchmarks.chaos_episodes.
     results = asyncio.run(_run(plan))
     report.write(results, arguments.json)
     sys.exit(not (is_clean(results) and is_prompt(results)))

@@ -6,131 +6,35 @@ SIGCONT, cut or slow connections, etcd gone with or without its data, or a roll 
 the same addresses. Then the fleet is healed, every answer is compared with that of an undisturbed run, and blocks must
 be free within two leases.
 
-    python -m benchmarks.chaos --json FILE [--seed 0] [--episodes 50] [--only N ...] [--engine mock|torch]
+    python -m benchmarks.chaos --json FILE [--seed 0] [--episodes 50] [--only N ...] [--engine mock|torch] [--fleets 1]
 
-Episode N of a seed is always the same one: ``--only N`` repeats it.
+Episode N of a seed is always the same one: ``--only N`` repeats it. Where there are cores, ``--fleets N`` runs N fleets
+at once, each in a process of its own; whichever is free takes the next episode. Each of them gets every answer
+undisturbed once, before its episodes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import sys
-import tempfile
-import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
 from statistics import median
+from typing import TypeAlias
 
-from benchmarks.chaos_client import Answer, Clients, draw_asks, draw_picture_asks
-from benchmarks.chaos_fleet import ETCD, HAND_OFF_TTL_S, REQUEST_TIMEOUT_S, Fleet, FleetConfig
+from benchmarks.chaos_episodes import RECOVERY_TIMEOUT_S, EpisodeResult, fleet_config, log_file, plan_episode
+from benchmarks.children import start_child
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
-from quartet.client import RequestPath
 from quartet.engine.settings import EngineKind
 
-# One fleet lives for so many episodes.
-_EPISODES_PER_FLEET = 50
-_NUM_ASKS = 64
-_NUM_TOGETHER = 8
-_RECOVERY_TIMEOUT_S = 60.0
-# A router says at the timeout that it is over; its client may hear it this much later on a busy machine.
-_GRACE_S = 2.0
-_PATHS = tuple(RequestPath)
+# A child that says nothing for so long hangs: a fleet's start, its undisturbed answers and an episode take less.
+_CHILD_TIMEOUT_S = 600.0
 
-
-class Fault(StrEnum):
-    """What happens to a process."""
-
-    KILL = "kill"  # kill -9
-    DRAIN = "drain"  # SIGTERM
-    FREEZE = "freeze"  # SIGSTOP, later SIGCONT
-    CUT = "cut"  # its connections end, and new ones are refused
-    DELAY = "delay"  # its connections are slow
-    LOSE = "lose"  # etcd only: kill -9, and its data is gone
-    ROLL = "roll"  # all workers, one after the other: SIGTERM, and started again
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strike:
-    """One fault.
-
-    Attributes:
-        at_s: when, after the requests began.
-        lasts_s: for how long.
-        delay_s: of each chunk of bytes, for a delay.
-    """
-
-    fault: Fault
-    target: str
-    at_s: float
-    lasts_s: float
-    delay_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Episode:
-    """What one episode does: ``asks`` are numbers of the asks, each with its path."""
-
-    number: int
-    strikes: Sequence[Strike]
-    asks: Sequence[tuple[int, RequestPath]]
-
-
-def plan_episode(seed: int, number: int, config: FleetConfig) -> Episode:
-    """The episode, which is a function of the arguments alone."""
-    rng = random.Random(f"{seed}/{number}")
-    strikes = [_draw_strike(rng, config) for _ in range(rng.choice((1, 1, 2)))]
-    asks = [(rng.randrange(_NUM_ASKS), rng.choice(_PATHS)) for _ in range(_NUM_TOGETHER)]
-    return Episode(number=number, strikes=strikes, asks=asks)
-
-
-def _draw_strike(rng: random.Random, config: FleetConfig) -> Strike:
-    target = rng.choice((*config.workers, *config.workers, *config.routers, ETCD))
-    faults = [Fault.KILL, Fault.FREEZE, Fault.CUT, Fault.DELAY, Fault.LOSE if target == ETCD else Fault.DRAIN]
-    if target.startswith("prefill"):
-        faults.append(Fault.ROLL)
-    return Strike(
-        fault=rng.choice(faults),
-        target=target,
-        at_s=rng.uniform(0.0, 0.8),
-        lasts_s=rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.5, 3.0))),
-        delay_s=rng.uniform(0.01, 0.3),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeResult:
-    """How one episode went.
-
-    Attributes:
-        strikes: what happened, in words.
-        breaks: times that clients had to go on elsewhere.
-        held: blocks that were not free two leases after all requests had ended, or requests that still ran.
-        recovery_s: from the end of the faults until all routers placed at all workers again; ``None``: not within a
-            minute, and the next episode has another fleet.
-        errors: how lost requests ended, and what had not recovered.
-    """
-
-    number: int
-    strikes: Sequence[str]
-    requests: int
-    breaks: int
-    lost: int
-    wrong: int
-    overdue: int
-    held: int
-    recovery_s: float | None
-    errors: Sequence[str] = ()
-
-    @property
-    def is_well(self) -> bool:
-        """Whether nothing was lost, wrong, late or held."""
-        return not (self.lost or self.wrong or self.overdue or self.held or self.recovery_s is None)
+#: Has a fleet play the episode of a number.
+Play: TypeAlias = Callable[[int], Awaitable[EpisodeResult]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +51,7 @@ class Results:
     """Sums over all episodes.
 
     Attributes:
+        fleets: how many ran at once.
         lost: requests whose client did not get the whole answer.
         wrong: answers with other tokens than undisturbed ones.
         overdue: requests that ended after their time.
@@ -157,6 +62,7 @@ class Results:
 
     seed: int
     engine: str
+    fleets: int
     episodes: int
     requests: int
     breaks: int
@@ -178,136 +84,71 @@ def main() -> None:
     parser.add_argument(
         "--engine", type=EngineKind, choices=(EngineKind.MOCK, EngineKind.TORCH), default=EngineKind.MOCK
     )
+    parser.add_argument("--fleets", type=int, default=1, metavar="N", help="at once; default %(default)s")
     arguments = parser.parse_args()
     numbers = arguments.only or range(arguments.episodes)
+    if not 1 <= arguments.fleets <= len(numbers):
+        parser.error("--fleets: must be at least 1, and at most the number of episodes")
     report = Report("chaos", revision=arguments.commit)
-    # Not uvloop: it forks, and then gRPC's handlers of a fork now and then crash the child before its program begins.
-    results = asyncio.run(_run(arguments.seed, numbers, arguments.engine))
+    results = asyncio.run(_run(arguments.seed, numbers, arguments.engine, arguments.fleets))
     report.write(results, arguments.json)
     sys.exit(bool(results.failed))
 
 
-async def _run(seed: int, numbers: Sequence[int], engine: EngineKind) -> Results:
-    is_torch = engine is EngineKind.TORCH
-    config = FleetConfig(engine=engine, num_encode=2 if is_torch else 0)
-    results: list[EpisodeResult] = []
-    faults: Counter[str] = Counter()
-    left = deque(numbers)
-    with LiveLine() as live:
-        while left:
-            with tempfile.TemporaryDirectory(prefix="quartet-chaos-") as directory:
-                async with Fleet(config, Path(directory), os.environ) as fleet:
-                    run = _Run(fleet, seed, is_torch=is_torch)
-                    try:
-                        await run.learn()
-                        for _ in range(min(_EPISODES_PER_FLEET, len(left))):
-                            episode = plan_episode(seed, left.popleft(), config)
-                            with live.showing(lambda elapsed, _: _progress(results, len(numbers), elapsed)):
-                                result = await run.episode(episode)
-                            results.append(result)
-                            faults.update(strike.fault for strike in episode.strikes)
-                            live.say(_line(result))
-                            if not result.is_well:
-                                live.say(f"    its log: {fleet.keep_log(Path(f'.run/chaos-{episode.number}.log'))}")
-                            if result.recovery_s is None:
-                                break
-                    finally:
-                        await run.close()
-    return summed(seed, engine, results, faults)
+async def _run(seed: int, numbers: Sequence[int], engine: EngineKind, num_fleets: int) -> Results:
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Play]:
+        async with start_child("benchmarks.chaos_episodes", seed, engine.value) as child:
+
+            async def play(number: int) -> EpisodeResult:
+                return EpisodeResult(**await child.ask(number, _CHILD_TIMEOUT_S))
+
+            yield play
+
+    done: list[EpisodeResult] = []
+    with LiveLine() as live, live.showing(lambda elapsed, _: _progress(done, len(numbers), num_fleets, elapsed)):
+
+        def take(result: EpisodeResult) -> None:
+            done.append(result)
+            live.say(_line(result))
+            if not result.is_well:
+                live.say(f"    its log: {log_file(result.number)}")
+
+        results = await play_on_fleets(numbers, num_fleets, start, take)
+    config = fleet_config(engine)
+    faults = Counter[str](strike.fault for number in numbers for strike in plan_episode(seed, number, config).strikes)
+    return summed(seed, engine, num_fleets, results, faults)
 
 
-def _progress(results: Sequence[EpisodeResult], num_episodes: int, elapsed_s: float) -> str:
-    num_bad = sum(not result.is_well for result in results)
-    return f"episode {len(results)} of {num_episodes}, {num_bad} bad, {elapsed_s:.0f} s"
+async def play_on_fleets(
+    numbers: Sequence[int],
+    num_fleets: int,
+    start: Callable[[], AbstractAsyncContextManager[Play]],
+    on_result: Callable[[EpisodeResult], None],
+) -> Sequence[EpisodeResult]:
+    """Play the episodes ``numbers`` on so many fleets at once: whichever is free takes the next one.
+
+    ``on_result`` gets each result as it comes; returned are all of them, in order of their numbers. What one fleet
+    raises ends the others.
+    """
+    left, results = deque(numbers), list[EpisodeResult]()
+
+    async def play_what_is_left() -> None:
+        async with start() as play:
+            while left:
+                result = await play(left.popleft())
+                results.append(result)
+                on_result(result)
+
+    async with asyncio.TaskGroup() as fleets:
+        for _ in range(num_fleets):
+            fleets.create_task(play_what_is_left())
+    return sorted(results, key=lambda result: result.number)
 
 
-class _Run:
-    """Episodes on one fleet."""
-
-    def __init__(self, fleet: Fleet, seed: int, *, is_torch: bool) -> None:
-        rng = random.Random(seed)
-        self._asks = draw_asks(rng, _NUM_ASKS, num_tokens=range(16, 33) if is_torch else range(30, 90))
-        if is_torch:
-            self._asks[::4] = draw_picture_asks(rng, len(self._asks[::4]))
-        self._undisturbed: list[list[int]] = []
-        self._fleet = fleet
-        self._clients = Clients(fleet.router_addresses)
-
-    async def close(self) -> None:
-        """Hang up."""
-        await self._clients.close()
-
-    async def learn(self) -> None:
-        """Get every answer undisturbed. Raises ``RuntimeError`` if one fails even so."""
-        for first in range(0, len(self._asks), _NUM_TOGETHER):
-            asks = self._asks[first : first + _NUM_TOGETHER]
-            for answer in await asyncio.gather(*(self._clients.ask(ask, RequestPath.GENERATE) for ask in asks)):
-                if answer.error is not None or answer.num_breaks:
-                    raise RuntimeError(f"an undisturbed request failed: {answer}")
-                self._undisturbed.append(answer.token_ids)
-
-    async def episode(self, episode: Episode) -> EpisodeResult:
-        """Run it and leave the fleet whole."""
-        asking = [asyncio.create_task(self._clients.ask(self._asks[n], path)) for n, path in episode.asks]
-        await asyncio.gather(*(self._strike(strike) for strike in episode.strikes))
-        began = time.monotonic()
-        await self._fleet.heal()  # a second fault may have ended a process that the first one's end had started
-        ready = asyncio.create_task(self._fleet.wait_ready(_RECOVERY_TIMEOUT_S))
-        answers = await asyncio.gather(*asking)
-        held_deadline = time.monotonic() + 2 * HAND_OFF_TTL_S
-        errors = [
-            f"{path}: {answer.error}" for (_, path), answer in zip(episode.asks, answers, strict=True) if answer.error
-        ]
-        recovery_s: float | None = None
-        try:
-            recovery_s = round(await ready - began, 3)
-        except TimeoutError as error:
-            errors.append(f"not recovered: {error}")
-        held = await self._fleet.num_blocks_held(max(0.0, held_deadline - time.monotonic()))
-        return EpisodeResult(
-            number=episode.number,
-            strikes=[_describe(strike) for strike in episode.strikes],
-            requests=len(answers),
-            breaks=sum(answer.num_breaks for answer in answers),
-            lost=sum(answer.error is not None for answer in answers),
-            wrong=sum(self._is_wrong(n, answer) for (n, _), answer in zip(episode.asks, answers, strict=True)),
-            overdue=sum(answer.duration_s > REQUEST_TIMEOUT_S + _GRACE_S for answer in answers),
-            held=held,
-            recovery_s=recovery_s,
-            errors=errors,
-        )
-
-    def _is_wrong(self, number: int, answer: Answer) -> bool:
-        """Whether it has a token that the undisturbed answer does not have there, or ended well and lacks one."""
-        expected = self._undisturbed[number]
-        if answer.error is None:
-            return answer.token_ids != expected
-        return answer.token_ids != expected[: len(answer.token_ids)]
-
-    async def _strike(self, strike: Strike) -> None:
-        """Do it, and undo it when its time is over."""
-        fleet, target = self._fleet, strike.target
-        await asyncio.sleep(strike.at_s)
-        match strike.fault:
-            case Fault.KILL:
-                await fleet.kill(target)
-            case Fault.DRAIN:
-                await fleet.drain(target)
-            case Fault.FREEZE:
-                fleet.freeze(target)
-            case Fault.CUT:
-                await fleet.cut(target)
-            case Fault.DELAY:
-                fleet.delay(target, strike.delay_s)
-            case Fault.LOSE:
-                await fleet.kill(target)
-                fleet.lose_data()
-            case Fault.ROLL:
-                for worker in fleet.config.workers:
-                    await fleet.drain(worker)
-                    await fleet.start(worker)
-        await asyncio.sleep(strike.lasts_s)
-        await fleet.heal(target)
+def _progress(done: Sequence[EpisodeResult], num_episodes: int, num_fleets: int, elapsed_s: float) -> str:
+    num_bad = sum(not result.is_well for result in done)
+    return f"{len(done)} of {num_episodes} episodes, {num_fleets} at once, {num_bad} bad, {elapsed_s:.0f} s"
 
 
 def _line(result: EpisodeResult) -> str:
@@ -316,17 +157,15 @@ def _line(result: EpisodeResult) -> str:
     return f"{result.number}: {'; '.join(result.strikes)}: {counts}, recovery {result.recovery_s} s{errors}"
 
 
-def _describe(strike: Strike) -> str:
-    slow = f" by {strike.delay_s:.2f} s" if strike.fault is Fault.DELAY else ""
-    return f"{strike.fault} {strike.target}{slow} at {strike.at_s:.2f} s for {strike.lasts_s:.2f} s"
-
-
-def summed(seed: int, engine: EngineKind, results: Sequence[EpisodeResult], faults: Mapping[str, int]) -> Results:
+def summed(
+    seed: int, engine: EngineKind, num_fleets: int, results: Sequence[EpisodeResult], faults: Mapping[str, int]
+) -> Results:
     """The sums of ``results`` (one or more); ``faults``: how often each struck."""
-    recoveries = sorted(_RECOVERY_TIMEOUT_S if result.recovery_s is None else result.recovery_s for result in results)
+    recoveries = sorted(RECOVERY_TIMEOUT_S if result.recovery_s is None else result.recovery_s for result in results)
     return Results(
         seed=seed,
         engine=engine.value,
+        fleets=num_fleets,
         episodes=len(results),
         requests=sum(result.requests for result in results),
         breaks=sum(result.breaks for result in results),

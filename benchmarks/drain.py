@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="12 streams, one Prefill and one Decode drained")
     arguments = parser.parse_args()
     report = Report("drain", revision=arguments.commit)
-    # Not uvloop: see benchmarks.chaos.
+    # Not uvloop: see benchmarks.chaos_episodes.
     results = asyncio.run(_run(12, ("prefill-0", "decode-0")) if arguments.short else _run(64, None))
     report.write(results, arguments.json)
     sys.exit(not is_well(results))

@@ -896,6 +896,7 @@ def chaos_tables(report: Report) -> str:
 
 _CHAOS_COLUMNS: Columns = {
     "engine": "{engine}",
+    "fleets at once": lambda report: str(report.get("fleets", 1)),  # older results had one and do not say so
     "episodes": "{episodes}",
     "requests": "{requests}",
     "times that clients went on elsewhere": "{breaks}",

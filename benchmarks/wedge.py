@@ -181,7 +181,7 @@ def main() -> None:
     if is_torch and (arguments.short or arguments.saturate):
         parser.error("--engine torch: only for all strikes")
     report = Report("wedge", revision=arguments.commit)
-    # Not uvloop: see benchmarks.chaos.
+    # Not uvloop: see benchmarks.chaos_episodes.
     if arguments.saturate:
         results = asyncio.run(_run_saturated(arguments.saturate))
     else:

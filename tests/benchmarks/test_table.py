@@ -34,6 +34,12 @@ def test_a_table_says_how_many_cores_were_used(tmp_path: Path) -> None:
     assert ", 2 of 64 cores, " in render_page("<!-- table: overload -->\n<!-- end -->", tmp_path)
 
 
+def test_the_table_of_chaos_says_how_many_fleets_ran_at_once(tmp_path: Path) -> None:
+    report = json.loads((RESULTS / "chaos.json").read_text())
+    (tmp_path / "chaos.json").write_text(json.dumps({**report, "fleets": 16}))
+    assert "| mock | 16 |" in render_page("<!-- table: chaos -->\n<!-- end -->", tmp_path)
+
+
 def test_a_table_without_results_says_so(tmp_path: Path) -> None:
     page = render_page("<!-- table: overload -->\nstale figures\n<!-- end -->\nafter", tmp_path)
     assert page == "<!-- table: overload -->\n\nnot measured yet\n\n<!-- end -->\nafter"
