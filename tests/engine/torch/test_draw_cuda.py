@@ -252,17 +252,22 @@ def test_steps_launched_before_any_token_is_read_give_the_tokens_of_the_cpu(by_g
 
 def test_graphs_take_the_memory_that_was_measured() -> None:
     device, max_rows, vocab_size = torch.device("cuda:0"), 64, 151_936
-    sampler = device_sampler.DeviceSampler(device, vocab_size)
     place = torch.zeros((max_rows, vocab_size), dtype=torch.bfloat16, device=device)
-    sampler.warm_up(place)
     of_steps = draw.scratch_size_bytes(max_rows, vocab_size)
-    size_bytes = sampler.graphs_size_bytes(place, len(place), max_rows) + of_steps
-    before = free_size_bytes(device)
-    sampler.expect(place, max_rows)
-    taken = before - free_size_bytes(device)
-    print(f"\nmeasured {size_bytes >> 20} MiB, {of_steps >> 20} of them as without graphs; taken {taken >> 20}")
-    assert sampler._graphs is not None
-    assert place.nbytes < taken <= size_bytes + (32 << 20)
+    for _ in range(5):  # what other programs on this GPU take or free meanwhile counts as well
+        sampler = device_sampler.DeviceSampler(device, vocab_size)
+        sampler.warm_up(place)
+        size_bytes = sampler.graphs_size_bytes(place, len(place), max_rows) + of_steps
+        before = free_size_bytes(device)
+        sampler.expect(place, max_rows)
+        taken = before - free_size_bytes(device)
+        print(f"\nmeasured {size_bytes >> 20} MiB, {of_steps >> 20} of them as without graphs; taken {taken >> 20}")
+        assert sampler._graphs is not None
+        if place.nbytes < taken <= size_bytes + (32 << 20):
+            return
+        del sampler
+        torch.cuda.empty_cache()
+    pytest.fail("other memory was taken than was measured")
 
 
 @pytest.mark.parametrize(("dtype", "sampler"), [("bfloat16", device_sampler.DeviceSampler), ("float64", Sampler)])
