@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -558,6 +558,32 @@ async def test_a_call_that_is_cancelled_twice_leaves_no_request_running(num_turn
     await asyncio.wait([serving], timeout=_TIMEOUT_S)
     assert serving.cancelled()
     await asyncio.sleep(0)  # the aborted requests end in this turn
+    assert all(run.has_ended for run in runs)
+
+
+async def test_a_session_that_ends_aborts_only_some_choices_in_a_turn() -> None:
+    sessions, call, loop = Sessions(), OpenCall(200), asyncio.get_running_loop()
+    stream = SessionStream(sessions.begin, sessions.limits, sessions.stalled)
+    serving = asyncio.create_task(stream.serve(call))  # type: ignore[arg-type]
+    runs = [await sessions.wait_for(slot) for slot in range(200)]
+    num_aborted = [0]  # by turn
+
+    def next_turn() -> None:
+        num_aborted.append(0)
+        if not all(run.has_ended for run in runs):
+            loop.call_soon(next_turn)
+
+    for run in runs:
+
+        def abort(error: ServingError, abort: Callable[[ServingError], None] = run.abort) -> None:
+            num_aborted[-1] += 1
+            abort(error)
+
+        run.abort = abort  # type: ignore[method-assign]
+    next_turn()
+    serving.cancel()
+    await asyncio.wait([serving], timeout=_TIMEOUT_S)
+    assert sorted(filter(None, num_aborted)) == [8, 64, 64, 64]
     assert all(run.has_ended for run in runs)
 
 
