@@ -93,7 +93,7 @@ class ForkServer:
     The first of them starts it, and it ends with the last. What it has forked dies with who asked for that.
 
     Attributes:
-        python: a program that runs as ``sys.executable`` does, but has services forked here: for ``quartet up``.
+        python: a program that runs as ``sys.executable`` does, but has services and what benchmarks start forked here.
         quartet: the ``quartet`` beside it, where printed lines expect one; it is forked too, and starts services so.
     """
 
@@ -115,9 +115,9 @@ class ForkServer:
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
         """``python -m ARGUMENTS`` in a new session, with this environment; its output is appended to ``log``."""
-        with log.open("ab") as file:
-            outputs = [file.fileno()] * 2
-            forked = forked_python.fork(self._name, list(arguments), dict(environment), str(_REPOSITORY), outputs)
+        with log.open("ab") as file, open(os.devnull, "rb") as nothing:
+            streams = [nothing.fileno(), file.fileno(), file.fileno()]
+            forked = forked_python.fork(self._name, list(arguments), dict(environment), str(_REPOSITORY), streams)
         return ForkedProcess(*forked)
 
     def _join_or_start(self) -> socket.socket:
@@ -141,7 +141,7 @@ class ForkServer:
         program = directory / "python"
         program.write_text(
             '#!/bin/sh\ncase "$1 $2" in\n'
-            f'"-m services."*|"-m router"|"-m {_DOCTOR}"|"-m {_QUARTET}") {forked} "$@" ;;\n'
+            f'"-m services."*|"-m benchmarks."*|"-m router"|"-m {_DOCTOR}"|"-m {_QUARTET}") {forked} "$@" ;;\n'
             f'*) {real} "$@" ;;\nesac\n'
         )
         program.chmod(0o755)
@@ -221,7 +221,7 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        request, outputs, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 2)
+        request, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 3)
         if not request:
             connection.close()
             return
@@ -231,9 +231,9 @@ class _Server:
             self._hold(connection.detach())
             return
         if (pid := os.fork()) == 0:
-            _become(self._pid, outputs, **json.loads(request))
-        for output in outputs:
-            os.close(output)
+            _become(self._pid, streams, **json.loads(request))
+        for stream in streams:
+            os.close(stream)
         process = os.pidfd_open(pid)
         connection.send(json.dumps(pid).encode())
         self._on(process, lambda: self._ended(pid, process, connection))
@@ -256,12 +256,12 @@ class _Server:
 
 
 def _become(
-    server: int, outputs: Sequence[int], arguments: Sequence[str], environment: Mapping[str, str], directory: str
+    server: int, streams: Sequence[int], arguments: Sequence[str], environment: Mapping[str, str], directory: str
 ) -> NoReturn:
     """Be the process that ``python -m ARGUMENTS`` would be."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    for source, target in zip((os.open(os.devnull, os.O_RDONLY), *outputs), (0, 1, 2), strict=True):
+    for source, target in zip(streams, (0, 1, 2), strict=True):
         os.dup2(source, target)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.chdir(directory)

@@ -2,8 +2,9 @@
 
     python -S -E tests/e2e/forked_python.py SERVER -m MODULE ARGUMENTS...
 
-To its parent it is that process: it passes SIGTERM and SIGINT on, the output and the end are the forked process's, and
-SIGKILL ends both. It starts often, so it imports little, and only from the standard library.
+To its parent it is that process: it passes SIGTERM and SIGINT on, input, output and the end are the forked process's,
+and SIGKILL ends both. But SIGSTOP stops this one only, and its CPU time and memory are not the forked one's. It starts
+often, so it imports little, and only from the standard library.
 """
 
 import json
@@ -17,9 +18,9 @@ _MAX_REQUEST_BYTES = 1 << 17
 
 
 def fork(
-    server: str, arguments: list[str], environment: dict[str, str], directory: str, outputs: list[int]
+    server: str, arguments: list[str], environment: dict[str, str], directory: str, streams: list[int]
 ) -> tuple[socket.socket, int]:
-    """Have ``server`` run ``python -m ARGUMENTS`` in ``directory``, with ``outputs`` as stdout and stderr.
+    """Have ``server`` run ``python -m ARGUMENTS`` in ``directory``, with ``streams`` as stdin, stdout and stderr.
 
     Returns:
         The connection, from which ``exit_code`` reads, and whose end kills the process; and the process's id.
@@ -27,7 +28,7 @@ def fork(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address(server))
     request = {"arguments": arguments, "environment": environment, "directory": directory}
-    socket.send_fds(connection, [json.dumps(request).encode()], outputs)
+    socket.send_fds(connection, [json.dumps(request).encode()], streams)
     return connection, json.loads(connection.recv(_MAX_REQUEST_BYTES))
 
 
@@ -46,7 +47,7 @@ def address(server: str) -> str:
 def main() -> None:
     """Run until the forked process has ended, and end as it did."""
     server, _, *arguments = sys.argv[1:]
-    connection, pid = fork(server, arguments, dict(os.environ), os.getcwd(), [1, 2])
+    connection, pid = fork(server, arguments, dict(os.environ), os.getcwd(), [0, 1, 2])
 
     def pass_on(number: int, _: object) -> None:
         with suppress(ProcessLookupError):  # it has just ended
