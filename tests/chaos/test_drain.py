@@ -9,11 +9,12 @@ import pytest
 from benchmarks.drain import MAX_DRAIN_S
 from services.workers import worker
 from tests.chaos.command import run_benchmark
+from tests.e2e.fork_server import ForkServer
 
 
 @pytest.mark.usefixtures("etcd_binary")
-def test_endless_answers_outlive_the_drain_of_their_workers(tmp_path: Path) -> None:
-    found = run_benchmark("drain", "--short", report=tmp_path / "report.json")
+def test_endless_answers_outlive_the_drain_of_their_workers(tmp_path: Path, fork_server: ForkServer) -> None:
+    found = run_benchmark("drain", "--short", report=tmp_path / "report.json", fork_server=fork_server)
 
     assert [drain["worker"] for drain in found["drains"]] == ["prefill-0", "decode-0"]
     assert (found["streams"], found["failed"], found["wrong"], found["errors"]) == (12, 0, 0, [])
