@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TypeAlias
 
 import grpc
@@ -161,6 +162,7 @@ def parse_piece(message: bytes) -> PiecePart | None:
     return PiecePart(values[_PIECE_INDEX], values[_PIECE_OFFSET], memoryview(message)[position:])
 
 
+@cache  # once: the next such block comes from what is kept, and that is zeroed by hand
 def keep_freed_memory() -> None:
     """Make glibc keep the memory of freed messages for the next ones.
 
