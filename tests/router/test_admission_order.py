@@ -191,16 +191,17 @@ async def test_waits_that_end_without_a_placement_are_counted_by_cause() -> None
 class PatientPolicy(RoundRobinPolicy):
     """Keeps everybody at its first ``num_looks`` looks, and notes what it is shown."""
 
-    def __init__(self, num_looks: int) -> None:
+    def __init__(self, num_looks: int, poll_again_in_s: float | None = 0.001) -> None:
         super().__init__(10**9)
         self.num_looks_left = num_looks
+        self.poll_again_in_s = poll_again_in_s
         self.seen: list[dict[Rank, int]] = []
 
     def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         self.seen += [dict(pending.num_cached_tokens) for pending in queued]
         self.num_looks_left -= 1
         if self.num_looks_left >= 0:
-            return Decision([None] * len(queued), poll_again_in_s=0.001)
+            return Decision([None] * len(queued), poll_again_in_s=self.poll_again_in_s)
         return super().assign(queued, snapshot)
 
 
@@ -210,13 +211,14 @@ async def test_a_policy_that_asks_for_another_poll_is_polled_again_without_an_ev
 
 
 async def test_a_policy_sees_cached_blocks_and_those_of_requests_sent_lately() -> None:
-    policy = PatientPolicy(1)
+    policy = PatientPolicy(1, poll_again_in_s=None)
     scene = AdmissionScene(policy)
     rank = Rank("decode-0")
     scene.index.store(rank, None, [1, 2])
     first = scene.ask("first", 4, hashes=[1, 2, 3])
     await scene.settle()
     scene.index.remove(rank, [2])
+    scene.admission.wake()
     await scene.result(first)
     assert policy.seen == [{rank: 20}, {rank: 10}]
     await scene.result(scene.ask("second", 4, hashes=[1, 2, 3, 4]))
