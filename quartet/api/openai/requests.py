@@ -61,8 +61,8 @@ _MAX_TOKEN_ID = 2**32 - 1
 _MAX_LOGPROBS = 20
 # OpenAI's default for completions, which vLLM has too.
 _DEFAULT_MAX_TOKENS = 16
-# Messages that are converted in one step.
-_STEP_MESSAGES = 128
+# Messages that are converted in one step, and what each takes, in 0.1 microseconds.
+_STEP_MESSAGES, _MESSAGE_WORK = 128, 27
 
 ValueT = TypeVar("ValueT")
 
@@ -361,7 +361,7 @@ _SAMPLING = (
 )
 
 
-def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[None, None, Asked]:
+def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, Asked]:
     """A request of /v1/completions, in one step. Raises ``InvalidRequestError`` naming the field."""
     yield from ()
     found = read_fields(body, _COMPLETION)
@@ -380,7 +380,7 @@ def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[None, 
     return _asked(found, starts, num_logprobs, is_chat=False)
 
 
-def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[None, None, Asked]:
+def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, Asked]:
     """A request of /v1/chat/completions, in steps: each yield comes after less than a millisecond.
 
     Raises:
@@ -564,7 +564,7 @@ _MESSAGE: Mapping[str, Reader] = {
 }
 
 
-def _read_messages(value: Any) -> Generator[None, None, tuple[ChatMessage, ...]]:
+def _read_messages(value: Any) -> Generator[int, None, tuple[ChatMessage, ...]]:
     if value is None:
         raise InvalidRequestError("messages: is missing", field="messages")
     items = lists(value, "messages")
@@ -588,9 +588,9 @@ def _read_messages(value: Any) -> Generator[None, None, tuple[ChatMessage, ...]]
         if num_parts > MAX_PARTS:
             path = f"messages[{index}].content"
             raise InvalidRequestError(f"{path}: all messages have at most {MAX_PARTS} parts", field=path)
-        if index + num_parts + num_calls - num_done >= _STEP_MESSAGES:
-            num_done = index + num_parts + num_calls
-            yield
+        if (num_new := index + num_parts + num_calls - num_done) >= _STEP_MESSAGES:
+            num_done += num_new
+            yield num_new * _MESSAGE_WORK
     return tuple(messages)
 
 
