@@ -62,6 +62,24 @@ def take_apart(body: bytes) -> Generator[int, None, tuple[bytes, list[str | arra
     return _Body(body).take_apart()
 
 
+class Work:
+    """Work since the last step ended, in 0.1 microseconds."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def spend(self, work: int) -> Generator[int, None, None]:
+        """Count ``work`` that was done, and end the step if that is enough."""
+        self.done += work
+        if self.done >= STEP_WORK:
+            yield self.end_step()
+
+    def end_step(self) -> int:
+        """What to yield at the end of a step."""
+        done, self.done = self.done, 0
+        return done
+
+
 class _Body:
     """A body, and how far it was gone through."""
 
@@ -72,10 +90,10 @@ class _Body:
         self._num_copied = 0  # bytes that are in `kept`, or were taken out
         self._taken: list[str | array[int]] = []
         self._num_values = 0
-        self._work = 0  # since the last step ended
+        self._work = Work()
 
     def take_apart(self) -> Generator[int, None, tuple[bytes, list[str | array[int]]]]:
-        body = self._body
+        body, work = self._body, self._work
         while True:
             quote = body.find(b'"', self._position)
             end = len(body) if quote < 0 else quote
@@ -91,21 +109,12 @@ class _Body:
                 return b"".join(self._kept), self._taken
             after = self._end_of_short_string(quote + 1)
             if after:
-                self._work += _STRING_WORK + (after - quote) // _COUNTED_OF_WORK
+                work.done += _STRING_WORK + (after - quote) // _COUNTED_OF_WORK
                 self._position = after
             else:
                 yield from self._pass_long_string(quote)
-            if self._work >= STEP_WORK:
-                yield self._end_step()
-
-    def _end_step(self) -> int:
-        work, self._work = self._work, 0
-        return work
-
-    def _spend(self, work: int) -> Generator[int, None, None]:
-        self._work += work
-        if self._work >= STEP_WORK:
-            yield self._end_step()
+            if work.done >= STEP_WORK:
+                yield work.end_step()
 
     def _pass_values(self, end: int) -> Generator[int, None, None]:
         """Go on to ``end``, before which there is no string, and take out long lists of ids."""
@@ -125,21 +134,21 @@ class _Body:
                 else:  # of other values, which are read with the rest
                     yield from self._pass_plainly(end if last < 0 else last)
             # Ids were paid for as they were read; the few that look like some once more.
-            yield from self._spend(_STRING_WORK + min(self._position - before, _PIECE_BYTES) // _COUNTED_OF_WORK)
+            yield from self._work.spend(_STRING_WORK + min(self._position - before, _PIECE_BYTES) // _COUNTED_OF_WORK)
 
     def _pass_plainly(self, end: int) -> Generator[int, None, None]:
         # In steps, so that a bomb ends at the first of them.
         while self._position < end:
             before = self._position
             self._count(min(before + _PIECE_BYTES, end))
-            yield from self._spend((self._position - before) // _COUNTED_OF_WORK)
+            yield from self._work.spend((self._position - before) // _COUNTED_OF_WORK)
 
     def _end_of_short_string(self, start: int) -> int:
         """The position after the closing quote of the string that begins at ``start``; 0: it is long, or wrong."""
         body = self._body
         end = body.find(b'"', start, start + _LONG_BYTES + 1)
         if end >= 0 and body.find(b"\\", start, end) >= 0:  # that quote may be a part of the string
-            self._work += _LONG_STRING_WORK
+            self._work.done += _LONG_STRING_WORK
             part = _STRING_PART.match(body, start, min(start + _LONG_BYTES, len(body)))
             end = start if part is None else part.end()
             if body[end : end + 1] != b'"':
@@ -152,11 +161,11 @@ class _Body:
         if end > 0 and body.find(b"\\", start, end) < 0:  # as pictures are: nothing but a copy
             work = _LONG_STRING_WORK + (end - start) // _COPIED_OF_WORK
             if work > STEP_WORK:
-                yield self._end_step()
+                yield self._work.end_step()
             text, after = str(memoryview(body)[start:end], "utf-8"), end + 1
-            self._work += work
+            self._work.done += work
         else:
-            self._work += _LONG_STRING_WORK
+            self._work.done += _LONG_STRING_WORK
             text, after = yield from self._read_escaped(start)
         if (yield from self._is_name(after)):
             self._position = after
@@ -193,7 +202,7 @@ class _Body:
                 raise ValueError("a string has no end, or an escape in it is wrong")
             piece = body[position:end]
             pieces.append(json.loads(b'"' + piece + b'"') if b"\\" in piece else piece.decode())
-            yield from self._spend((end - position) // _READ_OF_WORK)
+            yield from self._work.spend((end - position) // _READ_OF_WORK)
             if is_whole:
                 return "".join(pieces), end + 1
             position = end
@@ -206,7 +215,7 @@ class _Body:
             end = position if space is None else space.end()
             if end - position < _PIECE_BYTES:
                 return body[end : end + 1] == b":"
-            yield from self._spend((end - position) // _COUNTED_OF_WORK)
+            yield from self._work.spend((end - position) // _COUNTED_OF_WORK)
             position = end
 
     def _read_ids(self, first: int, end: int) -> Generator[int, None, array[int] | None]:
@@ -229,7 +238,7 @@ class _Body:
                 raise ValueError("a list of numbers is malformed") from None
             if not values and (position > first or stop < end):
                 raise ValueError("a list of numbers is malformed")
-            yield from self._spend(len(piece) // _READ_OF_WORK)
+            yield from self._work.spend(len(piece) // _READ_OF_WORK)
             if stop == end:
                 return ids
             position = stop + 1
