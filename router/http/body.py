@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from quartet.api.openai.requests import Caller
-from quartet.api.openai.steps import SHORT, STEP_BYTES, put_together, take_apart
+from quartet.api.openai.steps import SHORT, STEP_WORK, put_together, take_apart
 from quartet.errors import InvalidRequestError, MessageTooLargeError, QueueFullError, RequestTimeoutError
 from router.http.config import HttpConfig
 from router.http.errors import HttpError
@@ -95,7 +95,7 @@ class Bodies:
 
     async def _parse(self, body: bytes, tenant: str) -> dict[str, Any]:
         # However many bodies have come in one turn of the event loop, only few are parsed in it.
-        await self._enter(tenant, min(len(body), STEP_BYTES) // _BYTES_OF_WORK)
+        await self._enter(tenant, min(len(body) // _BYTES_OF_WORK, STEP_WORK))
         try:
             if len(body) <= _SHORT_BODY_BYTES:
                 value, rest = SHORT.decode(body.decode()), body
@@ -114,15 +114,15 @@ class Bodies:
             raise HttpError(400, "the body must be a JSON object")
         return value
 
-    async def in_turns(self, steps: Generator[None, None, ResultT], tenant: str) -> ResultT:
-        """The result of ``steps``; before each but the first it is the tenant's turn."""
+    async def in_turns(self, steps: Generator[int, None, ResultT], tenant: str) -> ResultT:
+        """The result of ``steps``; the tenant pays for each, and it is its turn before the next."""
         while True:
             try:
-                next(steps)
+                work = next(steps)
             except StopIteration as end:
                 result: ResultT = end.value
                 return result
-            await self._enter(tenant, STEP_BYTES // _BYTES_OF_WORK)
+            await self._enter(tenant, work)
 
     def _hold(self, caller: str, num_bytes: int, num_held: int) -> None:
         """Hold so many bytes more of a body of which ``num_held`` are held. Raises ``QueueFullError``."""

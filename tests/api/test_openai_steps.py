@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.api.openai import steps as steps_module
-from quartet.api.openai.steps import MAX_VALUES, STEP_BYTES, put_together, take_apart
+from quartet.api.openai.steps import MAX_VALUES, STEP_WORK, put_together, take_apart
 from quartet.errors import MessageTooLargeError
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -32,6 +32,10 @@ def read(body: bytes) -> Any:
             return _plain(put_together(*end.value))
 
 
+def chat(num_messages: int, num_characters: int) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x" * num_characters}] * num_messages}).encode()
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, array):
         return list(value)
@@ -47,7 +51,7 @@ def test_a_body_read_in_steps_is_what_the_parser_reads_at_once(value: Any, is_as
 
 
 def test_long_strings_and_token_ids_are_taken_out_and_no_escape_is_cut_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_module, "STEP_BYTES", 1000)
+    monkeypatch.setattr(steps_module, "_PIECE_BYTES", 1000)
     for unit in ('\\"\\\\\n', "\U0001f600", "é\x01", "日本"):
         for shift in (0, 1, 2, 3, 5, 7):
             value = {"t": "x" * shift + unit * 400, "prompt": list(range(5_000))}
@@ -99,22 +103,22 @@ def test_bombs_are_refused_before_they_are_parsed(bomb: bytes) -> None:
     ],
 )
 def test_what_is_no_json_is_refused(wrong: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step_bytes in (512, 1_000, 1_001, 64 << 10):
-        monkeypatch.setattr(steps_module, "STEP_BYTES", step_bytes)
+    for piece_bytes in (512, 1_000, 1_001, 64 << 10):
+        monkeypatch.setattr(steps_module, "_PIECE_BYTES", piece_bytes)
         with pytest.raises(ValueError):
             read(wrong)
 
 
 @pytest.mark.parametrize("last", [-1, None, 1.5, 2**32, "x", [7], {}, [[]], True])
 def test_a_list_that_begins_like_token_ids_may_go_on_with_any_value(last: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step_bytes in (1_000, 64 << 10):
-        monkeypatch.setattr(steps_module, "STEP_BYTES", step_bytes)
+    for piece_bytes in (1_000, 64 << 10):
+        monkeypatch.setattr(steps_module, "_PIECE_BYTES", piece_bytes)
         value = {"enum": [*range(1000, 3000), last], "prompt": [[*range(2000), last], list(range(2000))], "b": {}}
         assert read(json.dumps(value).encode()) == value
 
 
 def test_a_long_name_of_a_field_stays_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_module, "STEP_BYTES", 1000)
+    monkeypatch.setattr(steps_module, "_PIECE_BYTES", 1000)
     value = {"k" * 600: "v" * 600, "é\\" * 800: {"\U0001f600" * 700: [list(range(2000)), "w" * 600]}}
     for separators in ((",", ":"), (" , ", " " * 5000 + ": ")):
         assert read(json.dumps(value, separators=separators).encode()) == value
@@ -128,15 +132,44 @@ def test_many_lists_of_token_ids_pass_where_prompts_stand_and_nowhere_else() -> 
             read(json.dumps(value).encode())
 
 
-def test_no_step_goes_through_much_more_than_its_bytes() -> None:
-    for unit in (["1" * 600], [list(range(200)), "a"], list(range(70_000)), [[*range(150), -1]], {"k" * 600: 1}):
-        rows = [unit] * (1 if len(unit) > 2 else 200)
-        body = json.dumps({"prompt": rows}, indent=1).encode()
-        steps, num_steps = take_apart(body), 0
-        while True:
-            try:
-                next(steps)
-            except StopIteration:
-                break
-            num_steps += 1
-        assert num_steps >= len(body) // (2 * STEP_BYTES), (str(unit)[:20], len(body), num_steps)
+@pytest.mark.parametrize(("num_messages", "num_characters"), [(20, 2_000), (100, 2_000), (200, 2_000), (4_000, 520)])
+def test_a_chat_of_long_messages_is_paid_for_by_its_work_in_few_steps(num_messages: int, num_characters: int) -> None:
+    body = chat(num_messages, num_characters)
+    works = list(take_apart(body))
+    assert len(works) <= len(body) >> 16
+    assert sum(works) <= len(body) // 32 + 100 * num_messages
+
+
+def test_a_picture_is_copied_in_a_step_of_its_own_and_paid_for() -> None:
+    num_bytes = 4 << 20
+    before, copied = take_apart(chat(1, num_bytes))
+    assert before < 200 and num_bytes // 200 <= copied <= num_bytes // 50
+
+
+@pytest.mark.parametrize(
+    ("body", "least_work"),
+    [
+        (b'{"a":' + b'""' * 100_000 + b"1}", 10 * 100_000),
+        (b"{" + b'"a":1,' * 30_000 + b'"a":1}', 10 * 30_000),
+        (b'{"a":[' + (b'"' + b"x" * 513 + b'",') * 30_000 + b"1]}", 30 * 30_000),
+        (b'{"a":"' + b"\\n" * 300_000 + b'"}', 600_000 // 4),
+        (b'{"a":[' + (b'"' + b"\\n" * 300 + b'",') * 1_000 + b"1]}", 600_000 // 4),
+        (b'{"prompt":[' + b"1," * 300_000 + b"1]}", 600_000 // 4),
+        (b'{"prompt":[' + (b"[" + b"1," * 300 + b"1],") * 1_000 + b"1]}", 600_000 // 4),
+        (b'{"prompt":[' + (b"[" + b"1," * 280 + b"-1],") * 110 + b"1]}", 0),
+        (b'{"a":' + b" " * 3_000_000 + b"1}", 3_000_000 // 40),
+        (b'{"' + b"k" * 600 + b'"' + b" " * 3_000_000 + b":1}", 3_000_000 // 40),
+    ],
+)
+def test_work_is_paid_for_whatever_a_body_is_made_of_and_no_step_is_long(body: bytes, least_work: int) -> None:
+    works = list(take_apart(body))
+    assert sum(works) >= least_work - STEP_WORK, "all but the last step"
+    assert max(works, default=0) <= 1.5 * STEP_WORK
+
+
+def test_a_bomb_ends_in_its_first_step() -> None:
+    for bomb in (b'{"a":[' + b"[]," * 1_000_000 + b"1]}", b'{"a":"x","b":' + b"[" * 1_000_000):
+        works = []
+        with pytest.raises(MessageTooLargeError):
+            works += take_apart(bomb)
+        assert not works

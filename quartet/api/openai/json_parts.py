@@ -9,8 +9,9 @@ import json
 import secrets
 from collections.abc import Callable, Generator, Sequence
 
-# Of a list of token ids, so many are written in one step, with their texts in a millisecond.
+# Of a list of token ids, so many are written in one step; what an id and its text take, in 0.1 microseconds.
 _IDS_OF_STEP = 1024
+_ID_WORK, _TEXT_WORK = 2, 8
 
 
 class JsonParts:
@@ -39,15 +40,18 @@ class JsonParts:
 
 def tokens_json(
     token_ids: Sequence[int], max_model_len: int, token_text: Callable[[int], str | None] | None
-) -> Generator[None, None, bytes]:
-    """What /tokenize answers, in steps of a millisecond; with the texts of tokens if ``token_text`` knows them."""
+) -> Generator[int, None, bytes]:
+    """What /tokenize answers, in steps of a millisecond; with the texts of tokens if ``token_text`` knows them.
+
+    Yields the work of each, in 0.1 microseconds.
+    """
     parts, ids, texts = JsonParts(), list[str](), list[str]()
     answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": parts.place(ids)}
     if token_text is not None:
         answer["token_strs"] = parts.place(texts)
     for begin in range(0, len(token_ids), _IDS_OF_STEP):
         if begin:
-            yield
+            yield _IDS_OF_STEP * (_ID_WORK if token_text is None else _ID_WORK + _TEXT_WORK)
         some = token_ids[begin : begin + _IDS_OF_STEP]
         ids.append(json.dumps(list(some))[1:-1])
         if token_text is not None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from quartet.api.chat import (
+    MAX_JOINT_LENGTH,
     MAX_JSON_LENGTH,
     MAX_MESSAGES,
     MAX_PARTS,
@@ -41,6 +42,7 @@ from quartet.api.openai.fields import (
     text,
     wrong,
 )
+from quartet.api.openai.steps import Work
 from quartet.api.request import (
     MAX_CHOICES,
     MAX_STOP_STRINGS,
@@ -50,7 +52,14 @@ from quartet.api.request import (
     TextPrompt,
     TokenPrompt,
 )
-from quartet.engine.sampling import MAX_STOP_IDS, GrammarKind, GuidedDecoding, OutputOptions, Sampling
+from quartet.engine.sampling import (
+    MAX_STOP_IDS,
+    GrammarKind,
+    GuidedDecoding,
+    OutputOptions,
+    Sampling,
+    check_counts,
+)
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.media.items import MediaPart, MediaUrl
 from quartet.text.chat_message import ChatMessage, Tool, ToolCall
@@ -61,8 +70,10 @@ _MAX_TOKEN_ID = 2**32 - 1
 _MAX_LOGPROBS = 20
 # OpenAI's default for completions, which vLLM has too.
 _DEFAULT_MAX_TOKENS = 16
-# Messages that are converted in one step.
-_STEP_MESSAGES = 128
+# What takes so many units of work: a message or a part, a tool or a call, and a value in one's JSON.
+_MESSAGE_WORK, _TOOL_WORK, _VALUE_WORK = 30, 60, 4
+# Characters of JSON that are written out in a unit.
+_CHARACTERS_OF_WORK = 32
 
 ValueT = TypeVar("ValueT")
 
@@ -130,7 +141,8 @@ class Caller:
 
 def _logit_bias(value: Any, path: str) -> dict[int, float]:
     biases = {}
-    for key, bias in objects(value, path).items():
+    check_counts(objects(value, path), ())
+    for key, bias in value.items():
         if not (key.isascii() and key.isdecimal()) or len(key) > len(str(_MAX_TOKEN_ID)):
             raise InvalidRequestError(f"{path}: its keys must be token ids", field=path)
         biases[int(key)] = number(bias, f"{path}.{key}")
@@ -147,28 +159,43 @@ def _seed(value: Any, path: str) -> int:
 
 def _json_text(value: Any, path: str) -> str:
     """A JSON object as text, which it may be already."""
+    if not isinstance(value, str):
+        _check_length(_measure(objects(value, path))[0], path)
+    return _written(value, path)
+
+
+def _written(value: Any, path: str) -> str:
+    """The same, of an object that was measured."""
     if isinstance(value, str):
         return value
-    _check_length(objects(value, path), path)
     try:
-        return json.dumps(value, ensure_ascii=False, default=list)  # long lists came as arrays
+        return json.dumps(objects(value, path), ensure_ascii=False, default=list)  # long lists came as arrays
     except RecursionError:
         raise InvalidRequestError(f"{path}: is nested too deeply", field=path) from None
 
 
-def _check_length(value: Any, path: str) -> None:
-    """Raises ``InvalidRequestError``: what ``value`` holds would take too long to write out."""
-    num_left, rest = MAX_JSON_LENGTH, [value]
-    while rest and num_left >= 0:
+def _check_length(num_characters: int, path: str) -> None:
+    if num_characters > MAX_JSON_LENGTH:
+        raise InvalidRequestError(f"{path}: the JSON is longer than {MAX_JSON_LENGTH} characters", field=path)
+
+
+_WITH_LENGTH, _CONTAINERS = frozenset({str, array}), frozenset({dict, list})
+
+
+def _measure(value: Any) -> tuple[int, int]:
+    """How many characters ``value`` has at least if it is written out, and values; counted to the first bound."""
+    num_characters, num_values = 0, 1
+    rest: list[Any] = [[value]]
+    while rest and num_characters <= MAX_JSON_LENGTH:
         part = rest.pop()
         if isinstance(part, dict):
-            num_left -= sum(map(len, part))
-            rest += part.values()
-        elif isinstance(part, list):
-            rest += part
-        num_left -= len(part) if isinstance(part, str | list | array) else 1
-    if num_left < 0:
-        raise InvalidRequestError(f"{path}: the JSON is longer than {MAX_JSON_LENGTH} characters", field=path)
+            num_characters += sum(map(len, part))
+            part = part.values()
+        num_values += len(part)
+        # Not one by one: that would take as long as to write it out.
+        num_characters += len(part) + sum([len(one) for one in part if type(one) in _WITH_LENGTH])
+        rest += [one for one in part if type(one) in _CONTAINERS]
+    return num_characters, num_values
 
 
 def _json_object(value: Any, path: str) -> JsonObject:
@@ -184,8 +211,39 @@ def _tool_choice(value: Any, path: str) -> tuple[ToolChoice, str]:
     return ToolChoice.FUNCTION, named["function"]["name"]
 
 
-_FUNCTION: Mapping[str, Reader] = {"name": text, "description": text, "parameters": _json_object, "strict": boolean}
-_CALLED: Mapping[str, Reader] = {"name": text, "arguments": _json_object}
+def _measured(value: Any, path: str) -> JsonObject:
+    return JsonObject.of_text(_written(value, path))
+
+
+_FUNCTION: Mapping[str, Reader] = {"name": text, "description": text, "parameters": _measured, "strict": boolean}
+_CALLED: Mapping[str, Reader] = {"name": text, "arguments": _measured}
+
+
+def _read_functions(
+    value: Any, path: str, read: Callable[[Any, str], ValueT], *, name: str, max_length: int, work: Work
+) -> Generator[int, None, tuple[ValueT, ...]]:
+    """What ``read`` reads of each of a list of tools or calls, in steps.
+
+    All their JSON, the field ``name``, is measured before any is written out.
+    """
+    items = list_of(anything, max_length=max_length)(value, path)
+    num_together = 0
+    for index, item in enumerate(items):
+        function = item.get("function") if isinstance(item, dict) else None
+        shown = function.get(name, "") if isinstance(function, dict) else ""
+        num_characters, num_values = _measure(shown)
+        _check_length(num_characters, f"{path}[{index}].function.{name}")
+        num_together += num_characters
+        if num_together > MAX_JOINT_LENGTH:
+            why = f"{path}: their JSON is longer than {MAX_JOINT_LENGTH} characters together"
+            raise InvalidRequestError(why, field=path)
+        cost = 0 if isinstance(shown, str) else num_values * _VALUE_WORK + num_characters // _CHARACTERS_OF_WORK
+        yield from work.spend(_TOOL_WORK + cost)
+    functions = list[ValueT]()
+    for index, item in enumerate(items):
+        functions.append(read(item, f"{path}[{index}]"))
+        yield from work.spend(_TOOL_WORK)
+    return tuple(functions)
 
 
 def _tool(value: Any, path: str) -> Tool:
@@ -331,7 +389,7 @@ _CHAT: Mapping[str, Reader] = {
     "logprobs": boolean,
     "top_logprobs": integer(0, _MAX_LOGPROBS),
     "add_generation_prompt": boolean,
-    "tools": list_of(_tool, max_length=MAX_TOOLS),
+    "tools": anything,
     "tool_choice": _tool_choice,
     "parallel_tool_calls": boolean,
     "stream_tool_arguments": boolean,
@@ -361,7 +419,7 @@ _SAMPLING = (
 )
 
 
-def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[None, None, Asked]:
+def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, Asked]:
     """A request of /v1/completions, in one step. Raises ``InvalidRequestError`` naming the field."""
     yield from ()
     found = read_fields(body, _COMPLETION)
@@ -380,8 +438,8 @@ def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[None, 
     return _asked(found, starts, num_logprobs, is_chat=False)
 
 
-def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[None, None, Asked]:
-    """A request of /v1/chat/completions, in steps: each yield comes after less than a millisecond.
+def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, Asked]:
+    """A request of /v1/chat/completions, in steps; yields the work of each, in 0.1 microseconds.
 
     Raises:
         InvalidRequestError: naming the field.
@@ -397,12 +455,18 @@ def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[None, None, 
     if "max_completion_tokens" in found:
         found["max_tokens"] = found["max_completion_tokens"]
         names["max_tokens"] = "max_completion_tokens"
-    messages = yield from _read_messages(found.get("messages"))
+    work = Work()
+    tools: tuple[Tool, ...] = ()
+    if "tools" in found:
+        tools = yield from _read_functions(
+            found["tools"], "tools", _tool, name="parameters", max_length=MAX_TOOLS, work=work
+        )
+    messages = yield from _read_messages(found.get("messages"), work)
     tool_choice, tool_name = found.get("tool_choice", (ToolChoice.AUTO, ""))
     prompt = ChatPrompt(
         messages,
         add_generation_prompt=found.get("add_generation_prompt", True),
-        tools=found.get("tools", ()),
+        tools=tools,
         tool_choice=tool_choice,
         tool_name=tool_name,
         parallel_tool_calls=found.get("parallel_tool_calls", True),
@@ -555,7 +619,7 @@ _MESSAGE: Mapping[str, Reader] = {
     "refusal": text,
     "audio": refused(_NO_SOUND),
     "name": text,
-    "tool_calls": list_of(_tool_call, max_length=MAX_TOOL_CALLS),
+    "tool_calls": anything,
     "tool_call_id": text,
     "reasoning_content": text,
     "reasoning": text,
@@ -564,7 +628,7 @@ _MESSAGE: Mapping[str, Reader] = {
 }
 
 
-def _read_messages(value: Any) -> Generator[None, None, tuple[ChatMessage, ...]]:
+def _read_messages(value: Any, work: Work) -> Generator[int, None, tuple[ChatMessage, ...]]:
     if value is None:
         raise InvalidRequestError("messages: is missing", field="messages")
     items = lists(value, "messages")
@@ -574,9 +638,9 @@ def _read_messages(value: Any) -> Generator[None, None, tuple[ChatMessage, ...]]
         why = f"messages: has at most {MAX_MESSAGES} messages, not {len(items)}"
         raise InvalidRequestError(why, field="messages")
     messages = list[ChatMessage]()
-    num_parts = num_calls = num_done = 0
+    num_parts = num_calls = 0
     for index, item in enumerate(items):
-        message = _read_message(item, f"messages[{index}]")
+        message = yield from _read_message(item, f"messages[{index}]", work)
         if message.name or message.tool_calls or message.tool_call_id:
             check_message(message, index)
             num_calls += len(message.tool_calls)
@@ -588,13 +652,11 @@ def _read_messages(value: Any) -> Generator[None, None, tuple[ChatMessage, ...]]
         if num_parts > MAX_PARTS:
             path = f"messages[{index}].content"
             raise InvalidRequestError(f"{path}: all messages have at most {MAX_PARTS} parts", field=path)
-        if index + num_parts + num_calls - num_done >= _STEP_MESSAGES:
-            num_done = index + num_parts + num_calls
-            yield
+        yield from work.spend(_MESSAGE_WORK)
     return tuple(messages)
 
 
-def _read_message(value: Any, path: str) -> ChatMessage:
+def _read_message(value: Any, path: str, work: Work) -> Generator[int, None, ChatMessage]:
     found = read_fields(objects(value, path), _MESSAGE, f"{path}.")
     role = found.get("role")
     if not role:
@@ -605,12 +667,22 @@ def _read_message(value: Any, path: str) -> ChatMessage:
             raise InvalidRequestError(f"{path}.content: is missing", field=f"{path}.content")
         content = ""
     elif not isinstance(content, str):
-        content = _read_content(content, f"{path}.content")
+        content = yield from _read_content(content, f"{path}.content", work)
+    calls: tuple[ToolCall, ...] = ()
+    if "tool_calls" in found:
+        calls = yield from _read_functions(
+            found["tool_calls"],
+            f"{path}.tool_calls",
+            _tool_call,
+            name="arguments",
+            max_length=MAX_TOOL_CALLS,
+            work=work,
+        )
     return ChatMessage(
         role,
         _one_of(content, found.get("refusal", ""), f"{path}.refusal", "content"),
         name=found.get("name"),
-        tool_calls=found.get("tool_calls", ()),
+        tool_calls=calls,
         tool_call_id=found.get("tool_call_id"),
         reasoning=_one_of(
             found.get("reasoning_content", ""), found.get("reasoning", ""), f"{path}.reasoning", "reasoning_content"
@@ -625,7 +697,7 @@ def _one_of(value: ValueT, other: ValueT, path: str, name: str) -> ValueT:
     return value or other
 
 
-def _read_content(value: Any, path: str) -> str | tuple[str | MediaPart, ...]:
+def _read_content(value: Any, path: str, work: Work) -> Generator[int, None, str | tuple[str | MediaPart, ...]]:
     if not isinstance(value, list | array):
         raise wrong(value, path, "a string or a list of parts")
     if len(value) > MAX_PARTS:
@@ -639,6 +711,7 @@ def _read_content(value: Any, path: str) -> str | tuple[str | MediaPart, ...]:
             continue
         name, part = _read_part(item, where)
         parts.append(MediaUrl(part) if name == "image_url" else part)
+        yield from work.spend(_MESSAGE_WORK)
         has_media = has_media or name == "image_url"
     return tuple(parts) if has_media else "".join([part for part in parts if isinstance(part, str)])
 

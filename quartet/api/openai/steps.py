@@ -3,6 +3,10 @@
 Python's parser takes 2 ns for a byte of text, but 200 ns for each number, list or object, and nothing interrupts it. So
 long JSON is gone through in steps: strings and lists of token ids are taken out piece by piece, what else it holds is
 counted, and only the short rest goes through the parser at once.
+
+What reads in steps yields the work that it has done since the last yield, in the unit of the router's intake, 0.1
+microseconds. A step is so much work, not so many bytes: a long string is found and copied in a fiftieth of the time
+that as many bytes of short ones take.
 """
 
 from __future__ import annotations
@@ -15,8 +19,15 @@ from typing import Any, NoReturn
 
 from quartet.errors import MessageTooLargeError
 
-#: Bytes that one step goes through, in three milliseconds at most; a string without escapes is copied in one step.
-STEP_BYTES = 64 << 10
+#: A step ends once it has done so much. What comes last in it takes a millisecond more, if it is long; a string without
+#: escapes is copied in one step.
+STEP_WORK = 16_000
+# Of strings with escapes, ids and other values so much is gone through at once.
+_PIECE_BYTES = 16 << 10
+# What a string takes, and one that is taken out; beyond that, bytes gone through in a unit of work: if they are only
+# found and copied, if values are counted, and if escapes or numbers are read.
+_STRING_WORK, _LONG_STRING_WORK = 16, 40
+_COPIED_OF_WORK, _COUNTED_OF_WORK, _READ_OF_WORK = 100, 32, 3
 # Longer strings of a long body, and lists of token ids, are taken out of it.
 _LONG_BYTES = 512
 # More than a list of as many ids as any prompt has.
@@ -38,8 +49,8 @@ _LONG_LIST = re.compile(rb"\[[0-9, \t\r\n]{%d}" % _LONG_BYTES)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 
 
-def take_apart(body: bytes) -> Generator[None, None, tuple[bytes, list[str | array[int]]]]:
-    """Take the long strings and lists of token ids out of ``body``, in steps of a few milliseconds at most.
+def take_apart(body: bytes) -> Generator[int, None, tuple[bytes, list[str | array[int]]]]:
+    """Take the long strings and lists of token ids out of ``body``, in steps of three milliseconds at most.
 
     Returns:
         The rest, with ``NaN`` in the place of each, and what was taken out, in order. Long names of fields stay.
@@ -49,6 +60,24 @@ def take_apart(body: bytes) -> Generator[None, None, tuple[bytes, list[str | arr
         MessageTooLargeError: the rest holds more than ``MAX_VALUES`` values, or is too long.
     """
     return _Body(body).take_apart()
+
+
+class Work:
+    """Work since the last step ended, in 0.1 microseconds."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def spend(self, work: int) -> Generator[int, None, None]:
+        """Count ``work`` that was done, and end the step if that is enough."""
+        self.done += work
+        if self.done >= STEP_WORK:
+            yield self.end_step()
+
+    def end_step(self) -> int:
+        """What to yield at the end of a step."""
+        done, self.done = self.done, 0
+        return done
 
 
 class _Body:
@@ -61,10 +90,10 @@ class _Body:
         self._num_copied = 0  # bytes that are in `kept`, or were taken out
         self._taken: list[str | array[int]] = []
         self._num_values = 0
-        self._stepped = 0  # where the last step ended
+        self._work = Work()
 
-    def take_apart(self) -> Generator[None, None, tuple[bytes, list[str | array[int]]]]:
-        body = self._body
+    def take_apart(self) -> Generator[int, None, tuple[bytes, list[str | array[int]]]]:
+        body, work = self._body, self._work
         while True:
             quote = body.find(b'"', self._position)
             end = len(body) if quote < 0 else quote
@@ -78,44 +107,67 @@ class _Body:
                     why = f"the body has more than {_MAX_REST_BYTES} bytes beside its long texts and lists of token ids"
                     raise MessageTooLargeError(why)
                 return b"".join(self._kept), self._taken
-            part = _STRING_PART.match(body, quote + 1, min(quote + 1 + _LONG_BYTES, len(body)))
-            after = quote + 1 if part is None else part.end()
-            if body[after : after + 1] == b'"':  # a short one, which stays
-                self._position = after + 1
+            after = self._end_of_short_string(quote + 1)
+            if after:
+                work.done += _STRING_WORK + (after - quote) // _COUNTED_OF_WORK
+                self._position = after
             else:
                 yield from self._pass_long_string(quote)
-            if self._ends_step():
-                yield
+            if work.done >= STEP_WORK:
+                yield work.end_step()
 
-    def _pass_values(self, end: int) -> Generator[None, None, None]:
+    def _pass_values(self, end: int) -> Generator[int, None, None]:
         """Go on to ``end``, before which there is no string, and take out long lists of ids."""
         body = self._body
         while self._position < end:
-            stop = min(self._position + STEP_BYTES, end)
-            found = _LONG_LIST.search(body, self._position, min(stop + _LONG_BYTES, end))
+            before, stop = self._position, min(self._position + _PIECE_BYTES, end)
+            found = _LONG_LIST.search(body, before, min(stop + _LONG_BYTES, end))
             if found is None:
                 self._count(stop)
             else:
                 first = found.start() + 1
                 self._count(first)
                 last = body.find(b"]", first, min(first + _MAX_LIST_BYTES, end))
-                ids = None if last < 0 else (yield from _read_ids(body, first, last))
+                ids = None if last < 0 else (yield from self._read_ids(first, last))
                 if ids is not None:
                     self._take(first - 1, last + 1, ids)
                 else:  # of other values, which are read with the rest
                     yield from self._pass_plainly(end if last < 0 else last)
-            if self._ends_step():
-                yield
+            # Ids were paid for as they were read; the few that look like some once more.
+            yield from self._work.spend(_STRING_WORK + min(self._position - before, _PIECE_BYTES) // _COUNTED_OF_WORK)
 
-    def _pass_plainly(self, end: int) -> Generator[None, None, None]:
+    def _pass_plainly(self, end: int) -> Generator[int, None, None]:
         # In steps, so that a bomb ends at the first of them.
         while self._position < end:
-            self._count(min(self._position + STEP_BYTES, end))
-            yield
+            before = self._position
+            self._count(min(before + _PIECE_BYTES, end))
+            yield from self._work.spend((self._position - before) // _COUNTED_OF_WORK)
 
-    def _pass_long_string(self, quote: int) -> Generator[None, None, None]:
-        text, after = yield from _read_string(self._body, quote + 1)
-        if (yield from _is_name(self._body, after)):
+    def _end_of_short_string(self, start: int) -> int:
+        """The position after the closing quote of the string that begins at ``start``; 0: it is long, or wrong."""
+        body = self._body
+        end = body.find(b'"', start, start + _LONG_BYTES + 1)
+        if end >= 0 and body.find(b"\\", start, end) >= 0:  # that quote may be a part of the string
+            self._work.done += _LONG_STRING_WORK
+            part = _STRING_PART.match(body, start, min(start + _LONG_BYTES, len(body)))
+            end = start if part is None else part.end()
+            if body[end : end + 1] != b'"':
+                return 0
+        return end + 1
+
+    def _pass_long_string(self, quote: int) -> Generator[int, None, None]:
+        body, start = self._body, quote + 1
+        end = body.find(b'"', start)
+        if end > 0 and body.find(b"\\", start, end) < 0:  # as pictures are: nothing but a copy
+            work = _LONG_STRING_WORK + (end - start) // _COPIED_OF_WORK
+            if work > STEP_WORK:
+                yield self._work.end_step()
+            text, after = str(memoryview(body)[start:end], "utf-8"), end + 1
+            self._work.done += work
+        else:
+            self._work.done += _LONG_STRING_WORK
+            text, after = yield from self._read_escaped(start)
+        if (yield from self._is_name(after)):
             self._position = after
         else:
             self._take(quote, after, text)
@@ -124,12 +176,6 @@ class _Body:
         self._kept += [self._body[self._num_copied : start], b"NaN"]
         self._taken.append(value)
         self._position = self._num_copied = end
-
-    def _ends_step(self) -> bool:
-        if self._position - self._stepped <= STEP_BYTES // 4:
-            return False
-        self._stepped = self._position
-        return True
 
     def _count(self, end: int) -> None:
         """Go on to ``end``, and count the values that begin before it; there is no string."""
@@ -141,67 +187,61 @@ class _Body:
             raise _too_many()
         self._position = end
 
+    def _read_escaped(self, position: int) -> Generator[int, None, tuple[str, int]]:
+        """The string whose first character is at ``position``, and the position after its closing quote."""
+        body, pieces = self._body, list[str]()
+        while True:
+            part = _STRING_PART.match(body, position, min(position + _PIECE_BYTES, len(body)))
+            end = position if part is None else part.end()
+            is_whole = body[end : end + 1] == b'"'
+            if not is_whole:
+                for _ in range(3):  # don't cut a character in two
+                    if end < len(body) and body[end] & 0xC0 == 0x80:
+                        end -= 1
+            if end == position and not is_whole:
+                raise ValueError("a string has no end, or an escape in it is wrong")
+            piece = body[position:end]
+            pieces.append(json.loads(b'"' + piece + b'"') if b"\\" in piece else piece.decode())
+            yield from self._work.spend((end - position) // _READ_OF_WORK)
+            if is_whole:
+                return "".join(pieces), end + 1
+            position = end
 
-def _read_string(body: bytes, position: int) -> Generator[None, None, tuple[str, int]]:
-    """The string whose first character is at ``position``, and the position after its closing quote."""
-    end = body.find(b'"', position)
-    if end > 0 and body.find(b"\\", position, end) < 0:  # as pictures are: nothing but a copy
-        yield
-        return str(memoryview(body)[position:end], "utf-8"), end + 1
-    pieces = list[str]()
-    while True:
-        part = _STRING_PART.match(body, position, min(position + STEP_BYTES, len(body)))
-        end = position if part is None else part.end()
-        is_whole = body[end : end + 1] == b'"'
-        if not is_whole:
-            for _ in range(3):  # don't cut a character in two
-                if end < len(body) and body[end] & 0xC0 == 0x80:
-                    end -= 1
-        if end == position and not is_whole:
-            raise ValueError("a string has no end, or an escape in it is wrong")
-        piece = body[position:end]
-        pieces.append(json.loads(b'"' + piece + b'"') if b"\\" in piece else piece.decode())
-        if is_whole:
-            return "".join(pieces), end + 1
-        position = end
-        yield
+    def _is_name(self, position: int) -> Generator[int, None, bool]:
+        """Whether the string that ends at ``position`` is the name of a field."""
+        body = self._body
+        while True:
+            space = _SPACE.match(body, position, min(position + _PIECE_BYTES, len(body)))
+            end = position if space is None else space.end()
+            if end - position < _PIECE_BYTES:
+                return body[end : end + 1] == b":"
+            yield from self._work.spend((end - position) // _COUNTED_OF_WORK)
+            position = end
 
-
-def _is_name(body: bytes, position: int) -> Generator[None, None, bool]:
-    """Whether the string that ends at ``position`` is the name of a field."""
-    while True:
-        space = _SPACE.match(body, position, min(position + STEP_BYTES, len(body)))
-        end = position if space is None else space.end()
-        if end - position < STEP_BYTES:
-            return body[end : end + 1] == b":"
-        position = end
-        yield
-
-
-def _read_ids(body: bytes, first: int, end: int) -> Generator[None, None, array[int] | None]:
-    """The list between ``first`` and ``end``; ``None``: it holds more than unsigned 32-bit numbers."""
-    ids: array[int] = array("I")
-    position = first
-    while True:
-        limit = min(position + 2 * STEP_BYTES, end)
-        stop = body.find(b",", min(position + STEP_BYTES, end), limit)
-        stop = limit if stop < 0 else stop
-        piece = body[position:stop]
-        if piece.translate(None, _IN_ID_LISTS) or (stop == limit < end):  # that one is all spaces or one number
-            return None
-        try:
-            values = json.loads(b"[" + piece + b"]")
-            ids.extend(values)
-        except OverflowError:
-            return None
-        except json.JSONDecodeError:
-            raise ValueError("a list of numbers is malformed") from None
-        if not values and (position > first or stop < end):
-            raise ValueError("a list of numbers is malformed")
-        if stop == end:
-            return ids
-        position = stop + 1
-        yield
+    def _read_ids(self, first: int, end: int) -> Generator[int, None, array[int] | None]:
+        """The list between ``first`` and ``end``; ``None``: it holds more than unsigned 32-bit numbers."""
+        body, position = self._body, first
+        ids: array[int] = array("I")
+        while True:
+            limit = min(position + 2 * _PIECE_BYTES, end)
+            stop = body.find(b",", min(position + _PIECE_BYTES, end), limit)
+            stop = limit if stop < 0 else stop
+            piece = body[position:stop]
+            if piece.translate(None, _IN_ID_LISTS) or (stop == limit < end):  # that one is all spaces or one number
+                return None
+            try:
+                values = json.loads(b"[" + piece + b"]")
+                ids.extend(values)
+            except OverflowError:
+                return None
+            except json.JSONDecodeError:
+                raise ValueError("a list of numbers is malformed") from None
+            if not values and (position > first or stop < end):
+                raise ValueError("a list of numbers is malformed")
+            yield from self._work.spend(len(piece) // _READ_OF_WORK)
+            if stop == end:
+                return ids
+            position = stop + 1
 
 
 def _too_many() -> MessageTooLargeError:

@@ -267,6 +267,23 @@ async def test_bodies_that_are_being_read_have_a_bound_in_all_and_of_one_caller(
         assert status == 413
 
 
+async def test_a_chat_of_long_messages_pays_for_its_bytes_in_few_turns() -> None:
+    async with open_face() as face:
+        enter, works = face.server._bodies._enter, list[int]()
+
+        async def note(tenant: str, work: int) -> None:
+            works.append(work)
+            await enter(tenant, work)
+
+        face.server._bodies._enter = note
+        for num_messages, most_turns in ((100, 3), (4_000, 70)):
+            body = json.dumps({"messages": [{"role": "user", "content": "x" * 2_000}] * num_messages, "n": 0}).encode()
+            works.clear()
+            status, answer = await face.post("/v1/chat/completions", body)
+            assert (status, answer["error"]["param"]) == (400, "n")
+            assert len(works) <= most_turns and sum(works) <= len(body) // 8
+
+
 async def test_curls_expect_header_is_answered() -> None:
     async with open_face() as face:
         reader, writer = await asyncio.open_connection("127.0.0.1", face.port)

@@ -6,11 +6,15 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from quartet.api.chat import ChatPrompt, ToolChoice
 from quartet.api.openai.answers import Head, StreamedAnswer, WholeAnswer, whole_response
 from quartet.api.openai.requests import Asked, Caller, read_chat
+from quartet.api.openai.steps import STEP_WORK
 from quartet.api.request import Accepted, ChoiceFinished, TimeBreakdown, Usage
 from quartet.engine.base import FinishReason
+from quartet.errors import InvalidRequestError
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.parsed import Parsed, ToolCallDelta
 from quartet.text.tokenizer import SpecialTokens
@@ -79,6 +83,58 @@ def test_tools_calls_and_arguments_of_the_template_are_read() -> None:
     assert user.name == "ann" and assistant.reasoning == "hm" and tool_message.tool_call_id == "call_1"
     [call] = assistant.tool_calls
     assert (call.id, call.name, call.arguments.value("")) == ("call_1", "weather", {"city": "Oslo"})
+
+
+def functions(count: int, name: str, value: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", name: value}} for _ in range(count)]
+
+
+def assistant(*calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": list(calls)}
+
+
+def test_long_tools_and_calls_are_refused_before_any_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump(*_arguments: Any, **_options: Any) -> str:
+        raise AssertionError("something was written out")
+
+    monkeypatch.setattr(json, "dumps", dump)
+    long = {"a": "x" * 250_000}
+    calls = assistant(*functions(300, "arguments", long))
+    for body, path in (
+        ({"tools": functions(300, "parameters", long)}, "tools"),
+        ({"messages": [calls]}, "messages[0]"),
+    ):
+        with pytest.raises(InvalidRequestError, match="longer than 524288 characters together") as refusal:
+            read(**body)
+        assert (refusal.value.field or "").startswith(path)
+    with pytest.raises(InvalidRequestError, match=r"^tools\[1\].function.parameters: the JSON is longer than 262144"):
+        read(tools=functions(1, "parameters", {}) + functions(1, "parameters", {"a": [{"b": "x" * 263_000}]}))
+
+
+@pytest.mark.parametrize(
+    ("body", "least_work"),
+    [
+        ({"messages": [assistant(*functions(4_096, "arguments", {"a": 1}))]}, 4_096 * 60),
+        ({"messages": [assistant(*functions(2, "arguments", {"a": "x" * 250_000}))] * 40}, 40 * 500_000 // 40),
+        ({"messages": [assistant(*functions(1, "arguments", {"a": [1] * 5_000}))] * 6}, 30_000 * 2),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4_096}]}, 4_096 * 15),
+        ({"messages": [{"role": "user", "content": "a"}] * 4_096}, 4_096 * 15),
+        (
+            {"tools": functions(1_024, "parameters", {"a": 1}), "messages": [{"role": "user", "content": "a"}]},
+            1_024 * 60,
+        ),
+    ],
+    ids=["calls", "long calls", "calls with many values", "parts", "messages", "tools"],
+)
+def test_what_a_chat_is_made_of_is_read_in_steps_that_are_paid_for(body: dict[str, Any], least_work: int) -> None:
+    works = list(read_chat(body, Caller()))
+    assert sum(works) >= least_work - STEP_WORK, "all but the last step"
+    assert max(works) <= 1.5 * STEP_WORK
+
+
+def test_too_many_biases_are_refused_before_any_is_read() -> None:
+    with pytest.raises(InvalidRequestError, match="32000"):
+        read(logit_bias={f"no token {number}": 1 for number in range(32_000)})
 
 
 async def test_a_whole_answer_has_its_reasoning_and_calls_apart_from_its_text() -> None:
