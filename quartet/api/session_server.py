@@ -7,6 +7,7 @@ slow even for that, it is merged by choice and limited by request.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,9 +51,10 @@ from quartet.streams.base import ServerStream
 from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
 from quartet.streams.read_pace import Account
 from quartet.streams.wakeable import Wakeable
-from quartet.supervision import vital
 from quartet.text.parsed import Parsed
 from quartet.v1 import router_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 #: Begins a request whose answer goes to the sink; raises ``ServingError`` if it can't.
 Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
@@ -215,16 +217,19 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         if self._requests.runs:
             await self._requests.none_runs.wait()
 
-    @vital
     def _abort_some(self, requests: deque[_Request]) -> None:
         """Abort the first of ``requests``, and the others in the next turns of the event loop."""
         num_choices = 0
         while requests and num_choices < _MAX_ABORTED_CHOICES:
             request = requests.popleft()
             run = self._requests.runs.get(request)
-            if run is not None and not request.is_cancelled:  # else it has ended, or will soon
+            if run is None or request.is_cancelled:
+                continue  # it has ended, or will soon
+            num_choices += request.num_choices
+            try:
                 run.abort(RequestCancelledError("its session is over"))
-                num_choices += request.num_choices
+            except Exception:  # the others must end all the same
+                logger.exception("a request of a session that is over can't be aborted")
         if requests:
             asyncio.get_running_loop().call_soon(self._abort_some, requests)
 

@@ -12,9 +12,10 @@ import errno
 import inspect
 import logging
 import math
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -631,6 +632,14 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         if request is grpc.aio.EOF:
             raise ProtocolError("the call holds no request")
         return request
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many connections as the system allows it: the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # some systems name no real hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _check_free(address: str) -> None:

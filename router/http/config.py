@@ -33,6 +33,7 @@ class HttpConfig:
         host: the address to listen on; beyond loopback it takes ``tls``, or ``server.insecure`` of the router.
         keys_file: API keys, ``TENANT KEY`` a line (``router.http.keys``). ``None``: every caller is anonymous, and any
             Authorization header passes.
+        operators: tenants whose keys may read ``/metrics`` and see the workers in ``/health``, as all may without keys.
         tls: certificates; ``None`` serves in the clear.
         max_body_bytes: of one request. By default 64 MiB of pictures fit, which grow by a third as data URLs.
         max_held_body_bytes: of all bodies that are being read; one tenant or address may take half.
@@ -49,6 +50,7 @@ class HttpConfig:
     port: int = 0
     host: str = "127.0.0.1"
     keys_file: Path | None = None
+    operators: tuple[str, ...] = ()
     tls: HttpTlsConfig | None = None
     max_body_bytes: int = MAX_API_MESSAGE_BYTES // 3 * 4 + (1 << 20)
     max_held_body_bytes: int = 512 << 20
@@ -64,11 +66,10 @@ class HttpConfig:
         """Refuse impossible values, naming the field."""
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"port: must be in [0, {_MAX_PORT}], not {self.port}")
-        for name in ("max_body_bytes", "max_held_body_bytes", "max_unread_bytes", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1")
-        for name in ("max_connections_of_address", "max_requests_of_tenant"):
-            if getattr(self, name) < 1:
+        if self.operators and self.keys_file is None:
+            raise ConfigError("operators: names tenants, and without keys_file there are none")
+        for name, value in vars(self).items():
+            if name.startswith("max_") and value < 1:
                 raise ConfigError(f"{name}: must be at least 1")
         for name in ("body_timeout_s", "idle_timeout_s", "keepalive_s"):
             if getattr(self, name) <= 0:

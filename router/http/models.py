@@ -36,14 +36,14 @@ def show_model(context: RouterContext, name: str) -> dict[str, Any]:
     return _adapter(pool, name) if name in pool.adapters and name != pool.key.model_name else _model(pool)
 
 
-def health(table: WorkerTable, namespace: str, *, is_ready: bool) -> dict[str, Any]:
-    """GET /health: each ready worker as an endpoint, and how many of each role every model has."""
+def health(table: WorkerTable, namespace: str | None, *, is_ready: bool) -> dict[str, Any]:
+    """GET /health: each ready worker as an endpoint of ``namespace``, if given, and how many of each role."""
     now = time.monotonic()
     ready = [status.record for status in table.statuses(now) if status.state is WorkerState.READY]
     roles = {role.value: sum(record.role is role for record in ready) for role in Role if role is not Role.ROUTER}
     return {
         "status": "healthy" if is_ready else "unhealthy",
-        "endpoints": [f"quartet://{namespace}/{record.role}/{record.worker_id}" for record in ready],
+        "endpoints": [f"quartet://{namespace}/{one.role}/{one.worker_id}" for one in ready if namespace is not None],
         "roles": roles,
         "models": [
             {

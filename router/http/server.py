@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from quartet.api.openai.requests import Caller
 from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
 from quartet.rpc.refusal_pace import RefusalPace
+from quartet.rpc.server import raise_file_limit
 from quartet.telemetry.http import Exposition
 from router.client_address import client_address
 from router.generate import Pipeline
@@ -44,8 +44,10 @@ _MAX_REQUEST_ID_LENGTH = 128
 _REFUSAL_S = 0.00025
 _NO_FAULT = (429, 499)
 _MODEL_PATH = "/v1/models/"
-# These need no key: probes have none.
+# These need no key: probes have none. All who ask them share one turn, as if they were a tenant.
 _OPEN_PATHS = frozenset({"/health", "/version"})
+_OPEN_TENANT = "/"
+_VERSION = version("quartet")  # which reads files
 # Known paths of OpenAI's API for which there is nothing here.
 _NOT_OFFERED: Mapping[str, str] = {
     "/v1/embeddings": "this server gives no embeddings: its models complete texts and chats",
@@ -112,7 +114,7 @@ class HttpServer:
     async def start(self) -> int:
         """Listen, and return the port. Raises ``ConfigError``: the address can't be listened on."""
         config = self._config
-        _raise_file_limit()
+        raise_file_limit()
         server = web.Server(self._serve, handler_cancellation=True)  # a client that leaves cancels its handler
         loop = asyncio.get_running_loop()
         tls = None if self._certificates is None else self._certificates.context
@@ -183,8 +185,10 @@ class HttpServer:
         return response
 
     async def _answer(self, request: web.BaseRequest, path: str, caller: Caller) -> web.StreamResponse:
-        handler = self._handler(request, path)
-        if path in _OPEN_PATHS:
+        handler, is_open = self._handler(request, path), path in _OPEN_PATHS
+        if request.method != "POST":  # else the handler pays for what the body asks for
+            await self._context.intake.enter(_OPEN_TENANT if is_open else caller.tenant, 0)
+        if is_open:
             return await handler(request, caller)
         if self._is_draining:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
@@ -203,11 +207,12 @@ class HttpServer:
 
     def _caller(self, request: web.BaseRequest, path: str) -> Caller:
         headers, tenant = request.headers, ""
-        if self._keys is not None and path not in _OPEN_PATHS:
+        if self._keys is not None:
             try:
                 tenant = self._keys.tenant(headers.get("Authorization", ""))
             except UnauthenticatedError as error:
-                raise HttpError(401, error.message, headers={"WWW-Authenticate": "Bearer"}) from error
+                if path not in _OPEN_PATHS:
+                    raise HttpError(401, error.message, headers={"WWW-Authenticate": "Bearer"}) from error
         request_id = headers.get("X-Request-Id", "")
         if request_id and (_printable(request_id) != request_id or len(request_id) > _MAX_REQUEST_ID_LENGTH):
             message = f"X-Request-Id: must be at most {_MAX_REQUEST_ID_LENGTH} printable ASCII characters"
@@ -246,12 +251,10 @@ class HttpServer:
             await asyncio.sleep(_CERTIFICATE_POLL_S)
             certificates.refresh()
 
-    async def _models(self, _request: web.BaseRequest, caller: Caller) -> web.Response:
-        await self._context.intake.enter(caller.tenant, 0)
+    async def _models(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
         return _json(list_models(self._context.table))
 
-    async def _model(self, request: web.BaseRequest, caller: Caller) -> web.Response:
-        await self._context.intake.enter(caller.tenant, 0)
+    async def _model(self, request: web.BaseRequest, _caller: Caller) -> web.Response:
         return _json(show_model(self._context, unquote(request.rel_url.raw_path.removeprefix(_MODEL_PATH))))
 
     async def _tokenize(self, request: web.BaseRequest, caller: Caller) -> web.Response:
@@ -262,15 +265,20 @@ class HttpServer:
         async with self._bodies.read_json(request, caller) as body:
             return _json(await detokenize(self._context, body, caller))
 
-    async def _health(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
+    def _is_operator(self, caller: Caller) -> bool:
+        return self._keys is None or caller.tenant in self._config.operators  # without keys all tenants are one
+
+    async def _health(self, _request: web.BaseRequest, caller: Caller) -> web.Response:
         is_ready = self._is_ready() and not self._is_draining
-        shown = health(self._context.table, self._namespace, is_ready=is_ready)
-        return _json(shown, status=200 if is_ready else 503)
+        namespace = self._namespace if self._is_operator(caller) else None
+        return _json(health(self._context.table, namespace, is_ready=is_ready), status=200 if is_ready else 503)
 
     async def _version(self, _request: web.BaseRequest, _caller: Caller) -> web.Response:
-        return _json({"version": version("quartet")})
+        return _json({"version": _VERSION})
 
-    async def _metrics(self, request: web.BaseRequest, _caller: Caller) -> web.Response:
+    async def _metrics(self, request: web.BaseRequest, caller: Caller) -> web.Response:
+        if not self._is_operator(caller):
+            raise HttpError(403, "/metrics tells of all tenants' requests: http.operators names who may read it here")
         body, content_type = await asyncio.to_thread(self._exposition.get, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -282,11 +290,3 @@ def _json(value: dict[str, Any] | bytes, status: int = 200) -> web.Response:
 
 def _printable(text: str) -> str:
     return text if text.isascii() and text.isprintable() else ""
-
-
-def _raise_file_limit() -> None:
-    """Let this process have as many connections as the system allows it: the usual soft limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):  # some systems name no real hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

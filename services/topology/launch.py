@@ -31,6 +31,7 @@ from quartet.engine.model_source import is_repository_id
 from quartet.errors import ConfigError, DiscoveryError
 from services.topology.child import Child, is_alive, start_child
 from services.topology.topology import (
+    LOCAL_TENANT,
     ROUTER,
     ModelNeed,
     ProcessPlan,
@@ -320,7 +321,7 @@ def draw_events_key(directory: Path) -> Path:
 
 def draw_api_key(directory: Path) -> Path:
     """Write a new API key of the tenant ``local`` (``router.http.keys``) as ``draw_signing_key`` does."""
-    return write_secret_file(directory / "http_keys", f"local {secrets.token_hex(_SECRET_BYTES)}\n".encode())
+    return write_secret_file(directory / "http_keys", f"{LOCAL_TENANT} {secrets.token_hex(_SECRET_BYTES)}\n".encode())
 
 
 async def while_running(children: Iterable[Child], work: Coroutine[Any, Any, ResultT]) -> ResultT:

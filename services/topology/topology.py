@@ -29,6 +29,9 @@ DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")
 #: Where clients look for a router by default.
 DEFAULT_ROUTER_PORT = 50050
 
+#: Whose key HTTP gets with ``quartet up --tls``.
+LOCAL_TENANT = "local"
+
 _WORKER_ROLES = (Role.ENCODE, Role.PREFILL, Role.DECODE)
 
 _MAX_PORT = 2**16 - 1
@@ -385,7 +388,8 @@ def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) 
 def with_http_identity(plan: ProcessPlan, tls: TlsConfig, keys_file: Path) -> ProcessPlan:
     """The router's ``plan`` with HTTP behind its certificate and API keys, where it does not say otherwise."""
     served = {"cert_file": str(tls.cert_file), "key_file": str(tls.key_file)}
-    return replace(plan, settings=merge({"http": {"tls": served, "keys_file": str(keys_file)}}, plan.settings))
+    http = {"tls": served, "keys_file": str(keys_file), "operators": [LOCAL_TENANT]}
+    return replace(plan, settings=merge({"http": http}, plan.settings))
 
 
 def to_settings(value: object) -> Any:

@@ -578,6 +578,8 @@ async def test_a_session_that_ends_aborts_only_some_choices_in_a_turn() -> None:
         def abort(error: ServingError, abort: Callable[[ServingError], None] = run.abort) -> None:
             num_aborted[-1] += 1
             abort(error)
+            if sum(num_aborted) == 1:
+                raise RuntimeError("a bug")  # it keeps no other from its end
 
         run.abort = abort  # type: ignore[method-assign]
     next_turn()

@@ -62,6 +62,7 @@ async def test_a_key_names_the_tenant_and_without_one_only_health_answers(
             assert answer["error"]["code"] == "invalid_api_key"
         assert (await face.get("/v1/models"))[0] == 401
         assert (await face.get("/health"))[0] == (await face.get("/version"))[0] == 200
+        assert (await face.get("/metrics"))[0] == 401
         for tenant, key in (("acme", ACME), ("globex", GLOBEX)):
             status, _ = await face.post("/v1/chat/completions", CHAT, Authorization=f"Bearer {key}")
             assert status == 200
@@ -348,6 +349,39 @@ async def test_a_head_is_bounded_as_a_whole_also_before_it_is_whole() -> None:
         request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         assert (await raw(face, request + request + last)).count(b"HTTP/1.1 200 OK") == 3
+
+
+async def test_with_keys_only_operators_see_what_all_tenants_do(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", f"acme {ACME}", f"globex {GLOBEX}")
+    async with open_face(config=HttpConfig(keys_file=keys, operators=("globex",))) as face:
+        status, refused = await face.get("/metrics", Authorization=f"Bearer {ACME}")
+        assert status == 403 and "http.operators" in refused["error"]["message"]
+        for headers in ({}, {"Authorization": f"Bearer {ACME}"}):
+            status, shown = await face.get("/health", **headers)
+            assert (status, shown["endpoints"]) == (200, []) and shown["models"]
+        operator = {"Authorization": f"Bearer {GLOBEX}"}
+        assert (await face.get("/health", **operator))[1]["endpoints"]
+        async with face.session.get("/metrics", headers=operator) as response:
+            assert "quartet_router_" in await response.text()
+    with pytest.raises(ConfigError, match="operators: "):
+        HttpConfig(operators=("globex",))
+
+
+async def test_paths_that_read_no_body_wait_for_their_turn_and_the_open_ones_have_one_for_all() -> None:
+    async with open_face() as face:
+        entered: list[str] = []
+        enter = face.server._context.intake.enter
+
+        async def noted(tenant: str, num_tokens: int) -> None:
+            entered.append(tenant)
+            await enter(tenant, num_tokens)
+
+        face.server._context.intake.enter = noted  # type: ignore[method-assign]
+        for path in ("/version", "/health", "/v1/models", "/v1/models/tiny"):
+            assert (await face.get(path))[0] == 200
+        async with face.session.get("/metrics") as response:
+            assert response.status == 200
+        assert entered == ["/", "/", "", "", ""]
 
 
 async def test_models_and_their_tokenizers_are_shown() -> None:
