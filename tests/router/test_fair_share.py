@@ -234,6 +234,14 @@ def test_tenants_without_debt_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(share._ends) <= 4
 
 
+def test_those_that_were_served_last_are_not_forgotten_while_they_owe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "_MAX_TENANTS", 2)
+    share = FairShare()
+    for tenant in "abcdefg":
+        share.serve(tenant, 100)
+    assert [share.start(tenant) for tenant in "abcdefg"] == [0.0] * 3 + [100.0] * 4
+
+
 def test_names_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "_MAX_TENANTS", 3)
     line = Line(FairShare())

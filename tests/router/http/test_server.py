@@ -149,6 +149,13 @@ async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None
                 assert response.status == 200
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await session.get("/version", ssl=trust, headers={"Connection": "close"})
+        files.cert_file.write_bytes(first.issue("router", "quartet://default/router/router-1").cert_file.read_bytes())
+        face.server._certificates.refresh()  # the certificate is new already, its key is not
+        async with (
+            aiohttp.ClientSession(f"https://127.0.0.1:{face.port}") as session,
+            session.get("/health", ssl=other) as response,
+        ):
+            assert response.status == 200
     files.key_file.write_text("half")
     certificates.refresh()  # logs, and goes on
 
