@@ -191,6 +191,13 @@ def test_a_skipped_record_is_logged_once_with_its_name_until_it_changes(caplog: 
         assert all(part in message for part in parts)
 
 
+def test_a_record_under_the_key_of_another_role_is_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    record = make_record("w7")
+    assert record.role is Role.DECODE
+    assert RecordReader().record(WorkerKey(role=Role.PREFILL, worker_id="w7"), to_json(record)) is None
+    assert "prefill/w7: it names decode/w7" in caplog.text
+
+
 def test_more_bad_records_than_are_remembered_are_not_logged_at_each_list(caplog: pytest.LogCaptureFixture) -> None:
     reader = RecordReader()
     for _ in range(3):

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from quartet.engine.base import EngineStats, FinishReason, RequestKind
-from quartet.engine.runner import ScheduledChunk
+from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import RequestCancelledError
 from tests.engine.fakes import expected_output, make_request
 from tests.engine.launching import Driver, FakeStep, LaunchingRunner
+from tests.engine.stepping import Stepper
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 
@@ -96,6 +97,21 @@ def test_a_cancelled_request_computes_in_no_further_step_and_ends_after_the_one_
     assert driver.blocks.counts.in_use == 1, "the other's"
     driver.run()
     assert driver.tokens[other.id] == expected_output(other.generation)
+
+
+def test_the_blocks_of_a_request_that_ends_with_two_steps_in_flight_stay_until_the_second_has_ended() -> None:
+    scheduler = (stepper := Stepper()).scheduler
+    stepper.add(request := make_request(range(10), max_tokens=8))
+    in_flight = []
+    for _ in range(2):
+        in_flight.append(scheduler.schedule().chunks)
+        scheduler.begin(in_flight[-1])
+    scheduler.cancel(request.id)
+    in_use = []
+    for chunks in in_flight:
+        assert scheduler.end(chunks, [SampledToken(1)]) == []
+        in_use.append(stepper.counts.in_use)
+    assert in_use == [3, 0]
 
 
 def test_a_step_that_needs_the_last_token_waits_for_it() -> None:

@@ -210,6 +210,14 @@ def test_a_report_that_would_still_be_refused_leaves_all_starts_out() -> None:
     assert decode_load(encode_load(load, 1)) == NumberedLoad(replace(load, router_progress={}, router_arrivals={}), 1)
 
 
+def test_a_report_of_more_routers_than_readers_take_leaves_all_starts_out() -> None:
+    progress = {f"r{number}": 1 for number in range(MAX_ROUTERS)}
+    load = replace(make_load(), router_progress=progress, router_arrivals={}, placements={})
+    assert decode_load(encode_load(load, 1)).load == load
+    more = replace(load, router_progress={**progress, "one more": 1})
+    assert decode_load(encode_load(more, 1)).load == replace(load, router_progress={})
+
+
 def test_few_events_are_one_batch_and_no_events_are_no_batch() -> None:
     assert list(split_events([Cleared(), Removed([1])])) == [[Cleared(), Removed([1])]]
     assert list(split_events([])) == []

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidRequestError
-from quartet.kvcache.block_hash import ExtraKey, MediaSpan, pack_token_ids, sequence_hashes
+from quartet.kvcache.block_hash import (
+    ExtraKey,
+    MediaSpan,
+    chain_hash,
+    hash_bytes,
+    pack_token_ids,
+    sequence_hashes,
+)
 
 ITEM_A = bytes(range(32))
 ITEM_B = bytes(range(32, 64))
@@ -93,6 +100,7 @@ def test_media_touches_no_block_that_it_does_not_overlap() -> None:
     with_media = sequence_hashes(range(12), 4, media=(MediaSpan(ITEM_A, 4, 4),))
     assert with_media[0] == plain[0]
     assert with_media[1] != plain[1]
+    assert with_media[2] == chain_hash(with_media[1], hash_bytes(pack_token_ids(range(8, 12))))
     assert sequence_hashes(range(6), 4, media=(MediaSpan(ITEM_A, 4, 2),)) == plain[:1]
 
 

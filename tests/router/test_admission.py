@@ -200,6 +200,21 @@ async def test_a_retry_is_queued_past_the_queues_bound() -> None:
     assert (await scene.result(retry)).placement.decode.worker_id == "decode-0"
 
 
+async def test_a_retry_is_none_of_the_choices_that_are_still_to_come() -> None:
+    scene = AdmissionScene()
+    standing = scene.admission.standing(POOL, num_choices=3)
+    first = asyncio.create_task(scene.admit(standing))
+    await scene.settle()
+    assert (first.done(), scene.admission.length) == (True, 2)
+    queued = QueuedRequest(standing=standing, is_retry=True, num_tokens=1, num_reserved_tokens=100, num_most_tokens=100)
+    scene.tasks.append(asyncio.create_task(scene.admission.admit(queued)))
+    await scene.settle()
+    assert scene.admission.length == 1 + 2
+    scene.admission.leave(standing)
+    assert scene.admission.length == 1
+    await scene.close()
+
+
 class CountingPolicy(RoundRobinPolicy):
     """Counts how often it is asked."""
 

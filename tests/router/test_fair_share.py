@@ -112,6 +112,16 @@ def test_a_tenant_in_two_queues_keeps_its_place_until_it_has_left_both() -> None
     assert share.start("late") == 100.0
 
 
+def test_the_present_stays_where_it_is_when_a_tenant_is_served_that_others_have_overtaken() -> None:
+    share = FairShare()
+    share.waits("busy", 100)
+    share.waits("large", 100)
+    for _ in range(4):  # what the large one needs is not free
+        share.serve("busy", 100)
+    share.serve("large", 100)
+    assert share.start("next") == 300.0
+
+
 class Line:
     """One request of each of several tenants waits; the first of those with the lowest start is served."""
 
@@ -222,6 +232,14 @@ def test_tenants_without_debt_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         share.serve(f"other-{number}", 0)
     assert share.start("owing") == 2000
     assert len(share._ends) <= 4
+
+
+def test_those_that_were_served_last_are_not_forgotten_while_they_owe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "_MAX_TENANTS", 2)
+    share = FairShare()
+    for tenant in "abcdefg":
+        share.serve(tenant, 100)
+    assert [share.start(tenant) for tenant in "abcdefg"] == [0.0] * 3 + [100.0] * 4
 
 
 def test_names_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

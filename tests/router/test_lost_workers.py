@@ -52,6 +52,15 @@ async def test_workers_that_are_back_in_the_same_life_were_not_lost() -> None:
     assert len(await run(fleet, PeerLostError("cut"), is_lost=False)) == AttemptConfig.max_attempts
 
 
+async def test_a_prefill_worker_that_is_well_was_not_lost() -> None:
+    fleet = Fleet("prefill-0", "prefill-1", "prefill-2", "decode-0", attempts=AttemptConfig(max_lost_workers=2))
+    fleet.hops.plan("prefill", *[Plan(error=PeerLostError("cut"))] * 2)
+    answer = await collect(fleet.generate(make_start("a", 10)))
+    assert len(answer.token_ids[0]) == 10
+    assert [call.kind for call in fleet.hops.calls] == [*["prefill"] * 3, "decode"]
+    fleet.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -108,6 +108,19 @@ async def test_a_prompt_that_grows_can_be_too_much() -> None:
     assert scene.memory.num_bytes == 40
 
 
+async def test_a_prompt_counts_as_much_as_it_had_when_it_was_read() -> None:
+    scene = Scene()
+    longer, shorter = scene.hold("a", 30), scene.hold("b", 40)
+    longer.read(40)
+    shorter.read(20)
+    assert scene.memory.num_bytes == 60
+    scene.hold("c", 40)
+    assert scene.refused(longer, shorter) == [False, False]
+    longer.leave()
+    shorter.leave()
+    assert scene.memory.num_bytes == 40
+
+
 def survivors(waiting: list[HeldPrompt]) -> list[HeldPrompt]:
     """What is left of those that wait, in the order of arrival, by the rule in its simplest form."""
     left = list(waiting)

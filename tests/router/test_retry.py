@@ -1,4 +1,4 @@
-"""What a failed attempt teaches about media."""
+"""What a failed attempt teaches for the next one."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def test_a_failed_pull_of_blocks_is_distinguished_from_one_of_embeddings() -> No
     hints = RetryHints()
     hints.note(HopFailedError(Hop.DECODE, errors.TransferError("torn")), APART)
     assert (hints.avoid, hints.prefer_prefill) == (set(), Rank("prefill-0"))
+
+
+def test_attempts_at_workers_that_are_full_or_draining_do_not_count_as_failed() -> None:
+    hints = RetryHints()
+    for error in (errors.QueueFullError("full"), errors.DrainingError("draining")) * 3:
+        hints.note(HopFailedError(Hop.DECODE, error), ALONE)
+    assert hints.num_failures == 0
+    hints.note(HopFailedError(Hop.DECODE, errors.OutOfBlocksError("full")), ALONE)
+    assert hints.num_failures == 1
 
 
 def test_blocks_are_booked_for_the_prompt_as_the_worker_laid_it_out() -> None:

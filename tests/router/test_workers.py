@@ -417,6 +417,7 @@ def test_a_router_that_was_stopped_itself_takes_no_worker_for_silent(scene: Scen
     scene.table.was_away(3600)
     scene.table.tick(scene.now)
     assert scene.state() is WorkerState.READY
+    assert not scene.table.is_silent(joining.key, joining.epoch, scene.now)
     assert [worker.worker_id for worker in scene.table.to_probe(scene.now)] == ["decode-1"]
 
 

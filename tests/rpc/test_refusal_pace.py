@@ -8,7 +8,13 @@ from typing import Any
 import grpc
 import pytest
 
-from quartet.errors import MessageTooLargeError, QueueFullError
+from quartet.errors import (
+    InvalidRequestError,
+    MessageTooLargeError,
+    QueueFullError,
+    ServingError,
+    WorkerUnavailableError,
+)
 from quartet.rpc import refusal_pace
 from quartet.rpc.channels import create_channel
 from quartet.rpc.refusal_pace import RefusalPace
@@ -167,6 +173,27 @@ async def test_a_call_waits_for_its_refusal_by_the_size_of_what_it_sent(
                 await worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(request).read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sizes == [request.ByteSize()]
+
+
+@pytest.mark.parametrize(
+    ("error", "num_waits"), [(InvalidRequestError("wrong"), 1), (WorkerUnavailableError("gone"), 0)]
+)
+async def test_nobody_waits_for_a_failure_that_is_not_the_clients(
+    error: ServingError, num_waits: int, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    async def wait(_pace: RefusalPace, _peer: str, _error: Exception, size_bytes: int, _measure_s: float) -> None:
+        sizes.append(size_bytes)
+
+    monkeypatch.setattr(RefusalPace, "wait", wait)
+    _, address = await start_server([worker_service(Worker(error))])
+    request = worker_pb2.GetModelFilesRequest(names=["x" * (300 << 10)])
+    async with create_channel(address, None) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(request):
+                pass
+    assert sizes == [request.ByteSize()] * num_waits
 
 
 async def test_a_call_after_a_refused_one_is_not_read_before_that_is_paid(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -309,10 +309,13 @@ async def test_a_broken_stream_of_a_single_start_is_reported(
     assert len(broken) == 1
 
 
-async def test_closing_ends_streams_of_single_starts_too(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
+@pytest.mark.parametrize("end", [DecodeClient.close, DecodeClient.reset])
+async def test_closing_and_resetting_end_streams_of_single_starts_too(
+    end: Callable[[DecodeClient], Awaitable[None]], worker: ScriptedWorker, client: PullingDecodeClient
+) -> None:
     call = client.start(MEDIA_START)
     await worker.request()
-    await client.client.close()
+    await end(client.client)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(WorkerUnavailableError):
             await call.next()

@@ -27,6 +27,7 @@ from quartet.streams import server
 from quartet.streams.convert.messages import from_start
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import DecodeOutbox
+from quartet.streams.read_pace import Account, ReadPace
 from quartet.streams.server import StartVerifier, StreamLimits, WorkerStream
 from quartet.v1 import decode_pb2, types_pb2
 from tests.streams.starts import decode_start
@@ -136,11 +137,21 @@ class Serving:
     """A stream being served."""
 
     def __init__(
-        self, limits: StreamLimits | None = None, *, verifier: StartVerifier | None = None, takes_unsigned: bool = True
+        self,
+        limits: StreamLimits | None = None,
+        *,
+        account: Account | None = None,
+        verifier: StartVerifier | None = None,
+        takes_unsigned: bool = True,
     ) -> None:
         self.work, self.context = FakeWork(), FakeContext()
         self.stream = WorkerStream(
-            self.work, DecodeOutbox(), limits or StreamLimits(), verifier=verifier, takes_unsigned=takes_unsigned
+            self.work,
+            DecodeOutbox(),
+            limits or StreamLimits(),
+            account=account,
+            verifier=verifier,
+            takes_unsigned=takes_unsigned,
         )
         self.task = asyncio.create_task(self.stream.serve(self.context))  # type: ignore[arg-type]
 
@@ -294,6 +305,22 @@ async def test_messages_for_unknown_slots_are_ignored() -> None:
     serving.work.finish(1)
     await serving.end()
     assert serving.context.terminals == {1: ["finished"]}
+
+
+async def test_only_chunks_of_a_start_under_way_are_free() -> None:
+    account = ReadPace().new_account()
+    serving, credit = Serving(account=account), account.credit
+    long = chunk(1, bytes(2048))
+    await serving.send(long, long)
+    assert account.credit == credit - 2
+    await serving.send(start_message(1, chunked=True))
+    assert account.credit == credit - 3
+    await serving.send(long, long)
+    assert account.credit == credit - 3
+    await serving.send(chunk(1, bytes(4)))
+    assert account.credit == credit - 4
+    serving.task.cancel()
+    await asyncio.wait([serving.task])
 
 
 async def test_chunks_of_another_field_fail_the_start() -> None:

@@ -168,6 +168,19 @@ def test_windows_give_what_decoding_gives_for_every_kind(make_tokenizer: MakeTok
     assert stream(windows, in_pieces(ids, data.draw(st.lists(st.integers(0, 100))))) == decoded
 
 
+def test_spaces_are_stripped_also_where_another_stream_has_read_the_token_before() -> None:
+    backend = builders.byte_fallback_backend()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = Tokenizer(backend, builders.SPECIAL_TOKENS)
+    ids = [backend.token_to_id(token) for token in ("▁", "▁", "▁", "t")]
+    for _ in range(2):
+        detokenizer = make_detokenizer(tokenizer)
+        assert isinstance(detokenizer, PieceDetokenizer)
+        assert [detokenizer.push([token_id]) for token_id in ids] == ["", "", " ", "t"]
+    assert tokenizer.decode(ids) == " t"
+
+
 def test_windows_release_broken_bytes_after_at_most_four_tokens() -> None:
     tokenizer = builders.byte_level_tokenizer()
     windows = WindowDetokenizer(tokenizer, skip_special_tokens=True)

@@ -94,6 +94,12 @@ def test_among_stop_strings_that_end_at_once_the_one_that_begins_first_counts() 
     assert (match.text, match.stop_string) == ("-", "abc")
 
 
+@pytest.mark.parametrize("stop_strings", [["abcd", "bc"], ["bc", "abcd"], ["abcd", "xabcx", "c"]])
+def test_a_stop_string_within_the_beginning_of_another_one_ends_the_text(stop_strings: list[str]) -> None:
+    match = StopMatcher(StopStrings(stop_strings)).push("-abc-")
+    assert match == ("-abc".removesuffix(stop := min(stop_strings, key=len)), stop)
+
+
 def test_an_empty_stop_string_is_the_callers_fault() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         StopMatcher(StopStrings(["ok", ""]))

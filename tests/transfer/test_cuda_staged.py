@@ -387,6 +387,7 @@ async def test_where_no_host_memory_is_to_be_had_the_router_prefills_elsewhere(h
         source.driver.failing["pin"] = "CUDA_ERROR_OUT_OF_MEMORY"
         with pytest.raises(NoHandOffError, match="no host memory"):
             await here.puller.claim(source.offer(1, BLOCKS)).fetch(COPIES)
+        assert (source.source.counts.pulling, source.source.counts.cancelled) == (0, 1), "its blocks are free"
         await until(lambda: source.staging.num_free_slots == source.staging.num_slots)
         await here.puller.claim(source.offer(2, BLOCKS)).fetch(COPIES)
         assert blocks(here) == expected

@@ -11,7 +11,13 @@ from datetime import timedelta
 import grpc
 import pytest
 
-from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError, WorkerUnavailableError
+from quartet.errors import (
+    HandOffNotFoundError,
+    LayoutMismatchError,
+    TransferError,
+    TransferTimeoutError,
+    WorkerUnavailableError,
+)
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.rpc.errors import from_pull_error
@@ -264,6 +270,28 @@ async def test_a_renewal_that_was_refused_is_sent_again(monkeypatch: pytest.Monk
         async with asyncio.timeout(30):
             await was_renewed.wait()
         claim.stop()
+
+
+async def test_a_renewal_that_failed_is_repeated_after_a_third_of_the_usual_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    answers = iter([WorkerUnavailableError("busy"), TransferError("lost"), None, HandOffNotFoundError("ended")])
+
+    async def ask(*_: object) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    async def sleep(delay_s: float) -> None:
+        pauses.append(delay_s)
+
+    async with scripted() as (_source, hand_off), puller_worker() as here:
+        monkeypatch.setattr(here.puller, "ask", ask)
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "sleep", sleep)
+            claim = here.puller.claim(dataclasses.replace(hand_off, time_to_live=timedelta(seconds=9)))
+            await asyncio.wait([claim.renewal])
+    assert pauses == [3.0, 1.0, 1.0, 3.0]
 
 
 def test_an_unknown_status_is_a_transfer_error() -> None:

@@ -208,6 +208,17 @@ async def test_a_puller_that_never_finishes_is_ended_in_bounded_time() -> None:
         assert reason_of(caught.value) == "TRANSFER_TIMEOUT"
 
 
+async def test_renewals_do_not_move_the_end_of_a_pull_that_has_begun() -> None:
+    config = TransferConfig(hand_off_ttl_s=300.0, max_pull_s=0.2)
+    async with source_worker(config=config) as source, pull(source) as call:
+        await call.write(begin(source.offer(1, BLOCKS)))
+        await call.write(renew())
+        assert (await source.end()).holder == 1
+        with pytest.raises(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+
 async def test_a_puller_that_reads_nothing_is_ended_in_bounded_time() -> None:
     config = TransferConfig(max_pull_s=0.5)
     async with source_worker(layout=LARGE_LAYOUT, config=config) as source, pull(source) as call:

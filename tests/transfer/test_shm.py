@@ -178,6 +178,22 @@ async def test_peers_without_the_token_are_logged_once_a_minute(
     assert "without the token" in caplog.messages[0]
 
 
+async def test_a_peer_of_another_user_gets_no_pool_even_with_the_token(
+    memory: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(memory) as server, asyncio.timeout(30):
+        for user_id, answer in ((os.geteuid(), b"\0"), (os.geteuid() + 1, b"")):
+            monkeypatch.setattr(os, "geteuid", lambda user_id=user_id: user_id)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as peer:
+                await loop.sock_connect(peer, abstract_address(server.socket_path))
+                await loop.sock_sendall(peer, server.token)
+                try:
+                    assert await loop.sock_recv(peer, 1) == answer
+                except ConnectionResetError:  # it hung up before it had read the token
+                    assert not answer
+
+
 async def test_a_process_of_another_user_is_refused(memory: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = ShmPools()
     async with serving(memory) as server:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import uvloop
 
+from quartet.errors import DrainingError
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import OpaquePayload
 from quartet.transfer.config import TransferConfig
@@ -33,3 +35,17 @@ def test_hand_offs_end_where_the_next_deadline_has_come_before_it_is_waited_for(
         return ends
 
     assert uvloop.run(offer_some()) == [(holder, HandOffState.EXPIRED) for holder in range(3)]
+
+
+async def test_a_closed_source_withdraws_what_it_offers_and_offers_nothing_more() -> None:
+    ends: list[tuple[int, HandOffState]] = []
+    source = TransferSource(
+        worker_id="source", epoch=1, config=TransferConfig(), on_end=lambda *ended: ends.append(ended)
+    )
+    source.advertise("127.0.0.1:1")
+    source.offer(1, (), OpaquePayload("trtllm", b"state"))
+    source.close()
+    assert ends == [(1, HandOffState.CANCELLED)]
+    with pytest.raises(DrainingError):
+        source.offer(2, (), OpaquePayload("trtllm", b"state"))
+    assert source.counts.held == 0

@@ -101,6 +101,16 @@ def test_keys_are_read_again_when_they_change_and_kept_while_they_are_wrong(
         keys.tenant(f"Bearer {GLOBEX}")
 
 
+def test_a_key_that_was_just_added_is_known_sooner_than_one_that_was_taken_out_is_forgotten(tmp_path: Path) -> None:
+    now = [0.0]
+    path = write_keys(tmp_path / "keys", f"acme {ACME}")
+    keys = ApiKeys(path, clock=lambda: now[0])
+    write_keys(path, f"globex {GLOBEX}")
+    now[0] = 0.1
+    assert keys.tenant(f"Bearer {ACME}") == "acme"
+    assert keys.tenant(f"Bearer {GLOBEX}") == "globex"
+
+
 @pytest.mark.parametrize(
     "lines", [["acme short"], [], ["acme a b"], [f"a {ACME}", f"b {ACME}"], ["x" * 300 + f" {ACME}"]]
 )
@@ -140,6 +150,13 @@ async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None
                 assert response.status == 200
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await session.get("/version", ssl=trust, headers={"Connection": "close"})
+        files.cert_file.write_bytes(first.issue("router", "quartet://default/router/router-1").cert_file.read_bytes())
+        face.server._certificates.refresh()  # the certificate is new already, its key is not
+        async with (
+            aiohttp.ClientSession(f"https://127.0.0.1:{face.port}") as session,
+            session.get("/health", ssl=other) as response,
+        ):
+            assert response.status == 200
     files.key_file.write_text("half")
     certificates.refresh()  # logs, and goes on
 
@@ -283,6 +300,23 @@ async def test_a_chat_of_long_messages_pays_for_its_bytes_in_few_turns() -> None
             status, answer = await face.post("/v1/chat/completions", body)
             assert (status, answer["error"]["param"]) == (400, "n")
             assert len(works) <= most_turns and sum(works) <= len(body) // 8
+
+
+async def test_one_caller_holds_half_of_the_memory_for_bodies_at_most(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", f"acme {ACME}", f"globex {GLOBEX}")
+    async with open_face(config=HttpConfig(keys_file=keys, max_held_body_bytes=800_000)) as face:
+        big = b'{"prompt": "' + b"x" * 300_000
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n"
+        _, first = await asyncio.open_connection("127.0.0.1", face.port)
+        first.write(head % (ACME.encode(), len(big) + 10) + big)
+        await until(lambda: face.server._bodies._num_held >= len(big))
+        codes = {}
+        for key in (ACME, GLOBEX):
+            _, answer = await face.post("/v1/completions", big + b'"}', Authorization=f"Bearer {key}")
+            codes[key] = answer["error"]["type"], answer["error"]["code"]
+        assert codes[ACME][0] == "rate_limit_error"
+        assert codes[GLOBEX][1] == "context_length_exceeded", "it was read"
+        first.close()
 
 
 async def test_curls_expect_header_is_answered() -> None:

@@ -160,8 +160,9 @@ async def test_a_worker_that_leaves_is_forgotten_at_once_with_its_snapshot() -> 
     async with joining() as it:
         it.client.hold.clear()
         it.heartbeat()
-        await until(lambda: it.client.num_open == 1)
+        await until(lambda: it.client.num_open == 1 and bool(it.index.held))
         it.joins.leave(make_record(epoch=99))  # another epoch: not this one
+        assert it.index.held
         it.joins.leave(it.record)
         assert not it.index.held
         await until(lambda: not it.client.num_open)

@@ -268,6 +268,32 @@ async def test_a_tenant_with_many_slow_fetches_does_not_keep_another_tenants_wai
     assert len(await fetcher.fetch(quick, [""] * 4, FINGERPRINT, "crowd")) == 4
 
 
+async def test_a_wait_for_a_slot_that_is_cancelled_gives_back_none() -> None:
+    slots = FetchSlots(1)
+    entered: list[str] = []
+
+    async def fetch(tenant: str) -> None:
+        async with slots.taken(tenant):
+            entered.append(tenant)
+            await asyncio.Event().wait()
+
+    tasks = []
+    for tenant in "abc":
+        tasks.append(asyncio.create_task(fetch(tenant)))
+        await asyncio.sleep(0)
+        if tenant == "b":
+            tasks[-1].cancel()
+            await asyncio.wait(tasks[-1:])
+    await asyncio.sleep(0)
+    assert entered == ["a"]
+    tasks[0].cancel()
+    await asyncio.wait(tasks[:1])
+    await asyncio.sleep(0)
+    assert entered == ["a", "c"]
+    tasks[2].cancel()
+    await asyncio.wait(tasks)
+
+
 @given(steps=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["enter", "leave", "cancel"])), max_size=60))
 def test_fetch_slots_are_shared_and_none_is_lost(steps: list[tuple[str, str]]) -> None:
     async def run() -> None:

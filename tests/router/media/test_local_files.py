@@ -37,6 +37,22 @@ def files(pictures: Path) -> LocalFiles:
     return LocalFiles([pictures], MAX_SIZE_BYTES)
 
 
+@pytest.mark.parametrize("data", [b"", b"longer"])
+def test_a_file_that_changes_while_it_is_read_is_not_taken(
+    data: bytes, files: LocalFiles, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fstat = pictures / "a.png", os.fstat
+
+    def change(descriptor: int) -> os.stat_result:
+        status = fstat(descriptor)
+        path.write_bytes(data)
+        return status
+
+    monkeypatch.setattr(os, "fstat", change)
+    with pytest.raises(MediaFetchError, match="changed"):
+        files.read(path.as_uri())
+
+
 async def test_a_picture_below_an_allowed_directory_is_fetched(pictures: Path, make_fetcher: MakeFetcher) -> None:
     (pictures / "a.png").write_bytes(PNG)
     fetcher = make_fetcher(MediaConfig(allowed_local_paths=(pictures,)))

@@ -263,6 +263,19 @@ async def test_a_request_that_can_not_have_its_room_now_keeps_only_its_own_tenan
         task.cancel()
 
 
+async def test_a_request_larger_than_the_pool_keeps_no_tenant_waiting_whose_turn_comes_after_it() -> None:
+    scene = QueueScene()
+    for _ in range(20):  # much of the work was this tenant's, so its turn comes later
+        (await result(scene.ask("before", tokens=50, tenant="other"))).close()
+    running = await result(scene.ask("running", tokens=10, tenant="a"))
+    large = scene.ask("large", tokens=101, tenant="greedy")
+    await settle()
+    (await result(scene.ask("other", tokens=10, tenant="other"))).close()
+    assert not large.done()
+    running.close()
+    await result(large)
+
+
 async def test_what_comes_in_requests_counts_at_once_and_is_refused_beyond_the_tenants_bound() -> None:
     scene = QueueScene(max_bytes=1000)
     held = []

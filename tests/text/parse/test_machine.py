@@ -294,6 +294,29 @@ OPENERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("pair", "call"),
+    [
+        (("glm45", "glm45"), "<tool_call>f{}</tool_call>|<arg_key>key</arg_key><arg_value>{}</arg_value>"),
+        (
+            ("qwen3", "qwen3_coder"),
+            "<tool_call><function=f>{}</function></tool_call>|<parameter=key>{}</parameter>",
+        ),
+    ],
+    ids=["glm45", "qwen3_coder"],
+)
+def test_a_call_that_gives_an_argument_twice_is_malformed(pair: tuple[str, str], call: str) -> None:
+    """Readers of JSON disagree about which of two values counts."""
+    whole, argument = call.split("|")
+    format = choose_format(*pair)
+    for num_arguments, num_failed in ((1, 0), (2, 1)):
+        text = whole.format("".join(argument.format(value) for value in "ab"[:num_arguments]))
+        for streams_arguments in (False, True):
+            a_parser = parser(format, streams_arguments=streams_arguments)
+            ends = [event for event in run(a_parser, [text]) if isinstance(event, CallEnd)]
+            assert (len(ends), a_parser.num_failed_calls) == (1 - num_failed, num_failed)
+
+
 @pytest.mark.parametrize("pair", PAIRS[:13], ids=" and ".join)
 def test_the_work_is_linear_in_the_length_of_a_hostile_output(pair: tuple[str, str]) -> None:
     format = choose_format(*pair)
