@@ -36,7 +36,7 @@ class HttpConfig:
         tls: certificates; ``None`` serves in the clear.
         max_body_bytes: of one request. By default 64 MiB of pictures fit, which grow by a third as data URLs.
         max_held_body_bytes: of all bodies that are being read; one tenant or address may take half.
-        body_timeout_s: a body must have come, and been parsed, within this time.
+        body_timeout_s: a body must have come, and been parsed, within this time; a whole answer be taken in as much.
         idle_timeout_s: a connection on which no request is complete ends after this time.
         keepalive_s: a stream on which nothing was sent for this long gets a comment, so that proxies keep it. One that
             waits for a worker begins then, with a 200.

@@ -210,7 +210,7 @@ def test_a_reader_that_leaves_holds_up_no_other_on_the_loop_that_routers_use() -
             face.fleet.hops.plan("decode", *[Plan(hang_after=1) for _ in range(4)])
             readers = [asyncio.create_task(read(face, 20 if not number else num_tokens)) for number in range(4)]
             streams = face.server._connections._streams
-            await until(lambda: len(streams) == 4 and all(stream._transport is not None for stream in streams))
+            await until(lambda: len(streams) == 4 and all(stream.transport is not None for stream in streams))
             # As a worker's message: a token for each stream in one turn, the one of the reader that leaves among them.
             for _ in range(num_tokens):
                 for stream in list(streams):
