@@ -135,7 +135,7 @@ class EventStream:
             head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else f"{size:x}\r\n"
             events = f"{head}{events}\r\n"
         self.num_written += len(events)
-        transport.write(events.encode("ascii"))
+        transport.write(events.encode())
         if transport.get_write_buffer_size() > self._max_unread_bytes:
             self.transport = None
             self.on_slow()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -127,6 +128,19 @@ async def test_what_waits_for_the_check_of_another_prompt_is_bounded() -> None:
             assert len(json.dumps(events)) > 5 * bound
             is_checked.set()
             assert (await read_event(response))["choices"][0]["index"] == 1
+
+
+async def test_an_open_stream_keeps_nothing_of_its_body() -> None:
+    mark = "nobody keeps this"
+    body = b'{"prompt": "hi", "max_tokens": 5, "stream": true, "metadata": {"a": ["%s"]}}' % mark.encode()
+    async with open_face() as face:
+        face.fleet.hops.plan("decode", Plan(hang_after=2))
+        async with face.session.post("/v1/completions", data=body) as response:
+            await read_event(response)
+            kept = [one for one in gc.get_objects() if type(one) is list and len(one) == 1 and one[0] == mark]
+            assert not kept
+            response.close()
+        await face.until_nothing_left()
 
 
 async def test_a_stream_that_waits_for_a_worker_gets_comments_and_then_its_answer() -> None:
