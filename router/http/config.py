@@ -41,7 +41,7 @@ class HttpConfig:
         keepalive_s: a stream on which nothing was sent for this long gets a comment, so that proxies keep it. One that
             waits for a worker begins then, with a 200.
         max_unread_bytes: what a slow reader may leave unread of one stream.
-        max_connections: connections in all, each with one request at a time. A stream takes 20 KB.
+        max_connections: connections in all, each with one request at a time. A stream takes 18 KB.
         max_connections_of_address: of one client's address.
         max_requests_of_tenant: requests at a time, of one tenant with a key.
     """
