@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
@@ -13,7 +11,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from quartet.api.openai.requests import Caller
-from quartet.api.openai.steps import SHORT, STEP_WORK, put_together, take_apart
+from quartet.api.openai.steps import SHORT, STEP_WORK, check_unicode, put_together, take_apart, why_no_json
 from quartet.errors import InvalidRequestError, MessageTooLargeError, QueueFullError, RequestTimeoutError
 from router.http.config import HttpConfig
 from router.http.errors import HttpError
@@ -23,12 +21,6 @@ _SHORT_BODY_BYTES = 32 << 10
 # One unit of the intake's work is 0.1 microseconds.
 _BYTES_OF_WORK = 4
 _RETRY_DELAY_S = 1.0
-
-# Half of a surrogate pair without the other, or something that looks like it.
-_MAYBE_LONE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
-)
-
 
 ResultT = TypeVar("ResultT")
 
@@ -103,13 +95,11 @@ class Bodies:
                 rest, taken = await self.in_turns(take_apart(body), tenant)
                 await self._enter(tenant, len(rest) // _BYTES_OF_WORK)
                 value = put_together(rest, taken)
-            if _MAYBE_LONE.search(rest) is not None:
-                # What was taken out is checked already.
-                json.dumps(json.loads(rest, parse_constant=lambda _name: None), ensure_ascii=False).encode()
+            check_unicode(rest)
         except UnicodeEncodeError as error:
             raise InvalidRequestError("a text is not valid Unicode") from error
         except (ValueError, RecursionError) as error:
-            raise HttpError(400, f"the body is no JSON: {_why(error)}") from error
+            raise HttpError(400, f"the body is no JSON: {why_no_json(error)}") from error
         if not isinstance(value, dict):
             raise HttpError(400, "the body must be a JSON object")
         return value
@@ -144,14 +134,3 @@ class Bodies:
 
 def _too_large(limit: int) -> MessageTooLargeError:
     return MessageTooLargeError(f"the body has more than {limit} bytes")
-
-
-def _why(error: Exception) -> str:
-    """What is wrong, without a word of the body."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8"
-    return "a number has too many digits" if "int_max_str_digits" in str(error) else str(error)[:200]

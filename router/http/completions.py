@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeAlias
 
 from aiohttp import web
 
@@ -19,7 +20,7 @@ from quartet.api.openai.answers import (
     usage_event,
     whole_response,
 )
-from quartet.api.openai.requests import Asked, Caller, read_chat, read_completion
+from quartet.api.openai.requests import Asked, Caller
 from quartet.errors import InvalidRequestError, SlowReaderError
 from router.generate import GenerateRun, Pipeline
 from router.http.body import Bodies
@@ -27,6 +28,8 @@ from router.http.config import HttpConfig
 from router.http.connections import Connections
 from router.http.errors import error_body, to_parameter
 from router.http.events import EventStream, EventWriter
+
+_Read: TypeAlias = Callable[[Mapping[str, Any], Caller], Generator[int, None, Asked]]
 
 
 class Completions:
@@ -41,19 +44,11 @@ class Completions:
         self._max_unread_bytes = config.max_unread_bytes
         self._writer = EventWriter()
 
-    async def completions(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        """POST /v1/completions."""
+    async def serve(self, read: _Read, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
+        """POST /v1/completions or /v1/chat/completions, whose bodies ``read`` reads."""
         async with self._bodies.read_json(request, caller) as body:
-            asked = await self._bodies.in_turns(read_completion(body, caller), caller.tenant)
-        return await self._serve(request, asked, caller)
-
-    async def chat(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
-        async with self._bodies.read_json(request, caller) as body:
-            asked = await self._bodies.in_turns(read_chat(body, caller), caller.tenant)
-        return await self._serve(request, asked, caller)
-
-    async def _serve(self, request: web.BaseRequest, asked: Asked, caller: Caller) -> web.StreamResponse:
+            asked = await self._bodies.in_turns(read(body, caller), caller.tenant)
+        del body  # a stream may live for long
         self._find_adapter(asked)
         token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.starts[0].model)
         if asked.streams:
@@ -175,8 +170,13 @@ class _Runs:
         for answer in self._answers:
             answer.is_queued.add_done_callback(note_queued)
             answer.is_open.add_done_callback(note_open)
-        self.ended.add_done_callback(lambda _ended: stream.make_due())
+
+        def note_ended(_ended: asyncio.Future[list[None]]) -> None:
+            stream.make_due()
+
+        self.ended.add_done_callback(note_ended)
         await stream.is_due
+        self.ended.remove_done_callback(note_ended)  # which a stream that lives for long would keep
         if self.ended.done():
             self.ended.result()
 

@@ -37,12 +37,12 @@ class HttpConfig:
         tls: certificates; ``None`` serves in the clear.
         max_body_bytes: of one request. By default 64 MiB of pictures fit, which grow by a third as data URLs.
         max_held_body_bytes: of all bodies that are being read; one tenant or address may take half.
-        body_timeout_s: a body must have come, and been parsed, within this time.
+        body_timeout_s: a body must have come, and been parsed, within this time; a whole answer be taken in as much.
         idle_timeout_s: a connection on which no request is complete ends after this time.
         keepalive_s: a stream on which nothing was sent for this long gets a comment, so that proxies keep it. One that
             waits for a worker begins then, with a 200.
         max_unread_bytes: what a slow reader may leave unread of one stream.
-        max_connections: connections in all, each with one request at a time. A stream takes 20 KB.
+        max_connections: connections in all, each with one request at a time. A stream takes 18 KB.
         max_connections_of_address: of one client's address.
         max_requests_of_tenant: requests at a time, of one tenant with a key.
     """

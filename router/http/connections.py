@@ -1,4 +1,4 @@
-"""The connections of the HTTP server: how many there may be, and the end of those whose client takes nothing."""
+"""The connections of the HTTP server: how many there may be, and the end of those whose client takes too little."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -37,10 +37,14 @@ class Connections:
     """Counts connections by address, makes the protocol of each, and polls them."""
 
     def __init__(self, config: HttpConfig, *, stall_timeout_s: float) -> None:
-        """A client that takes nothing of what waits for it for ``stall_timeout_s`` loses its connection."""
+        """A client that takes nothing of what waits for it for ``stall_timeout_s`` loses its connection.
+
+        So does one that has not taken a whole answer, or the end of a stream, within ``config.body_timeout_s``.
+        """
         self._config = config
-        self._max_polls = max(_MIN_POLLS, math.ceil(stall_timeout_s / _POLL_INTERVAL_S))
-        self._interval_s = stall_timeout_s / self._max_polls
+        self.max_stalled_polls = max(_MIN_POLLS, math.ceil(stall_timeout_s / _POLL_INTERVAL_S))
+        self._interval_s = stall_timeout_s / self.max_stalled_polls
+        self.max_answer_polls = max(_MIN_POLLS, math.ceil(config.body_timeout_s / self._interval_s))
         self._max_quiet_polls = max(1, round(config.keepalive_s / self._interval_s))
         self._open: dict[_Connection, str] = {}
         self._of_address: Counter[str] = Counter()
@@ -72,10 +76,15 @@ class Connections:
         """Look after connections and streams until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
-            for stream in tuple(self._streams):
-                stream.poll(self._max_quiet_polls)
-            for connection in tuple(self._open):
-                connection.poll(self._max_polls)
+            self.look()
+
+    def look(self) -> None:
+        """Look after connections and streams once."""
+        for stream in tuple(self._streams):
+            stream.poll(self._max_quiet_polls)
+        num_written = {stream.transport: stream.num_written for stream in self._streams}
+        for connection in tuple(self._open):
+            connection.poll(num_written)
 
     def watch(self, stream: EventStream) -> None:
         """Poll ``stream``, too."""
@@ -114,13 +123,14 @@ class Connections:
 class _Connection(web.RequestHandler):
     """aiohttp's protocol of one connection, with bounds."""
 
-    __slots__ = ("_connections", "_io", "_last_unread", "_num_head_bytes", "_num_stalled_polls", "_payload")
+    __slots__ = ("_asked", "_connections", "_io", "_late", "_num_head_bytes", "_payload", "_stalled", "_taken")
 
     def __init__(self, connections: Connections, server: web.Server, **settings: Any) -> None:
         super().__init__(server, **settings)
         self._connections = connections
         self._io: asyncio.Transport | None = None  # kept until the connection is lost, as aiohttp's own is not
-        self._last_unread = self._num_stalled_polls = 0
+        self._taken = self._asked = 0  # bytes that left, and the identity of the request whose answer waits
+        self._stalled = self._late = 0  # polls
         self._num_head_bytes = 0  # of a head that is not whole yet
         self._payload: StreamReader = EMPTY_PAYLOAD  # of the last head that was
 
@@ -158,16 +168,22 @@ class _Connection(web.RequestHandler):
                     self._io.write(_refusal(HttpError(431, f"a head may have {MAX_HEAD_BYTES} bytes")))
                 self._io.close()
 
-    def poll(self, max_polls: int) -> None:
-        """Cut the connection if something has waited for so many polls, and the client took none of it."""
+    def poll(self, num_written: Mapping[asyncio.Transport | None, int]) -> None:
+        """Cut the connection if its client takes too little. ``num_written``: bytes, by the transports of streams."""
         if self._io is None:
             return
-        unread = self._io.get_write_buffer_size()
-        is_stalled = unread > 0 and unread >= self._last_unread > 0
-        self._last_unread = unread
-        self._num_stalled_polls = self._num_stalled_polls + 1 if is_stalled else 0
-        if self._num_stalled_polls >= max_polls:
-            logger.info("cut an HTTP client that took nothing of %d bytes", unread)
+        unread, is_stream = self._io.get_write_buffer_size(), self._io in num_written
+        # What waits of a stream may grow while its client reads; a whole answer was written at once.
+        num_taken = num_written.get(self._io, 0) - unread
+        is_stalled = unread > 0 and num_taken <= self._taken
+        asked = id(self._current_request) if unread and not is_stream else 0
+        is_late = asked != 0 and asked == self._asked
+        self._taken, self._asked = num_taken, asked
+        self._stalled = self._stalled + 1 if is_stalled else 0
+        self._late = self._late + 1 if is_late else 0
+        limits = self._connections
+        if self._stalled > limits.max_stalled_polls or self._late >= limits.max_answer_polls:
+            logger.info("cut an HTTP client that took too little of its answer: %d bytes are left", unread)
             self._io.abort()
 
     def cut(self) -> None:

@@ -66,11 +66,12 @@ class EventStream:
         "_max_unread_bytes",
         "_num_early_bytes",
         "_num_quiet_polls",
-        "_transport",
         "_unwritten",
         "_writer",
         "is_due",
+        "num_written",
         "on_slow",
+        "transport",
     )
 
     def __init__(self, request: web.BaseRequest, writer: EventWriter, *, max_unread_bytes: int) -> None:
@@ -85,7 +86,10 @@ class EventStream:
         self._early: list[str] | None = []
         self._num_early_bytes = 0
         self._is_chunked = request.version >= HttpVersion11
-        self._transport: asyncio.Transport | None = None
+        #: Where events go while it is open.
+        self.transport: asyncio.Transport | None = None
+        #: Bytes that went there.
+        self.num_written = 0
         self._num_quiet_polls = 0
         #: Done once it should be opened, whatever its opening waits for.
         self.is_due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -100,14 +104,14 @@ class EventStream:
         response = web.StreamResponse(headers={**_HEADERS, **headers})
         await response.prepare(request)  # sends the head
         early, self._early = "".join(self._early or ()), None
-        self._transport = request.transport
+        self.transport = request.transport
         if early:
             self.send(early)
         return response
 
     def send(self, event: str) -> None:
         """Send ``event`` in this turn of the event loop. Never waits."""
-        if self._transport is None:
+        if self.transport is None:
             self._keep(event)
             return
         if self._unwritten:
@@ -121,7 +125,7 @@ class EventStream:
 
     def write(self) -> None:
         """Write what was sent."""
-        events, transport = self._unwritten, self._transport
+        events, transport = self._unwritten, self.transport
         self._unwritten = ""
         if not events or transport is None or transport.is_closing():  # uvloop's raise if they are written to then
             return
@@ -130,9 +134,10 @@ class EventStream:
             size = len(events)
             head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else f"{size:x}\r\n"
             events = f"{head}{events}\r\n"
+        self.num_written += len(events)
         transport.write(events.encode())
         if transport.get_write_buffer_size() > self._max_unread_bytes:
-            self._transport = None
+            self.transport = None
             self.on_slow()
 
     def make_due(self) -> None:
@@ -145,7 +150,7 @@ class EventStream:
         self._num_quiet_polls += 1
         if self._num_quiet_polls < max_quiet_polls:
             return
-        if self._transport is not None:
+        if self.transport is not None:
             self.send(_COMMENT)
         else:
             self.make_due()
@@ -153,7 +158,7 @@ class EventStream:
     def close(self) -> None:
         """Write what was sent; send nothing more."""
         self.write()
-        self._transport = self._early = None
+        self.transport = self._early = None
         self.on_slow = _ignore  # else a cycle: what it was refers to the request's runs, and they to this
 
     def _keep(self, event: str) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -15,7 +16,7 @@ from urllib.parse import unquote
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from quartet.api.openai.requests import Caller
+from quartet.api.openai.requests import Caller, read_chat, read_completion
 from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import raise_file_limit
@@ -101,8 +102,8 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
         completions = Completions(pipeline, self._bodies, self._connections, config)
         self._routes: dict[str, tuple[str, _Handler]] = {
-            "/v1/chat/completions": ("POST", completions.chat),
-            "/v1/completions": ("POST", completions.completions),
+            "/v1/chat/completions": ("POST", partial(completions.serve, read_chat)),
+            "/v1/completions": ("POST", partial(completions.serve, read_completion)),
             "/v1/models": ("GET", self._models),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
@@ -192,8 +193,16 @@ class HttpServer:
             return await handler(request, caller)
         if self._is_draining:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
-        with self._counting(caller.tenant):
+        self._count(caller.tenant)
+        try:
             return await handler(request, caller)
+        finally:
+            self._num_running -= 1
+            self._num_of_tenant[caller.tenant] -= 1
+            if not self._num_of_tenant[caller.tenant]:
+                del self._num_of_tenant[caller.tenant]
+            if not self._num_running:
+                self._is_idle.set()
 
     def _handler(self, request: web.BaseRequest, path: str) -> _Handler:
         method, handler = self._routes.get(path, ("", None))
@@ -225,9 +234,8 @@ class HttpServer:
             traceparent=valid_traceparent(headers.get("traceparent", "")),
         )
 
-    @contextmanager
-    def _counting(self, tenant: str) -> Iterator[None]:
-        """Count a request while it runs. Raises ``QueueFullError``: its tenant has as many as it may have."""
+    def _count(self, tenant: str) -> None:
+        """Count a request that begins. Raises ``QueueFullError``: its tenant has as many as it may have."""
         limit = self._config.max_requests_of_tenant
         if tenant and self._num_of_tenant[tenant] >= limit:
             raise QueueFullError(
@@ -236,15 +244,6 @@ class HttpServer:
         self._num_of_tenant[tenant] += 1
         self._num_running += 1
         self._is_idle.clear()
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            self._num_of_tenant[tenant] -= 1
-            if not self._num_of_tenant[tenant]:
-                del self._num_of_tenant[tenant]
-            if not self._num_running:
-                self._is_idle.set()
 
     async def _refresh(self, certificates: Certificates) -> None:
         while True:

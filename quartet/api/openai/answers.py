@@ -50,6 +50,8 @@ class Events(Protocol):
 class Head:
     """What all parts of one response begin with."""
 
+    __slots__ = ("asked", "chunk_kind", "created", "id", "model", "token_bytes")
+
     def __init__(self, asked: Asked, model: str, token_bytes: TokenBytes | None = None) -> None:
         """``token_bytes`` is asked for log probabilities."""
         self.asked = asked

@@ -81,7 +81,7 @@ _NO_ARGUMENTS = JsonObject.of_text("{}")
 _COUNT = integer(0, _MAX_INT32)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Asked:
     """A request for completions.
 
@@ -115,7 +115,7 @@ class Asked:
         return starts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
     """What the headers say about a request.
 

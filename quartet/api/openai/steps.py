@@ -47,6 +47,10 @@ _IN_ID_LISTS = b"0123456789, \t\r\n"
 # What a long list of ids begins with; the rest of it is looked at when it is read.
 _LONG_LIST = re.compile(rb"\[[0-9, \t\r\n]{%d}" % _LONG_BYTES)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
+# Half of a surrogate pair without the other, or something that looks like it.
+_MAYBE_LONE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
 
 
 def take_apart(body: bytes) -> Generator[int, None, tuple[bytes, list[str | array[int]]]]:
@@ -271,6 +275,27 @@ def put_together(rest: bytes, taken: Sequence[str | array[int]]) -> Any:
         if num_ids - sum(map(_num_ids, asked)) > MAX_VALUES:
             raise _too_many()
     return value
+
+
+def check_unicode(rest: bytes) -> None:
+    """Check the texts of short JSON, or of what ``take_apart`` has left: what it took out is checked already.
+
+    Raises:
+        UnicodeEncodeError: one has half of a surrogate pair.
+    """
+    if _MAYBE_LONE.search(rest) is not None:
+        json.dumps(json.loads(rest, parse_constant=lambda _name: None), ensure_ascii=False).encode()
+
+
+def why_no_json(error: Exception) -> str:
+    """What is wrong with a body that is no JSON, without a word of it."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return "a number has too many digits" if "int_max_str_digits" in str(error) else str(error)[:200]
 
 
 def _num_ids(value: Any) -> int:

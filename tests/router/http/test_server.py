@@ -10,10 +10,12 @@ import socket
 import ssl
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import HttpVersion11, web
 from grpc import StatusCode
 
 from quartet.errors import ConfigError, MediaTooLargeError, MessageTooLargeError, UnauthenticatedError
@@ -23,7 +25,9 @@ from quartet.rpc.server import ServerConfig
 from router.client_address import client_address
 from router.config import RouterConfig
 from router.http.config import HttpConfig, HttpTlsConfig
+from router.http.connections import Connections
 from router.http.errors import STATUS, http_code, to_parameter
+from router.http.events import EventStream, EventWriter
 from router.http.keys import ApiKeys, Certificates
 from tests.certificates import CertificateAuthority
 from tests.router.fakes import TIMEOUT_S, Plan
@@ -232,6 +236,110 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut() -> None:
             writer.close()
             tending.cancel()
             del reader
+
+
+class FakeTransport:
+    """A connection's transport: what waits to be taken is set by hand.
+
+    Attributes:
+        unread: bytes that wait.
+        is_cut: it was aborted.
+    """
+
+    def __init__(self) -> None:
+        self.unread = 0
+        self.is_cut = False
+
+    def get_extra_info(self, name: str) -> Any:
+        return ("127.0.0.1", 5) if name == "peername" else None
+
+    def is_closing(self) -> bool:
+        return self.is_cut
+
+    def write(self, data: bytes) -> None:
+        self.unread += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def abort(self) -> None:
+        self.is_cut = True
+
+
+@pytest.fixture
+async def watched() -> tuple[Connections, FakeTransport]:
+    """Connections that are cut after 4 looks without progress, or 10 while an answer is not taken; and one of them."""
+    connections = Connections(HttpConfig(body_timeout_s=10.0), stall_timeout_s=4.0)
+
+    async def serve(_request: web.BaseRequest) -> web.StreamResponse:
+        raise AssertionError("nothing is asked")
+
+    transport = FakeTransport()
+    protocol = connections.protocol(web.Server(serve))()
+    protocol.connection_made(transport)  # type: ignore[arg-type]
+    return connections, transport
+
+
+async def test_a_client_that_takes_a_whole_answer_in_drips_is_cut_in_time(
+    watched: tuple[Connections, FakeTransport],
+) -> None:
+    connections, transport = watched
+    for num_looks in range(1, 12):
+        transport.unread = 1_000_000 - num_looks
+        connections.look()
+        assert transport.is_cut == (num_looks > 10)
+
+
+async def test_a_client_that_takes_each_answer_in_time_is_kept(watched: tuple[Connections, FakeTransport]) -> None:
+    connections, transport = watched
+    for _ in range(5):
+        for left in range(8, -1, -1):
+            transport.unread = left * 10_000
+            connections.look()
+    assert not transport.is_cut
+
+
+@pytest.mark.parametrize("num_taken", [0, 100])
+async def test_a_stream_whose_client_takes_less_than_comes_is_kept_and_one_that_takes_nothing_is_cut(
+    watched: tuple[Connections, FakeTransport], num_taken: int
+) -> None:
+    connections, transport = watched
+    request: Any = SimpleNamespace(version=HttpVersion11)
+    stream = EventStream(request, EventWriter(), max_unread_bytes=1 << 20)
+    stream.transport = transport  # type: ignore[assignment]
+    connections.watch(stream)
+    for _ in range(20):
+        stream.send("x" * 1_000)
+        stream.write()
+        transport.unread -= num_taken
+        connections.look()
+    assert transport.is_cut == (not num_taken)
+
+
+async def test_a_long_answer_that_is_taken_in_drips_ends_before_it_is_whole() -> None:
+    config = HttpConfig(body_timeout_s=0.4)
+    async with open_face(config=config, stall_timeout_s=0.2, max_model_len=60_000, num_blocks=20_000) as face:
+        body = json.dumps({"prompt": [72] * 40_000, "return_token_strs": True}).encode()
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        tending = asyncio.create_task(face.server.tend())
+        try:
+            await loop.sock_connect(client, ("127.0.0.1", face.port))
+            await until(lambda: len(face.server._connections) == 1)
+            [connection] = face.server._connections._open
+            connection._io.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+            head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            await loop.sock_sendall(client, head + body)
+            async with asyncio.timeout(TIMEOUT_S):
+                while face.server._connections:
+                    await loop.sock_recv(client, 2_048)
+                    await asyncio.sleep(0.005)  # the client is slow
+            await until(lambda: not face.server._num_running)
+        finally:
+            client.close()
+            tending.cancel()
 
 
 def _ask_again(writer: asyncio.StreamWriter, request: bytes) -> bool:

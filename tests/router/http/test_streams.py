@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -129,6 +130,19 @@ async def test_what_waits_for_the_check_of_another_prompt_is_bounded() -> None:
             assert (await read_event(response))["choices"][0]["index"] == 1
 
 
+async def test_an_open_stream_keeps_nothing_of_its_body() -> None:
+    mark = "nobody keeps this"
+    body = b'{"prompt": "hi", "max_tokens": 5, "stream": true, "metadata": {"a": ["%s"]}}' % mark.encode()
+    async with open_face() as face:
+        face.fleet.hops.plan("decode", Plan(hang_after=2))
+        async with face.session.post("/v1/completions", data=body) as response:
+            await read_event(response)
+            kept = [one for one in gc.get_objects() if type(one) is list and len(one) == 1 and one[0] == mark]
+            assert not kept
+            response.close()
+        await face.until_nothing_left()
+
+
 async def test_a_stream_that_waits_for_a_worker_gets_comments_and_then_its_answer() -> None:
     async with open_face(config=KEEPALIVE, stall_timeout_s=0.2) as face, tended(face):
         set_used(face.fleet)
@@ -210,7 +224,7 @@ def test_a_reader_that_leaves_holds_up_no_other_on_the_loop_that_routers_use() -
             face.fleet.hops.plan("decode", *[Plan(hang_after=1) for _ in range(4)])
             readers = [asyncio.create_task(read(face, 20 if not number else num_tokens)) for number in range(4)]
             streams = face.server._connections._streams
-            await until(lambda: len(streams) == 4 and all(stream._transport is not None for stream in streams))
+            await until(lambda: len(streams) == 4 and all(stream.transport is not None for stream in streams))
             # As a worker's message: a token for each stream in one turn, the one of the reader that leaves among them.
             for _ in range(num_tokens):
                 for stream in list(streams):
