@@ -296,7 +296,8 @@ def test_a_text_that_names_markers_loses_no_word(
     pair: tuple[str, str], streams_arguments: bool, tools: Mapping[str, Mapping[str, object]] | None
 ) -> None:
     format = choose_format(*pair)
-    markers = markers_of(format)
+    edges = [edge for state in format.states.values() for edge in state.edges]
+    markers = [*markers_of(format), *sorted({edge.marker + marker for edge in edges for marker in edge.follow})]
 
     def check_words(named: Sequence[tuple[str, str]], prompt_end: str) -> None:
         text = "The markers: " + "".join(marker + sentence for marker, sentence in named)
