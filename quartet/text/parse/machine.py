@@ -284,6 +284,7 @@ class OutputParser:
             self._is_open = "arguments" in self._format.states and self._set_name(recipient.removeprefix("functions."))
             return "arguments" if self._is_open else "content"
         self._is_open = False
+        self.num_failed_calls += recipient != "assistant"  # to a tool of the model's own: it is left out
         return "built_in" if recipient != "assistant" else "reasoning" if channel == "analysis" else "content"
 
     def _accepts(self, key: str, value: str | None) -> bool:

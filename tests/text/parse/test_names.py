@@ -126,6 +126,7 @@ def test_what_no_parser_is_chosen_for_stays_in_the_content(
             1,
         ),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>[1]", None, 1),
+        ("harmony", "<|channel|>commentary to=python<|message|>print(1)", "", 1),  # a tool of the model's own
     ],
 )
 def test_what_proves_to_be_no_call_stays_text(calls: str, output: str, content: str | None, num_failed: int) -> None:
