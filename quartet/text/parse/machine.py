@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quartet.text.parse.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from quartet.text.parse.states import BACK, MAX_NAME, MAX_SPACE, NAME, SPACE, Do, Edge, Format, Scan, Sink, State, trie
+from quartet.text.parse.states import BACK, MAX_SPACE, NAME, SPACE, WORD, Do, Edge, Format, Scan, Sink, State, trie
 from quartet.text.parse.values import ObjectScan, argument_types, parse_json, to_json
 
 _SPACE = re.compile(r"\s*+")
@@ -20,7 +20,7 @@ _WORD_KEYS, _ARGUMENT_KEYS = ("name", "type", "id"), ("arguments", "parameters")
 #: How keys, by "", and their values begin in a JSON object that may be a call although nothing marks it.
 _BEGINNINGS = {
     "": re.compile(rf'{SPACE}(?:"(?:{trie((*_WORD_KEYS, *_ARGUMENT_KEYS))}(?:"{SPACE})?|\Z))?'),
-    **dict.fromkeys(_WORD_KEYS, re.compile(rf'{SPACE}(?:"{NAME}(?:"{SPACE})?+|[\w.\-]{{0,{MAX_NAME}}}+{SPACE})')),
+    **dict.fromkeys(_WORD_KEYS, re.compile(rf'{SPACE}(?:"{NAME}(?:"{SPACE})?+|{WORD}{SPACE})')),
     **dict.fromkeys(_ARGUMENT_KEYS, re.compile(rf'{SPACE}(?:\{{|"{SPACE}\{{?)?')),
 }
 # What of it is read at once: a word or one other character; if a quote stands before these, this too.
@@ -30,10 +30,10 @@ _STEP = re.compile(r'(?:\s*+")?+(?:[\w.\-]++|[\s\S])?')
 class OutputParser:
     """Parses one output, which comes in pieces; what it shows doesn't depend on these, and the work is linear.
 
-    A call is shown once it is complete; malformed, it stays text, unless the format keeps calls in sections of their
-    own; cut, it is left out. What has begun as a call of a known function is held back to its end, however long.
+    A call is shown once it is complete; malformed, it stays text; cut, it is left out.
+    What has begun as a call of a known function is held back to its end, however long.
     If arguments are streamed, a call begins with its first argument, and then may never end.
-    ``num_failed_calls`` counts those that were marked as calls and were malformed or cut.
+    ``num_failed_calls`` counts those that were marked or shown as calls and were malformed or cut.
     """
 
     def __init__(
@@ -89,17 +89,18 @@ class OutputParser:
     def finish(self) -> list[Event]:
         """The output has ended; returns what was held back. Nothing may be pushed after."""
         self._is_last = True
+        # What nothing marks, or what a section holds in place of a call, is text; a call that was cut is left out.
+        in_section = any(edge.do is Do.END_SECTION for edge in self._state.edges)
+        is_text = self._is_unmarked or (in_section and any(map(str.strip, self._field)))
         events = self._run(self._held)
-        if self._is_open and self._is_unmarked and not self._is_shown:
-            events.append(Content("".join(self._raw) + self._held))
-        elif self._is_open:
-            self.num_failed_calls += 1
+        if self._is_open:
+            self._raw_from, self._is_shown = len(self._buffer) - len(self._held), self._is_shown or not is_text
+            self._fail(len(self._buffer))
         return events
 
     def _run(self, buffer: str) -> list[Event]:
         events = self._events = []
-        self._buffer, self._raw_from, self._waits = buffer, 0, False
-        at = 0
+        at, self._buffer, self._raw_from, self._waits = 0, buffer, 0, False
         while not self._waits:
             at = self._step(at)
         if self._is_open and not self._is_shown:
@@ -132,10 +133,8 @@ class OutputParser:
             cut = space + len(self._buffer[space:start].rstrip())
         if (bad := self._put(at, cut)) is not None:
             return self._fail(bad)
-        if edge is None:
-            self._waits = True
-            return cut
-        return self._take(edge, cut, start if edge.keeps else end)
+        self._waits = edge is None
+        return cut if edge is None else self._take(edge, cut, start if edge.keeps else end)
 
     def _find_edge(self, at: int) -> tuple[int, int, Edge | None]:
         """Where the next marker begins and ends, and its edge; ``None``: more text must tell."""
@@ -162,13 +161,11 @@ class OutputParser:
         if self._streams_value:
             self._add_arguments(to_json(text, _STRING)[1:-1])
         elif text and state.sink is Sink.FIELD:
-            if state.shape is not None:
+            if (shape := state.fits) is not None:
                 field = "".join(self._field)
-                if not self._may_begin(state.shape, field + text):
-                    ends = range(begin, end)
-                    return next(
-                        i for i in ends if not self._may_begin(state.shape, field + self._buffer[begin : i + 1])
-                    )
+                if not self._may_begin(shape, field + text):
+                    ends = range(1, len(text) + 1)
+                    return begin + bisect_left(ends, True, key=lambda n: not self._may_begin(shape, field + text[:n]))
             self._field.append(text)
         elif text and state.sink is not Sink.NOTHING:
             self._events.append(_PLAIN[state.sink](text))
@@ -185,13 +182,11 @@ class OutputParser:
         is_open_end = match is not None and match.end() == len(buffer)
         if is_open_end and not (self._is_last and state.otherwise is not None):
             self._waits = True
-        elif state.otherwise is not None:
-            if is_open_end and state.skips_cut:
-                at = len(buffer)
-            self._go(state.otherwise)
-        else:
-            self._fail(at)
-        return at
+            return at
+        if state.otherwise is None:
+            return self._fail(at)
+        self._go(state.otherwise)
+        return len(buffer) if is_open_end and state.skips_cut else at
 
     def _object(self, at: int) -> int:
         state, scan, buffer, stop = self._state, self._scan, self._buffer, at
@@ -204,16 +199,13 @@ class OutputParser:
             self._is_doubtful = key not in _ARGUMENT_KEYS or not word.endswith("{")
         if not self._is_doubtful:
             at = scan.feed(buffer, at, len(buffer))
-        if not self._take_scanned(is_complete=scan.is_done):
-            scan.is_malformed = True
-        if scan.is_malformed:
+        if not self._take_scanned(is_complete=scan.is_done) or scan.is_malformed:
             return self._fail(at)
-        if not scan.is_done:
-            self._waits = True
-            return at
-        if state.ends:
+        self._waits = not scan.is_done
+        if scan.is_done and state.ends:
             self._end_call()
-        self._go(state.then)
+        if scan.is_done:
+            self._go(state.then)
         return at
 
     def _take(self, edge: Edge, begin: int, at: int) -> int:
@@ -221,13 +213,15 @@ class OutputParser:
         field, to = "".join(self._field), edge.to
         self._field = []
         if edge.do in (Do.OPEN, Do.OPEN_UNMARKED):
+            self.num_failed_calls += self._is_open and bool(field.strip())  # noise: it is left out
             self._open_call(begin, is_unmarked=edge.do is Do.OPEN_UNMARKED)
         elif edge.do is Do.HEADER:
-            to = self._read_header(field, at)
+            to = self._read_header(field)
         elif edge.do is not None and not _ACTIONS[edge.do](self, field):
             return self._fail(at)
         if edge.ends:
             self._end_call()
+        self._is_open &= edge.do is not Do.END_SECTION
         self._go(to)
         return at
 
@@ -242,16 +236,14 @@ class OutputParser:
             self._forget_call()
 
     def _forget_call(self) -> None:
-        self._name = ""
-        self._id: str | None = None
-        self._arguments: list[str] = []
+        self._name, self._id = "", ""
+        self._arguments, self._keys = list[str](), set[str]()
         self._has_begun = False  # whether its beginning was shown
-        self._keys: set[str] = set()
 
     def _fail(self, at: int) -> int:
         """The call is malformed: go back to where it began, with its text if that can be shown."""
         raw = "".join(self._raw) + self._buffer[self._raw_from : at]
-        self.num_failed_calls += not self._is_unmarked
+        self.num_failed_calls += self._is_shown or not self._is_unmarked
         self._is_open, self._streams_value, self._field = False, False, []
         self._num_calls -= sum(isinstance(event, CallBegin) for event in self._ready)
         self._ready.clear()
@@ -267,10 +259,9 @@ class OutputParser:
 
     def _may_begin(self, shape: re.Pattern[str], text: str, *, is_name: bool = True) -> bool:
         """Whether a word may begin so; as a name without a marker, it must be one of a function of the request."""
-        if shape.fullmatch(text) is None:
-            return False
-        if not (is_name and self._names):
-            return True
+        is_fit = shape.fullmatch(text) is not None
+        if not (is_fit and is_name and self._names):
+            return is_fit
         word = text.strip().strip('"')
         word = parse_json(f'"{word}"') or "" if "\\" in word else word
         first = bisect_left(self._names, word)
@@ -282,19 +273,18 @@ class OutputParser:
         return self._set_name(name if colon and number.isdecimal() else field)
 
     def _set_id(self, field: str) -> bool:
-        self._id = field.strip() or None
+        self._id = field.strip()
         return True
 
-    def _read_header(self, field: str, at: int) -> str:
+    def _read_header(self, field: str) -> str:
         """Harmony: what a message is, as its header says; returns the state that reads it."""
         recipient = (re.findall(r"to=([^\s<]+)", field) or ["assistant"])[-1]
         channel = (re.findall(r"<\|channel\|>\s*(\w+)", field) or ["final"])[-1]
         if recipient.startswith("functions."):
-            self._enter(self._content)
-            if "arguments" in self._format.states:
-                self._open_call(at)
-                self._is_open = self._set_name(recipient.removeprefix("functions."))
+            self._is_open = "arguments" in self._format.states and self._set_name(recipient.removeprefix("functions."))
             return "arguments" if self._is_open else "content"
+        self._is_open = False
+        self.num_failed_calls += recipient != "assistant"  # to a tool of the model's own: it is left out
         return "built_in" if recipient != "assistant" else "reasoning" if channel == "analysis" else "content"
 
     def _accepts(self, key: str, value: str | None) -> bool:
@@ -385,5 +375,6 @@ _ACTIONS: Mapping[Do, Callable[[OutputParser, str], bool]] = {
     Do.KEY_OF_STRING: lambda parser, field: parser._begin_value(html.unescape(field), _STRING),
     Do.KEY_OF_JSON: lambda parser, field: parser._begin_value(html.unescape(field), _ANY),
     Do.VALUE: OutputParser._end_value,
+    Do.END_SECTION: lambda parser, field: not field.strip(),
     Do.NEXT: lambda parser, field: parser._end_listed(),
 }

@@ -11,9 +11,11 @@ from functools import cached_property
 #: Of a run of whitespace, as much may be held back, dropped before a marker, or come before what must follow one.
 MAX_SPACE = 64
 SPACE = rf"\s{{0,{MAX_SPACE}}}+"
-#: Characters of a name, or of the id of a call that nothing marks; and how a name begins.
+#: Characters of a name or key, or of the id of a call that nothing marks; and how these begin.
 MAX_NAME = 320
-NAME = rf"[^\s{{}}()\[\]<>\"']{{0,{MAX_NAME}}}+"
+NAME, KEY, WORD = (rf"[{of}]{{0,{MAX_NAME}}}+" for of in (r"^\s{}()\[\]<>\"'", r"^\n<", r"\w.\-"))
+#: What models may write in a section before its first call. What is longer is a text about sections.
+NOISE = rf"[\s\S]{{0,{MAX_SPACE}}}+"
 #: As a target: where the call began.
 BACK = "back"
 
@@ -51,7 +53,7 @@ class Sink(Enum):
 class Do(Enum):
     """What an edge does."""
 
-    OPEN = auto()  # a call may begin here; if it proves malformed, its text is shown where it stood
+    OPEN = auto()  # a call, or what announces one, may begin here; malformed, its text is shown where it stood
     OPEN_UNMARKED = auto()  # the same, and only the text itself can say that it is a call
     NAME = auto()  # the field is the call's name
     NAMED_ID = auto()  # the field is functions.NAME:NUMBER, name and id of the call
@@ -61,6 +63,7 @@ class Do(Enum):
     KEY_OF_STRING = auto()  # the same, with its type and as an attribute of XML
     KEY_OF_JSON = auto()
     VALUE = auto()  # an argument's value is complete
+    END_SECTION = auto()  # a section ends that held no call: it is text, unless it is empty
     NEXT = auto()  # the call is complete, but counts only if all of its list are
 
 
@@ -95,12 +98,17 @@ class State:
     then: str = BACK  # after an object or call; both end by themselves
     ends: bool = True  # whether the call is complete then
     quoting: Quoting = Quoting.JSON  # of objects
-    shape: re.Pattern[str] | None = None  # of fields: how one may begin; else the call is malformed
+    shape: str | None = None  # of fields: a pattern of how one may begin; else the call is malformed
 
     @cached_property
     def by_marker(self) -> dict[str, Edge]:
         """The edges by their markers."""
         return {edge.marker: edge for edge in self.edges}
+
+    @cached_property
+    def fits(self) -> re.Pattern[str] | None:
+        """Matches how a field may begin, whitespace aside; ``None``: anyhow."""
+        return None if self.shape is None else re.compile(SPACE + self.shape + SPACE)
 
     @cached_property
     def strips(self) -> bool:
@@ -145,10 +153,6 @@ class Format:
 
 def trie(words: Iterable[str]) -> str:
     """A pattern for the longest of ``words``, or for the beginning of one that reaches the text's end."""
-    patterns = []
-    for word in sorted(words, key=len, reverse=True):
-        *characters, pattern = map(re.escape, word)
-        for character in reversed(characters):
-            pattern = rf"{character}(?:{pattern}|\Z)"
-        patterns.append(pattern)
+    longest_first = sorted(words, key=len, reverse=True)
+    patterns = ["(?:".join(map(re.escape, word)) + r"|\Z)" * (len(word) - 1) for word in longest_first]
     return f"(?:{'|'.join(patterns) or '(?!)'})"

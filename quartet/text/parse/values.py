@@ -47,9 +47,7 @@ class ObjectScan:
         self._quoting, self._quotes = quoting, QUOTES[quoting]
         self._tokens, self._specials = _TOKENS[quoting], _SPECIALS[quoting]
         self._accepts, self._is_json = accepts, quoting is Quoting.JSON
-        self._closers: list[str] = []
-        self._out: list[str] = []
-        self._bare: list[str] = []
+        self._closers, self._out, self._bare = list[str](), list[str](), list[str]()
         self.key = ""  # at the top, whose value is being read
         self._quote: str | None = None
         self._is_key = True  # whether a key comes next, or has come and its separator has not
@@ -57,8 +55,7 @@ class ObjectScan:
 
     def take_json(self) -> str:
         """The JSON since the last call."""
-        text = "".join(self._out)
-        self._out.clear()
+        text, self._out = "".join(self._out), []
         return text
 
     def take_plain(self, text: str) -> bool:
@@ -85,8 +82,8 @@ class ObjectScan:
                 self._out.append(piece if self._specials.search(piece) is None else _escape(piece))
             else:
                 self._bare.append(piece)
-                # Before the object, or as a key of JSON, there can only be whitespace.
-                is_blank = not self._closers or (self._is_json and (self._is_key or self._is_filled))
+                # Before the object, after a string, or as a key of JSON, there can only be whitespace.
+                is_blank = not self._closers or self._is_filled or (self._is_json and self._is_key)
                 if is_blank and piece.strip():
                     self.is_malformed = True
                     return end - len(piece.lstrip())

@@ -193,14 +193,28 @@ BEGINNINGS = [
     ),
     *('{"type": "', '{"type": ', '{"arguments": {"key": "', '{"parameters": "', '{"name": "f", "arguments": "', "[f('"),
 ]
+#: Calls of ``f`` that nothing marks, up to a text that they may go on with.
+CALL_BEGINNINGS = [
+    *(
+        '{"name": "f", "parameters": {',
+        '{"name": "f", "arguments": {"key": "',
+        "[f(",
+        "[f(key='",
+        "[f(key='a'), f(key=\"",
+    ),
+]
 PROSE = "once upon a time there was a quiet rabbit " * 20
 
 
-def count_held(parser: OutputParser, deltas: Iterable[str]) -> int:
-    """Characters of text that wait after ``deltas``: those that would come if the output ended."""
-    for delta in deltas:
-        parser.push(delta)
-    return sum(len(event.text) for event in parser.finish() if isinstance(event, Content | Reasoning))
+def text_of(events: Iterable[Event]) -> str:
+    """What a reader sees of them."""
+    return "".join(event.text for event in events if isinstance(event, Content | Reasoning))
+
+
+def count_shown_and_held(parser: OutputParser, deltas: Iterable[str]) -> tuple[int, int]:
+    """Characters of text that came with ``deltas``, and that wait: those that would come if the output ended."""
+    num_shown = sum(len(text_of(parser.push(delta))) for delta in deltas)
+    return num_shown, len(text_of(parser.finish()))
 
 
 @each_format
@@ -220,26 +234,107 @@ def test_text_waits_only_for_the_longest_marker_and_some_whitespace(
         for state in shows
         for edge in state.edges
     )
-    if any(edge.do is Do.OPEN_UNMARKED for edge in format.states["start"].edges):
+    marks_none = any(edge.do is Do.OPEN_UNMARKED for edge in format.states["start"].edges)
+    if marks_none:
         bound += MAX_NAME  # one name, or id, and what is written around it
     beginnings = [
         marker[:end] for marker in markers_of(format) for end in (1, len(marker) - 1) if 0 < end < len(marker)
     ]
 
+    def check_held(beginning: str, deltas: Iterable[str], prompt_end: str = "") -> None:
+        num_shown, num_held = count_shown_and_held(OutputParser(format, tools=tools, prompt_end=prompt_end), deltas)
+        # One call, for as long as it can be one: then nothing at all is shown, and else as of any text.
+        may_be_call = marks_none and beginning in CALL_BEGINNINGS and not num_shown
+        assert may_be_call or num_held <= bound, deltas
+
     @settings(max_examples=NUM_EXAMPLES)
     @given(
-        st.sampled_from(BEGINNINGS),
-        st.lists(st.sampled_from([*beginnings, "word", " ", "\n", " " * 100]), max_size=30),
+        st.sampled_from([*BEGINNINGS, *CALL_BEGINNINGS]),
+        st.lists(st.sampled_from([*beginnings, "word", " ", "\n", " " * 100, "'", '"', ")", "}", "]"]), max_size=30),
         st.sampled_from(["", PROSE]),
         st.sampled_from(["", *format.starts]),
     )
     def check(beginning: str, pieces: list[str], end: str, prompt_end: str) -> None:
         for deltas in ([beginning, *pieces, end], "".join([beginning, *pieces, end])):
-            assert count_held(OutputParser(format, tools=tools, prompt_end=prompt_end), deltas) <= bound, deltas
+            check_held(beginning, deltas, prompt_end)
 
-    for beginning in BEGINNINGS:
-        assert count_held(OutputParser(format, tools=tools), beginning + PROSE) <= bound, beginning
+    for beginning in (*BEGINNINGS, *CALL_BEGINNINGS):
+        check_held(beginning, beginning + PROSE)
     check()
+
+
+@pytest.mark.parametrize(
+    ("calls", "beginning", "end"),
+    [("llama3_json", '{"name": "f", "parameters": {"key": "', '" x'), ("pythonic", "[f(key='", "' x")],
+)
+def test_what_begins_as_a_call_of_a_known_function_waits_until_it_is_none(calls: str, beginning: str, end: str) -> None:
+    format = choose_format("", calls)
+    whole, streamed = parser(format), parser(format, streams_arguments=True)
+    assert whole.push(beginning + PROSE) == []
+    assert text_of(whole.push(end)) == beginning + PROSE + end
+    assert whole.finish() == []
+    begin, arguments = streamed.push(beginning + PROSE)
+    assert begin == CallBegin(0, "id", "f")
+    assert arguments == CallArguments(0, f'{{"key": "{PROSE}')
+    assert not any(isinstance(event, CallEnd) for event in [*streamed.push(end), *streamed.finish()])
+    assert (whole.num_failed_calls, streamed.num_failed_calls) == (0, 1)
+
+
+#: What may stand behind a marker in a text about markers; no call goes on so.
+SENTENCES = [
+    " begins the next part. ",
+    ", as the manual has it, ",
+    "` is written\n\nby the model ",
+    ". Then the text goes on. ",
+]
+
+
+@each_format
+@pytest.mark.parametrize("streams_arguments", [False, True], ids=["whole calls", "streamed arguments"])
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["known functions", "any functions"])
+def test_a_text_that_names_markers_loses_no_word(
+    pair: tuple[str, str], streams_arguments: bool, tools: Mapping[str, Mapping[str, object]] | None
+) -> None:
+    format = choose_format(*pair)
+    edges = [edge for state in format.states.values() for edge in state.edges]
+    markers = [*markers_of(format), *sorted({edge.marker + marker for edge in edges for marker in edge.follow})]
+
+    def check_words(named: Sequence[tuple[str, str]], prompt_end: str) -> None:
+        text = "The markers: " + "".join(marker + sentence for marker, sentence in named)
+        for deltas in ([text], text):
+            events = run(
+                OutputParser(format, tools=tools, prompt_end=prompt_end, streams_arguments=streams_arguments), deltas
+            )
+            assert not any(isinstance(event, CallBegin) for event in events)
+            shown, at = text_of(events), 0
+            for word in "".join(["The markers: ", *(sentence for _, sentence in named)]).split():
+                at = shown.find(word, at) + len(word)
+                assert at >= len(word), (text, word)
+
+    @settings(max_examples=NUM_EXAMPLES)
+    @given(
+        st.lists(st.tuples(st.sampled_from(markers), st.sampled_from(SENTENCES)), max_size=8),
+        st.sampled_from(["", *format.starts]),
+    )
+    def check(named: list[tuple[str, str]], prompt_end: str) -> None:
+        check_words(named, prompt_end)
+
+    for marker in markers:
+        check_words([(marker, SENTENCES[0])], "")
+    check_words([(marker, SENTENCES[0]) for marker in markers], "")
+    check()
+
+
+@each_format
+def test_a_text_that_names_a_marker_is_shown_while_it_comes(pair: tuple[str, str]) -> None:
+    format = choose_format(*pair)
+    markers = markers_of(format)
+    # What a section may hold before its first call, with whitespace around it.
+    bound = 3 * MAX_SPACE + max(map(len, markers))
+    for marker in markers:
+        for beginning in ("", "The marker "):
+            num_shown, _ = count_shown_and_held(parser(format), beginning + marker + PROSE)
+            assert num_shown >= len(beginning + PROSE) - bound, marker
 
 
 def count_calls(act: Callable[[], object]) -> int:

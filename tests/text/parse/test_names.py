@@ -14,6 +14,8 @@ from quartet.text.parse import (
     choose_parsers,
 )
 
+KIMI_SECTION = "<|tool_calls_section_begin|>"
+KIMI_CALL = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
 HERMES_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 #: Texts of chat templates, and the parsers that they call for.
@@ -78,7 +80,12 @@ def test_a_format_needs_the_special_tokens_it_is_written_with_and_no_others() ->
         ("", "hermes", "<think>Hm</think>" + HERMES_CALL, [Content("<think>Hm</think>"), CallBegin(0, "id", "f")]),
         ("gpt_oss", "", "<|channel|>commentary to=functions.f<|message|>{}<|call|>", [Content("{}")]),
         ("", "harmony", "<|channel|>analysis<|message|>Hm<|end|>", [Content("Hm")]),
-        ("kimi_k3", "", "<|open|>think<|sep|>Hm<|close|>think<|sep|><|open|>tools<|sep|>", [Reasoning("Hm")]),
+        (
+            "kimi_k3",
+            "",
+            "<|open|>think<|sep|>Hm<|close|>think<|sep|><|open|>tools<|sep|>",
+            [Reasoning("Hm"), Content("<|open|>tools<|sep|>")],
+        ),
     ],
 )
 def test_what_no_parser_is_chosen_for_stays_in_the_content(
@@ -100,6 +107,26 @@ def test_what_no_parser_is_chosen_for_stays_in_the_content(
         ("llama3_json", '{"name": "Fox", "color', None, 0),
         ("pythonic", "[1] See the note (of f).", None, 0),
         ("glm45", "<tool_call>is written so", None, 1),
+        ("kimi_k2", f"The marker {KIMI_SECTION} opens a section. Then calls follow.", None, 1),
+        ("kimi_k2", f"The marker {KIMI_SECTION} opens", None, 1),
+        ("kimi_k2", f"A moment.{KIMI_SECTION}", "A moment.", 1),  # cut
+        ("kimi_k2", f"A moment.{KIMI_SECTION}\n<|tool_calls_section_end|>", "A moment.", 0),
+        ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL}[1]<|tool_call_end|><|tool_calls_section_end|>", None, 1),
+        ("deepseek_v3", "The marker <｜tool▁calls▁begin｜> opens it.<｜tool▁calls▁end｜>", None, 1),
+        ("deepseek_v3_1", "The marker <｜tool▁call▁begin｜> opens a call.", None, 1),
+        ("deepseek_v3_2", "The marker <｜DSML｜tool_calls> opens a section.", None, 1),
+        ("deepseek_v3_2", '<｜DSML｜invoke name="f"> is how a call begins', None, 1),
+        ("kimi_k3", "<|open|>is a marker", None, 0),
+        ("kimi_k3", "<|open|>tools<|sep|>opens a section", None, 1),
+        ("harmony", "<|start|> begins a message", None, 1),
+        (
+            "harmony",
+            "<|channel|>final<|message|>It has <|end|><|start|> between messages",
+            "It has <|start|> between messages",
+            1,
+        ),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>[1]", None, 1),
+        ("harmony", "<|channel|>commentary to=python<|message|>print(1)", "", 1),  # a tool of the model's own
     ],
 )
 def test_what_proves_to_be_no_call_stays_text(calls: str, output: str, content: str | None, num_failed: int) -> None:
@@ -109,6 +136,32 @@ def test_what_proves_to_be_no_call_stays_text(calls: str, output: str, content: 
         output if content is None else content
     )
     assert parser.num_failed_calls == num_failed
+
+
+@pytest.mark.parametrize(
+    ("calls", "opening", "begin", "end"),
+    [
+        ("kimi_k2", KIMI_SECTION, KIMI_CALL, "{}<|tool_call_end|>"),
+        ("deepseek_v3_1", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "{}<｜tool▁call▁end｜>"),
+        ("deepseek_v3_2", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>"),
+        ("kimi_k3", "<|open|>tools<|sep|>", '<|open|>call tool="f"<|sep|>', "<|close|>call<|sep|>"),
+    ],
+)
+def test_a_section_shows_all_calls_and_what_is_none(calls: str, opening: str, begin: str, end: str) -> None:
+    call, broken = begin + end, begin + "oops"
+    for output, num_calls, num_failed in (
+        (opening + call + "\n" + call, 2, 0),
+        (opening + broken + call + call, 2, 1),  # the broken one is text
+        (opening + call + "and this" + call, 2, 0),
+        (opening + "I call" + call, 1, 1),  # what comes before a section's first call is left out, but counted
+        (call, 1, 0),
+    ):
+        parser = OutputParser(choose_format("", calls), tools={"f": {}})
+        events = [*parser.push(output), *parser.finish()]
+        assert sum(isinstance(event, CallEnd) for event in events) == num_calls, output
+        text = "".join(event.text for event in events if isinstance(event, Content))
+        assert text == (opening + broken if broken + call in output else "and this" * ("this" in output)), output
+        assert parser.num_failed_calls == num_failed, output
 
 
 @pytest.mark.parametrize(
