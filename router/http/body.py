@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from quartet.api.openai.requests import Caller
-from quartet.api.openai.steps import SHORT, STEP_WORK, check_unicode, put_together, take_apart, why_no_json
+from quartet.api.openai.steps import SHORT, STEP_WORK, is_unicode, put_together, take_apart, why_no_json
 from quartet.errors import InvalidRequestError, MessageTooLargeError, QueueFullError, RequestTimeoutError
 from router.http.config import HttpConfig
 from router.http.errors import HttpError
@@ -95,11 +95,10 @@ class Bodies:
                 rest, taken = await self.in_turns(take_apart(body), tenant)
                 await self._enter(tenant, len(rest) // _BYTES_OF_WORK)
                 value = put_together(rest, taken)
-            check_unicode(rest)
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError("a text is not valid Unicode") from error
         except (ValueError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {why_no_json(error)}") from error
+        if not is_unicode(rest):
+            raise InvalidRequestError("a text is not valid Unicode")
         if not isinstance(value, dict):
             raise HttpError(400, "the body must be a JSON object")
         return value

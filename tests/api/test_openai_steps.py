@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.api.openai import steps as steps_module
-from quartet.api.openai.steps import MAX_VALUES, STEP_WORK, put_together, take_apart
+from quartet.api.openai.steps import MAX_VALUES, STEP_WORK, is_unicode, put_together, take_apart
 from quartet.errors import MessageTooLargeError
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -165,6 +165,25 @@ def test_work_is_paid_for_whatever_a_body_is_made_of_and_no_step_is_long(body: b
     works = list(take_apart(body))
     assert sum(works) >= least_work - STEP_WORK, "all but the last step"
     assert max(works, default=0) <= 1.5 * STEP_WORK
+
+
+@given(st.text(st.characters() | st.sampled_from(["\ud83d", "\ude00", "\\", "u", '"'])), st.booleans())
+def test_half_of_a_surrogate_pair_is_found_wherever_the_parser_finds_it(text: str, is_upper: bool) -> None:
+    body = json.dumps([text, {text: 1}])
+    body = body.replace("\\ud", "\\uD") if is_upper else body
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        assert not is_unicode(body.encode())
+    else:
+        assert is_unicode(body.encode())
+
+
+def test_a_number_that_takes_long_to_read_is_none() -> None:
+    assert read(b'{"a":[' + b"9" * 400 + b"," + b"1.5," * 200 + b"1]}")["a"][0] == 10**400 - 1
+    for number in (b"9" * 401, b"-" + b"9" * 400):
+        with pytest.raises(ValueError, match="too many digits"):
+            read(b'{"a":[' + number + b"," + b"1.5," * 200 + b"1]}")
 
 
 def test_a_bomb_ends_in_its_first_step() -> None:

@@ -47,10 +47,13 @@ _IN_ID_LISTS = b"0123456789, \t\r\n"
 # What a long list of ids begins with; the rest of it is looked at when it is read.
 _LONG_LIST = re.compile(rb"\[[0-9, \t\r\n]{%d}" % _LONG_BYTES)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
-# Half of a surrogate pair without the other, or something that looks like it.
+# Half of a surrogate pair without the other, or, where backslashes are escaped, something that looks like it.
+# Both begin alike, so that the search is for that: 1 ns for a byte in place of 25.
 _MAYBE_LONE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]))"
 )
+# A number with more digits is no finite float, and Python takes their square to read a whole one: 90 us for 4,300.
+_MAX_DIGITS = 400
 
 
 def take_apart(body: bytes) -> Generator[int, None, tuple[bytes, list[str | array[int]]]]:
@@ -252,6 +255,12 @@ def _too_many() -> MessageTooLargeError:
     return MessageTooLargeError(f"the body has more than {MAX_VALUES} values beside the token ids of its prompts")
 
 
+def _read_integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError("a number has too many digits")
+    return int(digits)
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
@@ -268,7 +277,8 @@ def put_together(rest: bytes, taken: Sequence[str | array[int]]) -> Any:
         MessageTooLargeError: more than ``MAX_VALUES`` ids are in fields that take none: they would be read at once.
     """
     values = iter(taken)
-    value = json.JSONDecoder(parse_constant=lambda _name: next(values)).decode(rest.decode())
+    decoder = json.JSONDecoder(parse_constant=lambda _name: next(values), parse_int=_read_integer)
+    value = decoder.decode(rest.decode())
     num_ids = sum([len(one) for one in taken if isinstance(one, array)])
     if num_ids > MAX_VALUES:
         asked = [value.get(name) for name in _ID_FIELDS] if isinstance(value, dict) else []
@@ -277,14 +287,9 @@ def put_together(rest: bytes, taken: Sequence[str | array[int]]) -> Any:
     return value
 
 
-def check_unicode(rest: bytes) -> None:
-    """Check the texts of short JSON, or of what ``take_apart`` has left: what it took out is checked already.
-
-    Raises:
-        UnicodeEncodeError: one has half of a surrogate pair.
-    """
-    if _MAYBE_LONE.search(rest) is not None:
-        json.dumps(json.loads(rest, parse_constant=lambda _name: None), ensure_ascii=False).encode()
+def is_unicode(rest: bytes) -> bool:
+    """Whether no text of valid JSON has half of a surrogate pair; what ``take_apart`` took out is checked already."""
+    return not (_MAYBE_LONE.search(rest) and _MAYBE_LONE.search(rest.replace(rb"\\", b"  ")))
 
 
 def why_no_json(error: Exception) -> str:
