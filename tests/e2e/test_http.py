@@ -47,6 +47,7 @@ def http_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory
         **REMOTE_PREFILL,
         "http.port": free_port(),
         "http.keys_file": str(keys),
+        "http.operators": ["acme"],
         "media.allowed_schemes": ["http"],
         "media.allowed_hosts": [site.host],
         "media.allowed_private_networks": ["127.0.0.1/32"],
@@ -143,12 +144,16 @@ async def test_a_stream_that_its_client_leaves_returns_its_blocks(http_stack: St
     await asyncio.to_thread(http_stack.wait_blocks_returned, timeout_s=RETURN_S)
 
 
-async def test_health_lists_endpoints_and_needs_no_key(http_stack: Stack) -> None:
-    async with aiohttp.ClientSession(url_of(http_stack)) as session, session.get("/health") as response:
-        shown = await response.json()
-        assert response.status == 200 and shown["status"] == "healthy"
-    assert shown["roles"] == {"encode": 1, "prefill": 1, "decode": 2}
-    assert {endpoint.split("/")[-1] for endpoint in shown["endpoints"]} == set(http_stack.config.worker_names)
+async def test_health_needs_no_key_and_lists_endpoints_to_operators(http_stack: Stack) -> None:
+    listed = []
+    async with aiohttp.ClientSession(url_of(http_stack)) as session:
+        for headers in ({}, {"Authorization": f"Bearer {KEY}"}):
+            async with session.get("/health", headers=headers) as response:
+                shown = await response.json()
+                assert response.status == 200 and shown["status"] == "healthy"
+            assert shown["roles"] == {"encode": 1, "prefill": 1, "decode": 2}
+            listed.append({endpoint.split("/")[-1] for endpoint in shown["endpoints"]})
+    assert listed == [set(), set(http_stack.config.worker_names)]
 
 
 async def test_a_stream_survives_the_death_of_its_decode_worker(http_stack: Stack, openai: AsyncOpenAI) -> None:

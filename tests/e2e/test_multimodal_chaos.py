@@ -422,7 +422,7 @@ async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, cli
 
 
 async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack, client: QuartetClient) -> None:
-    asks = [*single_asks(220, 4, num_tokens=150), picture_ask(pictures(220, 2), num_tokens=150)]
+    asks = [*single_asks(220, 4, num_tokens=300), picture_ask(pictures(220, 2), num_tokens=300)]
     crowds = {path: Crowd(client, asks, path=path) for path in RequestPath}
     async with AsyncExitStack() as exits:
         for crowd in crowds.values():

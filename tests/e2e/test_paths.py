@@ -318,7 +318,7 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
 
 
 async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
-    mixed = mixed_asks("killed", 6, num_prompt_tokens=range(20, 100), num_tokens=range(80, 100))
+    mixed = mixed_asks("killed", 6, num_prompt_tokens=range(20, 100), num_tokens=range(160, 200))
     asks = [*await with_stop_strings(client, mixed[:3]), replace(mixed[3], num_choices=2), *mixed[4:]]
     async with AsyncExitStack() as exits:
         crowds = {path: await exits.enter_async_context(Crowd(client, asks, path=path)) for path in RequestPath}
