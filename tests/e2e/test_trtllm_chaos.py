@@ -311,10 +311,12 @@ async def test_a_prompt_goes_where_its_prefix_is_also_after_events_were_lost(
     for _ in range(8):
         other = [*other[:64], *rng.choices(tiny.PLAIN_IDS, k=36)]
         prompt = [*prefix, *other]
-        await client.complete(token_ids=prompt, sampling=Sampling(max_tokens=2, ignore_eos=True))
-    await until_known(client, prefix, *homes)
+        last = await client.complete(token_ids=prompt, sampling=Sampling(max_tokens=2, ignore_eos=True))
+    # While the prefix counted as gone, some may have gone elsewhere, and brought it there.
+    placed = last.accepted.choices[0].prefill
+    assert placed is not None
+    await until_known(client, prefix, placed.worker_id)
     await goes_home(is_known=True)
-    assert len(homes) == 1
     await returned(chaos)
 
 
