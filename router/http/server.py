@@ -186,15 +186,16 @@ class HttpServer:
         return response
 
     async def _answer(self, request: web.BaseRequest, path: str, caller: Caller) -> web.StreamResponse:
-        handler, is_open = self._handler(request, path), path in _OPEN_PATHS
-        if request.method != "POST":  # else the handler pays for what the body asks for
-            await self._context.intake.enter(_OPEN_TENANT if is_open else caller.tenant, 0)
-        if is_open:
+        handler, enter = self._handler(request, path), self._context.intake.enter
+        if path in _OPEN_PATHS:
+            await enter(_OPEN_TENANT, 0)
             return await handler(request, caller)
         if self._is_draining:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
         self._count(caller.tenant)
         try:
+            if request.method != "POST":  # else the handler pays for what the body asks for
+                await enter(caller.tenant, 0)
             return await handler(request, caller)
         finally:
             self._num_running -= 1
