@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
 
 from quartet.client import QuartetClient
 from quartet.v1 import router_pb2
 from tests.e2e.conftest import StartStack
-from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
+from tests.e2e.crowd import Answer, Ask, Crowd, endless_asks, mixed_asks
 from tests.e2e.process import wait_until
 from tests.e2e.stack import REMOTE_PREFILL, Settings, Stack, StackConfig
 
@@ -23,6 +23,7 @@ HEARTBEAT_TIMEOUT_S = 4.0
 WAIT_S = 90.0
 NUM_STREAMS = 16
 READY = router_pb2.WORKER_STATE_READY
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,22 @@ def crowd_asks(name: str) -> list[Ask]:
     return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 400), num_tokens=range(96, 129))
 
 
+async def busy_one(
+    crowd: Crowd, names: Sequence[str], num_requests: int, is_there: Callable[[Answer], bool] = lambda _answer: True
+) -> str:
+    """A worker at which so many requests are: wherever the router puts them, half are at one of two."""
+
+    def find() -> str:
+        return next((name for name in names if sum(map(is_there, crowd.at(name))) >= num_requests), "")
+
+    await crowd.wait_for(lambda: find() != "")
+    return find()
+
+
+def is_decoding(answer: Answer) -> bool:
+    return len(answer.token_ids) > 1
+
+
 async def returned(stack: Stack, *names: str) -> None:
     await asyncio.to_thread(stack.wait_blocks_returned, *names, timeout_s=WAIT_S)
 
@@ -91,25 +108,27 @@ async def test_no_request_notices_that_a_decode_and_then_a_prefill_are_killed(
 ) -> None:
     without_decode, without_prefill = crowd_asks("a decode dies"), crowd_asks("a prefill dies")
     async with Crowd(client, without_decode) as first:
-        await first.wait_for(lambda: sum(len(answer.token_ids) > 1 for answer in first.at("decode-0")) >= 3)
-        whole.kill("decode-0")
+        decode = await busy_one(first, DECODES, 3, is_decoding)
+        whole.kill(decode)
         await first.finish()
     assert max(first.num_attempts) > 1, "no request was on the decode that was killed"
-    await returned(whole, "prefill-0", "prefill-1", "decode-1")
+    left = {*PREFILLS, *DECODES} - {decode}
+    await returned(whole, *left)
 
     async with Crowd(client, without_prefill) as second:
-        await second.wait_for(lambda: len(second.at("prefill-0")) >= 4)
+        prefill = await busy_one(second, PREFILLS, 4)
         # Frozen first, so that work is surely in it when it is killed.
-        whole.processes["prefill-0"].signal(signal.SIGSTOP)
+        whole.processes[prefill].signal(signal.SIGSTOP)
         await second.wait_for(lambda: any(answer.token_ids for answer in second.answers))
-        whole.kill("prefill-0")
+        whole.kill(prefill)
         await second.finish()
     assert max(second.num_attempts) > 1, "no request was on the prefill that was killed"
-    await returned(whole, "prefill-1", "decode-1")
+    left -= {prefill}
+    await returned(whole, *left)
 
     expected = await undisturbed(client, [*without_decode, *without_prefill])
     assert [*first.token_ids, *second.token_ids] == expected
-    await returned(whole, "prefill-1", "decode-1")
+    await returned(whole, *left)
 
 
 async def test_a_client_that_vanishes_in_the_routers_queue_leaves_it(whole: Stack, client: QuartetClient) -> None:
@@ -171,17 +190,17 @@ async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_
 ) -> None:
     asks = crowd_asks("a decode freezes")
     async with Crowd(client, asks) as crowd:
-        await crowd.wait_for(lambda: sum(len(answer.token_ids) > 1 for answer in crowd.at("decode-0")) >= 3)
-        whole.processes["decode-0"].signal(signal.SIGSTOP)
+        decode = await busy_one(crowd, DECODES, 3, is_decoding)
+        whole.processes[decode].signal(signal.SIGSTOP)
         await asyncio.wait_for(crowd.finish(), WAIT_S)
     assert max(crowd.num_attempts) > 1
 
     # Suspect while its record stands, and gone with its lease.
     def is_given_up() -> bool:
-        return whole.worker_states().get("decode-0") != READY
+        return whole.worker_states().get(decode) != READY
 
     await asyncio.to_thread(wait_until, is_given_up, WAIT_S, lambda: f"{whole.worker_states()}")
-    whole.processes["decode-0"].signal(signal.SIGCONT)
+    whole.processes[decode].signal(signal.SIGCONT)
     await asyncio.to_thread(whole.wait_ready, WAIT_S)
     await returned(whole)
     assert crowd.token_ids == await undisturbed(client, asks)
@@ -191,14 +210,14 @@ async def test_a_drained_decode_hands_on_what_it_does_not_end_and_leaves(whole: 
     asks = mixed_asks("drain", 8, num_prompt_tokens=range(20, 60), num_tokens=range(200, 201))
     async with Crowd(client, asks) as crowd:
         await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))
-        assert crowd.at("decode-0") and crowd.at("decode-1")
-        whole.terminate("decode-0")
+        decode = await busy_one(crowd, DECODES, 4)
+        whole.terminate(decode)
         await crowd.finish()
     # Those that had not ended after two seconds went on at the other one.
     assert set(crowd.num_attempts) <= {1, 2}
-    assert await asyncio.to_thread(whole.processes["decode-0"].wait, WAIT_S) == 0
+    assert await asyncio.to_thread(whole.processes[decode].wait, WAIT_S) == 0
     await asyncio.to_thread(whole.wait_ready, WAIT_S)
-    assert "decode-0" not in whole.worker_states()
+    assert decode not in whole.worker_states()
     await undisturbed(client, crowd_asks("after a drain")[:2])
     await returned(whole)
 
