@@ -10,6 +10,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission
 from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
+from router.guides import GrammarChecks
 from router.intake import Intake
 from router.media.request import MediaTools
 from router.prompt_memory import PromptMemory
@@ -33,6 +34,7 @@ class RouterContext:
         sleep: pauses between attempts, in seconds.
         tenants: what is configured for each tenant.
         prompts: counts the prompts that wait.
+        grammars: checks those of requests.
     """
 
     router_id: str
@@ -51,3 +53,4 @@ class RouterContext:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     tenants: Tenants = field(default_factory=Tenants)
     prompts: PromptMemory = field(default_factory=PromptMemory)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)

@@ -14,11 +14,12 @@ from functools import partial
 from typing import TypeVar
 
 from quartet.api.answer import DeltaSink
-from quartet.api.chat import ChatPrompt
+from quartet.api.chat import ChatPrompt, ToolChoice
 from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
     AskedStart,
     GenerateStart,
+    Prompt,
     Resume,
     TextOptions,
     TextPrompt,
@@ -28,7 +29,8 @@ from quartet.api.request import (
     check_resume,
     prompt_field,
 )
-from quartet.engine.sampling import MAX_STOP_IDS, Sampling
+from quartet.engine.guided.grammar import FIELD
+from quartet.engine.sampling import MAX_STOP_IDS, Sampling, check_fields
 from quartet.errors import (
     InvalidRequestError,
     PromptTooLongError,
@@ -43,6 +45,7 @@ from quartet.text.model_text import ModelText
 from quartet.text.parsed import OutputParsing
 from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
+from router.guides import LLGUIDANCE_FIELDS, guide_of, guided_by
 from router.media.queue import MediaRoom
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
 from router.prompt_memory import HeldPrompt, request_bytes, unread_bytes
@@ -441,9 +444,10 @@ class RouterRequest:
     def ended_by(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of ``token_ids`` ends the output."""
         sampling = self.start.sampling
-        eos_token_ids = () if sampling.ignore_eos else self.text.eos_token_ids
-        # Before min_tokens, engines treat an end token like any other.
-        return len(token_ids) > sampling.min_tokens and (
+        is_guided = sampling.guided is not None
+        eos_token_ids = () if sampling.ignore_eos and not is_guided else self.text.eos_token_ids
+        # Before min_tokens, engines treat an end token like any other, unless a grammar ends there.
+        return len(token_ids) > (0 if is_guided else sampling.min_tokens) and (
             token_ids[-1] in sampling.stop_token_ids or token_ids[-1] in eos_token_ids
         )
 
@@ -458,9 +462,9 @@ _MAX_TRACEPARENT_LENGTH = 256
 
 def check_pool(start: GenerateStart, pool: Pool) -> None:
     """Refuse what this pool can't serve. Raises ``UnsupportedFieldError``."""
-    unsupported = sorted(start.sampling.changed_fields - pool.sampling_fields)
-    if unsupported:
-        raise UnsupportedFieldError(f"this model takes no {unsupported[0]}", field=f"sampling.{unsupported[0]}")
+    check_fields(start.sampling, pool.sampling_fields, "this model")
+    if _must_call(start.prompt) and not pool.sampling_fields >= LLGUIDANCE_FIELDS:
+        raise UnsupportedFieldError("this model's engine can't be made to call tools", field="chat.tool_choice")
     if start.output.logprobs is not None and "logprobs" not in pool.sampling_fields:
         raise UnsupportedFieldError("this model gives no log probabilities", field="output.logprobs")
     if start.adapter and start.adapter not in pool.adapters:
@@ -586,6 +590,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     began = time.monotonic()
     token_ids = request.prompt_token_ids = await tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
     request.tokenize_s = time.monotonic() - began
+    await _guide(request, context)
     if request.held is not None and not isinstance(start.prompt, TokenPrompt):
         request.held.tokenized(len(token_ids))
     if request.arrived is None:
@@ -610,6 +615,35 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         raise
     seed = start.seed if resume is None else resume.seed
     request.seed = secrets.randbits(64) if seed is None else seed
+
+
+def _is_guided(start: GenerateStart) -> bool:
+    """Whether its answer follows a grammar, must call tools, or must call them by their schemas if it does."""
+    prompt = start.prompt
+    if start.sampling.guided is not None or _must_call(prompt):
+        return True
+    return isinstance(prompt, ChatPrompt) and any(tool.strict for tool in prompt.shown_tools)
+
+
+def _must_call(prompt: Prompt) -> bool:
+    return isinstance(prompt, ChatPrompt) and prompt.tool_choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
+
+
+async def _guide(request: RouterRequest, context: RouterContext) -> None:
+    """Give the request the grammar of its whole output, if it has one. Raises as ``guide_of`` and ``GrammarChecks``."""
+    start, text = request.start, request.text
+    if not _is_guided(start):
+        return
+    try:
+        guided = guide_of(start, request.pool, text, text.prompt_end(request.prompt_token_ids))
+        request.start = guided_by(start, guided)
+        if guided is None or not request.pool.sampling_fields >= LLGUIDANCE_FIELDS:
+            return
+        await context.grammars.check(guided, text, start.tenant, context.tokenizing)
+    except InvalidRequestError as error:
+        if start.sampling.guided is None and error.field == FIELD:  # of the tools' schemas
+            error.field = "chat.tools"
+        raise
 
 
 async def _prepare_media(

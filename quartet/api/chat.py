@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError
 from quartet.text.chat_message import ChatMessage, Tool
 from quartet.text.json_object import JsonObject
 
@@ -72,7 +72,6 @@ def check_chat(prompt: ChatPrompt) -> None:
 
     Raises:
         InvalidRequestError: names the field.
-        UnsupportedFieldError: calls are required, which no engine can ensure.
     """
     if prompt.tools:
         check_count(prompt.tools, MAX_TOOLS, "chat.tools", "tools")
@@ -109,11 +108,10 @@ def _check_choice(prompt: ChatPrompt) -> None:
     if prompt.tool_choice is not ToolChoice.FUNCTION:
         if prompt.tool_name:
             raise InvalidRequestError("only TOOL_CHOICE_FUNCTION takes a name", field="chat.tool_name")
+        if prompt.tool_choice is ToolChoice.REQUIRED and not prompt.tools:
+            raise InvalidRequestError("there are no tools to call", field="chat.tool_choice")
     elif not any(tool.name == prompt.tool_name for tool in prompt.tools):
         raise InvalidRequestError("it is none of the tools", field="chat.tool_name")
-    if prompt.tool_choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION):
-        text = "no engine can be made to call a tool yet: tools may be called (auto) or not (none)"
-        raise UnsupportedFieldError(text, field="chat.tool_choice")
 
 
 def _check_name(name: str, field: str, *, is_needed: bool = False) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.data_parallel import DataParallelEngine
 from quartet.engine.encoder import MediaEncoder, MediaSizer
+from quartet.engine.guided.compiler import GrammarCompiler
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
 from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
 from quartet.engine.settings import EngineKind, EngineSpec, Modality
-from quartet.engine.step_engine import ALL_SAMPLING_FIELDS, StepEngine
+from quartet.engine.step_engine import ALL_SAMPLING_FIELDS, GrammarsFactory, StepEngine
 from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
 from quartet.errors import ConfigError
 from quartet.media.items import MediaKind
+from quartet.text import model_files
 from quartet.transfer.base import EmbeddingMemory, Puller
 
 
@@ -28,7 +31,7 @@ def create_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine
         return _mock_engine(spec, kind, puller)
     if spec.engine.kind is EngineKind.TRTLLM:
         return _trtllm_engine(spec, kind, puller)
-    return _step_engine(spec, kind, puller, _torch_loader(spec), ALL_SAMPLING_FIELDS)
+    return _step_engine(spec, kind, puller, _torch_loader(spec), ALL_SAMPLING_FIELDS, _grammars(spec))
 
 
 def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -> MediaEncoder:
@@ -81,10 +84,24 @@ def _step_engine(
     puller: Puller,
     load: Callable[[], ModelRunner],
     sampling_fields: frozenset[str],
+    grammars: GrammarsFactory | None = None,
 ) -> StepEngine:
     return StepEngine(
-        load, spec.engine.step_bounds, puller=puller, kinds=frozenset({kind}), sampling_fields=sampling_fields
+        load,
+        spec.engine.step_bounds,
+        puller=puller,
+        kinds=frozenset({kind}),
+        sampling_fields=sampling_fields,
+        grammars=grammars,
     )
+
+
+def _grammars(spec: EngineSpec) -> GrammarsFactory:
+    def load(runner: ModelRunner) -> GrammarCompiler:
+        source = (Path(spec.model_path) / model_files.TOKENIZER).read_text()
+        return GrammarCompiler(source, runner.vocab_size, runner.eos_token_ids)
+
+    return load
 
 
 def _torch_loader(spec: EngineSpec) -> Callable[[], ModelRunner]:

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from quartet.engine.base import EngineRequest
+from quartet.engine.guided.masks import Guide
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.kvcache import sequence
 from quartet.kvcache.layout import KvLayout
@@ -74,7 +75,8 @@ class ModelRunner(Protocol):
         the step: transfers then read blocks of it, or write blocks that it used and that were freed since.
 
         Returns:
-            One token for each chunk that samples, in the order of the chunks.
+            One token for each chunk that samples, in the order of the chunks. It means nothing if ``running.guide`` has
+            an error.
 
         Raises:
             Exception: any; the engine is dead then.
@@ -178,6 +180,7 @@ class RunningRequest:
         is_cancelled: it ends as soon as nothing writes to its blocks.
         num_steps_in_flight: steps in flight that it is in.
         unread_row: number of its unread token among those that the last launched step samples; ``None``: it has none.
+        guide: which tokens its grammar allows; ``None``: it has none, and any may come.
     """
 
     request: EngineRequest
@@ -193,6 +196,7 @@ class RunningRequest:
     is_cancelled: bool = False
     num_steps_in_flight: int = 0
     unread_row: int | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         """Compute once what every step needs."""

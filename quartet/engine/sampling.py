@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
 
-from quartet.errors import InvalidRequestError
+from quartet.errors import InvalidRequestError, UnsupportedFieldError
 
 _MAX_TOP_LOGPROBS = 20
 _MAX_LOGIT_BIAS = 1024
-_MAX_GRAMMAR_LEN = 65_536
+# As much as the schemas of some hundred tools.
+_MAX_GRAMMAR_LEN = 200_000
+#: Texts of a grammar of the kind ``CHOICE``.
+MAX_CHOICES_OF_GRAMMAR = 1024
 #: Most ``stop_token_ids`` of one request.
 MAX_STOP_IDS = 1024
 # Field, lowest and highest value, and whether the lowest value itself is excluded.
@@ -34,6 +38,18 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"
+    LARK = "lark"  # as llguidance reads it, with its extensions
+    STRUCTURAL_TAG = "structural_tag"  # JSON: text between whose tags follows a schema, as vLLM and xgrammar have it
+    CHOICE = "choice"  # a JSON list of texts, one of which is the output
+
+
+# Engines that announce ``guided`` follow these; the others they announce as ``guided.KIND``.
+_FIRST_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.EBNF})
+
+
+def guided_fields(kinds: Iterable[GrammarKind]) -> frozenset[str]:
+    """The names under which an engine that follows grammars of these kinds announces it."""
+    return frozenset({"guided", *[f"guided.{kind}" for kind in kinds if kind not in _FIRST_KINDS]})
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,17 @@ class GuidedDecoding:
         if not 1 <= len(self.text) <= _MAX_GRAMMAR_LEN:
             message = f"a grammar must have 1 to {_MAX_GRAMMAR_LEN} characters, not {len(self.text)}"
             raise InvalidRequestError(message, field="sampling.guided")
+
+
+def guided_choice(texts: Collection[str]) -> GuidedDecoding:
+    """The grammar of an output that is one of ``texts``. Raises ``InvalidRequestError``."""
+    if not texts or "" in texts:
+        raise InvalidRequestError("choices must be texts, none of them empty", field="sampling.guided")
+    if len(texts) > MAX_CHOICES_OF_GRAMMAR:
+        raise InvalidRequestError(
+            f"there may be {MAX_CHOICES_OF_GRAMMAR} choices, not {len(texts)}", field="sampling.guided"
+        )
+    return GuidedDecoding(GrammarKind.CHOICE, json.dumps(list(texts)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +93,7 @@ class Sampling:
         min_tokens: no end-of-sequence and no stop id before this many output tokens.
         stop_token_ids: end the output like end-of-sequence ids.
         ignore_eos: the model's own end-of-sequence ids do not end the output; ``stop_token_ids`` still do.
-        guided: the output follows this grammar.
+        guided: the output follows this grammar, and ends where that ends, whatever ``min_tokens`` and ``ignore_eos``.
 
     Raises:
         InvalidRequestError: a value out of range, with ``field`` = ``sampling.NAME``.
@@ -118,7 +145,16 @@ class Sampling:
     def changed_fields(self) -> frozenset[str]:
         """Names of the fields that differ from their defaults: the ones that an engine must honour."""
         values = _read_fields(self)
-        return frozenset([name for name, own, usual in zip(_NAMES, values, _DEFAULTS, strict=True) if own != usual])
+        changed = frozenset([name for name, own, usual in zip(_NAMES, values, _DEFAULTS, strict=True) if own != usual])
+        return changed if self.guided is None else changed | guided_fields((self.guided.kind,))
+
+
+def check_fields(sampling: Sampling, supported: frozenset[str], who: str) -> None:
+    """Refuse what ``who`` does not honour. Raises ``UnsupportedFieldError`` naming the field."""
+    for name in sorted(sampling.changed_fields - supported):
+        field, _, kind = name.partition(".")
+        what = f"grammars of the kind {kind}" if kind else "grammars" if field == "guided" else field
+        raise UnsupportedFieldError(f"{who} takes no {what}", field=f"sampling.{field}")
 
 
 def check_counts(logit_bias: Sized, stop_token_ids: Sized) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from quartet.engine.base import EngineRequest, FinishReason, RequestKind
+from quartet.engine.guided.masks import Guide
 from quartet.engine.runner import RequestState, RunningRequest, SampledToken, ScheduledChunk
 from quartet.engine.step_time import backlog
 from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
@@ -112,8 +113,8 @@ class Scheduler:
         """Tokens to compute until all requests decode."""
         return self.waiting.num_prefill_tokens + backlog(self.running).num_tokens
 
-    def add(self, request: EngineRequest) -> RunningRequest:
-        """Queue ``request``: higher priority first, then first come, first served.
+    def add(self, request: EngineRequest, guide: Guide | None = None) -> RunningRequest:
+        """Queue ``request``: higher priority first, then first come, first served. ``guide``: that of its grammar.
 
         Raises:
             InvalidRequestError, PromptTooLongError, LayoutMismatchError: as ``check_request`` does.
@@ -126,18 +127,23 @@ class Scheduler:
             extra_key=ExtraKey(adapter=generation.adapter, cache_salt=generation.cache_salt),
             media=generation.media,
         )
-        return self.add_sequence(request, seq)
+        return self.add_sequence(request, seq, guide)
 
-    def add_sequence(self, request: EngineRequest, seq: sequence.Sequence) -> RunningRequest:
+    def add_sequence(
+        self, request: EngineRequest, seq: sequence.Sequence, guide: Guide | None = None
+    ) -> RunningRequest:
         """``add`` without the check, for a caller that made ``seq``, the request's sequence without blocks."""
         sampling = request.generation.sampling
+        # Where a grammar ends, only these tokens may come.
+        ignores_eos = sampling.ignore_eos and guide is None
         running = RunningRequest(
             request=request,
             seq=seq,
             arrival=self._num_added,
             max_output_tokens=max_output_tokens(request, self._limits),
-            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids),
+            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if ignores_eos else self._eos_token_ids),
             needs_pull=request.hand_off is not None,
+            guide=guide,
         )
         self._num_added += 1
         self.live[request.id] = running
@@ -534,8 +540,9 @@ def _has_lost_media(running: RunningRequest, blocks: BlockManager) -> bool:
 
 def _finish_reason(running: RunningRequest, token_id: int, num_output_tokens: int) -> FinishReason | None:
     """Why the output ends with ``token_id``, which is output token number ``num_output_tokens``, counting from 1."""
-    # Samplers mask stop ids before min_tokens. If one comes all the same, it does not end the output.
-    if token_id in running.stop_ids and num_output_tokens > running.sampling.min_tokens:
+    # Samplers mask stop ids before min_tokens. If one comes all the same, it ends the output only where a grammar ends.
+    is_early = num_output_tokens <= running.sampling.min_tokens and running.guide is None
+    if token_id in running.stop_ids and not is_early:
         return FinishReason.STOP_ID
     return FinishReason.LENGTH if num_output_tokens >= running.max_output_tokens else None
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import TypeAlias
 
 from quartet.engine.base import (
     EngineCapabilities,
@@ -21,16 +22,18 @@ from quartet.engine.base import (
     RequestKind,
     Turn,
 )
+from quartet.engine.guided.compiler import Compiled, GrammarCompiler
 from quartet.engine.life_cycle import ThreadedEngine, call_on_loop
 from quartet.engine.pulls import Pulls
 from quartet.engine.runner import ModelRunner
-from quartet.engine.sampling import OutputOptions, Sampling
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, guided_fields
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import (
     Cancel,
     Fetched,
     FetchFailed,
     Message,
+    Refuse,
     Release,
     Snapshot,
     StepLoop,
@@ -43,13 +46,18 @@ from quartet.engine.validation import blocks_payload
 from quartet.errors import (
     EngineError,
     NoHandOffError,
+    RequestCancelledError,
     ServingError,
+    UnsupportedFieldError,
 )
 from quartet.transfer.base import BlockMemory, EmbeddingMemory, FetchResult, Puller
 
 logger = logging.getLogger(__name__)
 
-#: Every field of ``Sampling`` and ``OutputOptions`` but grammars, which no sampler here follows.
+#: Makes what compiles the grammars of requests for a loaded model.
+GrammarsFactory: TypeAlias = Callable[[ModelRunner], GrammarCompiler]
+
+#: Every field of ``Sampling`` and ``OutputOptions`` but grammars, for which an engine needs the model's tokenizer.
 ALL_SAMPLING_FIELDS = frozenset(item.name for options in (Sampling, OutputOptions) for item in fields(options)) - {
     "guided"
 }
@@ -70,6 +78,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         puller: Puller | None = None,
         kinds: frozenset[RequestKind] = frozenset(RequestKind),
         sampling_fields: frozenset[str] = ALL_SAMPLING_FIELDS,
+        grammars: GrammarsFactory | None = None,
         close_timeout_s: float = 10.0,
     ) -> None:
         """Nothing is loaded before ``start``.
@@ -79,7 +88,9 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             config: bounds of a step.
             puller: fetches hand-offs, which are refused without one. The caller closes it, after the engine.
             kinds: what to announce.
-            sampling_fields: what the runner's sampler honours.
+            sampling_fields: what the runner's sampler honours, apart from grammars.
+            grammars: for a runner whose sampler follows guides, called in a thread of its own once the model is loaded;
+                ``None``: requests with grammars are refused.
             close_timeout_s: bounds the wait for transfers in ``close``, and then that for the last step.
         """
         self._pulls = Pulls(puller, self._end_pull) if puller is not None else None
@@ -92,6 +103,9 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         self._puller = puller
         self._kinds = kinds
         self._sampling_fields = sampling_fields
+        self._make_grammars = grammars
+        self._grammars: GrammarCompiler | None = None
+        self._compiling: dict[int, EngineRequest] = {}
         self._memory: BlockMemory | None = None
         self._embeddings: EmbeddingMemory | None = None
         self._num_submits = 0
@@ -114,6 +128,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             self._puller.attach(runner.memory, runner.layout, lambda: bool(self.turns()))
         self._memory = runner.memory
         self._embeddings = runner.embeddings
+        await self._load_grammars(runner)
         self._capabilities = EngineCapabilities(
             kinds=self._kinds,
             sampling_fields=self._sampling_fields,
@@ -128,7 +143,10 @@ class StepEngine(ThreadedEngine[ModelRunner]):
 
     def cancel(self, id: int) -> None:
         """End a request at the next step; its ``failed`` (or how it had already ended) still arrives."""
-        if id in self._live:
+        request = self._compiling.pop(id, None)
+        if request is not None:
+            self._thread.post(Refuse(request, RequestCancelledError("the request was cancelled")))
+        elif id in self._live:
             self._thread.post(Cancel(id))
 
     def release(self, id: int) -> None:
@@ -162,6 +180,8 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         return () if turn is None else (turn,)
 
     def _accept(self, request: EngineRequest) -> None:
+        if request.generation.sampling.guided is not None and self._grammars is None:
+            raise UnsupportedFieldError("this engine follows no grammars", field="sampling.guided")
         if request.kind is RequestKind.PREFILL and self._memory is None:
             raise NoHandOffError("this engine hands nothing off: no transfer reaches its block pool")
         if request.hand_off is not None:
@@ -171,7 +191,44 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             self._pulls.claim(request.id, request.hand_off)
         self._num_submits += 1
         self._num_submitted_prefill_tokens += num_prefill_tokens(request)
-        self._thread.post(Submit(request, time.monotonic()))
+        guided = request.generation.sampling.guided
+        if guided is None or self._grammars is None:
+            self._thread.post(Submit(request, time.monotonic()))
+        else:
+            self._compile(request, guided, self._grammars)
+
+    def _compile(self, request: EngineRequest, guided: GuidedDecoding, grammars: GrammarCompiler) -> None:
+        """Submit ``request`` once its grammar is compiled, or end it with what is wrong with that."""
+        submitted_at = time.monotonic()
+        self._compiling[request.id] = request
+        found = grammars.find(guided)
+        if found is not None:
+            self._take_compiled(request, submitted_at, found)
+            return
+        loop = asyncio.get_running_loop()
+        grammars.compile(
+            guided,
+            lambda compiled: call_on_loop(loop, self._take_compiled, request, submitted_at, compiled),
+            lambda: request.id in self._compiling,
+        )
+
+    def _take_compiled(self, request: EngineRequest, submitted_at: float, compiled: Compiled) -> None:
+        if self._compiling.pop(request.id, None) is None:
+            return  # cancelled meanwhile
+        if isinstance(compiled, ServingError):
+            self._thread.post(Refuse(request, compiled))
+        else:
+            self._thread.post(Submit(request, submitted_at, compiled))
+
+    async def _load_grammars(self, runner: ModelRunner) -> None:
+        if self._make_grammars is None:
+            return
+        try:
+            self._grammars = await asyncio.to_thread(self._make_grammars, runner)
+        except (OSError, ValueError) as error:
+            logger.warning("grammars are refused: llguidance can't read the model's tokenizer: %s", error)
+            return
+        self._sampling_fields |= guided_fields(GrammarKind)
 
     def _end_pull(self, id: int, outcome: FetchResult | ServingError) -> None:
         if isinstance(outcome, FetchResult):
@@ -199,6 +256,8 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         self._thread.start()
 
     def _stop_thread(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         self._thread.stop()
 
     async def _wait_thread(self, timeout_s: float) -> bool:

@@ -26,6 +26,7 @@ from quartet.engine.base import (
     StepLogprobs,
     StepOutput,
 )
+from quartet.engine.guided.masks import Guide
 from quartet.engine.runner import (
     LaunchedStep,
     ModelRunner,
@@ -50,10 +51,19 @@ _RANK = 0
 
 @dataclass(frozen=True)
 class Submit:
-    """A new request, and when it was submitted, in seconds of the clock."""
+    """A new request, when it was submitted, in seconds of the clock, and the guide of its grammar, if it has one."""
 
     request: EngineRequest
     submitted_at: float
+    guide: Guide | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """End a request that was never submitted: its grammar can't be followed, or it was cancelled meanwhile."""
+
+    request: EngineRequest
+    error: ServingError
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ class TakeKvSnapshot:
     """Report all blocks that can be shared after the step."""
 
 
-Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed | TakeKvSnapshot
+Message: TypeAlias = Submit | Refuse | Cancel | Release | Fetched | FetchFailed | TakeKvSnapshot
 
 
 @dataclass(frozen=True)
@@ -250,11 +260,25 @@ class StepLoop:
         self, outs: Sequence[TokenOut], chunks: Sequence[ScheduledChunk], started: Sequence[RunningRequest]
     ) -> None:
         """A step of ``chunks``, the first one for ``started``, ended with ``outs``."""
+        if any(out.running.guide is not None for out in outs):
+            outs = [out for out in outs if not self._has_failed(out)]
         self._outputs.take_tokens(outs)
         for running in started:
             self._num_cached_tokens += running.num_cached_tokens
         self._num_prompt_tokens += sum(map(_num_given_tokens, chunks))
         self._num_output_tokens += len(outs)
+
+    def _has_failed(self, out: TokenOut) -> bool:
+        """Whether the request's grammar has failed: its token is dropped, and it ends."""
+        running = out.running
+        error = None if running.guide is None else running.guide.error
+        if error is None:
+            return False
+        if out.held_block_ids:
+            self._scheduler.release(running.id)
+        self._scheduler.cancel(running.id)  # unless that very token has ended it
+        self._outputs.fail(running.id, error)
+        return True
 
     def _begin(self, schedule: Schedule, work: StepWork, previous: _StepInFlight | None = None) -> int:
         """Say that the step of ``schedule`` begins, after ``previous``; returns the prompt tokens that it begins."""
@@ -296,8 +320,11 @@ class StepLoop:
 
     def _take_message(self, message: Message) -> None:
         match message:
-            case Submit(request, submitted_at):
-                self._submit(request, submitted_at)
+            case Submit(request, submitted_at, guide):
+                self._submit(request, submitted_at, guide)
+            case Refuse(request, error):
+                self._count_submit(request)
+                self._outputs.fail(request.id, error)
             case Cancel(id):
                 self._cancel(id)
             case Release(id):
@@ -310,11 +337,14 @@ class StepLoop:
             case TakeKvSnapshot():
                 self._has_to_take_kv_snapshot = True
 
-    def _submit(self, request: EngineRequest, submitted_at: float) -> None:
+    def _count_submit(self, request: EngineRequest) -> None:
         self._num_submits += 1
         self._num_submitted_prefill_tokens += num_prefill_tokens(request)
+
+    def _submit(self, request: EngineRequest, submitted_at: float, guide: Guide | None) -> None:
+        self._count_submit(request)
         try:
-            self._scheduler.add(request)
+            self._scheduler.add(request, guide)
         except ServingError as error:
             self._outputs.fail(request.id, error)
         except Exception:

@@ -69,8 +69,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
 
     Raises:
         InvalidRequestError: an impossible value; ``field`` names it.
-        UnsupportedFieldError: an adapter or a rank that is not served, a grammar, or media although the model takes
-            text only.
+        UnsupportedFieldError: an adapter or a rank that is not served, or media although the model takes text only.
         PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
         LayoutMismatchError: the hand-off is not one of KV blocks.
     """
@@ -138,8 +137,6 @@ def _check_generation(generation: Generation, limits: EngineLimits) -> None:
         raise UnsupportedFieldError("this engine has one data-parallel rank, 0", field="data_parallel_rank")
     if generation.adapter:
         raise UnsupportedFieldError("this engine serves no adapters", field="adapter")
-    if generation.sampling.guided is not None:
-        raise UnsupportedFieldError("this engine follows no grammars", field="sampling.guided")
 
 
 def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> None:

@@ -143,6 +143,11 @@ class Tokenizer:
         """Id of a token's exact text."""
         return self._backend.token_to_id(token)
 
+    def special_token_id(self, token: str) -> int | None:
+        """Id of the special token with this text; ``None``: there is none."""
+        token_id = self._backend.token_to_id(token)
+        return token_id if token_id in self.special_token_ids else None
+
     def token_text(self, token_id: int) -> str | None:
         """Text of a token as the vocabulary spells it; ``None`` for an id that it lacks.
 

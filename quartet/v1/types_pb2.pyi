@@ -326,28 +326,66 @@ class GuidedDecoding(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     EBNF_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON schema."""
+    """A JSON schema; what no engine can follow (`uniqueItems`, `not`, ...) is refused with INVALID_ARGUMENT by name."""
     regex: _builtins.str
-    """A regular expression."""
+    """A regular expression for the whole output."""
     ebnf: _builtins.str
-    """A grammar in EBNF."""
+    """A grammar in EBNF, as llama.cpp and vLLM write it."""
+    lark: _builtins.str
+    """A grammar in Lark, with llguidance's extensions."""
+    structural_tag: _builtins.str
+    """Free text with tags in it whose content follows a schema, as JSON: a `structural_tag` of vLLM or xgrammar."""
+    @_builtins.property
+    def choice(self) -> Global___GuidedChoice:
+        """One of these texts."""
+
     def __init__(
         self,
         *,
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         ebnf: _builtins.str = ...,
+        lark: _builtins.str = ...,
+        structural_tag: _builtins.str = ...,
+        choice: Global___GuidedChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_grammar: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf"]  # noqa: Y015
+    _WhichOneofReturnType_grammar: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "lark", "structural_tag", "choice"]  # noqa: Y015
     _WhichOneofArgType_grammar: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_grammar) -> _WhichOneofReturnType_grammar | None: ...
 
 Global___GuidedDecoding: _TypeAlias = GuidedDecoding  # noqa: Y015
+
+@_typing.final
+class GuidedChoice(_message.Message):
+    """Texts, one of which is the whole output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts, none of them empty. At least one, 1,024 at most."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GuidedChoice: _TypeAlias = GuidedChoice  # noqa: Y015
 
 @_typing.final
 class OutputOptions(_message.Message):

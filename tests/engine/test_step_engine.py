@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind, StepOutput
-from quartet.engine.sampling import OutputOptions
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import StepLoop
@@ -23,6 +23,7 @@ from quartet.errors import (
     PromptTooLongError,
     RequestCancelledError,
     ServingError,
+    UnsupportedFieldError,
     WorkerUnavailableError,
 )
 from tests.engine.consumer import Consumer, StartEngine
@@ -132,6 +133,7 @@ async def test_two_hundred_requests_at_once_give_the_tokens_of_their_solo_runs(
     [
         (make_request([64]), InvalidRequestError),
         (make_request(range(10), max_tokens=300), PromptTooLongError),
+        (make_request([1], sampling=Sampling(guided=GuidedDecoding(GrammarKind.REGEX, "a+"))), UnsupportedFieldError),
         (make_request([1, 2], hand_off=FakePuller(layout=fake_layout()).offer_prefix([1, 2])), NoHandOffError),
     ],
 )

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling
+from quartet.engine.sampling import Sampling
 from quartet.engine.validation import EngineLimits, MediaLimits, check_request, limits_of
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
@@ -17,7 +17,6 @@ from tests.engine.fakes import FakeRunner, fake_layout, make_request
 
 LIMITS = EngineLimits(max_model_len=32, num_pool_tokens=24, vocab_size=64)
 PREFILL = RequestKind.PREFILL
-GRAMMAR = GuidedDecoding(GrammarKind.REGEX, "a+")
 
 
 def _hand_off(payload: BlocksPayload | OpaquePayload) -> HandOff:
@@ -177,7 +176,6 @@ def test_limits_are_those_of_the_runner() -> None:
     [
         (Generation(prompt_token_ids=(1,), adapter="a"), "adapter"),
         (Generation(prompt_token_ids=(1,), data_parallel_rank=1), "data_parallel_rank"),
-        (Generation(prompt_token_ids=(1,), sampling=Sampling(guided=GRAMMAR)), "sampling.guided"),
     ],
 )
 def test_an_option_that_the_engine_lacks_is_refused_not_ignored(generation: Generation, field: str) -> None:

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from quartet.discovery.base import HostIdentity, Role, WorkerRecord
 from quartet.engine.base import EngineStats, FinishReason, Generation, Prefilled, RequestKind, Started
-from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, TokenLogprobs
+from quartet.engine.sampling import (
+    GrammarKind,
+    GuidedDecoding,
+    OutputOptions,
+    Sampling,
+    TokenLogprobs,
+    guided_choice,
+)
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.streams.convert.hand_off import from_hand_off, from_kv_layout, to_hand_off, to_kv_layout
@@ -220,7 +227,7 @@ def test_a_start_without_a_generation_is_refused() -> None:
     assert caught.value.field == "generation"
 
 
-@pytest.mark.parametrize("kind", list(GrammarKind))
+@pytest.mark.parametrize("kind", [kind for kind in GrammarKind if kind is not GrammarKind.CHOICE])
 def test_a_grammar_comes_back_as_it_was(kind: GrammarKind) -> None:
     sampling = Sampling(guided=GuidedDecoding(kind, "a*"))
     message = to_sampling(sampling)
@@ -228,7 +235,23 @@ def test_a_grammar_comes_back_as_it_was(kind: GrammarKind) -> None:
     assert from_sampling(message) == sampling
 
 
-@pytest.mark.parametrize("guided", [types_pb2.GuidedDecoding(), types_pb2.GuidedDecoding(regex="a" * 65_537)])
+def test_choices_come_back_as_they_were() -> None:
+    sampling = Sampling(guided=guided_choice(['yes, "sir"', "no", "é"]))
+    message = to_sampling(sampling)
+    assert list(message.guided.choice.texts) == ['yes, "sir"', "no", "é"]
+    assert from_sampling(message) == sampling
+
+
+NO_GRAMMARS = (
+    types_pb2.GuidedDecoding(),
+    types_pb2.GuidedDecoding(regex="a" * 200_001),
+    types_pb2.GuidedDecoding(choice=types_pb2.GuidedChoice()),
+    types_pb2.GuidedDecoding(choice=types_pb2.GuidedChoice(texts=["a", ""])),
+    types_pb2.GuidedDecoding(choice=types_pb2.GuidedChoice(texts=["a"] * 1025)),
+)
+
+
+@pytest.mark.parametrize("guided", NO_GRAMMARS)
 def test_a_grammar_that_is_none_is_refused_by_its_field(guided: types_pb2.GuidedDecoding) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         from_sampling(types_pb2.Sampling(guided=guided))

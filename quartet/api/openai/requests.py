@@ -53,12 +53,14 @@ from quartet.api.request import (
     TokenPrompt,
 )
 from quartet.engine.sampling import (
+    MAX_CHOICES_OF_GRAMMAR,
     MAX_STOP_IDS,
     GrammarKind,
     GuidedDecoding,
     OutputOptions,
     Sampling,
     check_counts,
+    guided_choice,
 )
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.media.items import MediaPart, MediaUrl
@@ -272,9 +274,11 @@ def _refused(reasons: Mapping[str, str]) -> dict[str, Reader]:
 
 
 _FORMATS: Mapping[str, Reader] = {
-    "type": choice("text", "json_object", "json_schema"),
+    "type": choice("text", "json_object", "json_schema", "structural_tag"),
     # Answers follow the schema strictly, whatever `strict` says; its name and description say nothing to a grammar.
     "json_schema": fields_of({"name": text, "description": text, "strict": boolean, "schema": _json_text}),
+    # vLLM's; the grammar's reader looks into them.
+    **dict.fromkeys(("structures", "triggers", "format"), anything),
 }
 
 _GRAMMARS: Mapping[str, Reader] = {
@@ -282,19 +286,16 @@ _GRAMMARS: Mapping[str, Reader] = {
     "regex": text,
     "grammar": text,
     "json_object": boolean,
-    **_refused(
-        {
-            "choice": "write the choices as a regular expression",
-            "structural_tag": "no engine here takes structural tags",
-            "whitespace_pattern": "the workers' engine decides it",
-        }
-    ),
+    "choice": list_of(text, max_length=MAX_CHOICES_OF_GRAMMAR),
+    "structural_tag": _json_text,
+    **_refused({"whitespace_pattern": "JSON is written on one line or indented"}),
     **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties", "disable_fallback"), only(False)),
 }
 _KINDS: Mapping[str, GrammarKind] = {
     "json": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
     "grammar": GrammarKind.EBNF,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
 }
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -308,23 +309,33 @@ def _response_format(value: Any, path: str) -> GuidedDecoding | None:
             return _guided(GrammarKind.JSON_SCHEMA, _ANY_OBJECT, path)
         case "json_schema" if "schema" in found.get("json_schema", {}):
             return _guided(GrammarKind.JSON_SCHEMA, found["json_schema"]["schema"], path)
+        case "structural_tag":
+            return _guided(GrammarKind.STRUCTURAL_TAG, _json_text(value, path), path)
     raise InvalidRequestError(f"{path}: needs a type, and json_schema.schema with json_schema", field=path)
 
 
 def _structured_outputs(value: Any, path: str) -> GuidedDecoding | None:
     found = read_fields(objects(value, path), _GRAMMARS, f"{path}.")
-    asked = [name for name in (*_KINDS, "json_object") if name in found]
+    asked = [name for name in (*_KINDS, "json_object", "choice") if name in found]
     if len(asked) != 1:
-        raise InvalidRequestError(f"{path}: needs one of json, regex, grammar and json_object", field=path)
+        why = f"{path}: needs one of json, regex, grammar, choice, structural_tag and json_object"
+        raise InvalidRequestError(why, field=path)
     [name] = asked
+    if name == "choice":
+        return _named(lambda: guided_choice(found[name]), path)
     if name == "json_object":
         return _guided(GrammarKind.JSON_SCHEMA, _ANY_OBJECT, path) if found[name] else None
     return _guided(_KINDS[name], found[name], path)
 
 
 def _guided(kind: GrammarKind, grammar: str, path: str) -> GuidedDecoding:
+    return _named(lambda: GuidedDecoding(kind, grammar), path)
+
+
+def _named(make: Callable[[], GuidedDecoding], path: str) -> GuidedDecoding:
+    """What ``make`` makes; its refusals name ``path``."""
     try:
-        return GuidedDecoding(kind, grammar)
+        return make()
     except InvalidRequestError as error:
         error.field = path
         raise

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quartet.engine.guided.masks import TokenMasks
 from quartet.engine.runner import RunningRequest, SampledToken
 from quartet.engine.torch.copies import to_device
 from quartet.engine.torch.draw_graphs import DrawGraphs, idle_rows
@@ -34,7 +35,7 @@ from quartet.engine.torch.kernels.draw import (
     largest_key,
     scratch_size_bytes,
 )
-from quartet.engine.torch.sampler import LaunchedTokens, LogprobReport, RequestRules, Row, noise_state
+from quartet.engine.torch.sampler import LaunchedTokens, LogprobReport, RequestRules, Row, apply_masks, noise_state
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,25 +72,37 @@ class DeviceSampler:
         self._draw = draw
         self._graphs: DrawGraphs | None = None
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> list[SampledToken]:
+    def sample(
+        self, logits: torch.Tensor, requests: Sequence[RunningRequest], masks: TokenMasks | None = None
+    ) -> list[SampledToken]:
         """Choose a token for each request, and wait for it: as ``Sampler.sample`` does."""
-        return self.launch(logits, requests).read()
+        return self.launch(logits, requests, masks).read()
 
-    def launch(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> LaunchedTokens:
+    def launch(
+        self, logits: torch.Tensor, requests: Sequence[RunningRequest], masks: TokenMasks | None = None
+    ) -> LaunchedTokens:
         """Have the device choose a token for each request, on its current stream; does not wait.
 
         Sequences may end with tokens that earlier launches chose and nobody has read yet.
 
         Args:
-            logits: ``[N, V]`` bfloat16, float16 or float32, row ``i`` for the token that follows ``requests[i].seq``.
+            logits: ``[N, V]`` bfloat16, float16 or float32, row ``i`` for the token that follows ``requests[i].seq``;
+                changed where there are ``masks``.
             requests: one a row, all different.
+            masks: the tokens that rows with grammars may choose. The next ones can't be computed before these tokens
+                are read.
         """
         step = self._requests.step_of(requests)
+        # Before the masks: log probabilities are the model's own.
+        reported = self._reported_logits(logits, step.reported)
+        if masks is not None:
+            apply_masks(logits, masks)
         if step.is_plain:
-            return LaunchedTokens(logits.argmax(-1))
+            return LaunchedTokens(logits.argmax(-1), can_follow=masks is None)
         self._requests.fill(step, requests)
         token_ids = self._choose(logits, step)
-        return LaunchedTokens(token_ids, self._report(logits, token_ids, requests, step.reported))
+        report = None if reported is None else self._report(reported, token_ids, requests, step.reported)
+        return LaunchedTokens(token_ids, report, can_follow=masks is None)
 
     def expect(self, logits: torch.Tensor, max_num_seqs: int) -> None:
         """Be ready for steps whose logits are the first rows of these, and lie there: a graph draws from them.
@@ -162,14 +175,14 @@ class DeviceSampler:
         table = rows.numpy().view(ROW)[:, 0]
         return self._draw(logits, rows.to(self._device, non_blocking=True), table, **options)
 
+    def _reported_logits(self, logits: torch.Tensor, indices: Sequence[int]) -> torch.Tensor | None:
+        return logits[to_device(torch.tensor(indices), self._device)] if indices else None
+
     def _report(
         self, logits: torch.Tensor, token_ids: torch.Tensor, requests: Sequence[RunningRequest], indices: Iterable[int]
-    ) -> LogprobReport | None:
+    ) -> LogprobReport:
         rows = [Row(i, requests[i], RequestRules(requests[i])) for i in indices]
-        if not rows:
-            return None
-        reported = to_device(torch.tensor([row.index for row in rows]), self._device)
-        return LogprobReport(logits[reported].float().log_softmax(-1), rows, token_ids)
+        return LogprobReport(logits.float().log_softmax(-1), rows, token_ids)
 
 
 @dataclass(eq=False)
@@ -282,7 +295,7 @@ class _RequestTable:
     def _write(self, slot: int, running: RunningRequest, rules: RequestRules) -> None:
         sampling, generation = rules.sampling, running.request.generation
         bias = self._bias(sampling.logit_bias) if sampling.logit_bias else None
-        masks = sampling.min_tokens > 0 and bool(rules.stop_ids)
+        masks = rules.masks_stop_ids and bool(rules.stop_ids)
         tokens = None
         if rules.has_penalties or bias is not None or masks:
             tokens = torch.zeros(self.vocab_size, dtype=torch.int32, device=self._device)

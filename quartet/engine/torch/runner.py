@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.guided.masks import MaskThread
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.runner import SampledToken, ScheduledChunk, StepLauncher
 from quartet.engine.torch.attention import PagedStep, Step
@@ -103,6 +104,7 @@ class TorchRunner:
         self.placeholder_id = loaded.placeholder_id if config.takes_media else None
         self.embeddings = self._reserve_embeddings(config, loaded)
         self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
+        self._masks = MaskThread(self.vocab_size)
         self._sampler = create_sampler(loaded.model, self.vocab_size, self._device)
         launches = self._device.type == "cuda" and not config.disable_overlap_scheduler
         self.launcher: StepLauncher | None = self if launches else None
@@ -127,10 +129,12 @@ class TorchRunner:
     def launch(self, chunks: Sequence[ScheduledChunk]) -> _LaunchedStep:
         """``run`` without waiting for the device; tokens of the step in flight are taken from there."""
         requests = [chunk.running for chunk in chunks if chunk.samples]
+        pending = self._masks.begin(requests)
         with torch.inference_mode():
             logits = self._forward(chunks, self._unread)
+            masks = None if pending is None else pending.read()
             # Some models pad the vocabulary of their output layer: those tokens do not exist.
-            tokens = self._sampler.launch(logits[:, : self.vocab_size], requests) if requests else None
+            tokens = self._sampler.launch(logits[:, : self.vocab_size], requests, masks) if requests else None
         if self.launcher is not None:
             self._unread = None if tokens is None else tokens.token_ids
         return _LaunchedStep(tokens, record_event(self._device))
@@ -140,6 +144,7 @@ class TorchRunner:
         try:
             self._wait_for_device()
         finally:
+            self._masks.close()
             self._pool.close()
             if self.embeddings is not None:
                 self.embeddings.memory.close()

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
+from quartet.engine.guided.masks import TokenMasks
 from quartet.engine.runner import RunningRequest, SampledToken
 from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.torch.copies import record_event, to_device, to_host
@@ -65,26 +67,35 @@ class Sampler:
     def __init__(self) -> None:
         self._rules: WeakKeyDictionary[RunningRequest, RequestRules] = WeakKeyDictionary()
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> list[SampledToken]:
+    def sample(
+        self, logits: torch.Tensor, requests: Sequence[RunningRequest], masks: TokenMasks | None = None
+    ) -> list[SampledToken]:
         """Choose a token for each request, and wait for it. Arguments as for ``launch``."""
-        return self.launch(logits, requests).read()
+        return self.launch(logits, requests, masks).read()
 
-    def launch(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> LaunchedTokens:
+    def launch(
+        self, logits: torch.Tensor, requests: Sequence[RunningRequest], masks: TokenMasks | None = None
+    ) -> LaunchedTokens:
         """Have the device choose a token for each request; does not wait for it where all rows are greedy and plain.
 
         Args:
             logits: ``[N, V]``, row ``i`` for the token that follows ``requests[i].seq``; may be changed.
             requests: one a row.
+            masks: the tokens that rows with grammars may choose.
         """
         rows = [Row(i, running, self._rules_of(running)) for i, running in enumerate(requests)]
         if all(row.rules.is_plain for row in rows):
-            return LaunchedTokens(logits.argmax(-1))
+            if masks is not None:
+                apply_masks(logits, masks)
+            return LaunchedTokens(logits.argmax(-1), can_follow=masks is None)
         if logits.dtype != torch.float64:
             logits = logits.float()
         reported = [row for row in rows if row.rules.num_logprobs is not None]
         # Before the rules: log probabilities are the model's own.
         model_logprobs = logits[_indices(reported, logits.device)].log_softmax(-1) if reported else None
         apply_rules(logits, [row for row in rows if row.rules.changes_logits])
+        if masks is not None:
+            apply_masks(logits, masks)
         token_ids = _choose(logits, rows)
         report = None if model_logprobs is None else LogprobReport(model_logprobs, reported, token_ids)
         # Penalties count tokens that the host knows; and with rules a launch waits for the device, for which another
@@ -186,7 +197,8 @@ class RequestRules:
         sampling: its parameters.
         num_logprobs: alternatives to report, ``None`` for no report.
         has_penalties: some penalty differs from its neutral value.
-        stop_ids: tokens not to be chosen before ``min_tokens`` are out.
+        masks_stop_ids: stop ids are not to be chosen before ``min_tokens`` are out.
+        stop_ids: tokens that end the output.
     """
 
     def __init__(self, running: RunningRequest) -> None:
@@ -197,6 +209,8 @@ class RequestRules:
             sampling.presence_penalty or sampling.frequency_penalty
         )
         self.stop_ids = tuple(sorted(running.stop_ids))
+        # A grammar's masks say by themselves when its output may end.
+        self.masks_stop_ids = sampling.min_tokens > 0 and running.guide is None
         self._sequence_state = _sequence_state(generation.seed, generation.choice)
         self._num_prompt_tokens = running.num_prompt_tokens
         self._counts: TokenCounts | None = None
@@ -209,7 +223,7 @@ class RequestRules:
     @property
     def changes_logits(self) -> bool:
         """Whether some rule applies, now or at times."""
-        return self.has_penalties or bool(self.sampling.logit_bias) or self.sampling.min_tokens > 0
+        return self.has_penalties or bool(self.sampling.logit_bias) or self.masks_stop_ids
 
     def key(self, position: int) -> int:
         """The noise's state for the token at ``position`` of the sequence."""
@@ -264,9 +278,27 @@ def apply_rules(logits: torch.Tensor, rows: Sequence[Row]) -> None:
         _apply_penalties(logits, penalised)
     if biased := [row for row in rows if row.rules.sampling.logit_bias]:
         _add_bias(logits, biased)
-    if early := [row for row in rows if row.running.num_output_tokens < row.rules.sampling.min_tokens]:
+    ending = [row for row in rows if row.rules.masks_stop_ids]
+    if early := [row for row in ending if row.running.num_output_tokens < row.rules.sampling.min_tokens]:
         indices, token_ids = _pairs([(row.index, row.rules.stop_ids) for row in early], logits.device)
         logits[indices, token_ids] = float("-inf")
+
+
+def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """Forbid in ``[N, V]`` logits, in place, what the rows of ``masks`` don't allow."""
+    device, vocab_size = logits.device, logits.shape[1]
+    if device.type == "cpu":
+        unpacked = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
+        is_forbidden = torch.from_numpy(unpacked == 0)
+    else:
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        words = to_device(torch.from_numpy(masks.bits), device)
+        is_forbidden = ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
+    if masks.rows == list(range(len(logits))):
+        logits.masked_fill_(is_forbidden, -math.inf)
+        return
+    rows = to_device(torch.tensor(masks.rows, dtype=torch.long), device)
+    logits[rows] = logits[rows].masked_fill_(is_forbidden, -math.inf)
 
 
 def draw(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:

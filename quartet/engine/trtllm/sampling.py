@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from quartet.engine.base import Generation
-from quartet.engine.sampling import GrammarKind, Sampling
+from quartet.engine.sampling import GrammarKind, Sampling, check_fields, guided_fields
 from quartet.engine.trtllm.arguments import LlmArguments
 from quartet.engine.trtllm.package import Package
-from quartet.errors import UnsupportedFieldError
 
 # Fields of ``Sampling`` and ``OutputOptions`` that 1.2 honours, whatever arguments the engine was made with.
 _SAMPLING_FIELDS = frozenset(
@@ -19,19 +20,31 @@ _SAMPLING_FIELDS = frozenset(
     stop_token_ids ignore_eos logprobs
     """.split()
 )
-_GRAMMARS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.EBNF: "grammar"}
+# The names of ``GuidedDecodingParams``; a choice is made a regular expression.
+_GRAMMARS = {
+    GrammarKind.JSON_SCHEMA: "json",
+    GrammarKind.REGEX: "regex",
+    GrammarKind.EBNF: "grammar",
+    GrammarKind.CHOICE: "regex",
+}
+_XGRAMMAR = "xgrammar"
 _SEED_MASK = 2**63 - 1
 
 
 def sampling_fields(arguments: LlmArguments) -> frozenset[str]:
     """Names of the ``Sampling`` and ``OutputOptions`` fields that an engine made with ``arguments`` honours."""
-    return _SAMPLING_FIELDS | ({"guided"} if arguments.guided_backend is not None else set())
+    if arguments.guided_backend is None:
+        return _SAMPLING_FIELDS
+    return _SAMPLING_FIELDS | guided_fields((*_GRAMMARS, *_kinds_of(arguments.guided_backend)))
+
+
+def _kinds_of(backend: str) -> Sequence[GrammarKind]:
+    return (GrammarKind.STRUCTURAL_TAG,) if backend == _XGRAMMAR else ()
 
 
 def check_sampling_fields(generation: Generation, supported: frozenset[str]) -> None:
     """Refuse a field that the engine would ignore. Raises ``UnsupportedFieldError``, which names it."""
-    for name in sorted(generation.sampling.changed_fields - supported):
-        raise UnsupportedFieldError(f"this engine does not have {name}", field=f"sampling.{name}")
+    check_fields(generation.sampling, supported, "this engine")
 
 
 def stop_ids_of(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -110,4 +123,11 @@ def _unless(value: float, default: float) -> float | None:
 
 def _guide(package: Package, sampling: Sampling) -> Any:
     guided = sampling.guided
-    return None if guided is None else package.GuidedDecodingParams(**{_GRAMMARS[guided.kind]: guided.text})
+    if guided is None:
+        return None
+    if guided.kind is GrammarKind.STRUCTURAL_TAG:
+        return package.GuidedDecodingParams(structural_tag=guided.text)
+    text = guided.text
+    if guided.kind is GrammarKind.CHOICE:
+        text = "|".join(f"({re.escape(choice)})" for choice in json.loads(text))
+    return package.GuidedDecodingParams(**{_GRAMMARS[guided.kind]: text})

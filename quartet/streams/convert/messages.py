@@ -5,6 +5,7 @@ The order is that of a request: starts, their parts, outputs, and then the same 
 
 from __future__ import annotations
 
+import json
 import sys
 from array import array
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from quartet.engine.sampling import (
     Sampling,
     TokenLogprobs,
     check_counts,
+    guided_choice,
 )
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES, MediaSpan, pack_token_ids
@@ -431,13 +433,22 @@ def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
     into.logit_bias.update(sampling.logit_bias)
     into.stop_token_ids.extend(sampling.stop_token_ids)
     if sampling.guided is not None:
-        setattr(into.guided, sampling.guided.kind.value, sampling.guided.text)
+        _put_guided(into.guided, sampling.guided)
+
+
+def _put_guided(into: types_pb2.GuidedDecoding, guided: GuidedDecoding) -> None:
+    if guided.kind is GrammarKind.CHOICE:
+        into.choice.texts.extend(json.loads(guided.text))
+    else:
+        setattr(into, guided.kind.value, guided.text)
 
 
 def _from_guided(message: types_pb2.GuidedDecoding) -> GuidedDecoding:
     kind = message.WhichOneof("grammar")
     if kind is None:
         raise InvalidRequestError("a grammar must be given", field="sampling.guided")
+    if kind == "choice":
+        return guided_choice(message.choice.texts)
     return GuidedDecoding(GrammarKind(kind), getattr(message, kind))
 
 

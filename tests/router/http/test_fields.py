@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.router.http.face import open_face
 from tests.router.records import ALL_SAMPLING_FIELDS
 
 SCHEMA_TEXT = '{"type": "object"}'
+TAG = {"type": "structural_tag", "structures": [], "triggers": ["<f="]}
+TAGGED = GuidedDecoding(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG))
 JSON = GuidedDecoding(GrammarKind.JSON_SCHEMA, SCHEMA_TEXT)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "description": "d", "strict": True, "schema": {"a": 1}}}
 
@@ -45,6 +48,12 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"structured_outputs": {"json": SCHEMA_TEXT}}, {"sampling": {"guided": JSON}}),
     ({"structured_outputs": {"json_object": True}}, {"sampling": {"guided": JSON}}),
     ({"structured_outputs": {"regex": "a+"}}, {"sampling": {"guided": GuidedDecoding(GrammarKind.REGEX, "a+")}}),
+    (
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"sampling": {"guided": GuidedDecoding(GrammarKind.CHOICE, '["a", "b"]')}},
+    ),
+    ({"structured_outputs": {"structural_tag": TAG}}, {"sampling": {"guided": TAGGED}}),
+    ({"response_format": TAG}, {"sampling": {"guided": TAGGED}}),
     ({"structured_outputs": {"grammar": "r"}}, {"sampling": {"guided": GuidedDecoding(GrammarKind.EBNF, "r")}}),
     ({"stop": "END"}, {"text_options": {"stop_strings": ("END",)}}),
     ({"stop": ["", "a", "b"]}, {"text_options": {"stop_strings": ("a", "b")}}),
@@ -70,7 +79,9 @@ MAX_TOKENS = 4
 async def run(path: str, prompt: dict[str, Any], fields: dict[str, Any], **headers: str) -> tuple[GenerateStart, Any]:
     """The request that the fields became, and what the worker of its first choice was told."""
     starts = list[GenerateStart]()
-    async with open_face(sampling_fields=(*ALL_SAMPLING_FIELDS, "guided")) as face:
+    # Without Lark, so that the router leaves grammars to the engine: those here are none.
+    fields_of_engine = (*ALL_SAMPLING_FIELDS, "guided", "guided.choice", "guided.structural_tag")
+    async with open_face(sampling_fields=fields_of_engine) as face:
         generate = face.fleet.pipeline.generate
 
         def note(start: GenerateStart, *rest: Any, **options: Any) -> Any:

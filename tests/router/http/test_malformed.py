@@ -126,7 +126,10 @@ CHATS: list[tuple[Any, int, str | None]] = [
     (chat(chat_template_kwargs={"a": ["ab" * 100_000, "b" * 100_000]}), 400, "chat_template_kwargs"),
     (chat(response_format={"type": "json_schema"}), 400, "response_format"),
     (chat(structured_outputs={"json": {}, "regex": "a"}), 400, "structured_outputs"),
-    (chat(structured_outputs={"choice": ["a", "b"]}), 400, "structured_outputs.choice"),
+    (chat(structured_outputs={"choice": []}), 400, "structured_outputs"),
+    (chat(structured_outputs={"choice": ["a"] * 1025}), 400, "structured_outputs.choice"),
+    (chat(structured_outputs={"choice": [1]}), 400, "structured_outputs.choice[0]"),
+    (chat(structured_outputs={"whitespace_pattern": " "}), 400, "structured_outputs.whitespace_pattern"),
     (
         chat(structured_outputs={"regex": "a", "disable_any_whitespace": True}),
         400,

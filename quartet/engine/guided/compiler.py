@@ -1,0 +1,114 @@
+"""Compiles grammars off the event loop and off the engine's thread, and keeps those that were used last."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+import llguidance
+
+from quartet.engine.guided.grammar import LIMITS, llguidance_grammar, refusal
+from quartet.engine.guided.masks import Guide
+from quartet.engine.sampling import GuidedDecoding
+from quartet.errors import EngineError, ServingError
+
+logger = logging.getLogger(__name__)
+
+#: What becomes of a grammar: a guide for one request, or why it can't be followed.
+Compiled: TypeAlias = Guide | ServingError
+
+_NUM_KEPT = 64
+_NUM_KEPT_CHARACTERS = 1 << 20
+
+
+class GrammarCompiler:
+    """Makes guides for one model's tokens. Called on the event loop; compiling has a thread of its own.
+
+    A grammar is compiled once while it is among the ones that were used last, at most 64 with a million characters
+    together; another guide of it is a copy of its start, in microseconds. What can't be compiled is kept alike.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """Read the vocabulary; takes up to seconds for a large one.
+
+        Args:
+            tokenizer_json: the text of ``tokenizer.json``.
+            vocab_size: token ids are below it.
+            eos_token_ids: any of them ends an output.
+
+        Raises:
+            ValueError: a tokenizer of a kind that llguidance can't read.
+        """
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=sorted(token_id for token_id in eos_token_ids)
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quartet-grammars")
+        self._kept: OrderedDict[GuidedDecoding, llguidance.LLMatcher | ServingError] = OrderedDict()
+        self._num_kept_characters = 0
+        self._lock = threading.Lock()
+
+    def find(self, guided: GuidedDecoding) -> Compiled | None:
+        """What becomes of ``guided``, if that is known; else have it compiled."""
+        with self._lock:
+            known = self._kept.get(guided)
+            if known is None:
+                return None
+            self._kept.move_to_end(guided)
+        return known if isinstance(known, ServingError) else Guide(known.deep_copy())
+
+    def compile(
+        self, guided: GuidedDecoding, on_end: Callable[[Compiled], None], is_wanted: Callable[[], bool]
+    ) -> None:
+        """Compile ``guided``, after those that came before.
+
+        Args:
+            guided: what is asked for.
+            on_end: called in the compiling thread.
+            is_wanted: asked there before it begins: if not, nothing is called.
+        """
+        self._thread.submit(self._compile, guided, on_end, is_wanted)
+
+    def close(self) -> None:
+        """Compile nothing more; does not wait for the grammar that is being compiled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(
+        self, guided: GuidedDecoding, on_end: Callable[[Compiled], None], is_wanted: Callable[[], bool]
+    ) -> None:
+        if not is_wanted():
+            return
+        found = self.find(guided)
+        if found is None:
+            try:
+                self._keep(guided, self._start_of(guided))
+                found = self.find(guided)
+            except Exception:  # the caller's request ends with it
+                logger.exception("a grammar could not be compiled")
+        on_end(EngineError("the grammar could not be compiled") if found is None else found)
+
+    def _start_of(self, guided: GuidedDecoding) -> llguidance.LLMatcher | ServingError:
+        try:
+            grammar = llguidance_grammar(guided, self._special_token)
+        except ServingError as error:
+            return error
+        # It drops the GIL meanwhile.
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        return refusal(guided.kind, matcher.get_error()) if matcher.is_error() else matcher
+
+    def _keep(self, guided: GuidedDecoding, start: llguidance.LLMatcher | ServingError) -> None:
+        with self._lock:
+            self._kept[guided] = start
+            self._num_kept_characters += len(guided.text)
+            while len(self._kept) > _NUM_KEPT or (
+                self._num_kept_characters > _NUM_KEPT_CHARACTERS and len(self._kept) > 1
+            ):
+                oldest, _ = self._kept.popitem(last=False)
+                self._num_kept_characters -= len(oldest.text)
+
+    def _special_token(self, text: str) -> int | None:
+        token_ids = self._tokenizer.tokenize_str(text, parse_special=True)
+        return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None

@@ -1,0 +1,141 @@
+"""Which tokens may come next: a ``Guide`` for each guided request, and masks, computed beside the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from quartet.engine.guided.grammar import FIELD
+from quartet.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from quartet.engine.runner import RunningRequest
+
+_WORD_BITS = 32
+
+
+class Guide:
+    """Where one output stands in its grammar. It knows only the tokens that it was given, so it can go on anywhere.
+
+    Attributes:
+        error: why the grammar can't be followed any further; ``None``: it can. The request ends with it.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        """``matcher`` is at the grammar's start, and belongs to this guide alone."""
+        self.matcher = matcher
+        self.num_tokens = 0
+        self.error: InvalidRequestError | None = None
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """These tokens follow those that came before. A token that the grammar does not allow sets ``error``."""
+        self.num_tokens += len(token_ids)
+        if token_ids and self.error is None and not self.matcher.consume_tokens(list(token_ids)):
+            self.fail()
+
+    def fail(self) -> None:
+        """The matcher has failed."""
+        if self.error is None:
+            why = self.matcher.get_error().split("\n")[0] or "no token may come next"
+            self.error = InvalidRequestError(f"the grammar can't be followed any further: {why}", field=FIELD)
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which tokens rows may choose.
+
+    Attributes:
+        rows: ``[M]`` row numbers.
+        bits: ``[M, ceil(V / 32)]`` int32: bit ``i % 32`` of word ``i // 32`` allows token ``i``.
+    """
+
+    rows: list[int]
+    bits: npt.NDArray[np.int32]
+
+
+class PendingMasks:
+    """Masks that a thread computes."""
+
+    def __init__(self, masks: TokenMasks, computed: Future[None]) -> None:
+        self._masks = masks
+        self._computed = computed
+
+    def read(self) -> TokenMasks:
+        """Wait for them."""
+        self._computed.result()
+        return self._masks
+
+
+class MaskThread:
+    """Computes the masks of steps, one after the other, in a thread that needs no GIL while it does."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // _WORD_BITS)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quartet-masks")
+        self._executor = llguidance.LLExecutor(num_threads=1)
+
+    def begin(self, requests: Sequence[RunningRequest]) -> PendingMasks | None:
+        """Begin with the masks for the next tokens of those ``requests`` that are guided; ``None``: none is.
+
+        All of their tokens must be known.
+        """
+        guided = [(row, running) for row, running in enumerate(requests) if running.guide is not None]
+        if not guided:
+            return None
+        jobs = [_Job.of(running) for _, running in guided]
+        masks = TokenMasks([row for row, _ in guided], np.empty((len(jobs), self._num_words), np.int32))
+        return PendingMasks(masks, self._thread.submit(self._fill, jobs, masks.bits))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _fill(self, jobs: Sequence[_Job], bits: npt.NDArray[np.int32]) -> None:
+        for job in jobs:
+            job.guide.take(job.new_token_ids)
+        going = [(job.guide.matcher, row) for row, job in enumerate(jobs) if job.guide.error is None]
+        if going:
+            row_bytes = bits.shape[1] * bits.itemsize
+            self._executor.unsafe_compute_mask_ptr(going, bits.ctypes.data, row_bytes, len(bits))
+        for row, job in enumerate(jobs):
+            if job.guide.matcher.is_error() or not bits[row].any():
+                job.guide.fail()
+            if job.guide.error is not None:
+                bits[row] = -1  # whatever it chooses is dropped
+            elif job.late_ids:
+                _put_off(bits[row], job.late_ids)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """``late_ids``: tokens that may end the output only if nothing else may come."""
+
+    guide: Guide
+    new_token_ids: Sequence[int]
+    late_ids: Sequence[int]
+
+    @classmethod
+    def of(cls, running: RunningRequest) -> _Job:
+        guide, sampling = running.guide, running.sampling
+        assert guide is not None, "it is guided"
+        new = running.seq.token_ids[running.num_prompt_tokens + guide.num_tokens :]
+        if running.num_output_tokens < sampling.min_tokens:
+            return cls(guide, new, tuple(running.stop_ids))
+        return cls(
+            guide, new, tuple(running.stop_ids.difference(sampling.stop_token_ids)) if sampling.ignore_eos else ()
+        )
+
+
+def _put_off(bits: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
+    """Take ``token_ids`` out of one row, unless nothing else is left."""
+    rest = bits.view(np.uint32).copy()
+    for token_id in token_ids:
+        rest[token_id // _WORD_BITS] &= ~np.uint32(1 << (token_id % _WORD_BITS))
+    if rest.any():
+        bits[:] = rest.view(np.int32)

@@ -1,0 +1,159 @@
+"""Grammars of requests in the router: made for calls that an answer must make, and checked before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quartet.api.chat import ChatPrompt, ToolChoice
+from quartet.api.request import GenerateStart
+from quartet.engine.guided.grammar import check_grammar, choices_of
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, guided_fields
+from quartet.errors import InvalidRequestError, ServingError, UnsupportedFieldError
+from quartet.text.call_grammar import (
+    CallableTool,
+    CallRules,
+    call_grammar,
+    content_head,
+    reasoning_markers,
+    with_reasoning,
+)
+from quartet.text.chat_message import Tool
+from quartet.text.lark import json_rule, literals, quoted
+from quartet.text.model_text import ModelText
+from router.thread_queue import TokenizeQueue
+from router.workers import Pool
+
+# To compile a grammar takes about as long as to tokenize a text so many times as long.
+_COST_OF_CHARACTER = 16
+_NUM_KEPT = 256
+#: What engines that follow grammars by llguidance announce.
+LLGUIDANCE_FIELDS = guided_fields((GrammarKind.LARK,))
+_FORCED = (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
+
+
+class GrammarChecks:
+    """Checks grammars in the threads that tokenize, and remembers the last 256. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        """Nothing was checked."""
+        self._known: OrderedDict[GuidedDecoding, ServingError | None] = OrderedDict()
+
+    async def check(self, guided: GuidedDecoding, text: ModelText, tenant: str, queue: TokenizeQueue) -> None:
+        """Refuse a grammar that can't be followed. What the check costs, ``tenant`` pays for like for a text.
+
+        Raises:
+            InvalidRequestError: it is malformed or too large.
+            UnsupportedFieldError: it has a part that can't be followed; names the keyword.
+            QueueFullError: too much waits to be checked or tokenized.
+        """
+        if guided not in self._known:
+            cost = _COST_OF_CHARACTER * len(guided.text)
+            self._known[guided] = await queue.run(tenant, cost, lambda _is_wanted: _error_of(guided, text))
+            if len(self._known) > _NUM_KEPT:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(guided)
+        error = self._known[guided]
+        if error is not None:
+            raise type(error)(error.message, field=getattr(error, "field", None))
+
+
+def guide_of(start: GenerateStart, pool: Pool, text: ModelText, prompt_end: str) -> GuidedDecoding | None:
+    """The grammar of the whole output, reasoning and calls included; ``None``: it is free.
+
+    Args:
+        start: the request.
+        pool: that serves it.
+        text: of its model.
+        prompt_end: the end of the prompt's text: templates may begin the reasoning.
+
+    Raises:
+        InvalidRequestError: a call is required, and a grammar as well.
+        UnsupportedFieldError: this model can't be made to call.
+    """
+    prompt, guided = start.prompt, start.sampling.guided
+    if not isinstance(prompt, ChatPrompt) or not pool.sampling_fields >= LLGUIDANCE_FIELDS:
+        return guided
+    reasoning, calls = text.parsers(pool.reasoning_parser, pool.tool_call_parser)
+    if prompt.tool_choice in _FORCED:
+        if guided is not None:
+            raise InvalidRequestError("a grammar leaves no room for calls", field="chat.tool_choice")
+        answer = _calls(prompt, calls, text, is_needed=True)
+        if answer is None:
+            what = f"calls as {calls} writes them" if calls else "calls of a model without a parser of calls"
+            raise UnsupportedFieldError(f"{what} can't be forced", field="chat.tool_choice")
+    elif guided is not None:
+        answer = _answer_of(guided, reasoning, text)
+    elif prompt.tool_choice is ToolChoice.AUTO and any(tool.strict for tool in prompt.tools):
+        answer = _calls(prompt, calls, text, is_needed=False)
+    else:
+        return None
+    if answer is None:
+        return guided
+    markers = reasoning_markers(reasoning)
+    has_begun = markers is not None and prompt_end.rstrip().endswith(markers.begin)
+    special_token = text.tokenizer.special_token_id
+    return GuidedDecoding(GrammarKind.LARK, with_reasoning(answer, markers, special_token, has_begun=has_begun))
+
+
+def guided_by(start: GenerateStart, guided: GuidedDecoding | None) -> GenerateStart:
+    """``start`` with this grammar."""
+    return start if guided is start.sampling.guided else replace(start, sampling=replace(start.sampling, guided=guided))
+
+
+def _error_of(guided: GuidedDecoding, text: ModelText) -> ServingError | None:
+    try:
+        check_grammar(guided, text.tokenizer.special_token_id)
+    except InvalidRequestError as error:
+        return error
+    return None
+
+
+def _calls(prompt: ChatPrompt, parser: str, text: ModelText, *, is_needed: bool) -> str | None:
+    named = [
+        tool for tool in prompt.tools if prompt.tool_choice is not ToolChoice.FUNCTION or tool.name == prompt.tool_name
+    ]
+    rules = CallRules(
+        tools=[CallableTool(tool.name, _schema_of(tool, is_needed=is_needed)) for tool in named],
+        is_needed=is_needed,
+        allows_parallel=prompt.parallel_tool_calls and prompt.tool_choice is not ToolChoice.FUNCTION,
+    )
+    return call_grammar(parser, rules, text.tokenizer.special_token_id)
+
+
+def _schema_of(tool: Tool, *, is_needed: bool) -> Mapping[str, Any] | None:
+    """What its arguments follow: of a tool that is not strict, only what can be followed."""
+    schema = tool.parameters.value("chat.tools")
+    if tool.strict:
+        return schema
+    return {**schema, "x-guidance": {"lenient": True, "coerce_one_of": True}} if is_needed else None
+
+
+def _answer_of(guided: GuidedDecoding, reasoning: str, text: ModelText) -> str | None:
+    """The rule ``answer`` for a grammar; ``None``: it is about all of the output, as the model does not reason."""
+    if reasoning_markers(reasoning) is None:
+        return None
+    match guided.kind:
+        case GrammarKind.JSON_SCHEMA:
+            schema = _parsed(guided.text)
+            if not isinstance(schema, dict):
+                return None
+            body = json_rule(schema)
+        case GrammarKind.REGEX:
+            body = f"/{guided.text.replace('/', chr(92) + '/')}/"
+        case GrammarKind.CHOICE:
+            body = " | ".join(map(quoted, choices_of(guided.text)))
+        case _:
+            return None
+    return f"answer: {literals(content_head(reasoning), text.tokenizer.special_token_id)} ({body})"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
