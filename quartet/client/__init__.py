@@ -17,7 +17,7 @@ from quartet.client.request import GenerateFields, RequestPath, read_media
 from quartet.client.stream import CompletedChoice, Completion, GenerateStream
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import Sampling, TokenLogprobs
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling, TokenLogprobs, guided_choice
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.text.chat_message import ChatMessage, Tool, ToolCall
 from quartet.text.json_object import JsonObject
@@ -37,6 +37,8 @@ __all__ = [
     "FinishReason",
     "GenerateFields",
     "GenerateStream",
+    "GrammarKind",
+    "GuidedDecoding",
     "JsonObject",
     "MediaFile",
     "MediaKind",
@@ -59,5 +61,6 @@ __all__ = [
     "Usage",
     "WorkerState",
     "WorkerStatus",
+    "guided_choice",
     "read_media",
 ]

@@ -291,14 +291,18 @@ def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
         unpacked = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         is_forbidden = torch.from_numpy(unpacked == 0)
     else:
-        shifts = torch.arange(32, dtype=torch.int32, device=device)
-        words = to_device(torch.from_numpy(masks.bits), device)
-        is_forbidden = ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
+        is_forbidden = unset_bits(to_device(torch.from_numpy(masks.bits), device), vocab_size)
     if masks.rows == list(range(len(logits))):
         logits.masked_fill_(is_forbidden, -math.inf)
         return
     rows = to_device(torch.tensor(masks.rows, dtype=torch.long), device)
     logits[rows] = logits[rows].masked_fill_(is_forbidden, -math.inf)
+
+
+def unset_bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Which of the first ``num_bits`` bits of ``[M, W]`` int32 words are 0, the lowest first: ``[M, num_bits]``."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :num_bits]
 
 
 def draw(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:

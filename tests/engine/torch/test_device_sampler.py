@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import Sampling
 from quartet.engine.torch.sampler import Sampler, create_sampler
-from tests.engine.torch.test_sampler import VOCAB_SIZE, random_logits, running
+from tests.engine.torch.test_sampler import VOCAB_SIZE, masks_of, random_logits, running
 from tests.triton_kernels import interpreted
 
 draw = pytest.importorskip("quartet.engine.torch.kernels.draw", reason="Triton is not installed")
@@ -222,6 +222,23 @@ def test_log_probabilities_are_those_of_the_cpu() -> None:
         assert found.logprobs.top_logprobs == pytest.approx(wanted.logprobs.top_logprobs, abs=1e-6)
 
 
+@pytest.mark.usefixtures("by_interpreter")
+def test_masked_rows_choose_what_the_cpu_chooses_and_report_the_models_own_probabilities() -> None:
+    logits = random_logits(len(SAMPLINGS))
+    masks = masks_of((0, (3, 31)), (1, (6, 40)), (3, range(50, 60)), (5, (7,)))
+    requests = make_requests(logprobs=1)
+    expected = Sampler().sample(logits.clone(), requests, masks)
+    launched = make_sampler().launch(logits.clone(), requests, masks)
+    assert not launched.can_follow
+    found = launched.read()
+    assert [token.token_id for token in found] == [token.token_id for token in expected]
+    assert found[5].token_id == 7
+    for token, wanted in zip(found, expected, strict=True):
+        assert token.logprobs is not None and wanted.logprobs is not None
+        assert token.logprobs.logprob == pytest.approx(wanted.logprobs.logprob, abs=1e-6)
+        assert token.logprobs.top_token_ids == wanted.logprobs.top_token_ids
+
+
 def test_greedy_rows_without_rules_launch_no_kernel() -> None:
     def refuse(*_arguments: object, **_options: object) -> torch.Tensor:
         raise AssertionError
@@ -230,6 +247,8 @@ def test_greedy_rows_without_rules_launch_no_kernel() -> None:
     logits = random_logits(3)
     tokens = sampler.sample(logits, [running(Sampling(temperature=0.0)) for _ in range(3)])
     assert [token.token_id for token in tokens] == logits.argmax(-1).tolist()
+    masked = sampler.sample(logits, [running(Sampling(temperature=0.0)) for _ in range(3)], masks_of((1, (5,))))
+    assert masked[1].token_id == 5
 
 
 def test_requests_have_slots_for_as_long_as_they_live() -> None:

@@ -7,14 +7,16 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.guided.masks import TokenMasks
 from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import OutputOptions, Sampling
-from quartet.engine.torch.sampler import RequestRules, Row, Sampler, apply_rules
+from quartet.engine.torch.sampler import RequestRules, Row, Sampler, apply_rules, unset_bits
 from quartet.kvcache.sequence import Sequence as TokenSequence
 
 VOCAB_SIZE = 40
@@ -176,6 +178,40 @@ def test_nothing_is_kept_of_requests_that_are_gone() -> None:
     del request
     gc.collect()
     assert len(sampler._rules) == 0
+
+
+def masks_of(*rows: tuple[int, Sequence[int]]) -> TokenMasks:
+    """Masks that allow these tokens, by row number."""
+    is_allowed = np.zeros((len(rows), -(-VOCAB_SIZE // 32) * 32), dtype=bool)
+    for number, (_, token_ids) in enumerate(rows):
+        is_allowed[number, list(token_ids)] = True
+    return TokenMasks([row for row, _ in rows], np.packbits(is_allowed, axis=1, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2, 3), (0, 2), (3,)])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_masked_rows_choose_among_what_is_allowed_and_others_as_ever(rows: tuple[int, ...], is_plain: bool) -> None:
+    samplings = [Sampling(temperature=0.0)] * 4
+    if not is_plain:
+        samplings = [
+            Sampling(temperature=1.5),
+            Sampling(temperature=1.0, top_p=0.5, frequency_penalty=1.0),
+            Sampling(temperature=0.0, logit_bias={9: 100.0}),
+            Sampling(temperature=1.0, top_k=3, repetition_penalty=1.2),
+        ]
+    requests = [running(item, seed=number) for number, item in enumerate(samplings)]
+    logits, allowed = random_logits(4), (3, 31, 32, VOCAB_SIZE - 1)
+    free = Sampler().sample(logits.clone(), requests)
+    launched = Sampler().launch(logits.clone(), requests, masks_of(*((row, allowed) for row in rows)))
+    assert not launched.can_follow, "the next mask needs these tokens"
+    for row, token in enumerate(launched.read()):
+        assert token.token_id in allowed if row in rows else token == free[row]
+
+
+def test_bits_are_unpacked_on_devices_as_on_the_host() -> None:
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (5, 7), dtype=np.int64).astype(np.int32)
+    expected = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little", count=211) == 0
+    assert torch.equal(unset_bits(torch.from_numpy(words), 211), torch.from_numpy(expected))
 
 
 def test_sampling_does_not_change_the_request() -> None:

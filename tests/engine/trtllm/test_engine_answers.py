@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from quartet.engine.base import EngineRequest, Finished, FinishReason, Prefilled, RequestKind
-from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, guided_choice, guided_fields
 from quartet.engine.settings import Backend
 from quartet.engine.trtllm.model_facts import ModelFacts
+from quartet.engine.trtllm.sampling import sampling_params
 from quartet.errors import ConfigError, NoHandOffError
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.engines import Running, asked, decode_of, greedily, running, stand_in
@@ -213,10 +215,31 @@ async def test_a_grammar_is_followed_where_the_engine_has_one_and_is_not_taken_u
         request = asked(STORY, sampling=greedily(12, guided=guided))
         await decode.end_of(request)
         assert text_of(decode.tokens_of(request)).strip() in ("yes", "no")
+        chosen = asked(STORY, sampling=greedily(12, guided=guided_choice(["sun (hot)", "sea"])))
+        await decode.end_of(chosen)
+        assert text_of(decode.tokens_of(chosen)).strip() in ("sun (hot)", "sea")
         broken = asked(STORY, sampling=greedily(12, guided=guided), generated=[5])
         assert (await decode.end_of(broken)).error.reason == "WORKER_UNAVAILABLE"
         wrong = asked(STORY, sampling=greedily(12, guided=GuidedDecoding(GrammarKind.REGEX, "(")))
         assert (await decode.end_of(wrong)).error.field == "sampling.guided"
+
+
+@pytest.mark.parametrize(("backend", "takes_tags"), [("xgrammar", True), ("llguidance", False)])
+async def test_kinds_of_grammars_are_announced_as_its_backend_follows_them(
+    backend: str, takes_tags: bool, package: Any
+) -> None:
+    tag = GuidedDecoding(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag"}')
+    async with running(override_engine_args={"guided_decoding_backend": backend}) as decode:
+        fields = decode.engine.capabilities.sampling_fields
+        assert fields >= guided_fields((GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE))
+        assert ("guided.structural_tag" in fields) == takes_tags
+        lark = asked(STORY, sampling=greedily(12, guided=GuidedDecoding(GrammarKind.LARK, 'start: "a"')))
+        assert (await decode.end_of(lark)).error.field == "sampling.guided"
+    # The stand-in imitates no tags: only what it would be given can be seen.
+    taken = SimpleNamespace(SamplingParams=dict, GuidedDecodingParams=dict)
+    generation = asked(STORY, sampling=greedily(12, guided=tag)).generation
+    params = sampling_params(taken, generation, (), max_output_tokens=12, num_done=0)  # type: ignore[arg-type]
+    assert params["guided_decoding"] == {"structural_tag": tag.text}
 
 
 async def test_a_rank_a_salt_and_the_load_are_each_rank_s_own(package: Any) -> None:
