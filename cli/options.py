@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from quartet.client import QuartetClient, RequestPath, Sampling
+from quartet.client import GrammarKind, GuidedDecoding, QuartetClient, RequestPath, Sampling
 from quartet.rpc.channels import TlsConfig
 
 #: Where ``quartet up`` starts a router. ``services.topology.topology.DEFAULT_ROUTER_PORT`` is not imported: numpy and
@@ -97,7 +97,19 @@ class SamplingOptions:
         float | None, typer.Option("--top-p", help="Keep the smallest set of tokens that reaches this probability.")
     ] = None
     top_k: Annotated[int | None, typer.Option("--top-k", help="Keep the k most likely tokens.")] = None
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", metavar="FILE", help="The answer is JSON that follows the JSON schema in FILE."),
+    ] = None
 
     def sampling(self) -> Sampling:
-        """Sampling parameters. Raises ``InvalidRequestError`` naming the field."""
-        return Sampling(**{name: value for name, value in asdict(self).items() if value is not None})
+        """Sampling parameters. Raises ``InvalidRequestError`` naming the field, and ``typer.BadParameter``."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        schema: Path | None = given.pop("json_schema", None)
+        if schema is None:
+            return Sampling(**given)
+        try:
+            text = schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"--json-schema {schema}: {error}") from error
+        return Sampling(**given, guided=GuidedDecoding(GrammarKind.JSON_SCHEMA, text))

@@ -37,7 +37,9 @@ class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice
     TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 2
     """It calls none: tools are left out of the prompt, and the answer is not searched for calls."""
     TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
-    """It calls at least one. Refused with INVALID_ARGUMENT: no engine is guided so yet."""
+    """It calls at least one, and says nothing else but reasoning. INVALID_ARGUMENT: the model's workers can't be made to
+    call, or nobody knows how its family writes calls.
+    """
     TOOL_CHOICE_FUNCTION: _ToolChoice.ValueType  # 4
     """It calls `tool_name`. Refused likewise."""
 
@@ -51,7 +53,9 @@ TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 1
 TOOL_CHOICE_NONE: ToolChoice.ValueType  # 2
 """It calls none: tools are left out of the prompt, and the answer is not searched for calls."""
 TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
-"""It calls at least one. Refused with INVALID_ARGUMENT: no engine is guided so yet."""
+"""It calls at least one, and says nothing else but reasoning. INVALID_ARGUMENT: the model's workers can't be made to
+call, or nobody knows how its family writes calls.
+"""
 TOOL_CHOICE_FUNCTION: ToolChoice.ValueType  # 4
 """It calls `tool_name`. Refused likewise."""
 Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
@@ -288,7 +292,7 @@ class Tool(_message.Message):
     parameters: _builtins.str
     """Its parameters, as a JSON Schema of an object. At most 256 KiB, nested 64 deep at most. Empty: it has none."""
     strict: _builtins.bool
-    """Whether it is declared as strict; only templates read it. Absent: not said."""
+    """Whether its calls must follow `parameters` (docs/structured.md); templates may read it, too. Absent: not said."""
     def __init__(
         self,
         *,

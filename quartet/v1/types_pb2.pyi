@@ -372,7 +372,7 @@ class GuidedChoice(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The texts, none of them empty. At least one, 1,024 at most."""
+        """The texts, none of them empty, 1,024 at most. Required."""
 
     def __init__(
         self,

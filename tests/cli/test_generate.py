@@ -57,6 +57,18 @@ async def test_options_become_the_requests_fields(
     assert list(start.text_options.stop_strings) == [".", "!"]
 
 
+async def test_a_schema_in_a_file_guides_the_answer(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli, tmp_path: Path
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "boolean"}')
+    address = await start_router(router)
+    assert (await run_cli("generate", "Hi", "--json-schema", str(schema), "--router", address)).exit_code == 0
+    assert router.starts[0].sampling.guided.json_schema == '{"type": "boolean"}'
+    refused = await run_cli("generate", "Hi", "--json-schema", str(tmp_path / "none"), "--router", address)
+    assert refused.exit_code == 2 and "No such file" in refused.stderr
+
+
 async def test_a_prompt_can_come_from_standard_input(
     router: FakeRouter, start_router: StartRouter, run_cli: RunCli
 ) -> None:

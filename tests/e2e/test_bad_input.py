@@ -65,7 +65,7 @@ BAD_STARTS: dict[str, tuple[GenerateStart, StatusCode, str | None]] = {
     "no tokens wanted": (sampled(max_tokens=0), INVALID, "sampling.max_tokens"),
     "min above max": (sampled(min_tokens=9, max_tokens=8), INVALID, "sampling.min_tokens"),
     "bias of no token": (sampled(logit_bias={10**6: 1.0}), INVALID, "sampling.logit_bias"),
-    "a grammar": (sampled(guided=GuidedDecoding(regex="a+")), INVALID, "sampling.guided"),
+    "a malformed grammar": (sampled(guided=GuidedDecoding(regex="(a")), INVALID, "sampling.guided"),
     "too many alternatives": (GenerateStart(text="x", output=OutputOptions(logprobs=21)), INVALID, "output.logprobs"),
     "no choices": (GenerateStart(text="x", num_choices=0), INVALID, "num_choices"),
     "too many choices": (GenerateStart(text="x", num_choices=65), INVALID, "num_choices"),

@@ -1,0 +1,181 @@
+"""Grammars in the router: checked before any worker is touched, and made for calls that must come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quartet.api.chat import ChatPrompt, ToolChoice
+from quartet.engine.guided.grammar import check_grammar
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling, guided_choice, guided_fields
+from quartet.engine.step_engine import ALL_SAMPLING_FIELDS
+from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.text.chat_message import ChatMessage, Tool
+from quartet.text.chat_template import ChatTemplate
+from quartet.text.json_object import JsonObject
+from quartet.text.tokenizer import SpecialTokens
+from router import guides
+from tests.router.fakes import MODEL_TEXT, Fleet, collect
+from tests.router.test_generate import make_start
+
+FIELDS = tuple(ALL_SAMPLING_FIELDS | guided_fields(GrammarKind))
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+UNIQUE = {"type": "array", "uniqueItems": True}
+#: The model thinks in tags, which the template begins, and calls as Qwen does.
+REASONING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<tool_call></think><think>"
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<tool_call>"
+GEMMA = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<|tool_call>"
+
+
+def guided(schema: Any) -> GuidedDecoding:
+    return GuidedDecoding(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def tool(name: str = "weather", schema: Any = SCHEMA, *, strict: bool | None = None) -> Tool:
+    return Tool(name, "", JsonObject.of_text(json.dumps(schema)), strict)
+
+
+def chat(*tools: Tool, **fields: Any) -> ChatPrompt:
+    return ChatPrompt((ChatMessage("user", "hi"),), tools=tools, **fields)
+
+
+def fleet_with(template: str = PLAIN, **record: Any) -> Fleet:
+    fleet = Fleet("decode-0", **({"sampling_fields": FIELDS} | record))
+    fleet.texts.text = replace(MODEL_TEXT, chat_template=ChatTemplate(template, SpecialTokens()))
+    return fleet
+
+
+async def guide_at_worker(fleet: Fleet, prompt: Any, grammar: GuidedDecoding | None = None) -> GuidedDecoding | None:
+    """What the worker is told."""
+    sampling = Sampling(max_tokens=2, guided=grammar)
+    await collect(fleet.generate(make_start(prompt=prompt, sampling=sampling)))
+    [call] = fleet.hops.calls
+    told: Sampling = call.start.generation.sampling
+    return told.guided
+
+
+async def refusal_of(fleet: Fleet, prompt: Any, grammar: GuidedDecoding | None = None) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        await collect(fleet.generate(make_start(prompt=prompt, sampling=Sampling(max_tokens=2, guided=grammar))))
+    assert fleet.hops.calls == [], "a worker was asked"
+    return caught.value
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[GuidedDecoding]:
+    """The grammars that were compiled for a check."""
+    compiled = list[GuidedDecoding]()
+
+    def check(grammar: GuidedDecoding, *rest: Any) -> None:
+        compiled.append(grammar)
+        check_grammar(grammar, *rest)
+
+    monkeypatch.setattr(guides, "check_grammar", check)
+    return compiled
+
+
+async def test_a_grammar_is_checked_once_before_any_worker_is_asked(checked: list[GuidedDecoding]) -> None:
+    fleet = fleet_with()
+    for _ in range(3):
+        error = await refusal_of(fleet, chat(), guided(UNIQUE))
+        assert isinstance(error, UnsupportedFieldError)
+        assert error.field == "sampling.guided" and "uniqueItems" in error.message
+    assert checked == [guided(UNIQUE)]
+    assert await guide_at_worker(fleet, chat(), guided(SCHEMA)) == guided(SCHEMA)
+    assert len(checked) == 2
+
+
+async def test_the_tenant_pays_for_a_check_as_for_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, paid = fleet_with(), list[tuple[str, int]]()
+    queue = fleet.pipeline.context.tokenizing
+    run = queue.run
+
+    async def note(tenant: str, size: int, work: Any) -> Any:
+        paid.append((tenant, size))
+        return await run(tenant, size, work)
+
+    monkeypatch.setattr(queue, "run", note)
+    grammar = guided({**SCHEMA, "description": "x" * 4000})
+    start = make_start(prompt=chat(), sampling=Sampling(max_tokens=2, guided=grammar), tenant="ann")
+    await asyncio.gather(*(collect(fleet.generate(start)) for _ in range(2)))
+    assert paid[0] == ("ann", 16 * len(grammar.text))
+
+
+async def test_checks_are_forgotten_at_last(checked: list[GuidedDecoding]) -> None:
+    fleet = fleet_with()
+    for number in range(300):
+        await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=2, guided=guided_choice([str(number)])))))
+    assert len(fleet.pipeline.context.grammars._known) == 256
+    first, last = guided_choice(["0"]), guided_choice(["299"])
+    for grammar in (first, last):
+        await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=2, guided=grammar))))
+    assert len(checked) == 301 and checked[-1] == first
+
+
+async def test_engines_of_other_libraries_check_grammars_themselves(checked: list[GuidedDecoding]) -> None:
+    fleet = fleet_with(sampling_fields=(*ALL_SAMPLING_FIELDS, "guided"))
+    assert await guide_at_worker(fleet, chat(), guided(UNIQUE)) == guided(UNIQUE)
+    assert checked == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"), [(ToolChoice.REQUIRED, ["weather", "time"]), (ToolChoice.FUNCTION, ["time"])]
+)
+async def test_calls_that_must_come_have_a_grammar(choice: ToolChoice, names: list[str]) -> None:
+    name = "time" if choice is ToolChoice.FUNCTION else ""
+    grammar = await guide_at_worker(fleet_with(), chat(tool(), tool("time"), tool_choice=choice, tool_name=name))
+    assert grammar is not None and grammar.kind is GrammarKind.LARK
+    assert [one for one in ("weather", "time") if f'"{one}"' in grammar.text] == names
+    assert "<tool_call>" in grammar.text and "Rome" in grammar.text and "TEXT" not in grammar.text
+    check_grammar(grammar)
+
+
+async def test_strict_tools_have_a_grammar_and_others_none() -> None:
+    free = chat(tool(), tool("time"))
+    assert await guide_at_worker(fleet_with(), free) is None
+    mixed = chat(tool(strict=True), tool("time", {"type": "object", "required": ["zone"]}))
+    grammar = await guide_at_worker(fleet_with(), mixed)
+    assert grammar is not None and "TEXT" in grammar.text
+    assert "Rome" in grammar.text and "zone" not in grammar.text, "only the strict one's schema counts"
+    hidden = chat(tool(strict=True), tool_choice=ToolChoice.NONE)
+    assert await guide_at_worker(fleet_with(), hidden) is None
+
+
+async def test_what_can_not_be_followed_of_a_tool_is_refused_if_it_is_strict_and_left_out_if_not() -> None:
+    schema = {"type": "object", "properties": {"a": UNIQUE}}
+    for choice in (ToolChoice.AUTO, ToolChoice.REQUIRED):
+        error = await refusal_of(fleet_with(), chat(tool(schema=schema, strict=True), tool_choice=choice))
+        assert error.field == "chat.tools" and "uniqueItems" in error.message
+    lenient = chat(tool(schema=schema), tool_choice=ToolChoice.REQUIRED)
+    assert await guide_at_worker(fleet_with(), lenient) is not None
+
+
+async def test_calls_are_refused_where_nobody_can_force_them() -> None:
+    required = chat(tool(), tool_choice=ToolChoice.REQUIRED)
+    for fleet, grammar in (
+        (fleet_with(sampling_fields=(*ALL_SAMPLING_FIELDS, "guided")), None),
+        (fleet_with(GEMMA), None),
+        (fleet_with(), guided(SCHEMA)),
+    ):
+        assert (await refusal_of(fleet, required, grammar)).field == "chat.tool_choice"
+    assert (await refusal_of(fleet_with(), chat(tool_choice=ToolChoice.REQUIRED))).field == "chat.tool_choice"
+
+
+@pytest.mark.parametrize(
+    "grammar", [guided(SCHEMA), GuidedDecoding(GrammarKind.REGEX, "a/b+"), guided_choice(["yes", "n/o"])]
+)
+async def test_a_model_that_reasons_does_so_before_its_structured_answer(grammar: GuidedDecoding) -> None:
+    whole = await guide_at_worker(fleet_with(REASONING), chat(), grammar)
+    assert whole is not None and whole.kind is GrammarKind.LARK
+    check_grammar(whole)
+    assert "start: reasoning answer" in whole.text and "</think>" in whole.text
+    assert await guide_at_worker(fleet_with(), chat(), grammar) == grammar, "one that does not reason"
+
+
+async def test_grammars_of_all_of_the_output_stay_as_they_are() -> None:
+    for grammar in (GuidedDecoding(GrammarKind.LARK, 'start: "a"'), GuidedDecoding(GrammarKind.EBNF, 'root ::= "a"')):
+        assert await guide_at_worker(fleet_with(REASONING), chat(), grammar) == grammar
