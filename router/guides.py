@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from quartet.api.chat import ChatPrompt, ToolChoice
 from quartet.api.request import GenerateStart
 from quartet.engine.guided.grammar import check_grammar, choices_of
@@ -87,7 +89,7 @@ def guide_of(start: GenerateStart, pool: Pool, text: ModelText, prompt_end: str)
             what = f"calls as {calls} writes them" if calls else "calls of a model without a parser of calls"
             raise UnsupportedFieldError(f"{what} can't be forced", field="chat.tool_choice")
     elif guided is not None:
-        answer = _answer_of(guided, reasoning, text)
+        answer = _answer_of(guided, prompt, (reasoning, calls), text)
     elif prompt.tool_choice is ToolChoice.AUTO and any(tool.strict for tool in prompt.tools):
         answer = _calls(prompt, calls, text, is_needed=False)
     else:
@@ -133,23 +135,36 @@ def _schema_of(tool: Tool, *, is_needed: bool) -> Mapping[str, Any] | None:
     return {**schema, "x-guidance": {"lenient": True, "coerce_one_of": True}} if is_needed else None
 
 
-def _answer_of(guided: GuidedDecoding, reasoning: str, text: ModelText) -> str | None:
-    """The rule ``answer`` for a grammar; ``None``: it is about all of the output, as the model does not reason."""
-    if reasoning_markers(reasoning) is None:
+def _answer_of(guided: GuidedDecoding, prompt: ChatPrompt, parsers: tuple[str, str], text: ModelText) -> str | None:
+    """The rule ``answer`` for a grammar, or else for calls, if there are tools.
+
+    ``None``: the grammar is all there is to the output, or it says by itself what all of the output is.
+    """
+    reasoning, parser = parsers
+    calls = _calls(prompt, parser, text, is_needed=True) if prompt.shown_tools else None
+    if calls is None and reasoning_markers(reasoning) is None:
         return None
+    content = _content_of(guided)
+    if content is None:
+        return None
+    head = literals(content_head(reasoning), text.tokenizer.special_token_id)
+    if calls is None:
+        return f"answer: {head} ({content})"
+    return f"answer: content | calls\ncontent: {head} ({content})\ncalls: {calls.removeprefix('answer: ')}"
+
+
+def _content_of(guided: GuidedDecoding) -> str | None:
+    """The grammar as a part of a rule; ``None``: it has rules of its own."""
     match guided.kind:
         case GrammarKind.JSON_SCHEMA:
             schema = _parsed(guided.text)
-            if not isinstance(schema, dict):
-                return None
-            body = json_rule(schema)
+            return json_rule(schema) if isinstance(schema, dict) else None
         case GrammarKind.REGEX:
-            body = f"/{guided.text.replace('/', chr(92) + '/')}/"
+            return f"/{regex_to_lark(guided.text, '')}/"
         case GrammarKind.CHOICE:
-            body = " | ".join(map(quoted, choices_of(guided.text)))
+            return " | ".join(map(quoted, choices_of(guided.text)))
         case _:
             return None
-    return f"answer: {literals(content_head(reasoning), text.tokenizer.special_token_id)} ({body})"
 
 
 def _parsed(text: str) -> Any:

@@ -21,6 +21,7 @@ from quartet.text.tokenizer import SpecialTokens
 from router import guides
 from tests.router.fakes import MODEL_TEXT, Fleet, collect
 from tests.router.test_generate import make_start
+from tests.text.test_call_grammar import is_whole
 
 FIELDS = tuple(ALL_SAMPLING_FIELDS | guided_fields(GrammarKind))
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
@@ -166,7 +167,7 @@ async def test_calls_are_refused_where_nobody_can_force_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "grammar", [guided(SCHEMA), GuidedDecoding(GrammarKind.REGEX, "a/b+"), guided_choice(["yes", "n/o"])]
+    "grammar", [guided(SCHEMA), GuidedDecoding(GrammarKind.REGEX, r"a/b\/+"), guided_choice(["yes", "n/o"])]
 )
 async def test_a_model_that_reasons_does_so_before_its_structured_answer(grammar: GuidedDecoding) -> None:
     whole = await guide_at_worker(fleet_with(REASONING), chat(), grammar)
@@ -174,6 +175,17 @@ async def test_a_model_that_reasons_does_so_before_its_structured_answer(grammar
     check_grammar(whole)
     assert "start: reasoning answer" in whole.text and "</think>" in whole.text
     assert await guide_at_worker(fleet_with(), chat(), grammar) == grammar, "one that does not reason"
+
+
+async def test_a_structured_answer_may_be_a_call_where_there_are_tools() -> None:
+    grammar = await guide_at_worker(fleet_with(), chat(tool()), guided({"enum": ["sunny"]}))
+    assert grammar is not None
+    check_grammar(grammar)
+    for text in ('"sunny"', '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'):
+        assert is_whole(grammar.text, text)
+    assert not is_whole(grammar.text, "sunny") and not is_whole(grammar.text, "")
+    hidden = chat(tool(), tool_choice=ToolChoice.NONE)
+    assert await guide_at_worker(fleet_with(), hidden, guided(SCHEMA)) == guided(SCHEMA)
 
 
 async def test_grammars_of_all_of_the_output_stay_as_they_are() -> None:
