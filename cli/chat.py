@@ -1,4 +1,4 @@
-"""``quartet chat``: a conversation, line by line."""
+"""``quartet chat``: a conversation, line by line, with a tool to show how calls go."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Annotated
 
 import typer
 
+from cli.answer import Answer, AnswerPrinter
 from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption, TimeOption
-from cli.output import complain, describe, time_line
+from cli.output import complain, describe, print_styled, time_line
 from cli.prompt import ImageOption, MediaError, read_images, to_media
-from quartet.client import ChatMessage, ChoiceFinished, Delta, GenerateFields, MediaPart, RequestPath
+from cli.tools import ToolsOption, read_tools, run_tool
+from quartet.client import ChatMessage, ChoiceFinished, Delta, GenerateFields, MediaPart, RequestPath, ToolCall
 from quartet.client.sync import SyncClient
 from quartet.errors import RouterUnavailableError, ServingError
 
 _PROMPT = "> "
 _IMAGE_COMMAND = "/image"
+#: Answers with calls after one message. A model that never stops to call ends there.
+_MAX_CALL_ROUNDS = 8
 
 
 def chat(
@@ -27,6 +31,7 @@ def chat(
     path: PathOption = RequestPath.GENERATE,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
     image: ImageOption = None,
+    tools: ToolsOption = None,
     sampling: SamplingOptions,
     seed: SeedOption = None,
     shows_time: TimeOption = False,
@@ -34,6 +39,9 @@ def chat(
     """Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves.
 
     Pictures go with the first message; a line "/image FILE" adds one to the next.
+
+    Reasoning is dimmed. With --tools the model may call functions; configs/tools/calculator.json holds the one that
+    the chat can run.
     """
     media = read_images(image)
     # Once readline is imported, `input` edits lines and remembers them.
@@ -42,6 +50,7 @@ def chat(
         "model": model,
         "sampling": sampling.sampling(),
         "seed": seed,
+        "tools": read_tools(tools),
         # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
         "session_key": secrets.token_hex(16),
     }
@@ -89,42 +98,65 @@ class _Conversation:
 
     def _ask(self, text: str) -> None:
         media, self._media = self._media, []
-        messages = [*self._messages, ChatMessage("user", (*media, text) if media else text)]
+        question = ChatMessage("user", (*media, text) if media else text)
+        printer = AnswerPrinter()
         try:
-            answer = self._show_answer(messages)
+            self._messages = self._answer([*self._messages, question], printer)
         except RouterUnavailableError:
             raise
-        except ServingError as error:
+        except (ServingError, _TooManyCallsError) as error:
             # Go on as if this had not been asked, pictures included: a bad picture would fail every later message too.
-            complain(describe(error) + ("; its pictures are dropped with it" if media else ""))
-        else:
-            self._messages = [*messages, ChatMessage("assistant", answer)]
+            printer.end_line()
+            what = describe(error) if isinstance(error, ServingError) else str(error)
+            complain(what + ("; its pictures are dropped with it" if media else ""))
 
-    def _show_answer(self, messages: list[ChatMessage]) -> str:
-        """Print the answer; return all of it, or what came before Ctrl-C. Raises ``ServingError``."""
+    def _answer(self, messages: list[ChatMessage], printer: AnswerPrinter) -> list[ChatMessage]:
+        """Print the answer and run its calls until there are none; return all messages, or those before Ctrl-C.
+
+        Raises ``ServingError``, and ``_TooManyCallsError``.
+        """
+        times: list[str] = []
+        for _ in range(_MAX_CALL_ROUNDS):
+            answer = Answer()
+            try:
+                self._show(messages, answer, printer, times)
+                calls = answer.tool_calls
+                results = [_run(call, printer) for call in calls]
+            except KeyboardInterrupt:
+                print_styled(" (cancelled)", fg=typer.colors.YELLOW)
+                return [*messages, ChatMessage("assistant", answer.text, reasoning=answer.reasoning)]
+            turn = ChatMessage("assistant", answer.text, tool_calls=calls, reasoning=answer.reasoning)
+            messages = [*messages, turn, *results]
+            if not calls:
+                break
+        else:
+            raise _TooManyCallsError(f"the model called tools {_MAX_CALL_ROUNDS} times and did not answer")
+        printer.end()
+        if self._shows_time:
+            print(*times, sep="\n", file=sys.stderr)
+        return messages
+
+    def _show(self, messages: list[ChatMessage], answer: Answer, printer: AnswerPrinter, times: list[str]) -> None:
         fields: GenerateFields = {**self._fields, "messages": messages}
         stream = self._client.generate(path=self._path, **fields)
-        texts: list[str] = []
-        line, thinks = "", False
         try:
             for part in stream:
                 if isinstance(part, Delta):
-                    if part.reasoning:
-                        typer.secho(part.reasoning, dim=True, nl=False)
-                    is_first = part.text and thinks and not any(texts)
-                    thinks = thinks or bool(part.reasoning)
-                    print(f"\n\n{part.text}" if is_first else part.text, end="", flush=True)
-                    texts.append(part.text)
+                    printer.show(part, answer.add(part))
                 elif isinstance(part, ChoiceFinished):
-                    line = time_line(part.time)
-            print()
-            if self._shows_time:
-                print(line, file=sys.stderr)
-        except KeyboardInterrupt:
-            typer.secho(" (cancelled)", fg=typer.colors.YELLOW)
+                    times.append(time_line(part.time))
         finally:
             stream.close()
-        return "".join(texts)
+
+
+class _TooManyCallsError(Exception):
+    """A model goes on to call tools."""
+
+
+def _run(call: ToolCall, printer: AnswerPrinter) -> ChatMessage:
+    result = run_tool(call)
+    printer.show_result(result.text, is_error=result.is_error)
+    return ChatMessage("tool", result.text, name=call.name, tool_call_id=call.id)
 
 
 def _read_line() -> str | None:
@@ -135,4 +167,4 @@ def _read_line() -> str | None:
             print()
             return None
         except KeyboardInterrupt:
-            typer.secho(" (Ctrl-D leaves)", fg=typer.colors.YELLOW)
+            print_styled(" (Ctrl-D leaves)", fg=typer.colors.YELLOW)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cli.answer import Answer, AnswerPrinter
 from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption, TimeOption, TimeoutOption
 from cli.output import json_value, time_line
 from cli.prompt import PromptOptions
@@ -32,7 +33,8 @@ def generate(
 ) -> None:
     """Continue a text. Tokens are printed as they come.
 
-    With --chat, pictures come before the text. Without it, a prompt holds the model's placeholder for each of them.
+    With --chat, pictures come before the text, and the model's reasoning goes to standard error. Without it, a prompt
+    holds the model's placeholder for each picture.
     """
     text, given = prompt.read()
     fields: GenerateFields = {
@@ -60,14 +62,13 @@ async def _run(
             print(json.dumps(_to_json(await client.complete(prompt, path=path, **fields)), ensure_ascii=False))
             return
         line = ""
+        answer, printer = Answer(), AnswerPrinter(keeps_text_apart=True)
         async for part in client.generate(prompt, path=path, **fields):
             if isinstance(part, Delta):
-                if part.reasoning:
-                    typer.secho(part.reasoning, dim=True, nl=False, err=True)
-                print(part.text, end="", flush=True)
+                printer.show(part, answer.add(part))
             elif isinstance(part, ChoiceFinished):
                 line = time_line(part.time)
-        print()
+        printer.end()
         if shows_time:
             print(line, file=sys.stderr)
 

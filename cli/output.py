@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -42,7 +44,22 @@ def describe(error: ServingError) -> str:
 
 def complain(message: str) -> None:
     """Print ``message`` on standard error, in red."""
-    typer.secho(f"quartet: {message}", fg=typer.colors.RED, err=True)
+    print_styled(f"quartet: {message}", err=True, fg=typer.colors.RED)
+
+
+def has_styles(*, err: bool = False) -> bool:
+    """Whether standard output (``err``: standard error) shows colours: a terminal, and no ``NO_COLOR``.
+
+    See https://no-color.org.
+    """
+    return (sys.stderr if err else sys.stdout).isatty() and not os.environ.get("NO_COLOR")
+
+
+def print_styled(text: str, *, err: bool = False, nl: bool = True, fg: str | None = None, dim: bool = False) -> None:
+    """Print ``text`` at once, in this colour, or dimmed, where that shows."""
+    if (fg or dim) and has_styles(err=err):
+        text = typer.style(text, fg=fg, dim=dim)
+    print(text, end="\n" if nl else "", file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def try_write(name: str, write: Callable[[], None]) -> bool:
