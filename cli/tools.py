@@ -56,7 +56,7 @@ def run_tool(call: ToolCall) -> ToolResult:
             case {"expression": str() as expression, **others} if not others:
                 return ToolResult(calculate(expression))
     except InvalidRequestError as error:
-        return _failed(f"the arguments: {error.message}")
+        return _failed(f"bad arguments: {error.message}")
     except CalculatorError as error:
         return _failed(str(error))
     return _failed(f"{_CALCULATOR} takes one argument, {_EXPRESSION}, a string")

@@ -54,7 +54,7 @@ async def test_generate_imports_only_what_it_needs(start_router: StartRouter) ->
     output, modules = await imported_by("generate", "Hi", "--router", await start_router(FakeRouter()))
     assert output == "one two three\n"
     assert {name for name in modules if name.split(".")[0] == "cli"} == {
-        *("cli", "cli.app", "cli.generate", "cli.options", "cli.output", "cli.prompt")
+        *("cli", "cli.answer", "cli.app", "cli.generate", "cli.options", "cli.output", "cli.prompt")
     }
     assert "quartet.client.client" in modules, "the look itself is wrong"
     assert sorted(modules & {*HEAVY, "readline", "rich"}) == []

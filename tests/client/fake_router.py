@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
     It accepts with the first choice's placement and reports the other choices' afterwards.
 
     Attributes:
+        answers: in place of words the deltas of each answer, or its failure; the last answer is given again.
         error: what to fail with instead of accepting.
         place_error: the same for Place alone.
         resume_errors: what Place fails with, one after the other, where an answer is to go on.
@@ -43,6 +44,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     def __init__(self) -> None:
         self.words = list(WORDS)
+        self.answers: list[list[router_pb2.Delta | ServingError]] = []
         self.error: ServingError | None = None
         self.place_error: ServingError | None = None
         self.resume_errors: list[ServingError] = []
@@ -188,6 +190,16 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         num_choices = start.num_choices or 1
         for opening in self._opening(start, num_choices):
             yield opening
+        if self.answers:
+            for response in self._next_answer():
+                yield response
+            return
+        async for response in self._answer_in_words(num_choices, wait_cancelled):
+            yield response
+
+    async def _answer_in_words(
+        self, num_choices: int, wait_cancelled: Callable[[], Awaitable[object]]
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
         for number, word in enumerate(self.words):
             if number == self.hold_after:
                 self.holding.set()
@@ -202,6 +214,17 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             raise self.error_at_end
         for choice in range(num_choices - self.lose_last_finished):
             yield self._finished(choice, len(self.words), types_pb2.FINISH_REASON_LENGTH)
+
+    def _next_answer(self) -> Iterator[router_pb2.GenerateResponse]:
+        answer = self.answers[min(len(self.starts), len(self.answers)) - 1]
+        calls = False
+        for part in answer:
+            if isinstance(part, ServingError):
+                raise part
+            calls = calls or bool(part.tool_calls)
+            yield router_pb2.GenerateResponse(delta=part)
+        reason = types_pb2.FINISH_REASON_TOOL_CALLS if calls else types_pb2.FINISH_REASON_STOP_ID
+        yield self._finished(0, 0, reason)
 
     async def ListWorkers(self, request: Any, context: Any) -> router_pb2.ListWorkersResponse:
         return router_pb2.ListWorkersResponse(workers=self.workers)
