@@ -113,7 +113,8 @@ class AnswerPrinter:
 
     def _show_line(self, line: str, colour: str) -> None:
         self._begin(_Part.CALLS, line)
-        self._print(f"{line}\n", fg=colour)
+        print_styled(line, err=self._keeps_text_apart, fg=colour)
+        self._is_at_line_start = True
 
     def _begin(self, part: _Part, text: str) -> str:
         """Part ``part`` from what was printed before; returns ``text`` without the line breaks that do the same."""
@@ -125,8 +126,8 @@ class AnswerPrinter:
             self._last = part
         return text
 
-    def _print(self, text: str, *, fg: str | None = None, dim: bool = False) -> None:
-        print_styled(text, err=self._keeps_text_apart, nl=False, fg=fg, dim=dim)
+    def _print(self, text: str, *, dim: bool = False) -> None:
+        print_styled(text, err=self._keeps_text_apart, nl=False, dim=dim)
         self._is_at_line_start = text.endswith("\n")
 
 

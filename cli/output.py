@@ -58,7 +58,7 @@ def has_styles(*, err: bool = False) -> bool:
 def print_styled(text: str, *, err: bool = False, nl: bool = True, fg: str | None = None, dim: bool = False) -> None:
     """Print ``text`` at once, in this colour, or dimmed, where that shows."""
     if (fg or dim) and has_styles(err=err):
-        text = typer.style(text, fg=fg, dim=dim)
+        text = typer.style(text, fg=fg, dim=dim or None)  # False would write a code, too
     print(text, end="\n" if nl else "", file=sys.stderr if err else sys.stdout, flush=True)
 
 

@@ -1,8 +1,8 @@
 """A mock worker that says one text, and another one once a tool's result has come.
 
 ``python -m tests.e2e.answers_after_calls MODULE --config FILE`` is ``python -m MODULE --config FILE`` whose
-``engine.mock.says`` holds both texts, with ``THEN`` between them. The chat template writes ``RESULT`` before a result and
-``QUESTION`` before a user's message.
+``engine.mock.says`` holds both texts, with ``THEN`` between them. The chat template begins a user's message with
+``QUESTION`` and a result with ``RESULT``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def _answer_after_calls() -> None:
     MockModel.load = load_both  # type: ignore[assignment, method-assign]
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    module, *arguments = sys.argv[1:]
     _answer_after_calls()
-    sys.argv[:] = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()
