@@ -40,8 +40,7 @@ def chat(
 
     Pictures go with the first message; a line "/image FILE" adds one to the next.
 
-    Reasoning is dimmed. With --tools the model may call functions; configs/tools/calculator.json holds the one that
-    the chat can run.
+    Reasoning is dimmed. With --tools the model may call functions; configs/tools/calculator.json is an example.
     """
     media = read_images(image)
     # Once readline is imported, `input` edits lines and remembers them.

@@ -147,6 +147,35 @@ async def test_ctrl_c_cancels_the_answer_and_only_that(start_router: StartRouter
     assert await terminal.exit_code() == 0
 
 
+async def test_ctrl_c_after_a_call_keeps_the_call_its_result_and_what_came(
+    start_router: StartRouter, start_chat: StartChat
+) -> None:
+    router = FakeRouter()
+    call = router_pb2.ToolCallDelta(id="c", name="calculator", arguments='{"expression": "6*7"}', is_complete=True)
+    router.answers = [[router_pb2.Delta(tool_calls=[call])]]
+    router.hold_after = 1
+    terminal = await start_chat(await start_router(router))
+    await terminal.expect("> ")
+    terminal.type(b"Hello\n")
+    await terminal.expect("42")
+    await terminal.expect("one")
+    async with asyncio.timeout(TIMEOUT_S):
+        await router.holding.wait()
+    terminal.type(CTRL_C)
+    await terminal.expect("(cancelled)")
+    router.hold_after = None
+    await terminal.expect("> ")
+    terminal.type(b"Again\n")
+    await terminal.expect("one two three")
+    assert [(message.role, message.content) for message in router.starts[2].chat.messages] == [
+        ("user", "Hello"),
+        ("assistant", ""),
+        ("tool", "42"),
+        ("assistant", "one"),
+        ("user", "Again"),
+    ]
+
+
 async def test_a_refused_message_does_not_end_the_conversation(
     start_router: StartRouter, start_chat: StartChat
 ) -> None:

@@ -62,7 +62,7 @@ async def test_a_call_is_run_and_its_result_goes_back_until_the_model_answers(
         "← 42\n"
         "\n"
         "It is 42.\n"
-        "> It is 42.\n"
+        "> one two three\n"
         "> \n"
     )
     first, second, third = (start.chat for start in router.starts)

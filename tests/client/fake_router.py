@@ -22,7 +22,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
     It accepts with the first choice's placement and reports the other choices' afterwards.
 
     Attributes:
-        answers: in place of words the deltas of each answer, or its failure; the last answer is given again.
+        answers: in place of words the deltas of the first answers by the router, or what they fail with.
         error: what to fail with instead of accepting.
         place_error: the same for Place alone.
         resume_errors: what Place fails with, one after the other, where an answer is to go on.
@@ -190,7 +190,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         num_choices = start.num_choices or 1
         for opening in self._opening(start, num_choices):
             yield opening
-        if self.answers:
+        if len(self.starts) <= len(self.answers):
             for response in self._next_answer():
                 yield response
             return
@@ -216,9 +216,8 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             yield self._finished(choice, len(self.words), types_pb2.FINISH_REASON_LENGTH)
 
     def _next_answer(self) -> Iterator[router_pb2.GenerateResponse]:
-        answer = self.answers[min(len(self.starts), len(self.answers)) - 1]
         calls = False
-        for part in answer:
+        for part in self.answers[len(self.starts) - 1]:
             if isinstance(part, ServingError):
                 raise part
             calls = calls or bool(part.tool_calls)
