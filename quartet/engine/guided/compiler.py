@@ -6,7 +6,8 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from queue import PriorityQueue
 from typing import TypeAlias
 
 import llguidance
@@ -21,14 +22,17 @@ logger = logging.getLogger(__name__)
 #: What becomes of a grammar: a guide for one request, or why it can't be followed.
 Compiled: TypeAlias = Guide | ServingError
 
+#: A grammar of so many characters compiles in some tens of milliseconds.
+SHORT_LENGTH = 8192
 _NUM_KEPT = 64
 _NUM_KEPT_CHARACTERS = 1 << 20
 
 
 class GrammarCompiler:
-    """Makes guides for one model's tokens. Called on the event loop; compiling has a thread of its own.
+    """Makes guides for one model's tokens. Called on the event loop; compiling has threads of its own.
 
-    A grammar is compiled once while it is among the ones that were used last, at most 64 with a million characters
+    Long grammars, which take up to seconds, have one thread and others another; in each, shorter ones go first. A
+    grammar is compiled once while it is among the ones that were used last, at most 64 with a million characters
     together; another guide of it is a copy of its start, in microseconds. What can't be compiled is kept alike.
     """
 
@@ -46,7 +50,7 @@ class GrammarCompiler:
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=sorted(token_id for token_id in eos_token_ids)
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quartet-grammars")
+        self._short, self._long = _Line("quartet-grammars"), _Line("quartet-long-grammars")
         self._kept: OrderedDict[GuidedDecoding, llguidance.LLMatcher | ServingError] = OrderedDict()
         self._num_kept_characters = 0
         self._lock = threading.Lock()
@@ -63,18 +67,21 @@ class GrammarCompiler:
     def compile(
         self, guided: GuidedDecoding, on_end: Callable[[Compiled], None], is_wanted: Callable[[], bool]
     ) -> None:
-        """Compile ``guided``, after those that came before.
+        """Compile ``guided`` when it is its turn.
 
         Args:
             guided: what is asked for.
             on_end: called in the compiling thread.
             is_wanted: asked there before it begins: if not, nothing is called.
         """
-        self._thread.submit(self._compile, guided, on_end, is_wanted)
+        length = len(guided.text)
+        line = self._short if length <= SHORT_LENGTH else self._long
+        line.put(length, lambda: self._compile(guided, on_end, is_wanted))
 
     def close(self) -> None:
-        """Compile nothing more; does not wait for the grammar that is being compiled."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Compile nothing more; does not wait for grammars that are being compiled."""
+        self._short.close()
+        self._long.close()
 
     def _compile(
         self, guided: GuidedDecoding, on_end: Callable[[Compiled], None], is_wanted: Callable[[], bool]
@@ -112,3 +119,27 @@ class GrammarCompiler:
     def _special_token(self, text: str) -> int | None:
         token_ids = self._tokenizer.tokenize_str(text, parse_special=True)
         return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None
+
+
+class _Line:
+    """Jobs that a thread does, those of the smallest size first."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: PriorityQueue[tuple[int, int, Callable[[], None]]] = PriorityQueue()
+        self._numbers = count()
+        self._is_closed = False
+        # A daemon thread: a process does not wait for a grammar at its end.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, size: int, job: Callable[[], None]) -> None:
+        self._jobs.put((size, next(self._numbers), job))
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.put(-1, lambda: None)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            _, _, job = self._jobs.get()
+            job()

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from quartet.engine.guided.compiler import Compiled, GrammarCompiler
+from quartet.engine.guided.compiler import SHORT_LENGTH, Compiled, GrammarCompiler
 from quartet.engine.guided.masks import Guide, MaskThread
 from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling
@@ -194,6 +194,34 @@ def test_nothing_is_compiled_for_a_request_that_has_gone(compiler: GrammarCompil
     compiler.compile(gone, lambda _found: pytest.fail("it was compiled"), lambda: False)
     compiled(compiler, GuidedDecoding(GrammarKind.REGEX, "next"))
     assert compiler.find(gone) is None
+
+
+def test_short_grammars_do_not_wait_for_long_ones_and_shorter_ones_go_first(compiler: GrammarCompiler) -> None:
+    order, is_open, last = list[int](), threading.Event(), threading.Event()
+
+    def note(length: int) -> Callable[[Compiled], None]:
+        def end(_found: Compiled) -> None:
+            order.append(length)
+            if len(order) == 4:
+                last.set()
+
+        return end
+
+    def wait() -> bool:
+        return is_open.wait(WAIT_S)
+
+    long = GuidedDecoding(GrammarKind.REGEX, "(x|" + "ab" * SHORT_LENGTH + ")")
+    compiler.compile(long, note(2 * SHORT_LENGTH), wait)  # keeps its thread busy
+    compiled(compiler, GuidedDecoding(GrammarKind.REGEX, "no waiting"))
+    assert order == []
+    blocked = threading.Event()
+    compiler.compile(GuidedDecoding(GrammarKind.REGEX, "first"), note(0), lambda: blocked.set() is None and wait())
+    assert blocked.wait(WAIT_S)
+    for length in (300, 20):
+        compiler.compile(GuidedDecoding(GrammarKind.REGEX, "y" * length), note(length), lambda: True)
+    is_open.set()
+    assert last.wait(WAIT_S)
+    assert [length for length in order if length <= SHORT_LENGTH] == [0, 20, 300]
 
 
 def test_special_tokens_stand_in_tags_by_their_id(compiler: GrammarCompiler, masks: MaskThread) -> None:
