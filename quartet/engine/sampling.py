@@ -60,10 +60,19 @@ class GuidedDecoding:
     text: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse empty and overlong grammars."""
+        """Refuse empty and overlong grammars, and those that can't be sent."""
         if not 1 <= len(self.text) <= _MAX_GRAMMAR_LEN:
             message = f"a grammar must have 1 to {_MAX_GRAMMAR_LEN} characters, not {len(self.text)}"
             raise InvalidRequestError(message, field="sampling.guided")
+        check_encodable(self.text)
+
+
+def check_encodable(grammar: str) -> None:
+    """Refuse half a surrogate pair, which JSON may spell. Raises ``InvalidRequestError``."""
+    try:
+        grammar.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("a grammar must not have half a surrogate pair", field="sampling.guided") from error
 
 
 def guided_choice(texts: Collection[str]) -> GuidedDecoding:
@@ -74,7 +83,7 @@ def guided_choice(texts: Collection[str]) -> GuidedDecoding:
         raise InvalidRequestError(
             f"there may be {MAX_CHOICES_OF_GRAMMAR} choices, not {len(texts)}", field="sampling.guided"
         )
-    return GuidedDecoding(GrammarKind.CHOICE, json.dumps(list(texts)))
+    return GuidedDecoding(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False))
 
 
 @dataclass(frozen=True, kw_only=True)

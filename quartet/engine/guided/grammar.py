@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from quartet.engine.sampling import GrammarKind, GuidedDecoding
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, check_encodable
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.text.lark import ANY_TEXT, JSON_OPTIONS, SpecialToken, json_rule, literals, quoted, text_until
 
@@ -52,9 +52,11 @@ def llguidance_grammar(guided: GuidedDecoding, special_token: SpecialToken) -> s
         case GrammarKind.LARK:
             return llguidance.LLMatcher.grammar_from_lark(guided.text)
         case GrammarKind.CHOICE:
-            return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, choices_of(guided.text))))
+            lark = "start: " + " | ".join(map(quoted, choices_of(guided.text)))
         case GrammarKind.STRUCTURAL_TAG:
-            return llguidance.LLMatcher.grammar_from_lark(_of_structural_tag(guided.text, special_token))
+            lark = _of_structural_tag(guided.text, special_token)
+    check_encodable(lark)  # the texts in it were JSON
+    return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
 def check_grammar(guided: GuidedDecoding, special_token: SpecialToken = lambda _text: None) -> None:

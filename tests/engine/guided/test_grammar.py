@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quartet.engine.guided.grammar import check_grammar
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, guided_choice
@@ -77,6 +79,7 @@ def test_a_keyword_that_can_not_be_followed_is_named(schema: dict[str, Any], key
         (GuidedDecoding(GrammarKind.EBNF, "root := a"), "EBNF"),
         (GuidedDecoding(GrammarKind.LARK, 'start: "a" b'), "unknown name"),
         (GuidedDecoding(GrammarKind.STRUCTURAL_TAG, "{}"), "structural_tag"),
+        (tagged(structures=[{"begin": "<f=\ud800"}]), "surrogate"),
         (tagged(triggers=[]), "lists of triggers"),
         (tagged(triggers=["<g="]), "no trigger begins"),
         (tagged(structures=[{"schema": {}}]), "a begin, a schema and an end"),
@@ -91,6 +94,34 @@ def test_what_is_no_grammar_is_refused_with_what_is_wrong(grammar: GuidedDecodin
         check_grammar(grammar)
     assert caught.value.field == "sampling.guided"
     assert len(caught.value.message) < 400
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    for make in (lambda: guided_choice(["a\ud800"]), lambda: GuidedDecoding(GrammarKind.REGEX, "\udfff")):
+        with pytest.raises(InvalidRequestError, match="surrogate"):
+            make()
+
+
+@pytest.mark.parametrize("kind", list(GrammarKind))
+@given(st.data())
+def test_any_text_is_a_grammar_or_refused(kind: GrammarKind, data: st.DataObject) -> None:
+    if kind is GrammarKind.CHOICE:
+        return
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.sampled_from(["string", "object", "a+", "#/$defs/a"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["type", "properties", "items", "anyOf", "pattern", "$ref", "$defs"]), inner
+            )
+        ),
+    )
+    spellings = st.text(st.sampled_from('ab:|"/[](){}<>*+?\\^$ \n09start'), min_size=1)
+    try:
+        text = data.draw(st.one_of(spellings, st.text(min_size=1), json_values.map(json.dumps)))
+        check_grammar(GuidedDecoding(kind, text))
+    except InvalidRequestError as error:
+        assert error.field == "sampling.guided"
 
 
 def test_a_grammar_may_not_be_larger_than_its_bound() -> None:
