@@ -160,3 +160,24 @@ async def test_an_engine_without_grammars_says_so() -> None:
         assert not any(name.startswith("guided") for name in plain.capabilities.sampling_fields)
         [outcome] = await run_all(plain, [ask(guided_choice(["a"]))], may_fail=True)
     assert outcome.failed is not None and isinstance(outcome.failed.error, UnsupportedFieldError)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_on_a_gpu_guided_and_free_rows_share_graphs_and_go_on_after_any_token(dtype: str) -> None:
+    grammars = [guided(schema) for schema in SCHEMAS.values()]
+    async with torch_engine(
+        tiny.CHECKPOINT, dtype=dtype, device="cuda", num_blocks=4096, follows_grammars=True
+    ) as engine:
+        free = [ask(None, seed=seed, max_tokens=60) for seed in range(3)]
+        outcomes = await run_all(engine, [*map(ask, grammars), *free])
+        for schema, outcome in zip(SCHEMAS.values(), outcomes, strict=False):
+            assert outcome.finished is not None and outcome.finished.reason is FinishReason.STOP_ID
+            jsonschema.validate(json.loads(text_of(outcome)), schema)
+        assert all(len(outcome.token_ids) == 60 for outcome in outcomes[len(grammars) :])
+        cuts = [outcome.token_ids[:8] for outcome in outcomes[: len(grammars)]]
+        resumed = await run_all(
+            engine, [ask(grammar, shown=shown) for grammar, shown in zip(grammars, cuts, strict=True)]
+        )
+    for schema, shown, outcome in zip(SCHEMAS.values(), cuts, resumed, strict=True):
+        jsonschema.validate(json.loads(TOKENIZER.decode([*shown, *outcome.token_ids])), schema)
