@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: a request runs through the pipeline, and is dropped if its client goes."""
+"""Requests for completions in every API: one runs through the pipeline, and is dropped if its client goes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from quartet.api.openai.answers import (
-    Head,
-    StreamedAnswer,
-    TokenBytes,
-    WholeAnswer,
-    to_event,
-    usage_event,
-    whole_response,
-)
+from quartet.api.openai.answers import TokenBytes
 from quartet.api.openai.requests import Asked, Caller
-from quartet.errors import InvalidRequestError, SlowReaderError
+from quartet.errors import InvalidRequestError, ServingError, SlowReaderError
 from router.generate import GenerateRun, Pipeline
 from router.http.body import Bodies
 from router.http.config import HttpConfig
 from router.http.connections import Connections
-from router.http.errors import error_body, to_parameter
+from router.http.dialects import Answering, Dialect
+from router.http.errors import to_parameter
 from router.http.events import EventStream, EventWriter
 
 _Read: TypeAlias = Callable[[Mapping[str, Any], Caller], Generator[int, None, Asked]]
@@ -44,49 +37,52 @@ class Completions:
         self._max_unread_bytes = config.max_unread_bytes
         self._writer = EventWriter()
 
-    async def serve(self, read: _Read, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        """POST /v1/completions or /v1/chat/completions, whose bodies ``read`` reads."""
+    async def serve(
+        self, read: _Read, dialect: Dialect, request: web.BaseRequest, caller: Caller
+    ) -> web.StreamResponse:
+        """POST of a request whose body ``read`` reads; it is answered in ``dialect``."""
         async with self._bodies.read_json(request, caller) as body:
             asked = await self._bodies.in_turns(read(body, caller), caller.tenant)
         del body  # a stream may live for long
         self._find_adapter(asked)
         token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.starts[0].model)
         if asked.streams:
-            return await self._stream(request, asked, caller, token_bytes)
-        return await self._answer(asked, caller, token_bytes)
+            return await self._stream(request, asked, caller, token_bytes, dialect)
+        return await self._answer(asked, caller, token_bytes, dialect)
 
-    async def _answer(self, asked: Asked, caller: Caller, token_bytes: TokenBytes | None) -> web.Response:
-        head = self._head(asked, token_bytes)
-        answers = [WholeAnswer(head, first) for first in _first_choices(asked)]
-        async with _Runs(self._pipeline, asked, answers, caller) as runs:
-            head.set_request_id(runs.request_id)
+    async def _answer(
+        self, asked: Asked, caller: Caller, token_bytes: TokenBytes | None, dialect: Dialect
+    ) -> web.Response:
+        reply = dialect.whole(asked, self._model_name(asked), token_bytes)
+        async with _Runs(self._pipeline, asked, reply.answers, caller) as runs:
+            reply.head.set_request_id(runs.request_id)
             await runs.ended
-        body, headers = whole_response(head, answers), _headers(caller, runs.request_id)
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        headers = _headers(caller, runs.request_id, dialect)
+        return web.Response(body=reply.body(), content_type="application/json", headers=headers)
 
     async def _stream(
-        self, request: web.BaseRequest, asked: Asked, caller: Caller, token_bytes: TokenBytes | None
+        self,
+        request: web.BaseRequest,
+        asked: Asked,
+        caller: Caller,
+        token_bytes: TokenBytes | None,
+        dialect: Dialect,
     ) -> web.StreamResponse:
-        head = self._head(asked, token_bytes)
         stream = EventStream(request, self._writer, max_unread_bytes=self._max_unread_bytes)
-        answers = [StreamedAnswer(head, stream, first) for first in _first_choices(asked)]
-        async with _Runs(self._pipeline, asked, answers, caller) as runs:
-            head.set_request_id(runs.request_id)
+        reply = dialect.streamed(asked, self._model_name(asked), token_bytes, stream)
+        async with _Runs(self._pipeline, asked, reply.answers, caller) as runs:
+            reply.head.set_request_id(runs.request_id)
             stream.on_slow = partial(_end_slow, runs, request)
             self._connections.watch(stream)
             try:
                 await runs.begin(stream)
-                response = await stream.open(request, _headers(caller, runs.request_id))
+                response = await stream.open(request, _headers(caller, runs.request_id, dialect))
                 error: BaseException | None = None
                 try:
                     await runs.ended
                 except Exception as failure:  # noqa: BLE001 - the stream ends with it; `error_body` logs our bugs
                     error = failure
-                if error is not None:
-                    stream.send(to_event(error_body(error)))
-                elif asked.shows_usage:
-                    stream.send(usage_event(head, answers))
-                stream.send("data: [DONE]\n\n")
+                reply.end(error)
             finally:
                 self._connections.forget(stream)
                 stream.close()
@@ -98,11 +94,11 @@ class Completions:
         if pool is not None:
             asked.starts = [replace(one, model=pool.key.model_name, adapter=asked.model) for one in asked.starts]
 
-    def _head(self, asked: Asked, token_bytes: TokenBytes | None) -> Head:
+    def _model_name(self, asked: Asked) -> str:
+        """What the response calls the model."""
         start = asked.starts[0]
         pool = self._context.table.pool(start.model, time.monotonic())
-        name = start.model if pool is None else pool.key.model_name
-        return Head(asked, start.adapter or name, token_bytes)
+        return start.adapter or (start.model if pool is None else pool.key.model_name)
 
     async def _token_bytes(self, model: str) -> TokenBytes | None:
         """What each token adds to the text; ``None``: the model is not known, which the pipeline refuses."""
@@ -124,12 +120,11 @@ class _Runs:
         ended: done once all have ended, or with the error of the first that fails, as soon as it does.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, asked: Asked, answers: Sequence[WholeAnswer | StreamedAnswer], caller: Caller
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, asked: Asked, answers: Sequence[Answering], caller: Caller) -> None:
         self._pipeline = pipeline
         self._answers = answers
         self._names = asked.names
+        self._field_names, asked.field_names = asked.field_names, None  # they may be long, and `asked` is kept
         starts = asked.take_starts()
         # It is still the turn in which the last of its body was parsed. Further prompts have turns of their own.
         starts[0].has_entered = True
@@ -177,6 +172,8 @@ class _Runs:
         self.ended.add_done_callback(note_ended)
         await stream.is_due
         self.ended.remove_done_callback(note_ended)  # which a stream that lives for long would keep
+        if self._field_names is not None:
+            self._field_names = self._field_names.of_media()
         if self.ended.done():
             self.ended.result()
 
@@ -188,6 +185,9 @@ class _Runs:
     def _name_field(self, index: int, has_ended: asyncio.Future[None]) -> None:
         """Name the field that an error of prompt number ``index`` is about as the client called it."""
         error = None if has_ended.cancelled() else has_ended.exception()
+        if self._field_names is not None and isinstance(error, ServingError):
+            self._field_names.rename(error)
+            return
         if not isinstance(error, InvalidRequestError) or error.field is None:
             return
         name = error.field.removeprefix("sampling.")
@@ -217,14 +217,8 @@ def _end_slow(runs: _Runs, request: web.BaseRequest) -> None:
         request.transport.abort()
 
 
-def _first_choices(asked: Asked) -> range:
-    """The number that the first choice of each prompt has in the response."""
-    step = max(1, asked.num_choices)  # 0 is refused later
-    return range(0, step * len(asked.starts), step)
-
-
-def _headers(caller: Caller, request_id: str) -> Mapping[str, str]:
-    headers = {"X-Request-Id": caller.client_request_id or request_id}
+def _headers(caller: Caller, request_id: str, dialect: Dialect) -> Mapping[str, str]:
+    headers = dict.fromkeys(dialect.id_headers, caller.client_request_id or request_id)
     if caller.traceparent:
         headers["traceparent"] = caller.traceparent
     return headers

@@ -1,10 +1,12 @@
-"""Errors in OpenAI's shape: the one table from gRPC codes to HTTP codes, and from fields of requests to parameters."""
+"""Errors as each API has them: the one table from gRPC codes to HTTP codes, and from fields to OpenAI's parameters."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from enum import Enum, auto
+from typing import Any
 
 from aiohttp import web
 
@@ -33,6 +35,17 @@ STATUS: dict[str, tuple[int, str]] = {
     "ABORTED": (500, "server_error"),
     "UNAVAILABLE": (503, "service_unavailable_error"),
     "DEADLINE_EXCEEDED": (504, "timeout_error"),
+}
+
+#: Anthropic's ``type`` of each HTTP code; any other is an ``api_error``, or an ``invalid_request_error`` below 500.
+ANTHROPIC_TYPES: dict[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 # Types of errors that HTTP or OpenAI have a name of their own for.
@@ -64,6 +77,21 @@ _OF_MEDIA = re.compile(r"(?<=\])\.media\b")
 _OF_FUNCTION = re.compile(r"(tools|tool_calls)(\[\d+\])\.(name|parameters|arguments)$")
 
 
+class ErrorShape(Enum):
+    """How an API's clients read errors."""
+
+    COMPLETIONS = auto()  # OpenAI's; fields of the pipeline are called as in requests for completions
+    RESPONSES = auto()  # OpenAI's; fields are named as they are
+    MESSAGES = auto()  # Anthropic's; the message names the field
+
+    @classmethod
+    def of_path(cls, path: str) -> ErrorShape:
+        """That of what is asked for at ``path``."""
+        if path == "/v1/messages" or path.startswith("/v1/messages/"):
+            return cls.MESSAGES
+        return cls.RESPONSES if path == "/v1/responses" else cls.COMPLETIONS
+
+
 class HttpError(ServingError, reason="INVALID_REQUEST"):
     """A request that HTTP itself refuses.
 
@@ -89,15 +117,20 @@ def http_code(error: ServingError) -> int:
     return STATUS.get(status_code(error).name, STATUS["INTERNAL"])[0]
 
 
-def error_body(error: BaseException) -> dict[str, object]:
-    """``error`` as OpenAI's clients read it. A bug of ours is logged and says no more than that."""
+def error_body(error: BaseException, shape: ErrorShape = ErrorShape.COMPLETIONS) -> dict[str, Any]:
+    """``error`` in an API's shape. A bug of ours is logged and says no more than that."""
     shown = public_error(error)
     code = http_code(shown)
     kind = next((kind for status, kind in STATUS.values() if status == code), "invalid_request_error")
     message = shown.message[:_MAX_MESSAGE_LENGTH]
-    parameter = None if shown.field is None else to_parameter(shown.field)
+    parameter = shown.field
+    if parameter is not None and shape is ErrorShape.COMPLETIONS:
+        parameter = to_parameter(parameter)
     if parameter is not None and parameter not in message:
         message = f"{parameter}: {message}"
+    if shape is ErrorShape.MESSAGES:
+        kind = ANTHROPIC_TYPES.get(code, "api_error" if code >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     return {
         "error": {
             "message": message,
@@ -108,13 +141,13 @@ def error_body(error: BaseException) -> dict[str, object]:
     }
 
 
-def error_response(error: BaseException) -> web.Response:
+def error_response(error: BaseException, shape: ErrorShape = ErrorShape.COMPLETIONS) -> web.Response:
     """The answer to a request that failed before any of its answer was sent."""
     shown = public_error(error)
     headers = dict(shown.headers) if isinstance(shown, HttpError) else {}
     if shown.retry_delay_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(shown.retry_delay_s)))
-    body = json.dumps(error_body(shown)).encode()
+    body = json.dumps(error_body(shown, shape)).encode()
     return web.Response(status=http_code(shown), body=body, content_type="application/json", headers=headers)
 
 

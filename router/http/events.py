@@ -123,6 +123,11 @@ class EventStream:
             self._writer.begin()
         due.append(self)
 
+    def repeat(self, event: str) -> None:
+        """Send ``event``, which repeats what others brought: a reader may leave so many more bytes unread."""
+        self._max_unread_bytes += len(event)
+        self.send(event)
+
     def write(self) -> None:
         """Write what was sent."""
         events, transport = self._unwritten, self.transport

@@ -6,16 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quartet.api.anthropic.requests import read_count
 from quartet.api.fleet import WorkerState
 from quartet.api.openai.fields import Reader, anything, boolean, read_fields, text
 from quartet.api.openai.json_parts import tokens_json
 from quartet.api.openai.requests import Caller, read_chat, read_completion, read_token_ids
-from quartet.api.request import GenerateStart, TokenPrompt
+from quartet.api.request import GenerateStart, TokenPrompt, check_start
 from quartet.discovery.base import Role
 from quartet.errors import InvalidRequestError
 from router.context import RouterContext
 from router.http.body import Bodies
-from router.prepare import check_ids, find_pool, max_sequence_tokens, tokenize
+from router.prepare import check_chat_of_model, check_ids, find_pool, max_sequence_tokens, tokenize
 from router.workers import Pool, WorkerTable
 
 # When this process began to know models: OpenAI's clients want a date of each.
@@ -78,6 +79,28 @@ async def tokenize_text(context: RouterContext, bodies: Bodies, body: dict[str, 
     token_ids = await tokenize(starts[0], text_side, limit, context.tokenizing, add_special_tokens=not is_bare)
     token_text = text_side.tokenizer.token_text if shows_texts else None
     return await bodies.in_turns(tokens_json(token_ids, pool.max_model_len, token_text), caller.tenant)
+
+
+async def count_tokens(context: RouterContext, bodies: Bodies, body: dict[str, Any], caller: Caller) -> dict[str, int]:
+    """POST /v1/messages/count_tokens: how long the prompt of a message is.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    asked = await bodies.in_turns(read_count(body, caller), caller.tenant)
+    [start] = asked.starts
+    await context.intake.enter(caller.tenant, 0)
+    pool = _find_pool(start.model, context.table)
+    text_side = await context.texts.model_text(pool.key)
+    try:
+        check_start(start)
+        check_chat_of_model(start, pool, text_side)
+        token_ids = await tokenize(start, text_side, max_sequence_tokens(pool), context.tokenizing)
+    except InvalidRequestError as error:
+        if asked.field_names is not None:
+            asked.field_names.rename(error)
+        raise
+    return {"input_tokens": len(token_ids)}
 
 
 async def detokenize(context: RouterContext, body: Mapping[str, Any], caller: Caller) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from urllib.parse import unquote
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from quartet.api.anthropic.requests import read_messages
 from quartet.api.openai.requests import Caller, read_chat, read_completion
+from quartet.api.responses.requests import read_response
 from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import raise_file_limit
@@ -27,10 +29,11 @@ from router.http.body import Bodies
 from router.http.completions import Completions
 from router.http.config import HttpConfig
 from router.http.connections import MAX_HEAD_BYTES, Connections
-from router.http.errors import HttpError, error_response
+from router.http.dialects import COMPLETIONS, MESSAGES, RESPONSES
+from router.http.errors import ErrorShape, HttpError, error_response
 from router.http.events import SERVER_NAME
 from router.http.keys import ApiKeys, Certificates
-from router.http.models import detokenize, health, list_models, show_model, tokenize_text
+from router.http.models import count_tokens, detokenize, health, list_models, show_model, tokenize_text
 from router.prepare import valid_traceparent
 
 logger = logging.getLogger(__name__)
@@ -52,13 +55,11 @@ _VERSION = version("quartet")  # which reads files
 # Known paths of OpenAI's API for which there is nothing here.
 _NOT_OFFERED: Mapping[str, str] = {
     "/v1/embeddings": "this server gives no embeddings: its models complete texts and chats",
-    "/v1/responses": "this server has no /v1/responses: use /v1/chat/completions",
-    "/v1/messages": "this server has no /v1/messages: use /v1/chat/completions",
 }
 
 
 class HttpServer:
-    """OpenAI's API over a pipeline, from ``start`` to ``close``."""
+    """OpenAI's and Anthropic's APIs over a pipeline, from ``start`` to ``close``."""
 
     def __init__(
         self,
@@ -102,8 +103,11 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
         completions = Completions(pipeline, self._bodies, self._connections, config)
         self._routes: dict[str, tuple[str, _Handler]] = {
-            "/v1/chat/completions": ("POST", partial(completions.serve, read_chat)),
-            "/v1/completions": ("POST", partial(completions.serve, read_completion)),
+            "/v1/chat/completions": ("POST", partial(completions.serve, read_chat, COMPLETIONS)),
+            "/v1/completions": ("POST", partial(completions.serve, read_completion, COMPLETIONS)),
+            "/v1/responses": ("POST", partial(completions.serve, read_response, RESPONSES)),
+            "/v1/messages": ("POST", partial(completions.serve, read_messages, MESSAGES)),
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/v1/models": ("GET", self._models),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
@@ -172,7 +176,7 @@ class HttpServer:
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the request ends here; `error_response` logs our bugs
-            response = error_response(error)
+            response = error_response(error, ErrorShape.of_path(path))
             if 400 <= response.status < 500 and response.status not in _NO_FAULT:
                 await self._refusals.wait(payer, error, request.content_length or 0, _REFUSAL_S)
         if not response.prepared:
@@ -219,7 +223,7 @@ class HttpServer:
         headers, tenant = request.headers, ""
         if self._keys is not None:
             try:
-                tenant = self._keys.tenant(headers.get("Authorization", ""))
+                tenant = self._keys.tenant(_authorization(headers))
             except UnauthenticatedError as error:
                 if path not in _OPEN_PATHS:
                     raise HttpError(401, error.message, headers={"WWW-Authenticate": "Bearer"}) from error
@@ -261,6 +265,10 @@ class HttpServer:
         async with self._bodies.read_json(request, caller) as body:
             return _json(await tokenize_text(self._context, self._bodies, body, caller))
 
+    async def _count_tokens(self, request: web.BaseRequest, caller: Caller) -> web.Response:
+        async with self._bodies.read_json(request, caller) as body:
+            return _json(await count_tokens(self._context, self._bodies, body, caller))
+
     async def _detokenize(self, request: web.BaseRequest, caller: Caller) -> web.Response:
         async with self._bodies.read_json(request, caller) as body:
             return _json(await detokenize(self._context, body, caller))
@@ -286,6 +294,12 @@ class HttpServer:
 def _json(value: dict[str, Any] | bytes, status: int = 200) -> web.Response:
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
     return web.Response(status=status, body=body, content_type="application/json")
+
+
+def _authorization(headers: Mapping[str, str]) -> str:
+    """What says whose a request is: Anthropic's clients may bring the key in a header of its own."""
+    key = headers.get("x-api-key", "")
+    return headers.get("Authorization", "") or (f"Bearer {key}" if key else "")
 
 
 def _printable(text: str) -> str:

@@ -22,6 +22,7 @@ from quartet.api.chat import (
     ToolChoice,
     check_message,
 )
+from quartet.api.field_names import FieldNames
 from quartet.api.openai.fields import (
     Reader,
     anything,
@@ -72,8 +73,10 @@ _MAX_TOKEN_ID = 2**32 - 1
 _MAX_LOGPROBS = 20
 # OpenAI's default for completions, which vLLM has too.
 _DEFAULT_MAX_TOKENS = 16
-# What takes so many units of work: a message or a part, a tool or a call, and a value in one's JSON.
-_MESSAGE_WORK, _TOOL_WORK, _VALUE_WORK = 30, 60, 4
+#: What a message or a part takes, in units of work.
+MESSAGE_WORK = 30
+# The same of a tool or a call, and of a value in one's JSON.
+_TOOL_WORK, _VALUE_WORK = 60, 4
 # Characters of JSON that are written out in a unit.
 _CHARACTERS_OF_WORK = 32
 
@@ -98,6 +101,8 @@ class Asked:
         shows_token_ids: token ids stand beside the text.
         num_logprobs: alternatives at each position; ``None``: no log probabilities.
         names: of fields that the client called by another name than others do.
+        field_names: of all fields, in an API that is not OpenAI's of completions.
+        repeated: what the answer repeats of the request, by field.
     """
 
     starts: Sequence[GenerateStart]
@@ -110,6 +115,8 @@ class Asked:
     shows_token_ids: bool = False
     num_logprobs: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    field_names: FieldNames | None = None
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def take_starts(self) -> Sequence[GenerateStart]:
         """The starts, which are not kept here any longer."""
@@ -213,28 +220,46 @@ def _tool_choice(value: Any, path: str) -> tuple[ToolChoice, str]:
     return ToolChoice.FUNCTION, named["function"]["name"]
 
 
-def _measured(value: Any, path: str) -> JsonObject:
+def measured(value: Any, path: str) -> JsonObject:
+    """A JSON object that ``read_functions`` has measured, or its text. Raises ``InvalidRequestError``: it is none."""
     return JsonObject.of_text(_written(value, path))
 
 
-_FUNCTION: Mapping[str, Reader] = {"name": text, "description": text, "parameters": _measured, "strict": boolean}
-_CALLED: Mapping[str, Reader] = {"name": text, "arguments": _measured}
+_FUNCTION: Mapping[str, Reader] = {"name": text, "description": text, "parameters": measured, "strict": boolean}
+_CALLED: Mapping[str, Reader] = {"name": text, "arguments": measured}
 
 
 def _read_functions(
     value: Any, path: str, read: Callable[[Any, str], ValueT], *, name: str, max_length: int, work: Work
 ) -> Generator[int, None, tuple[ValueT, ...]]:
-    """What ``read`` reads of each of a list of tools or calls, in steps.
-
-    All their JSON, the field ``name``, is measured before any is written out.
-    """
+    """What ``read`` reads of each of a list of tools or calls, whose JSON is the field ``name`` of their function."""
     items = list_of(anything, max_length=max_length)(value, path)
+    pairs = [(f"{path}[{index}]", item) for index, item in enumerate(items)]
+    return (yield from read_functions(pairs, read, path=path, json_at=("function", name), work=work))
+
+
+def read_functions(
+    items: Sequence[tuple[str, Any]],
+    read: Callable[[Any, str], ValueT],
+    *,
+    path: str,
+    json_at: Sequence[str],
+    work: Work,
+) -> Generator[int, None, tuple[ValueT, ...]]:
+    """What ``read`` reads of each of some tools or calls, in steps. Each comes with its path.
+
+    All their JSON, the field of each that the names in ``json_at`` lead to, is measured before any is written out.
+
+    Raises:
+        InvalidRequestError: it is too long; names the field, or ``path`` for all together.
+    """
     num_together = 0
-    for index, item in enumerate(items):
-        function = item.get("function") if isinstance(item, dict) else None
-        shown = function.get(name, "") if isinstance(function, dict) else ""
+    for where, item in items:
+        shown = item
+        for name in json_at:
+            shown = shown.get(name, "") if isinstance(shown, dict) else ""
         num_characters, num_values = _measure(shown)
-        _check_length(num_characters, f"{path}[{index}].function.{name}")
+        _check_length(num_characters, ".".join((where, *json_at)))
         num_together += num_characters
         if num_together > MAX_JOINT_LENGTH:
             why = f"{path}: their JSON is longer than {MAX_JOINT_LENGTH} characters together"
@@ -242,8 +267,8 @@ def _read_functions(
         cost = 0 if isinstance(shown, str) else num_values * _VALUE_WORK + num_characters // _CHARACTERS_OF_WORK
         yield from work.spend(_TOOL_WORK + cost)
     functions = list[ValueT]()
-    for index, item in enumerate(items):
-        functions.append(read(item, f"{path}[{index}]"))
+    for where, item in items:
+        functions.append(read(item, where))
         yield from work.spend(_TOOL_WORK)
     return tuple(functions)
 
@@ -393,7 +418,8 @@ _COMPLETION: Mapping[str, Reader] = {
     **_refused({"prompt_embeds": "send text, token ids, or a chat with pictures"}),
 }
 
-_CHAT: Mapping[str, Reader] = {
+#: How the fields of a chat are read. Readers of other APIs take from it what means the same there.
+CHAT_FIELDS: Mapping[str, Reader] = {
     **_COMMON,
     "messages": anything,
     "max_completion_tokens": integer(1, _MAX_INT32),
@@ -422,6 +448,17 @@ _CHAT: Mapping[str, Reader] = {
             "web_search_options": "models here search nothing",
         }
     ),
+}
+
+#: Those of them that vLLM's clients send and that every API of chats takes here.
+EXTENSIONS: Mapping[str, Reader] = {
+    name: CHAT_FIELDS[name]
+    for name in (
+        *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"),
+        *("min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+        *("structured_outputs", "cache_salt", "priority", "request_id"),
+        *("stream_tool_arguments", "chat_template_kwargs"),
+    )
 }
 
 _SAMPLING = (
@@ -455,7 +492,7 @@ def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, A
     Raises:
         InvalidRequestError: naming the field.
     """
-    found = read_fields(body, _CHAT)
+    found = read_fields(body, CHAT_FIELDS)
     num_logprobs = found.get("top_logprobs", 0) if found.get("logprobs") else None
     if num_logprobs is None and found.get("top_logprobs"):
         raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
@@ -473,6 +510,23 @@ def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, A
             found["tools"], "tools", _tool, name="parameters", max_length=MAX_TOOLS, work=work
         )
     messages = yield from _read_messages(found.get("messages"), work)
+    return ask_chat(found, messages, tools, caller, num_logprobs=num_logprobs, names=names)
+
+
+def ask_chat(
+    found: Mapping[str, Any],
+    messages: tuple[ChatMessage, ...],
+    tools: tuple[Tool, ...],
+    caller: Caller,
+    *,
+    num_logprobs: int | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Asked:
+    """The request of a chat whose messages and tools are read, with what else its fields say in ``found``.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
     tool_choice, tool_name = found.get("tool_choice", (ToolChoice.AUTO, ""))
     prompt = ChatPrompt(
         messages,
@@ -663,7 +717,7 @@ def _read_messages(value: Any, work: Work) -> Generator[int, None, tuple[ChatMes
         if num_parts > MAX_PARTS:
             path = f"messages[{index}].content"
             raise InvalidRequestError(f"{path}: all messages have at most {MAX_PARTS} parts", field=path)
-        yield from work.spend(_MESSAGE_WORK)
+        yield from work.spend(MESSAGE_WORK)
     return tuple(messages)
 
 
@@ -722,7 +776,7 @@ def _read_content(value: Any, path: str, work: Work) -> Generator[int, None, str
             continue
         name, part = _read_part(item, where)
         parts.append(MediaUrl(part) if name == "image_url" else part)
-        yield from work.spend(_MESSAGE_WORK)
+        yield from work.spend(MESSAGE_WORK)
         has_media = has_media or name == "image_url"
     return tuple(parts) if has_media else "".join([part for part in parts if isinstance(part, str)])
 

@@ -1,0 +1,1 @@
+"""OpenAI's API of responses: requests read, and answers written."""
