@@ -20,6 +20,8 @@ def read_format(kind: str, schema: Mapping[str, Any], path: str) -> GuidedDecodi
     Raises:
         InvalidRequestError: naming the field below ``path``.
     """
+    if kind == "json_schema" and schema.get("schema") is None:
+        raise InvalidRequestError(f"{path}.schema: is missing", field=f"{path}.schema")
     fields = {"type": kind, "json_schema": schema} if kind == "json_schema" else {"type": kind, **schema}
     try:
         grammar: GuidedDecoding | None = CHAT_FIELDS["response_format"](fields, path)

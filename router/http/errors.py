@@ -126,7 +126,11 @@ def error_body(error: BaseException, shape: ErrorShape = ErrorShape.COMPLETIONS)
     parameter = shown.field
     if parameter is not None and shape is ErrorShape.COMPLETIONS:
         parameter = to_parameter(parameter)
-    if parameter is not None and parameter not in message:
+    # Anthropic's clients get no field but in the message.
+    is_named = parameter is None or (
+        message.startswith(parameter) if shape is ErrorShape.MESSAGES else parameter in message
+    )
+    if not is_named:
         message = f"{parameter}: {message}"
     if shape is ErrorShape.MESSAGES:
         kind = ANTHROPIC_TYPES.get(code, "api_error" if code >= 500 else "invalid_request_error")

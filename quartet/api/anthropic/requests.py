@@ -163,6 +163,8 @@ _BLOCKS: Mapping[str, Mapping[str, Reader]] = {
     },
     "thinking": {"type": text, "thinking": text, "signature": text},
 }
+# What the last part of a field's path is called.
+_LEAVES = {"parameters": "input_schema", "arguments": "input", "tool_call_id": "tool_use_id"}
 _IN_TURN = ("text", "thinking", "tool_use")
 _IN_OTHERS = ("text", "image", "tool_result")
 _IN_RESULTS = ("text", "image")
@@ -207,7 +209,7 @@ def _read(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, Asked
         "chat.template_arguments": "chat_template_kwargs",
     }
     conversation = Conversation("messages", work, paths)
-    names = FieldNames(conversation.paths, {"parameters": "input_schema", "arguments": "input"})
+    names = FieldNames(conversation.paths, _LEAVES)
     try:
         asked = yield from _read_fields(body, caller, conversation, work)
     except InvalidRequestError as error:

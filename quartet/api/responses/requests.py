@@ -201,7 +201,7 @@ def read_response(body: Mapping[str, Any], caller: Caller) -> Generator[int, Non
         "chat.template_arguments": "chat_template_kwargs",
     }
     conversation = Conversation("input", work, paths)
-    names = FieldNames(conversation.paths, {})
+    names = FieldNames(conversation.paths, {"tool_call_id": "call_id", "id": "call_id"})
     try:
         asked = yield from _read(body, caller, conversation, work)
     except InvalidRequestError as error:
