@@ -1,4 +1,4 @@
-"""What docs/http.md and README.md show: commands and what is in their output, fields of tables, Python examples."""
+"""What the pages on HTTP and README.md show: commands, what is in their output, fields of tables, Python examples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/http.md"
+PAGES = tuple(ROOT / "docs" / name for name in ("http.md", "responses.md", "messages.md"))
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)\n\1```$", re.DOTALL | re.MULTILINE)
 _CELL = re.compile(r"`(curl [^`]*)` → `([^`]*)`")
@@ -20,7 +20,7 @@ _FIELD_TABLES = re.compile(r"^## Fields of .*?(?=^## (?!Fields))", re.DOTALL | r
 
 @dataclass(frozen=True)
 class Line:
-    """A command of the page.
+    """A command of a page.
 
     Attributes:
         shown: what must be in its output; ``FIELD`` stands for each field that it goes through.
@@ -40,20 +40,21 @@ class Line:
 
 
 def lines() -> Iterator[Line]:
-    """The page's lines with curl, but for the one with TLS."""
-    page = PAGE.read_text()
-    for command, shown in _CELL.findall(page):
-        yield Line(command, shown)
-    for _, language, block in _BLOCK.findall(page):
-        for text in [] if language else _COMMAND.split(block):
-            command, _, shown = text.rpartition("\n# ")
-            if "--cacert" not in text:
-                yield Line(command, shown)
+    """The pages' lines with curl, but for the one with TLS."""
+    for path in PAGES:
+        page = path.read_text()
+        for command, shown in _CELL.findall(page):
+            yield Line(command, shown)
+        for _, language, block in _BLOCK.findall(page):
+            for text in [] if language else _COMMAND.split(block):
+                command, _, shown = text.rpartition("\n# ")
+                if "--cacert" not in text:
+                    yield Line(command, shown)
 
 
 def fields() -> set[str]:
     """The names in the first columns of the tables of fields."""
-    [tables] = _FIELD_TABLES.findall(PAGE.read_text())
+    tables = "".join([table for page in PAGES for table in _FIELD_TABLES.findall(page.read_text())])
     rows = re.findall(r"^\| ((?:`|parts ).*?) \| (.*?) \|(.*?)\|$", tables, re.MULTILINE)
     # The fields of messages stand beside these.
     cells = [cell for name, _, what in rows for cell in (name, what if name == "`messages`" else "")]
@@ -61,8 +62,8 @@ def fields() -> set[str]:
 
 
 def python_examples() -> Iterator[tuple[str, str]]:
-    """Those with OpenAI's client, and which page each is on."""
-    for page in (PAGE, ROOT / "README.md"):
+    """Those with clients of other vendors, and which page each is on."""
+    for page in (*PAGES, ROOT / "README.md"):
         for indent, language, block in _BLOCK.findall(page.read_text()):
-            if language == "python" and "from openai" in block:
+            if language == "python" and ("from openai" in block or "from anthropic" in block):
                 yield page.name, re.sub(f"^{indent}", "", block, flags=re.MULTILINE)

@@ -11,6 +11,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from anthropic import AsyncAnthropic
+from anthropic import BadRequestError as AnthropicBadRequestError
 from openai import AsyncOpenAI, BadRequestError
 
 from quartet.client import (
@@ -182,6 +184,54 @@ async def test_a_call_that_is_required_comes_and_follows_its_schema(openai: Asyn
             assert call.type == "function"
             assert call.function.name == "forecast" or choice == "required"
             jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+
+async def test_responses_and_messages_follow_schemas_and_must_call_as_chats_do(
+    guided_stack: Stack, openai: AsyncOpenAI
+) -> None:
+    form: Any = {"type": "json_schema", "name": "where", "schema": PARAMETERS, "strict": True}
+    sampled: Any = {"extra_body": {"seed": 3}}
+    response = await openai.responses.create(
+        model="tiny", input="Where?", text={"format": form}, max_output_tokens=200, **sampled
+    )
+    jsonschema.validate(json.loads(response.output_text), PARAMETERS)
+    tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        called = await openai.responses.create(
+            model="tiny",
+            input="How is it?",
+            tools=[tool],
+            tool_choice=choice,  # type: ignore[arg-type]
+            parallel_tool_calls=False,
+            max_output_tokens=200,
+            **sampled,
+        )
+        [item] = called.output
+        assert item.type == "function_call" and item.name == "weather"
+        jsonschema.validate(json.loads(item.arguments), PARAMETERS)
+    bad: Any = {**form, "schema": {"type": "array", "uniqueItems": True}}
+    with pytest.raises(BadRequestError, match="uniqueItems") as refused:
+        await openai.responses.create(model="tiny", input="Where?", text={"format": bad}, stream=True)
+    assert refused.value.param == "text.format"
+
+    url = str(openai.base_url).removesuffix("/v1/")
+    async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as anthropic:
+        asked: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 200, **sampled}
+        schema: Any = {"format": {"type": "json_schema", "schema": PARAMETERS}}
+        message = await anthropic.messages.create(output_config=schema, **asked)
+        [block] = message.content
+        assert block.type == "text" and message.stop_reason == "end_turn"
+        jsonschema.validate(json.loads(block.text), PARAMETERS)
+        tools: Any = [{"name": "weather", "input_schema": PARAMETERS}]
+        for chosen in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+            must: Any = {**chosen, "disable_parallel_tool_use": True}
+            message = await anthropic.messages.create(tools=tools, tool_choice=must, **asked)
+            [use] = message.content
+            assert use.type == "tool_use" and message.stop_reason == "tool_use"
+            jsonschema.validate(use.input, PARAMETERS)
+        schema["format"]["schema"] = bad["schema"]
+        with pytest.raises(AnthropicBadRequestError, match=r"output_config\.format: .*uniqueItems"):
+            await anthropic.messages.create(output_config=schema, **asked)
 
 
 async def test_a_pattern_that_explodes_fails_by_name_and_leaves_nothing(
