@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from quartet.api.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS, check_message
-from quartet.api.openai.requests import MESSAGE_WORK, read_functions
+from quartet.api.openai.requests import read_functions
 from quartet.api.openai.steps import Work
 from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaPart
 from quartet.text.chat_message import ChatMessage, ToolCall
+
+# What an item takes that becomes a message, in units of work: more than a message of a chat, as its path is kept.
+_ITEM_WORK = 50
 
 #: A part of a message, and its path in the client's request.
 Piece: TypeAlias = tuple[str | MediaPart, str]
@@ -105,4 +108,4 @@ class Conversation:
         if message.tool_calls or message.tool_call_id:
             check_message(message, number)
         self._messages.append(message)
-        yield from self._work.spend(MESSAGE_WORK)
+        yield from self._work.spend(_ITEM_WORK)

@@ -6,7 +6,7 @@ The tables below say of each field whether it is taken, ignored or refused; docs
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from quartet.api.chat import MAX_MESSAGES, ToolChoice
@@ -337,19 +337,17 @@ def _read_blocks(
 
 def _blocks(
     value: Any, path: str, kinds: Sequence[str], conversation: Conversation
-) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """The path, type and fields of each block of a list; none of a text. They are counted before."""
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The path, type and fields of each block of a list; none of a text. They are counted before the first is read."""
     if isinstance(value, str):
-        return []
+        return
     if not isinstance(value, list | array):
         raise wrong(value, path, "a string or a list of blocks")
     conversation.count_parts(len(value), path)
-    blocks = []
+    read_kind = choice(*kinds)
     for index, item in enumerate(value):
         where = f"{path}[{index}]"
-        kind = objects(item, where).get("type")
-        blocks.append((where, choice(*kinds)(kind, f"{where}.type"), item))
-    return blocks
+        yield where, read_kind(objects(item, where).get("type"), f"{where}.type"), item
 
 
 def _read_piece(block: Mapping[str, Any], kind: str, path: str, work: Work) -> Generator[int, None, Piece]:
@@ -368,7 +366,7 @@ def _read_piece(block: Mapping[str, Any], kind: str, path: str, work: Work) -> G
             raise InvalidRequestError(f"{path}.{needed}: is missing", field=f"{path}.{needed}")
     if source["type"] == "url":
         return MediaUrl(source["url"]), path
-    yield from work.spend(len(source["data"]) // _COPIED_OF_WORK)
+    yield from work.spend(MESSAGE_WORK + len(source["data"]) // _COPIED_OF_WORK)
     return MediaUrl(f"data:{source['media_type']};base64,{source['data']}"), path
 
 

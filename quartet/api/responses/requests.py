@@ -172,6 +172,7 @@ _ITEMS: Mapping[str, Mapping[str, Reader]] = {
     "function_call_output": _OUTPUT,
     "reasoning": _REASONING,
 }
+_READ_KIND = choice(*_ITEMS)
 
 _NO_FILES = "models here take text and pictures, and no files are kept"
 _PART: Mapping[str, Reader] = {
@@ -301,7 +302,7 @@ def _kind(item: Any, path: str) -> str:
     kind = objects(item, path).get("type") or "message"
     if kind == "item_reference":
         raise InvalidRequestError(f"{path}.type: {_NOT_KEPT}", field=f"{path}.type")
-    return str(choice(*_ITEMS)(kind, f"{path}.type"))
+    return str(_READ_KIND(kind, f"{path}.type"))
 
 
 def _read_item(
@@ -349,4 +350,5 @@ def _read_reasoning(
     found = read_fields(item, _REASONING, f"{path}.")
     name = "content" if found.get("content") else "summary"
     pieces = yield from _read_content(found.get(name, []), f"{path}.{name}", conversation, work)
+    yield from work.spend(MESSAGE_WORK)
     return [piece for piece, _ in pieces if isinstance(piece, str)]

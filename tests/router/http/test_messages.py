@@ -282,7 +282,7 @@ def test_the_bounds_of_chats_hold(messages: list[dict[str, Any]], field: str) ->
     ("body", "least_work"),
     [
         ({"messages": [*turn(*[CALL] * MAX_TOOL_CALLS), *HI]}, MAX_TOOL_CALLS * 60),
-        ({"messages": HI * MAX_MESSAGES}, MAX_MESSAGES * 15),
+        ({"messages": HI * MAX_MESSAGES}, MAX_MESSAGES * 40),
         ({"messages": user(*texts(MAX_PARTS))}, MAX_PARTS * 15),
         ({"messages": user(*[{"type": "tool_result", "tool_use_id": "a"}] * MAX_PARTS)}, MAX_PARTS * 15),
         ({"messages": HI, "tools": [TOOL] * 1_024}, 1_024 * 60),

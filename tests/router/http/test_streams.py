@@ -170,6 +170,37 @@ async def test_a_refusal_is_an_event_after_the_first_comment_and_a_status_before
         await face.until_nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "wanted"),
+    [
+        (
+            "/v1/responses",
+            {"input": "hi"},
+            {"type": "error", "sequence_number": 0, "code": "queue_full", "param": None},
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+            {"type": "error", "error": {"type": "rate_limit_error"}},
+        ),
+    ],
+)
+async def test_other_apis_have_an_event_of_their_own_for_a_refusal_after_a_comment(
+    path: str, body: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    admission = AdmissionConfig(queue_timeout_s=0.4)
+    async with open_face(config=KEEPALIVE, stall_timeout_s=0.2, admission=admission) as face:
+        set_used(face.fleet)
+        async with tended(face), face.session.post(path, json={**body, "stream": True}) as response:
+            assert (response.status, await read_event(response)) == (200, ": keep-alive")
+            *_, error, end = (await response.read()).decode().split("\n\n")
+        assert (error.startswith("event: error\ndata: "), end) == (True, "")
+        shown = json.loads(error.partition("\ndata: ")[2])
+        assert (shown.get("error") or shown).pop("message")
+        assert shown == wanted
+        await face.until_nothing_left()
+
+
 async def test_the_blocks_of_a_client_that_leaves_are_free_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
