@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from quartet.api.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS, check_message
+from quartet.api.chat import MAX_MESSAGES, MAX_PARTS, check_message
 from quartet.api.openai.requests import read_functions
 from quartet.api.openai.steps import Work
 from quartet.errors import InvalidRequestError
@@ -43,7 +43,7 @@ class Conversation:
         self._name = name
         self._work = work
         self._messages: list[ChatMessage] = []
-        self._num_parts = self._num_calls = 0
+        self._num_parts = 0
         #: The client's path of each field, by its path in ``GenerateStart``.
         self.paths: dict[str, str] = {**paths, "chat.messages": name}
 
@@ -75,10 +75,7 @@ class Conversation:
         Raises:
             InvalidRequestError: naming the field, as the client or as the pipeline calls it.
         """
-        self._num_calls += len(turn.calls)
-        if self._num_calls > MAX_TOOL_CALLS:
-            path = turn.calls[0][0]
-            raise InvalidRequestError(f"{path}: all messages have at most {MAX_TOOL_CALLS} calls", field=path)
+        # There are no more calls than a chat may have: each is an item or a part, and these were counted.
         calls: tuple[ToolCall, ...] = ()
         if turn.calls:
             calls = yield from read_functions(turn.calls, read_call, path=turn.path, json_at=json_at, work=self._work)

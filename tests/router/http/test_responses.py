@@ -404,6 +404,17 @@ async def test_a_stream_that_is_cut_ends_incomplete_and_a_call_that_is_cut_is_ne
     assert (end["type"], end["response"]["status"]) == ("response.incomplete", "incomplete")
 
 
+async def test_a_call_that_never_ends_stays_incomplete_whatever_comes_after_it() -> None:
+    head, events = head_of(stream=True), Events()
+    parts = [Parsed(tool_calls=[ToolCallDelta(0, "call_1", "weather", '{"ci')]), Parsed(text="Well")]
+    answer(StreamedResponse(head, events), parts, FinishReason.STOP_ID)
+    done = [event["item"] for event in events.sent if event["type"] == "response.output_item.done"]
+    assert [(item["type"], item["status"]) for item in done] == [
+        ("function_call", "incomplete"),
+        ("message", "completed"),
+    ]
+
+
 async def test_a_stream_is_answered_as_a_whole_and_fails_with_an_event() -> None:
     body = {"input": "hi", "seed": 5, "max_output_tokens": 5}
     async with open_face() as face:
