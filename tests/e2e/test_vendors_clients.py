@@ -16,6 +16,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from quartet.client import ChatMessage, QuartetClient, Sampling
+from quartet.discovery.base import Role
 from services.topology.launch import free_port
 from tests import tiny
 from tests.e2e.conftest import StartStack
@@ -37,12 +38,12 @@ TOOL = {"name": "weather", "description": "Says it.", "parameters": {"type": "ob
 
 @pytest.fixture(scope="module")
 def http_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    """An encode, a prefill and a decode worker, and a router with HTTP and keys."""
+    """An encode and a prefill worker, two decodes, and a router with HTTP and keys."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.touch(mode=0o600)
     keys.write_text(f"acme {KEY}\n")
     settings = {**REMOTE_PREFILL, "http.port": free_port(), "http.keys_file": str(keys)}
-    return start_stack(StackConfig(num_encode=1, routers={"router": settings}))
+    return start_stack(StackConfig(num_encode=1, num_decode=2, routers={"router": settings}))
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +214,44 @@ async def test_a_stream_that_its_client_leaves_returns_its_blocks(
             break
     await begun.close()
     await asyncio.to_thread(http_stack.wait_blocks_returned, timeout_s=RETURN_S)
+
+
+async def test_streams_survive_the_death_of_their_decode_worker(
+    http_stack: Stack, responses: AsyncOpenAI, messages: AsyncAnthropic
+) -> None:
+    sampled: Any = {"extra_body": {"seed": 3, "ignore_eos": True}}
+
+    async def pieces_of_response() -> AsyncIterator[str]:
+        stream = await responses.responses.create(
+            model=MODEL, input=QUESTION, max_output_tokens=200, stream=True, **sampled
+        )
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                yield event.delta
+
+    async def pieces_of_message() -> AsyncIterator[str]:
+        async with messages.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=200, **sampled) as stream:
+            async for piece in stream.text_stream:
+                yield piece
+
+    for pieces in (pieces_of_response, pieces_of_message):
+        undisturbed = "".join([piece async for piece in pieces()])
+        text, killed = "", ""
+        async for piece in pieces():
+            text += piece
+            if not killed and len(text) > 40:
+                killed = await decoding(http_stack)
+                await asyncio.to_thread(http_stack.kill, killed)
+        assert killed and text == undisturbed
+        await asyncio.to_thread(http_stack.spawn, killed)
+
+
+async def decoding(stack: Stack) -> str:
+    """The decode worker at which the only request is."""
+    async with QuartetClient(stack.router_address) as client:
+        workers = await client.list_workers()
+    [name] = [one.record.worker_id for one in workers if one.record.role is Role.DECODE and one.num_requests]
+    return name
 
 
 async def test_openais_client_runs_a_tool_and_goes_on_with_its_result(tools_stack: Stack) -> None:
