@@ -52,9 +52,11 @@ _MODEL_PATH = "/v1/models/"
 _OPEN_PATHS = frozenset({"/health", "/version"})
 _OPEN_TENANT = "/"
 _VERSION = version("quartet")  # which reads files
-# Known paths of OpenAI's API for which there is nothing here.
+# Known paths of other APIs, or what they begin with, for which there is nothing here.
 _NOT_OFFERED: Mapping[str, str] = {
     "/v1/embeddings": "this server gives no embeddings: its models complete texts and chats",
+    "/v1/responses/": "this server keeps no answers, and counts tokens by /tokenize and /v1/messages/count_tokens",
+    "/v1/messages/": "this server keeps no batches",
 }
 
 
@@ -214,7 +216,8 @@ class HttpServer:
         if handler is None and path.startswith(_MODEL_PATH) and path != _MODEL_PATH:
             method, handler = "GET", self._model
         if handler is None:
-            raise HttpError(404, _NOT_OFFERED.get(path, "this server has no such path; docs/http.md lists all"))
+            known = [why for begin, why in _NOT_OFFERED.items() if path.startswith(begin)]
+            raise HttpError(404, known[0] if known else "this server has no such path; docs/http.md lists all")
         if request.method != method and (request.method, method) != ("HEAD", "GET"):
             raise HttpError(405, f"{path} takes {method}", headers={"Allow": method})
         return handler

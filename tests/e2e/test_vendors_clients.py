@@ -182,7 +182,7 @@ async def test_refusals_are_the_errors_that_each_client_knows(
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         await responses.with_options(api_key="wrong").responses.create(model=MODEL, input="hi")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="keeps no answers"):
         await responses.responses.retrieve("resp_1")
 
     with pytest.raises(anthropic.BadRequestError) as wrong:
@@ -191,6 +191,8 @@ async def test_refusals_are_the_errors_that_each_client_knows(
     with pytest.raises(anthropic.NotFoundError) as unknown:
         await messages.messages.create(model="huge", messages=MESSAGES, max_tokens=5)
     assert unknown.value.type == "not_found_error"
+    with pytest.raises(anthropic.NotFoundError, match="keeps no batches"):
+        await messages.messages.batches.retrieve("msgbatch_1")
     async with AsyncAnthropic(base_url=url_of(http_stack), api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as nobody:
             await stranger.messages.count_tokens(model=MODEL, messages=MESSAGES)
