@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from quartet.text.json_schema import exact
+
 #: The id of the special token that is spelled so; ``None``: there is none, it is ordinary text.
 SpecialToken: TypeAlias = Callable[[str], int | None]
 
 #: How JSON is laid out: on one line or indented. Where any whitespace may come, a weak model writes nothing else.
-JSON_OPTIONS: Any = {"whitespace_pattern": r"(\n {0,32}| ?)"}
+#: Letters are not written as ``\\u0061``: as the name of a property that would pass for another one than ``a``.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"(\n {0,32}| ?)", "json_allowed_escapes": 'nrbtf\\"'}
 
 #: The terminal of any text, special tokens apart.
 ANY_TEXT = "/(.|\\n)*/"
@@ -41,7 +44,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     """JSON that follows ``schema``, as a part of a rule. What it says by ``x-guidance`` counts."""
     own = schema.get("x-guidance")
     options = {**JSON_OPTIONS, **own} if isinstance(own, dict) else dict(JSON_OPTIONS)
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return "%json " + json.dumps({**exact(schema), "x-guidance": options})
 
 
 def text_until(name: str, end: str, special_token: SpecialToken) -> tuple[str, str]:

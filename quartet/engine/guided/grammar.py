@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, check_encodable
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.text.json_schema import exact, unfollowable
 from quartet.text.lark import ANY_TEXT, JSON_OPTIONS, SpecialToken, json_rule, literals, quoted, text_until
 
 #: The field that refusals name.
@@ -94,13 +95,19 @@ def choices_of(text: str) -> list[str]:
 def _of_schema(text: str) -> str:
     schema = _parsed(text, "the JSON schema is no JSON")
     if isinstance(schema, dict):
+        _check_followable(schema)
         try:
-            return llguidance.LLMatcher.grammar_from_json_schema(text, JSON_OPTIONS)
-        except ValueError as error:  # it is nested deeper than llguidance reads
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(exact(schema)), JSON_OPTIONS)
+        except (ValueError, RecursionError) as error:  # it is nested deeper than llguidance reads
             raise refusal(GrammarKind.JSON_SCHEMA, str(error)) from error
     if isinstance(schema, bool):  # llguidance takes objects only
         return llguidance.LLMatcher.grammar_from_lark(f'start: %json {{"allOf": [{text}]}}')
     raise InvalidRequestError("a JSON schema is an object", field=FIELD)
+
+
+def _check_followable(schema: Any) -> None:
+    if keyword := unfollowable(schema):
+        raise UnsupportedFieldError(f"the JSON schema has a keyword that can't be followed: {keyword}", field=FIELD)
 
 
 def _of_ebnf(text: str) -> str:
@@ -165,6 +172,7 @@ def _read_tag(tag: Mapping[str, Any]) -> tuple[str, str, str]:
     end = end[0] if isinstance(end, list) and len(end) == 1 else end
     if not isinstance(begin, str) or not begin or not isinstance(end, str) or not isinstance(schema, dict):
         raise InvalidRequestError("a structure has a begin, a schema and an end", field=FIELD)
+    _check_followable(schema)
     return begin, json_rule(schema), end
 
 
