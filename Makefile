@@ -46,6 +46,7 @@ test-unit: setup tools  ## Run the tests that start no service processes
 	$(PYTEST) -m "not e2e and not chaos"
 
 test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about 2 minutes
+	@tools/schema_suite.sh || true
 	$(PYTEST) -m bench tests/benchmarks
 
 test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 4 minutes

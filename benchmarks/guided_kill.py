@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 
 from benchmarks.chaos_fleet import Fleet, FleetConfig
 from benchmarks.report import Report, make_parser

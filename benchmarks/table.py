@@ -949,6 +949,87 @@ _FUZZ_PROCESS_COLUMNS: Columns = {
 }
 
 
+def guided_tables(report: Report) -> str:
+    """What is wanted, each round, and what each schema costs alone."""
+    bars = _bars("32 streams, five ordinary schemas", _GUIDED_BARS, report)
+    rounds = [{"number": number, **row} for number, row in enumerate(report["rounds"], 1)]
+    whole = {"name": "all 32 streams at once", "mask_us": report["batch_us"], "num_tokens": None, "compile_ms": None}
+    costs = [{"name": name, **cost} for name, cost in report["schemas"].items()] + [whole]
+    return f"{bars}\n{_table(_GUIDED_ROUND_COLUMNS, rounds)}\n{_table(_GUIDED_COST_COLUMNS, costs)}"
+
+
+_GUIDED_BARS = (
+    ("tokens per CPU second over those of the same unguided, median of the rounds", "{ratio:.3f}", ">= 0.9"),
+    ("tokens per CPU second: guided, unguided", "{guided_per_cpu_s:.0f}, {plain_per_cpu_s:.0f}", ""),
+    ("answers to ten schemas that are valid", "{answers[num_valid]} of {answers[num_answers]}", "all"),
+)
+_GUIDED_ROUND_COLUMNS: Columns = {
+    "round": "{number}",
+    "tokens": "{num_tokens:,}",
+    "per CPU second, guided": "{guided_per_cpu_s:.0f}",
+    "unguided": "{plain_per_cpu_s:.0f}",
+    "ratio": "{ratio:.3f}",
+    "a second, guided": "{guided_per_s:.0f}",
+    "unguided ": "{plain_per_s:.0f}",
+}
+
+
+def _three(times: Row | None, form: str) -> str:
+    return "" if times is None else ", ".join(format(times[name], form) for name in ("p50", "p99", "max"))
+
+
+_GUIDED_COST_COLUMNS: Columns = {
+    "schema": "{name}",
+    "tokens of an answer": lambda cost: "" if cost["num_tokens"] is None else f"{cost['num_tokens']:.0f}",
+    "to compile: p50, p99, longest (ms)": lambda cost: _three(cost["compile_ms"], ".1f"),
+    "a token and its mask: p50, p99, longest (us)": lambda cost: _three(cost["mask_us"], ".0f"),
+}
+
+
+def schemas_tables(report: Report) -> str:
+    """What the suite says of each part, the refused keywords, and each instance that is wrong."""
+    parts = [{"name": name, **report[name]} for name in ("main", "optional")]
+    keywords = dict.fromkeys(name for part in parts for name in part["refused_by_keyword"])
+    others = dict.fromkeys(name for part in parts for name in part["refused_otherwise"])
+    tables = [_table(_SUITE_COLUMNS, parts)]
+    for head, kind, names in (
+        ("refused keyword", "refused_by_keyword", keywords),
+        ("refused for another reason", "refused_otherwise", others),
+    ):
+        rows = [
+            [f"`{name}`" if "keyword" in head else name, *(part[kind].get(name, 0) for part in parts)] for name in names
+        ]
+        tables.append(markdown_table([head, "main: schemas", "optional: schemas"], rows))
+    wrongs = [
+        [what, f"`{wrong['file']}`", wrong["schema"].replace("|", "\\|"), wrong["instance"], wrong["reason"] or "?"]
+        for what, kind in (("accepted", "accepted_though_invalid"), ("refused", "refused_though_valid"))
+        for part in parts
+        for wrong in part[kind]
+    ]
+    tables.append(markdown_table(["", "file", "schema", "instance", "why"], wrongs))
+    return "\n".join(tables)
+
+
+def _count_explained(part: Row) -> str:
+    refused = part["refused_though_valid"]
+    return f"{len(refused)}, {sum(not wrong['reason'] for wrong in refused)}"
+
+
+_SUITE_COLUMNS: Columns = {
+    "part": "{name}",
+    "schemas": "{num_schemas}",
+    "compiled": "{num_compiled}",
+    "refused by keyword": "{num_refused_by_keyword}",
+    "refused otherwise": lambda part: sum(part["refused_otherwise"].values()),
+    "invalid instances": "{num_invalid}",
+    "accepted (0)": lambda part: len(part["accepted_though_invalid"]),
+    "valid instances": "{num_valid}",
+    "refused, unexplained (0)": _count_explained,
+    "accepted in the schema's order only": "{num_reordered}",
+    "as 1, not as 1.0": "{num_whole}",
+}
+
+
 def total_tables(report: Report) -> str:
     """A row for each benchmark, and their sum, including the time between them."""
     everything = {"name": "all", "duration_s": report["duration_s"], "is_done": True}
@@ -1053,6 +1134,8 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "routing": routing_tables,
     "prefixes": prefixes_tables,
     "routing_cost": routing_cost_tables,
+    "guided": guided_tables,
+    "schemas": schemas_tables,
     "total": total_tables,
     "harness": harness_tables,
     "ratios": ratios_tables,
