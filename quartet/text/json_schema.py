@@ -48,8 +48,7 @@ _FORMATS: Mapping[str, str] = {
 }
 
 # https://tc39.es/ecma262/#sec-white-space and the line terminators: not just what Unicode calls white space.
-_SPACES = r"\t-\r \x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
-_ESCAPES: Mapping[str, str] = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
+_ESCAPES: Mapping[str, str] = {r"\s": r"[\s\x{FEFF}--\x85]", r"\S": r"[^\s\x{FEFF}--\x85]"}
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 # Control characters without a short escape in JSON, and how patterns spell them: llguidance leaves out those that it
@@ -59,7 +58,7 @@ _CONTROL_IN_PATTERN = re.compile(
     r"[\x00-\x07\x0B\x0E-\x1F\x7F]|\\([av]|(x|u00)(0[0-7BEF]|1[0-9A-F]|7F)|[xu]\{0*([0-7BEF]|1[0-9A-F]|7F)\})",
     re.IGNORECASE,
 )
-_CLASS = re.compile(r"\\.|\[(\^?(?:\\.|[^\\\]])*)\]", re.DOTALL)
+_PIECE_OF_PATTERN = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|[xu]\{[0-9a-f]*\}|.)|.", re.DOTALL | re.IGNORECASE)
 
 
 def exact(schema: Any) -> Any:
@@ -132,14 +131,20 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _needs_control(pattern: str) -> bool:
     """Whether ``pattern`` asks for one control character; a class of several, or without some, is followed."""
-
-    def reduced(found: re.Match[str]) -> str:
-        members = found[1]
-        if members is None:
-            return found[0]
-        return members if _CONTROL_IN_PATTERN.fullmatch(members) else ""
-
-    return _CONTROL_IN_PATTERN.search(_CLASS.sub(reduced, pattern.replace(r"\\", ""))) is not None
+    if not _CONTROL_IN_PATTERN.search(pattern):
+        return False
+    members: list[str] | None = None  # of the class that is open
+    for piece in _PIECE_OF_PATTERN.findall(pattern):
+        if members is not None and piece != "]":
+            members.append(piece)
+        elif members is None and piece == "[":
+            members = []
+        else:
+            asked = piece if members is None else members[0] if len(members) == 1 else ""
+            members = None
+            if _CONTROL_IN_PATTERN.fullmatch(asked):
+                return True
+    return False
 
 
 def _ecma(pattern: str) -> str:

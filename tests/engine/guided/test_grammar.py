@@ -174,7 +174,7 @@ def accepts(schema: Any, *texts: str) -> list[bool]:
         ({"format": "date", "pattern": "^2", "allOf": [{"pattern": "9$"}]}, ["2024-02-29"], ["2024-02-28"]),
         ({"pattern": r"^[\s]\S$"}, ["\ufeffa", " a"], [" \ufeff", "\x85a"]),
         ({"pattern": "^\\\\s$"}, ["\\s"], ["\\ "]),
-        ({"pattern": r"^[^\x00-\x1f]$"}, ["a"], ["\n", "\x01"]),
+        ({"pattern": r"^[^\x00-\x1f]\\\\x01$"}, [r"a\\x01"], ["\\nx01", "\\x01"]),
         # Property names, schemas that only a reference leads to, and values that look like schemas.
         ({"$ref": "#/own/format", "own": {"format": {"format": "date"}}}, ["2024-02-29"], ["2023-02-29"]),
         ({"const": {"format": "date"}}, [{"format": "date"}], [{"format": "2024-02-29"}]),
