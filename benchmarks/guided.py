@@ -1,10 +1,11 @@
 """What following JSON schemas costs the torch engine, and whether all answers follow them.
 
 32 streams at temperature 1 on the tiny model, guided by five ordinary schemas, beside the same prompts unguided. Each
-unguided stream has as many tokens as its guided twin, so both batches shrink alike. Both sides run in one process, by
-turns that begin and end with the same side, which alternates. What counts is tokens per second of the process's CPU
-time, for masks are computed in a thread of their own. Grammars are compiled before; what that takes, and what masks
-take, is measured alone. Then 200 answers to ten schemas are checked by ``jsonschema``.
+unguided stream has as many tokens as its guided twin, so both batches shrink alike. Both sides run in one process: in
+each round guided, twice unguided, guided again, so that a machine that becomes slower disturbs both alike. What counts
+is tokens per second of the process's CPU time, for masks are computed in a thread of their own. Grammars are compiled
+before; what that takes, and what masks take, is measured alone. Then 200 answers to ten schemas are checked by
+``jsonschema``.
 
     python -m benchmarks.guided --json FILE [--short]
 """
@@ -175,14 +176,13 @@ async def measure(form: Form) -> Results:
         try:
             await engine.start()
             rounds, outputs = list[Round](), dict[str, list[list[int]]]()
+            await engine.run(_streams(-1, form.num_streams), salt="warm-up")
             for number in line.rounds("guided and plain", form.num_rounds):
-                streams = _streams(number, form.num_streams)
-                # It says how long answers are, and compiles; not measured.
-                answers = await engine.run(streams, salt=f"{number} first")
+                measured, answers = await compare(engine, _streams(number, form.num_streams), number)
+                rounds.append(measured)
                 for stream_number, answer in enumerate(answers):
                     outputs.setdefault(_name_of(stream_number), []).append(answer.token_ids)
-                rounds.append(await compare(engine, streams, answers, number))
-                line.say(_describe_round(rounds[-1]))
+                line.say(_describe_round(measured))
             answers_checked = await _check_answers(engine, form.num_seeds, line)
         finally:
             await engine.close()
@@ -206,31 +206,32 @@ async def measure(form: Form) -> Results:
     )
 
 
-async def compare(engine: Engine, streams: Sequence[Stream], answers: Sequence[Output], number: int) -> Round:
-    """Run ``streams``, whose answers are known, twice on both sides; the round's number says which goes first.
+async def compare(engine: Engine, streams: Sequence[Stream], number: int) -> tuple[Round, list[Output]]:
+    """Run ``streams`` twice, and between these runs twice the same unguided; also returns the guided outputs.
 
     Raises:
         RuntimeError: a side has other tokens than it should.
     """
-    plain = [
-        Stream(prompt=stream.prompt, seed=stream.seed, guided=None, num_tokens=len(answer.token_ids))
-        for stream, answer in zip(streams, answers, strict=True)
-    ]
-    cpu_s, wall_s = dict[str, float](), dict[str, float]()
-    sides = {"guided": streams, "plain": plain}
-    first, second = reversed(sides) if number % 2 else sides
-    for turn, name in enumerate((first, second, second, first)):
+    cpu_s, wall_s = {"guided": 0.0, "plain": 0.0}, {"guided": 0.0, "plain": 0.0}
+    answers, plain = list[Output](), list[Stream]()
+    for turn, name in enumerate(("guided", "plain", "plain", "guided")):
         gc.collect()  # so that no side pays for the other's garbage
         wall, cpu = time.perf_counter(), time.process_time()
-        outputs = await engine.run(sides[name], salt=f"{number} {turn}")
-        wall_s[name] = wall_s.get(name, 0) + time.perf_counter() - wall
-        cpu_s[name] = cpu_s.get(name, 0) + time.process_time() - cpu
+        outputs = await engine.run(plain if name == "plain" else streams, salt=f"{number} {turn}")
+        wall_s[name] += time.perf_counter() - wall
+        cpu_s[name] += time.process_time() - cpu
+        if not turn:
+            answers = outputs
+            plain = [
+                Stream(prompt=stream.prompt, seed=stream.seed, guided=None, num_tokens=len(answer.token_ids))
+                for stream, answer in zip(streams, answers, strict=True)
+            ]
         if [len(output.token_ids) for output in outputs] != [len(answer.token_ids) for answer in answers]:
             raise RuntimeError(f"the {name} side has other numbers of tokens than the answers")
         if name == "guided" and [output.token_ids for output in outputs] != [answer.token_ids for answer in answers]:
             raise RuntimeError("the same seeds gave other answers")
     num_tokens = 2 * sum(len(answer.token_ids) for answer in answers)
-    return Round(
+    measured = Round(
         num_tokens=num_tokens,
         guided_per_cpu_s=num_tokens / cpu_s["guided"],
         plain_per_cpu_s=num_tokens / cpu_s["plain"],
@@ -238,6 +239,7 @@ async def compare(engine: Engine, streams: Sequence[Stream], answers: Sequence[O
         plain_per_s=num_tokens / wall_s["plain"],
         ratio=cpu_s["plain"] / cpu_s["guided"],
     )
+    return measured, answers
 
 
 class Engine:

@@ -17,8 +17,8 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 # A weak model ends neither numbers nor texts by itself.
 _COUNT = {"type": "integer", "minimum": 0, "maximum": 9999}
-_NAME = {"type": "string", "minLength": 3, "maxLength": 16}
-_TEXT = {"type": "string", "minLength": 20, "maxLength": 48}
+_NAME = {"type": "string", "minLength": 3, "maxLength": 12}
+_TEXT = {"type": "string", "minLength": 20, "maxLength": 32}
 
 ORDINARY: Mapping[str, Mapping[str, Any]] = {
     "small object": _object(name=_NAME, age=_COUNT, is_member={"type": "boolean"}, about=_TEXT),
@@ -39,9 +39,7 @@ ORDINARY: Mapping[str, Mapping[str, Any]] = {
     "recursive": {
         "$ref": "#/$defs/tree",
         "$defs": {
-            "tree": _object(
-                name=_NAME, children={"type": "array", "items": {"$ref": "#/$defs/tree"}, "minItems": 0, "maxItems": 2}
-            )
+            "tree": _object(name=_NAME, children={"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1})
         },
     },
     "list of objects": _object(
@@ -53,7 +51,7 @@ ORDINARY: Mapping[str, Mapping[str, Any]] = {
                 tags={"type": "array", "items": {"enum": ["new", "used", "sale"]}, "maxItems": 2},
             ),
             "minItems": 2,
-            "maxItems": 4,
+            "maxItems": 3,
         }
     ),
 }
