@@ -16,10 +16,13 @@ _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 # In these are values, not schemas.
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 
-# RFC 3339, which llguidance reads without leap years, and with leap seconds at any time.
+# RFC 3339, which llguidance reads without leap years, and with leap seconds at any time. Python and many others have no
+# year 0.
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_CENTURY = "(0[48]|[2468][048]|[13579][26])"
 _DATE = (
-    r"([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-    r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
+    rf"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    rf"|([0-9]{{2}}{_LEAP_CENTURY}|{_LEAP_CENTURY}00)-02-29)"
 )
 # Nanoseconds: a weak model ends no fraction by itself.
 _FRACTION = r"(\.[0-9]{1,9})?"
