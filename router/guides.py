@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from llguidance import regex_to_lark
 
 from quartet.api.chat import ChatPrompt, ToolChoice
 from quartet.api.request import GenerateStart
-from quartet.engine.guided.grammar import check_grammar, choices_of
+from quartet.engine.guided.grammar import FIELD, check_followable, check_grammar, choices_of
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, guided_fields
 from quartet.errors import InvalidRequestError, ServingError, UnsupportedFieldError
 from quartet.text.call_grammar import (
@@ -24,6 +23,7 @@ from quartet.text.call_grammar import (
     with_reasoning,
 )
 from quartet.text.chat_message import Tool
+from quartet.text.json_object import JsonObject
 from quartet.text.lark import json_rule, literals, quoted
 from quartet.text.model_text import ModelText
 from router.thread_queue import TokenizeQueue
@@ -131,6 +131,7 @@ def _schema_of(tool: Tool, *, is_needed: bool) -> Mapping[str, Any] | None:
     """What its arguments follow: of a tool that is not strict, only what can be followed."""
     schema = tool.parameters.value("chat.tools")
     if tool.strict:
+        check_followable(schema)
         return schema
     return {**schema, "x-guidance": {"lenient": True, "coerce_one_of": True}} if is_needed else None
 
@@ -157,18 +158,12 @@ def _content_of(guided: GuidedDecoding) -> str | None:
     """The grammar as a part of a rule; ``None``: it has rules of its own."""
     match guided.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = _parsed(guided.text)
-            return json_rule(schema) if isinstance(schema, dict) else None
+            schema = JsonObject.of_text(guided.text).value(FIELD)
+            check_followable(schema)
+            return json_rule(schema)
         case GrammarKind.REGEX:
             return f"/{regex_to_lark(guided.text, '')}/"
         case GrammarKind.CHOICE:
             return " | ".join(map(quoted, choices_of(guided.text)))
         case _:
             return None
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

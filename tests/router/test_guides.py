@@ -155,6 +155,21 @@ async def test_what_can_not_be_followed_of_a_tool_is_refused_if_it_is_strict_and
     assert await guide_at_worker(fleet_with(), lenient) is not None
 
 
+LOOSE = {"type": "object", "minProperties": 2}
+
+
+async def test_what_would_be_followed_too_loosely_is_refused_wherever_the_schema_stands() -> None:
+    for template in (PLAIN, REASONING):
+        error = await refusal_of(fleet_with(template), chat(), guided(LOOSE))
+        assert error.field == "sampling.guided" and "minProperties" in error.message
+        for choice in (ToolChoice.AUTO, ToolChoice.REQUIRED):
+            strict = chat(tool(schema=LOOSE, strict=True), tool_choice=choice)
+            error = await refusal_of(fleet_with(template), strict)
+            assert error.field == "chat.tools" and "minProperties" in error.message
+    deep = GuidedDecoding(GrammarKind.JSON_SCHEMA, '{"items":' * 300 + "{}" + "}" * 300)
+    assert (await refusal_of(fleet_with(REASONING), chat(), deep)).field == "sampling.guided"
+
+
 async def test_calls_are_refused_where_nobody_can_force_them() -> None:
     required = chat(tool(), tool_choice=ToolChoice.REQUIRED)
     for fleet, grammar in (

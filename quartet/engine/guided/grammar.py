@@ -95,7 +95,7 @@ def choices_of(text: str) -> list[str]:
 def _of_schema(text: str) -> str:
     schema = _parsed(text, "the JSON schema is no JSON")
     if isinstance(schema, dict):
-        _check_followable(schema)
+        check_followable(schema)
         try:
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(exact(schema)), JSON_OPTIONS)
         except (ValueError, RecursionError) as error:  # it is nested deeper than llguidance reads
@@ -105,7 +105,8 @@ def _of_schema(text: str) -> str:
     raise InvalidRequestError("a JSON schema is an object", field=FIELD)
 
 
-def _check_followable(schema: Any) -> None:
+def check_followable(schema: Any) -> None:
+    """Refuse a JSON schema of which the compiler would take more than it allows. Raises ``UnsupportedFieldError``."""
     if keyword := unfollowable(schema):
         raise UnsupportedFieldError(f"the JSON schema has a keyword that can't be followed: {keyword}", field=FIELD)
 
@@ -172,7 +173,7 @@ def _read_tag(tag: Mapping[str, Any]) -> tuple[str, str, str]:
     end = end[0] if isinstance(end, list) and len(end) == 1 else end
     if not isinstance(begin, str) or not begin or not isinstance(end, str) or not isinstance(schema, dict):
         raise InvalidRequestError("a structure has a begin, a schema and an end", field=FIELD)
-    _check_followable(schema)
+    check_followable(schema)
     return begin, json_rule(schema), end
 
 
