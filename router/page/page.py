@@ -154,7 +154,7 @@ class Page:
         start.has_entered = True  # it is still the turn in which the last of its body was parsed
         explanation = asdict(await self._pipeline.explain(start))
         for option in explanation["options"]:
-            option["rank"] = "{worker_id}/{data_parallel_rank}".format_map(option["rank"])
+            option["rank"] = str(option["rank"])
         return web.Response(body=json.dumps(explanation).encode(), content_type="application/json")
 
     def _check_place(self, request: web.BaseRequest, *, is_data: bool = False) -> None:

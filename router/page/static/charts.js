@@ -16,7 +16,7 @@ const FIGURES = [
   { name: "Tokens", unit: "/s", read: (states) => rate(states, "output_tokens") },
   { name: "First token", unit: "p50", read: ttft, show: (seconds) => milliseconds(seconds) },
   { name: "Queue", unit: "waiting", read: (states) => states.at(-1).totals.queued, floor: 4 },
-  { name: "Cache hits", unit: "of prompt tokens", read: cacheHits, show: (share) => `${Math.round(100 * share)} %`, ceiling: 1 },
+  { name: "Cache hits", unit: "of prompts", read: cacheHits, show: (share) => `${Math.round(100 * share)} %`, ceiling: 1 },
 ];
 
 /** Draws the figures of each state. */

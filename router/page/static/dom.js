@@ -39,6 +39,7 @@ export function short(value) {
 
 /** Seconds as people say them: 850 µs, 12.3 ms, 1.42 s. */
 export function duration(seconds) {
+  if (seconds < 0) return `−${duration(-seconds)}`;
   if (seconds < 1e-3) return `${Math.round(seconds * 1e6)} µs`;
   if (seconds < 1) return `${trimmed(seconds * 1e3)} ms`;
   return `${trimmed(seconds)} s`;

@@ -33,7 +33,10 @@ export class Fleet {
     this.history = [];
     this.router = new RouterCard();
     byId("router").append(this.router.element);
-    new ResizeObserver(() => this.drawEdges()).observe(byId("topology"));
+    new ResizeObserver(() => {
+      for (const dot of byId("edges").querySelectorAll(".pulse")) dot.remove();
+      this.drawEdges();
+    }).observe(byId("topology"));
   }
 
   /** One more state came. */
@@ -154,10 +157,12 @@ export class Fleet {
     const origin = byId("topology").getBoundingClientRect();
     if (!origin.width) return;
     byId("edges").setAttribute("viewBox", `0 0 ${origin.width} ${origin.height}`);
+    const [first, second] = [...byId("columns").children].map((column) => column.getBoundingClientRect());
+    const isStacked = second !== undefined && second.top >= first.bottom; // on a phone
     for (const [name, edge] of this.edges) {
       const from = this.workers.get(edge.from);
       const to = this.workers.get(edge.to);
-      if (from && to) edge.draw(from, to, origin);
+      if (from && to) edge.draw(from, to, origin, isStacked);
       else {
         edge.remove();
         this.edges.delete(name);
@@ -229,7 +234,7 @@ class WorkerCard {
     setText(this.load, `${short(worker.running)} running${worker.waiting ? `, ${short(worker.waiting)} waiting` : ""}`);
     this.bar.show([worker.running], most);
     const { used, held, cached, total } = worker.blocks;
-    setText(this.cached, total ? `${counted(cached, "block")} cached of ${short(total)}` : "no blocks");
+    setText(this.cached, total ? `${short(cached)} of ${short(total)} cached` : "no blocks");
     this.blocks.show([used, held, cached], total);
     this.showFacts();
   }
@@ -296,15 +301,14 @@ class Edge {
     byId("edges").append(this.path);
   }
 
-  draw(from, to, origin) {
+  draw(from, to, origin, isStacked) {
     const one = from.element.getBoundingClientRect();
     const other = to.element.getBoundingClientRect();
-    const isBeside = other.left >= one.right;
-    const [x1, y1, x2, y2] = isBeside
+    const [x1, y1, x2, y2] = !isStacked
       ? [one.right, one.top + Math.min(one.height / 2, 40), other.left, other.top + Math.min(other.height / 2, 40)]
       : [one.left + one.width / 2, one.bottom, other.left + other.width / 2, other.top];
     const [ax, ay, bx, by] = [x1 - origin.left, y1 - origin.top, x2 - origin.left, y2 - origin.top].map((v) => Math.round(v));
-    const bend = isBeside ? `${(ax + bx) / 2} ${ay} ${(ax + bx) / 2} ${by}` : `${ax} ${(ay + by) / 2} ${bx} ${(ay + by) / 2}`;
+    const bend = !isStacked ? `${(ax + bx) / 2} ${ay} ${(ax + bx) / 2} ${by}` : `${ax} ${(ay + by) / 2} ${bx} ${(ay + by) / 2}`;
     const line = `M${ax} ${ay}C${bend} ${bx} ${by}`;
     if (line !== this.line) this.path.setAttribute("d", (this.line = line));
     this.path.classList.toggle("seen", this.total > 0);

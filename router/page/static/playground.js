@@ -250,6 +250,7 @@ class AnswerView {
     if (this.calls.length && !how) this.askResults();
     this.showPlacement();
     this.showTime();
+    this.compare();
   }
 
   fail(error) {
@@ -289,6 +290,8 @@ class AnswerView {
     const hops = ["encode", "prefill", "decode"].filter((role) => placement[role]).map((role) => rankName(placement[role]));
     const nodes = hops.flatMap((hop, index) => (index ? [make("span", { className: "arrow", "aria-label": "then" }, "→"), make("b", {}, hop)] : [make("b", {}, hop)]));
     const facts = [];
+    const { first_token_s: first, total_s: total } = this.quartet.time ?? {};
+    if (total) facts.push(`${first ? `first token ${duration(first)}, ` : ""}all ${duration(total)}`);
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
       facts.push(`${short(this.usage.prompt_tokens)} prompt tokens, ${short(cached)} cached`, `${short(this.usage.completion_tokens)} new`);
@@ -310,9 +313,8 @@ class AnswerView {
       bar.append(part);
     }
     const legend = parts.map(({ name, seconds }) => make("li", {}, make("span", { className: `swatch ${name}` }), `${name} `, make("b", {}, duration(seconds))));
-    const first = time.first_token_s ? `first token ${duration(time.first_token_s)}, ` : "";
     this.time.hidden = false;
-    this.time.replaceChildren(bar, make("ul", { className: "time-legend" }, ...legend, make("li", { className: "total" }, `${first}total ${duration(time.total_s)}`)));
+    this.time.replaceChildren(bar, make("ul", { className: "time-legend" }, ...legend));
   }
 
   // Why.
@@ -322,18 +324,29 @@ class AnswerView {
     const choice = chosen.length ? `${explanation.policy} chose ${[...new Set(chosen)].join(" and ")}` : `${explanation.policy} found no room: it waits in the router`;
     const queue = explanation.num_waiting ? `; ${explanation.num_waiting} waited before it` : "";
     const kept = explanation.wait_s ? `, after keeping it for ${duration(explanation.wait_s)}` : "";
-    const head = ["rank", "role", "matched tokens", "cost", "made of", "why not"];
+    const head = ["rank", "role", "matched tokens", "cost", "made of", ""];
     const rows = explanation.options.map((option) => make("tr", { className: option.is_chosen ? "chosen" : option.obstacle ? "out" : "" },
       make("th", { scope: "row" }, rankName(option.rank)),
       make("td", {}, option.role),
-      make("td", { className: "number" }, short(option.num_matched_tokens)),
-      make("td", { className: "number" }, option.cost === null ? "–" : `${Number(option.cost.toPrecision(3))} ${option.cost_unit}`),
+      make("td", { className: "amount" }, short(option.num_matched_tokens)),
+      make("td", { className: "amount" }, option.cost === null ? "–" : amount(option.cost, option.cost_unit)),
       make("td", {}, terms(option.terms)),
       make("td", {}, option.obstacle || (option.is_chosen ? "chosen" : ""))));
     this.why.hidden = false;
-    this.why.append(make("p", {}, `${choice}${kept}${queue}.`),
+    this.chosen = chosen;
+    this.why.append(make("p", {}, `${choice}${kept}${queue}.`, (this.difference = make("span"))),
       make("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": "Options of the policy" },
         make("table", {}, make("thead", {}, make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, ...rows))));
+    this.compare();
+  }
+
+  /** Both questions are asked at once, but not answered at once: say so where that shows. */
+  compare() {
+    const placement = this.quartet?.placement;
+    if (!this.difference || !placement || !this.chosen.length) return;
+    const places = [...new Set([placement.prefill ?? placement.decode, placement.decode].map(rankName))];
+    const isSame = places.every((place) => this.chosen.includes(place));
+    setText(this.difference, isSame ? "" : ` A moment later the fleet had changed: it went to ${places.join(" and ")}.`);
   }
 
   explainError(error) {
@@ -371,5 +384,11 @@ function rankName(rank) {
 
 function terms(values) {
   return Object.entries(values).filter(([, value]) => value).sort(([, one], [, other]) => Math.abs(other) - Math.abs(one))
-    .map(([name, value]) => `${name} ${Number(value.toPrecision(3))}`).join(", ");
+    .map(([name, value]) => (name.endsWith("_s") ? `${words(name.slice(0, -2))} ${duration(value)}` : `${words(name)} ${amount(value, "")}`)).join(", ");
+}
+
+const words = (name) => name.replaceAll("_", " ");
+
+function amount(value, unit) {
+  return unit === "s" ? duration(value) : `${Number(value.toPrecision(3))} ${unit}`.trim();
 }
