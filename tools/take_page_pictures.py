@@ -2,8 +2,8 @@
 
 python tools/take_page_pictures.py [--keep-open]
 
-Starts one Encode, two Prefill and two Decode workers with the tiny model, has a few clients chat with them, and looks at
-the page with Chromium, whose driver must be there (Debian: chromium-driver). Look at what it took before you commit it.
+Starts one Encode, two Prefill and two Decode workers with the tiny model, has a few clients chat with them, and looks
+at the page with Chromium (Debian's packages chromium and chromium-driver). Look at the pictures before you commit them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ _ENGINE = {"kind": "torch", "dtype": "float32", "num_blocks": 512, "num_threads"
 _SYSTEM = [
     f"You are {who}, and you answer in short and simple words that a child of five can understand. {rules}"
     for who in ("a teacher of young children", "a gardener with much time", "the captain of a small ship")
-    for rules in ("Never speak of things that you do not know. Stay friendly, whatever is said to you, and end well. " * 4,)
+    for rules in (
+        "Never speak of things that you do not know. Stay friendly, whatever is said to you, and end well. " * 4,
+    )
 ]
 _ASKED = [
     f"Tell me a short story about a {kind} named {name}."

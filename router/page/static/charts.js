@@ -12,7 +12,7 @@ const TTFT_S = 15;
 const CACHE_S = 30;
 
 const FIGURES = [
-  { name: "Requests", unit: "/s", read: (states) => rate(states, "requests") },
+  { name: "Requests", unit: "/s", read: (states) => rate(states, "requests"), add: failures },
   { name: "Tokens", unit: "/s", read: (states) => rate(states, "output_tokens") },
   { name: "First token", unit: "p50", read: ttft, show: (seconds) => milliseconds(seconds) },
   { name: "Queue", unit: "waiting", read: (states) => states.at(-1).totals.queued, floor: 4 },
@@ -33,7 +33,10 @@ export class Charts {
     if (last && (state.router.id !== last.router.id || state.at_s < last.at_s)) this.forget();
     this.states.push(state);
     while (state.at_s - this.states[0].at_s > KEPT_S) this.states.shift();
-    for (const card of this.cards) card.add(state.at_s, card.figure.read(this.states));
+    for (const card of this.cards) {
+      card.add(state.at_s, card.figure.read(this.states));
+      if (card.figure.add) setText(card.unit, card.figure.unit + card.figure.add(this.states));
+    }
   }
 
   /** Begin anew: another router, or a pause. */
@@ -54,9 +57,10 @@ class Card {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", class: "chart", "aria-hidden": "true",
     });
     svg.append(this.area, this.line);
+    this.unit = make("span", { className: "unit" }, figure.unit);
     this.element = make("div", { className: "figure" },
       make("span", { className: "name" }, figure.name),
-      make("span", { className: "number" }, this.value, " ", make("span", { className: "unit" }, figure.unit)),
+      make("span", { className: "number" }, this.value, " ", this.unit),
       svg);
   }
 
@@ -91,6 +95,12 @@ function rate(states, name) {
   const then = before(states, RATE_S);
   const seconds = now.at_s - then.at_s;
   return seconds > 0 ? Math.max(0, now.totals[name] - then.totals[name]) / seconds : null;
+}
+
+/** What to say of requests that failed, or were refused. */
+function failures(states) {
+  const failed = states.at(-1).totals.failed_requests - before(states, CACHE_S).totals.failed_requests;
+  return failed > 0 ? `, ${short(failed)} failed` : "";
 }
 
 function cacheHits(states) {

@@ -288,7 +288,7 @@ class AnswerView {
     if (!placement) return;
     this.where.hidden = false;
     const hops = ["encode", "prefill", "decode"].filter((role) => placement[role]).map((role) => rankName(placement[role]));
-    const nodes = hops.flatMap((hop, index) => (index ? [make("span", { className: "arrow", "aria-label": "then" }, "→"), make("b", {}, hop)] : [make("b", {}, hop)]));
+    const nodes = hops.flatMap((hop, index) => [...(index ? [" → "] : []), make("b", {}, hop)]);
     const facts = [];
     const { first_token_s: first, total_s: total } = this.quartet.time ?? {};
     if (total) facts.push(`${first ? `first token ${duration(first)}, ` : ""}all ${duration(total)}`);
