@@ -80,8 +80,8 @@ class Browser:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def tab_to(self, name: str) -> None:
-        """Press Tab until the element with this id, or whose text begins so, has the focus: once around the page at most."""
-        for _ in range(60):
+        """Press Tab until the element with this id, or whose text begins so, has the focus."""
+        for _ in range(60):  # once around the page at most
             self.press(Keys.TAB)
             if self.focused().startswith(name):
                 return
