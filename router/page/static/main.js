@@ -104,10 +104,15 @@ async function loadModels() {
 function askKey(error) {
   byId("key-button").hidden = false;
   if (apiKey()) setText(byId("key-note"), `${error?.message ?? "Another key"}: enter another one, or forget this one.`);
+  showKeyDialog();
+}
+
+function showKeyDialog() {
+  byId("key-forget").hidden = !apiKey();
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
-byId("key-button").addEventListener("click", () => byId("key-dialog").showModal());
+byId("key-button").addEventListener("click", showKeyDialog);
 byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 byId("key-forget").addEventListener("click", () => useKey(""));
 byId("key-form").addEventListener("submit", (event) => {

@@ -257,6 +257,7 @@ class AnswerView {
     this.element.dataset.state = "failed";
     this.problem.hidden = false;
     this.problem.replaceChildren(...problemNodes(error));
+    if (this.why.querySelector(".problem")) this.why.hidden = true; // mostly for the same reason
     this.showPlacement();
   }
 
@@ -350,7 +351,7 @@ class AnswerView {
   }
 
   explainError(error) {
-    if (this.element.dataset.state === "failed") return; // for the same reason
+    if (this.element.dataset.state === "failed") return;
     this.why.hidden = false;
     this.why.append(make("div", { className: "problem" }, ...problemNodes(error)));
   }
