@@ -125,7 +125,7 @@ async def measure(window_s: float, num_rounds: int) -> Results:
 
 async def _windows(stack: Stack, page: _Page | _Reader, window_s: float, num_rounds: int) -> Windows:
     closed, opened = list[float](), list[float]()
-    await asyncio.sleep(_SETTLE_S)
+    await asyncio.sleep(min(_SETTLE_S, window_s))
     for _ in range(num_rounds):
         for is_open in (False, True, True, False):
             began_s = process_cpu_s(stack.pids["router"])

@@ -38,15 +38,15 @@ DRIVER = "/usr/bin/chromedriver"
 PICTURE = Path("models/tiny/pictures/shapes.jpg").resolve()
 # Width, height, and the colour scheme of each picture. A phone's shows the whole page.
 SIZES = {
-    "page-light": (1440, 920, "light"),
-    "page-dark": (1440, 920, "dark"),
+    "page-light": (1440, 980, "light"),
+    "page-dark": (1440, 980, "dark"),
     "page-narrow": (390, 844, "light"),
 }
 
 _TIMEOUT_S = 120.0
 _NUM_CLIENTS = 6
-# The charts show two minutes; in less than one they have little to show.
-_LOAD_BEFORE_S = 75.0
+# The charts show two minutes.
+_LOAD_BEFORE_S = 125.0
 _ENGINE = {"kind": "torch", "dtype": "float32", "num_blocks": 512, "num_threads": 1}
 _SYSTEM = [
     f"You are {who}, and you answer in short and simple words that a child of five can understand. {rules}"
