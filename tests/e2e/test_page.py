@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,17 @@ def test_an_error_names_what_is_wrong_and_what_to_do(browser: Browser) -> None:
     browser.until(lambda: "are no JSON" in browser.until_answer_is("failed").text)
     browser.one("#tools").clear()
     assert browser.errors(400) == []
+
+
+def test_an_answer_follows_the_schema_of_the_settings(browser: Browser) -> None:
+    browser.one("#settings summary").click()
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"n": digit}, "required": ["n"], "additionalProperties": False}
+    browser.one("#schema").send_keys(json.dumps(schema))
+    browser.one("#prompt").send_keys("What is 3 plus 4?", Keys.ENTER)
+    answer = json.loads(browser.until_answer_is("done").find_element(By.CSS_SELECTOR, ".content").text)
+    assert list(answer) == ["n"] and 0 <= answer["n"] <= 9
+    assert browser.errors() == []
 
 
 def test_a_message_is_text_whatever_it_holds(browser: Browser) -> None:

@@ -248,6 +248,7 @@ async def test_a_slow_viewer_misses_states_and_keeps_none_waiting() -> None:
             assert transport is not None
             assert transport.get_write_buffer_size() > 0
             feed._read = lambda: {"short": 1}
+            await until(lambda: "short" in feed._event)
             async with looking(face) as quick:
                 for _ in range(5):
                     await next_state(quick)
