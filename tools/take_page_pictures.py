@@ -43,7 +43,7 @@ SIZES = {
     "page-narrow": (390, 844, "light"),
 }
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 180.0
 _NUM_CLIENTS = 6
 # The charts show two minutes.
 _LOAD_BEFORE_S = 125.0
