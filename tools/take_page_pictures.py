@@ -38,8 +38,8 @@ DRIVER = "/usr/bin/chromedriver"
 PICTURE = Path("models/tiny/pictures/shapes.jpg").resolve()
 # Width, height, and the colour scheme of each picture. A phone's shows the whole page.
 SIZES = {
-    "page-light": (1440, 980, "light"),
-    "page-dark": (1440, 980, "dark"),
+    "page-light": (1440, 1010, "light"),
+    "page-dark": (1440, 1010, "dark"),
     "page-narrow": (390, 844, "light"),
 }
 
