@@ -1119,6 +1119,29 @@ _SATURATION_BARS = (
 )
 
 
+def page_tables(report: Report) -> str:
+    """A row for each state of the router."""
+    return _table(_PAGE_COLUMNS, [{**report[name], "what": what, "wanted": goal} for name, what, goal in _PAGE_STATES])
+
+
+_PAGE_STATES = (
+    ("idle", "idle, in Chromium", "<= 0.6"),
+    ("busy", "under load, by a reader that draws nothing", "<= 0.6"),
+    ("busy_in_browser", "under load, in Chromium on the router's cores", "stated"),
+)
+_PAGE_COLUMNS: Columns = {
+    "the router is": "{what}",
+    "page closed": lambda row: _span(row["closed"]),
+    "page open": lambda row: _span(row["opened"]),
+    "open less closed": "{page:.2f}",
+    "wanted": "{wanted}",
+}
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f}, {max(values):.2f})"
+
+
 _TABLES: Mapping[str, Callable[[Report], str]] = {
     "overload": overload_tables,
     "relay": relay_tables,
@@ -1152,6 +1175,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "chaos": chaos_tables,
     "chaos_torch": chaos_tables,
     "fuzz": fuzz_tables,
+    "page": page_tables,
 }
 
 

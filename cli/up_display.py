@@ -84,9 +84,10 @@ class LaunchDisplay:
         """Print ``ready`` and lines to paste into another terminal; with ``certificates``, as their operator."""
         operator = None if certificates is None else certificates.operator
         curl = curl_line(http_address, http_keys_file) if http_address else ""
+        page = page_line(http_address, http_keys_file) if http_address else ""
         search_path = os.environ.get("PATH", "")
         lines = paste_lines(router_address, search_path, operator, takes_images=takes_images, curl=curl)
-        print("\n".join(["", "ready", *lines]), flush=True)
+        print("\n".join(["", "ready", *lines, *([page] if page else [])]), flush=True)
         if certificates is not None:
             client = certificates.client
             self.progress(f"who may only ask for answers: {client.cert_file} and {client.key_file.name}")
@@ -146,6 +147,13 @@ def curl_line(http_address: str, keys_file: Path | None = None) -> str:
         key = f"$(cut -d' ' -f2 {shlex.quote(str(keys_file))})"
         security = f'--cacert "$QUARTET_TLS_CA" -H "Authorization: Bearer {key}" '
     return f"curl {security}{url} -d {shlex.quote(request)}"
+
+
+def page_line(http_address: str, keys_file: Path | None = None) -> str:
+    """A line that says where the router's page is; with ``keys_file``, also that it asks for a key of it."""
+    if keys_file is None:
+        return f"# look at it: http://{http_address}/"
+    return f"# look at it: https://{http_address}/ (the page asks for the key in {keys_file})"
 
 
 def print_plan(topology: Topology, *, num_cores: int) -> None:

@@ -292,7 +292,9 @@ class ChoiceRun:
         try:
             async with asyncio.timeout(self._context.config.prefill_timeout_s):
                 start = self._start(booking, booking.send(), rank.data_parallel_rank, None, media)
-                outcome = await self._context.hops.prefill(rank, start).outcome()
+                call = self._context.hops.prefill(rank, start)
+                self._context.hand_offs.note(rank.worker_id, None, media)
+                outcome = await call.outcome()
         except TimeoutError as error:
             silent = WorkerUnavailableError(f"worker {rank.worker_id} did not prefill in time")
             raise HopFailedError(Hop.PREFILL, silent) from error
@@ -342,6 +344,7 @@ class ChoiceRun:
         try:
             start = self._start(booking, booking.send(), rank.data_parallel_rank, hand_off, media)
             call = self._context.hops.decode(rank, start, sink)
+            self._context.hand_offs.note(rank.worker_id, hand_off, media)
             finished = await outcome_in_time(
                 call, start_timeout_s=config.decode_start_timeout_s, stall_timeout_s=config.decode_stall_timeout_s
             )

@@ -11,6 +11,7 @@ from router.admission import Admission
 from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
 from router.guides import GrammarChecks
+from router.hand_offs import HandOffWatch
 from router.intake import Intake
 from router.media.request import MediaTools
 from router.prompt_memory import PromptMemory
@@ -35,6 +36,7 @@ class RouterContext:
         tenants: what is configured for each tenant.
         prompts: counts the prompts that wait.
         grammars: checks those of requests.
+        hand_offs: sees which workers hand over to which.
     """
 
     router_id: str
@@ -54,3 +56,4 @@ class RouterContext:
     tenants: Tenants = field(default_factory=Tenants)
     prompts: PromptMemory = field(default_factory=PromptMemory)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    hand_offs: HandOffWatch = field(default_factory=HandOffWatch)

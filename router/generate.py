@@ -40,6 +40,11 @@ class Pipeline:
         """Requests between arrival and end."""
         return len(self._running)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that running requests of ``generate`` have given so far. It takes time for each of them."""
+        return sum([run.num_output_tokens for run in self._running if isinstance(run, GenerateRun)])
+
     def generate(
         self,
         start: AskedStart,
@@ -124,6 +129,11 @@ class GenerateRun:
     def request_id(self) -> str:
         """Names it in every log of the system."""
         return self._request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that its choices have given so far."""
+        return sum([len(output.token_ids) for output in self._choices.outputs.values()])
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended ends as CANCELLED."""

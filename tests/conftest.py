@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,10 @@ LONGEST = (
     "test_multimodal.py",
     "test_paths.py",
 )
+
+
+#: Where Debian's package chromium-driver puts it. Others may be of another version than the browser.
+CHROMEDRIVER = "/usr/bin/chromedriver"
 
 
 @pytest.hookimpl(trylast=True)
@@ -109,6 +114,13 @@ def grpcurl_if_any() -> Path | None:
 
 
 @pytest.fixture(scope="session")
+def chromedriver() -> Path:
+    """What drives Chromium, which is there as well."""
+    found = all(shutil.which(program) for program in (CHROMEDRIVER, "chromium"))
+    return _require("chromium", Path(CHROMEDRIVER) if found else None)
+
+
+@pytest.fixture(scope="session")
 def fork_server(testrun_uid: str) -> Iterator[ForkServer]:
     """What starts processes that share one import of torch, one for all processes of this run of tests."""
     with ForkServer(testrun_uid) as server:
@@ -144,6 +156,8 @@ def _demand(name: str, binary: Path | None) -> Path | None:
 
 
 def _reason(name: str) -> str:
+    if name == "chromium":
+        return f"no chromium, or no {CHROMEDRIVER}: apt-get install chromium chromium-driver"
     return f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"
 
 

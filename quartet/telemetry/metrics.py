@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -30,6 +30,8 @@ _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0
 _REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+# Outcomes of choices that did what their clients wanted.
+_NO_FAILURES = frozenset({"stop_id", "stop_string", "length", "tool_calls", "cancelled", "placed"})
 _LAG_INTERVAL_S = 0.1
 _LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _STALL_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -131,6 +133,29 @@ class ModelMetrics:
     output_tokens: FastCounterChild
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouterTotals:
+    """What a router has counted since its start, of all models together, and what it has now.
+
+    Attributes:
+        num_requests: choices that ended; ``num_failed`` of them with an error that was not their client's leaving.
+        num_output_tokens: of requests that have ended.
+        ttft_bounds_s: upper bounds of the buckets of ``ttft_counts``, which has one more, without a bound.
+        num_queued: requests that wait for room now.
+        num_running: requests between arrival and end now.
+    """
+
+    num_requests: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    ttft_bounds_s: Sequence[float]
+    ttft_counts: Sequence[int]
+    num_queued: int
+    num_running: int
+
+
 class AdmissionOutcome(StrEnum):
     """How a choice's wait for room ended."""
 
@@ -170,6 +195,8 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._models: dict[str, ModelMetrics] = {}
+        self._num_queued: Callable[[], int] = lambda: 0
+        self._num_running: Callable[[], int] = lambda: 0
         self._ttft, self._itl, self._duration = (
             FastHistogram(name, text, "model", buckets, registry)
             for name, text, buckets in (
@@ -246,11 +273,28 @@ class RouterMetrics:
             )
         return self._models[model]
 
+    def totals(self) -> RouterTotals:
+        """The sums over all models; for the thread that counts."""
+        models = tuple(self._models.values())
+        outcomes = self.requests.values()
+        return RouterTotals(
+            num_requests=int(sum(outcomes.values())),
+            num_failed=int(sum([count for outcome, count in outcomes.items() if outcome not in _NO_FAILURES])),
+            num_prompt_tokens=int(sum([model.prompt_tokens.value for model in models])),
+            num_cached_tokens=int(sum([model.cached_tokens.value for model in models])),
+            num_output_tokens=int(sum([model.output_tokens.value for model in models])),
+            ttft_bounds_s=_FIRST_TOKEN_BUCKETS_S,
+            ttft_counts=[sum(counts) for counts in zip(*[model.ttft.counts for model in models], strict=True)],
+            num_queued=self._num_queued(),
+            num_running=self._num_running(),
+        )
+
     def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
         """Show at each scrape how many requests wait for room, and how many are between arrival and end.
 
-        Both are called on the scrape's thread and may not block.
+        Both are called on the scrape's thread, too, and may not block.
         """
+        self._num_queued, self._num_running = num_queued, num_running
         self._queued.set_function(num_queued)
         self._running.set_function(num_running)
 
@@ -383,6 +427,10 @@ class FastCounter(Collector):
             child = self._children[values] = FastCounterChild()
         return child
 
+    def values(self) -> Mapping[str, float]:
+        """The counts by the value of the label."""
+        return {values[0]: child.value for values, child in self._children.items()}
+
     def collect(self) -> Iterator[Metric]:
         """What a scrape shows."""
         family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
@@ -456,6 +504,11 @@ class FastHistogramChild:
         """Count one."""
         self._counts[bisect_left(self._bounds, amount)] += 1
         self.sum += amount
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Observations in each bucket alone, the last of which has no bound."""
+        return self._counts
 
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bounds as texts, each with the number of observations up to it."""

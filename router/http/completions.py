@@ -21,6 +21,7 @@ from router.http.connections import Connections
 from router.http.dialects import Answering, Dialect
 from router.http.errors import to_parameter
 from router.http.events import EventStream, EventWriter
+from router.workers import WorkerTable
 
 _Read: TypeAlias = Callable[[Mapping[str, Any], Caller], Generator[int, None, Asked]]
 
@@ -44,7 +45,7 @@ class Completions:
         async with self._bodies.read_json(request, caller) as body:
             asked = await self._bodies.in_turns(read(body, caller), caller.tenant)
         del body  # a stream may live for long
-        self._find_adapter(asked)
+        find_adapter(asked, self._context.table)
         token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.starts[0].model)
         if asked.streams:
             return await self._stream(request, asked, caller, token_bytes, dialect)
@@ -88,12 +89,6 @@ class Completions:
                 stream.close()
         return response
 
-    def _find_adapter(self, asked: Asked) -> None:
-        """OpenAI's requests have no field for an adapter: clients name it as the model."""
-        pool = self._context.table.pool_of_adapter(asked.model, time.monotonic())
-        if pool is not None:
-            asked.starts = [replace(one, model=pool.key.model_name, adapter=asked.model) for one in asked.starts]
-
     def _model_name(self, asked: Asked) -> str:
         """What the response calls the model."""
         start = asked.starts[0]
@@ -110,6 +105,13 @@ class Completions:
         if table is not None:
             return table.__getitem__
         return lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+def find_adapter(asked: Asked, table: WorkerTable) -> None:
+    """OpenAI's requests have no field for an adapter: clients name it as the model."""
+    pool = table.pool_of_adapter(asked.model, time.monotonic())
+    if pool is not None:
+        asked.starts = [replace(one, model=pool.key.model_name, adapter=asked.model) for one in asked.starts]
 
 
 class _Runs:

@@ -16,6 +16,7 @@ from quartet.api.openai.answers import (
     StreamedAnswer,
     TokenBytes,
     WholeAnswer,
+    placement_event,
     to_event,
     usage_event,
     whole_response,
@@ -103,6 +104,8 @@ def _streamed_completion(
     answers = [StreamedAnswer(head, stream, first) for first in _first_choices(asked)]
 
     def end(error: BaseException | None) -> None:
+        if asked.shows_placement:
+            stream.send(placement_event(head, answers))
         if error is not None:
             stream.send(to_event(error_body(error)))
         elif asked.shows_usage:

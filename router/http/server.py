@@ -34,6 +34,7 @@ from router.http.errors import ErrorShape, HttpError, error_response
 from router.http.events import SERVER_NAME
 from router.http.keys import ApiKeys, Certificates
 from router.http.models import count_tokens, detokenize, health, list_models, show_model, tokenize_text
+from router.page.page import Page
 from router.prepare import valid_traceparent
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,18 @@ class HttpServer:
         self._is_draining = False
         self._listener: asyncio.Server | None = None
         completions = Completions(pipeline, self._bodies, self._connections, config)
+        self._page = Page(
+            pipeline,
+            self._bodies,
+            self._connections,
+            namespace=namespace,
+            has_keys=self._keys is not None,
+            is_ready=is_ready,
+            sees_fleet=self._sees_fleet,
+        )
+        self._open_paths = _OPEN_PATHS | self._page.open_paths
         self._routes: dict[str, tuple[str, _Handler]] = {
+            **self._page.routes,
             "/v1/chat/completions": ("POST", partial(completions.serve, read_chat, COMPLETIONS)),
             "/v1/completions": ("POST", partial(completions.serve, read_completion, COMPLETIONS)),
             "/v1/responses": ("POST", partial(completions.serve, read_response, RESPONSES)),
@@ -150,6 +162,7 @@ class HttpServer:
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end for ``grace_s``, and cut the rest. May be called again."""
         self._is_draining = True
+        self._page.close()
         if self._listener is None:
             return
         self._listener.close()
@@ -193,7 +206,7 @@ class HttpServer:
 
     async def _answer(self, request: web.BaseRequest, path: str, caller: Caller) -> web.StreamResponse:
         handler, enter = self._handler(request, path), self._context.intake.enter
-        if path in _OPEN_PATHS:
+        if path in self._open_paths:
             await enter(_OPEN_TENANT, 0)
             return await handler(request, caller)
         if self._is_draining:
@@ -228,7 +241,7 @@ class HttpServer:
             try:
                 tenant = self._keys.tenant(_authorization(headers))
             except UnauthenticatedError as error:
-                if path not in _OPEN_PATHS:
+                if path not in self._open_paths:
                     raise HttpError(401, error.message, headers={"WWW-Authenticate": "Bearer"}) from error
         request_id = headers.get("X-Request-Id", "")
         if request_id and (_printable(request_id) != request_id or len(request_id) > _MAX_REQUEST_ID_LENGTH):
@@ -278,6 +291,12 @@ class HttpServer:
 
     def _is_operator(self, caller: Caller) -> bool:
         return self._keys is None or caller.tenant in self._config.operators  # without keys all tenants are one
+
+    def _sees_fleet(self, request: web.BaseRequest) -> bool:
+        try:
+            return self._is_operator(self._caller(request, request.rel_url.raw_path))
+        except HttpError:
+            return False
 
     async def _health(self, _request: web.BaseRequest, caller: Caller) -> web.Response:
         is_ready = self._is_ready() and not self._is_draining

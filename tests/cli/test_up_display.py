@@ -85,6 +85,13 @@ def test_ready_and_what_to_paste_go_to_standard_output(capsys: pytest.CaptureFix
     assert lines[-2:] == ["quartet generate 'Once upon a time' --max-tokens 32", "quartet workers"]
 
 
+def test_where_there_is_http_it_says_where_the_page_is(capsys: pytest.CaptureFixture[str]) -> None:
+    LaunchDisplay().ready("127.0.0.1:50050", http_address="127.0.0.1:8000")
+    assert capsys.readouterr().out.splitlines()[-1] == "# look at it: http://127.0.0.1:8000/"
+    LaunchDisplay().ready("127.0.0.1:50050", http_address="127.0.0.1:8000", http_keys_file=Path("keys"))
+    assert "https://127.0.0.1:8000/ (the page asks for the key in keys)" in capsys.readouterr().out
+
+
 def test_another_port_is_part_of_every_line() -> None:
     *_, generate, workers = paste_lines("127.0.0.1:6001", "/usr/bin")
     assert generate.endswith("--router 127.0.0.1:6001")

@@ -21,11 +21,18 @@ def machine(tmp_path: Path) -> Machine:
 def test_a_machine_without_grpcurl_gets_go_to_build_it(machine: Machine) -> None:
     machine.run(".ci/run")
     assert machine.calls("apt-get")[0] == "update -q"
-    assert machine.calls("apt-get")[1].endswith("golang-go ca-certificates")
+    assert "golang-go ca-certificates" in machine.calls("apt-get")[1]
+
+
+def test_a_machine_without_a_browser_gets_chromium(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl", "chromium"):
+        machine.install(name, "")
+    machine.run(".ci/run")
+    assert machine.calls("apt-get")[1].endswith("--no-install-recommends chromium chromium-driver")
 
 
 def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl"):
+    for name in ("etcd", "grpcurl", "chromium", "chromedriver"):
         machine.install(name, "")
     assert machine.run(".ci/run").returncode == 0
     assert machine.calls("apt-get") == []

@@ -7,12 +7,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 from quartet.api.openai.json_parts import JsonParts
 from quartet.api.openai.requests import Asked
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Usage
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.text.parsed import Parsed, ParsedBuilder, ToolCallDelta
@@ -80,7 +82,7 @@ class Head:
 class Answer:
     """What both sinks share: what was accepted, how each choice ended, and the end."""
 
-    __slots__ = ("_first_choice", "_head", "accepted", "finished", "has_ended", "is_open", "is_queued")
+    __slots__ = ("_first_choice", "_head", "accepted", "finished", "has_ended", "is_open", "is_queued", "placements")
 
     def __init__(self, head: Head, first_choice: int = 0) -> None:
         """The choices of this request are numbered from ``first_choice`` in the response."""
@@ -88,6 +90,8 @@ class Answer:
         self._first_choice = first_choice
         self.accepted: Accepted | None = None
         self.finished: dict[int, ChoiceFinished] = {}
+        #: Where its choices were placed first, by choice, if the client wants to know.
+        self.placements: dict[int, ChoicePlacement] = {}
         loop = asyncio.get_running_loop()
         #: Done once the request has passed all checks and waits for a worker, or has ended.
         self.is_queued: asyncio.Future[None] = loop.create_future()
@@ -104,11 +108,27 @@ class Answer:
     def accept(self, accepted: Accepted) -> None:
         """The first of its choices is placed."""
         self.accepted = accepted
+        for placement in accepted.choices:
+            self.placed(placement)
         if not self.is_open.done():
             self.is_open.set_result(None)
 
     def placed(self, placement: ChoicePlacement) -> None:
-        """One more choice is placed, which no client sees."""
+        """One more choice is placed."""
+        if self._head.asked.shows_placement:
+            self.placements[placement.choice] = placement
+
+    def whereabouts(self) -> list[dict[str, Any]]:
+        """Where each choice was placed and, once it has ended, where its time went."""
+        encode = None if self.accepted is None else self.accepted.encode
+        return [
+            {
+                "index": self._first_choice + choice,
+                "placement": _placement_json(self.placements.get(choice), encode),
+                **_end_json(self.finished.get(choice)),
+            }
+            for choice in sorted(self.placements.keys() | self.finished.keys())
+        ]
 
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended."""
@@ -128,6 +148,23 @@ class Answer:
     def usages(self) -> list[Usage]:
         """What its choices used, as far as they have ended, in order."""
         return [self.finished[choice].usage for choice in sorted(self.finished)]
+
+
+def _placement_json(placement: ChoicePlacement | None, encode: Rank | None) -> dict[str, Any] | None:
+    """``None``: a choice that was resumed, and had nothing left to do."""
+    if placement is None:
+        return None
+    return {
+        "encode": None if encode is None else str(encode),
+        "prefill": None if placement.prefill is None else str(placement.prefill),
+        "decode": str(placement.decode),
+        "num_matched_tokens": placement.num_matched_tokens,
+        "cost": placement.cost,
+    }
+
+
+def _end_json(finished: ChoiceFinished | None) -> dict[str, Any]:
+    return {} if finished is None else {"time": asdict(finished.time), "num_attempts": finished.usage.num_attempts}
 
 
 class WholeAnswer(Answer):
@@ -227,11 +264,13 @@ def whole_response(head: Head, answers: Sequence[WholeAnswer]) -> bytes:
     parts = JsonParts()
     choices = [choice for answer in answers for choice in answer.choices(parts)]
     fingerprint = answers[0].accepted.model_fingerprint if answers[0].accepted is not None else ""
+    more = placement_json(answers) if head.asked.shows_placement else {}
     response = head.response(
         "chat.completion" if head.asked.is_chat else "text_completion",
         choices,
         usage=usage_json([answer.usages() for answer in answers]),
         system_fingerprint=f"fp_{fingerprint[:16]}",
+        **more,
     )
     return parts.encode(response)
 
@@ -266,6 +305,8 @@ class StreamedAnswer(Answer):
     def accept(self, accepted: Accepted) -> None:
         """The request runs: a chat's choices begin with their role."""
         super().accept(accepted)
+        if self._head.asked.shows_placement:  # a client that stops the answer wants to know as well
+            self._stream.send(placement_event(self._head, [self]))
         if self._head.asked.is_chat:
             for choice in range(self._head.asked.num_choices):
                 self._send(choice, {"delta": {"role": "assistant", "content": ""}})
@@ -375,6 +416,17 @@ class StreamedAnswer(Answer):
 def usage_event(head: Head, answers: Sequence[StreamedAnswer]) -> str:
     """The last event of a stream, with the usage of all."""
     return to_event(head.response(head.chunk_kind, [], usage=usage_json([answer.usages() for answer in answers])))
+
+
+def placement_json(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Where the choices of ``answers`` were placed and, of those that have ended, where their time went."""
+    return {"quartet": {"choices": [one for answer in answers for one in answer.whereabouts()]}}
+
+
+def placement_event(head: Head, answers: Sequence[StreamedAnswer]) -> str:
+    """An event of a stream with that."""
+    more = {"usage": None} if head.asked.shows_usage else {}
+    return to_event(head.response(head.chunk_kind, [], **more, **placement_json(answers)))
 
 
 def to_event(value: dict[str, Any]) -> str:

@@ -99,6 +99,7 @@ class Asked:
         shows_usage: a stream ends with the usage.
         shows_usage_always: each event of a stream has the usage so far.
         shows_token_ids: token ids stand beside the text.
+        shows_placement: the answer says where each choice ran, and where its time went.
         num_logprobs: alternatives at each position; ``None``: no log probabilities.
         names: of fields that the client called by another name than others do.
         field_names: of all fields, in an API that is not OpenAI's of completions.
@@ -113,6 +114,7 @@ class Asked:
     shows_usage: bool = False
     shows_usage_always: bool = False
     shows_token_ids: bool = False
+    shows_placement: bool = False
     num_logprobs: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     field_names: FieldNames | None = None
@@ -375,7 +377,7 @@ _COMMON: Mapping[str, Reader] = {
     "max_tokens": integer(1, _MAX_INT32),
     **dict.fromkeys(("model", "cache_salt", "request_id"), text),
     **dict.fromkeys(("stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), boolean),
-    **dict.fromkeys(("return_token_ids", "add_special_tokens"), boolean),
+    **dict.fromkeys(("return_token_ids", "return_placement", "add_special_tokens"), boolean),
     "stream_options": fields_of(
         {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": only(False)}
     ),
@@ -574,6 +576,7 @@ def _asked(
         shows_usage=options.get("include_usage", False),
         shows_usage_always=options.get("include_usage", False) and options.get("continuous_usage_stats", False),
         shows_token_ids=found.get("return_token_ids", False),
+        shows_placement=found.get("return_placement", False),
         num_logprobs=num_logprobs,
         names=known,
     )
