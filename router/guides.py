@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from llguidance import regex_to_lark
 
 from quartet.api.chat import ChatPrompt, ToolChoice
 from quartet.api.request import GenerateStart
-from quartet.engine.guided.grammar import FIELD, check_followable, check_grammar, choices_of
+from quartet.engine.guided.checker import GrammarChecker
+from quartet.engine.guided.grammar import FIELD, check_followable, choices_of
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, guided_fields
-from quartet.errors import InvalidRequestError, ServingError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.text.call_grammar import (
     CallableTool,
     CallRules,
@@ -26,42 +29,83 @@ from quartet.text.chat_message import Tool
 from quartet.text.json_object import JsonObject
 from quartet.text.lark import json_rule, literals, quoted
 from quartet.text.model_text import ModelText
-from router.thread_queue import TokenizeQueue
+from router.fair_queue import FairShare
+from router.thread_queue import IsWanted, ThreadQueue, ThreadQueueConfig
 from router.workers import Pool
 
-# To compile a grammar takes about as long as to tokenize a text so many times as long.
-_COST_OF_CHARACTER = 16
 _NUM_KEPT = 256
+# As a queue of threads counts: a check is one of 16,384 characters at least.
+_MAX_WAITING = 512 * 16_384
+_NO_TOKENS: Mapping[str, int] = {}
+_Key: TypeAlias = tuple[GuidedDecoding, int]
 #: What engines that follow grammars by llguidance announce.
 LLGUIDANCE_FIELDS = guided_fields((GrammarKind.LARK,))
 _FORCED = (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
 
 
 class GrammarChecks:
-    """Checks grammars in the threads that tokenize, and remembers the last 256. Lives on the event loop."""
+    """Has children check grammars, in turns that are fair to tenants, and remembers the last 256. Lives on the loop."""
 
-    def __init__(self) -> None:
-        """Nothing was checked."""
-        self._known: OrderedDict[GuidedDecoding, ServingError | None] = OrderedDict()
+    def __init__(self, share: FairShare | None = None) -> None:
+        """``share`` orders the checks of tenants, and belongs to these alone."""
+        bounds = ThreadQueueConfig(
+            name="grammars",
+            num_threads=2,
+            max_waiting_size=_MAX_WAITING,
+            refusal="too many grammars wait to be checked",
+        )
+        self._queue = ThreadQueue(bounds, share or FairShare())
+        self._checker = GrammarChecker()
+        self._known: OrderedDict[_Key, InvalidRequestError | None] = OrderedDict()
+        self._running: dict[_Key, asyncio.Event] = {}
 
-    async def check(self, guided: GuidedDecoding, text: ModelText, tenant: str, queue: TokenizeQueue) -> None:
-        """Refuse a grammar that can't be followed. What the check costs, ``tenant`` pays for like for a text.
+    async def check(self, guided: GuidedDecoding, text: ModelText, tenant: str) -> None:
+        """Refuse a grammar that can't be followed. Requests with one grammar wait for one check.
 
         Raises:
-            InvalidRequestError: it is malformed or too large.
+            InvalidRequestError: it is malformed, or too large or complex.
             UnsupportedFieldError: it has a part that can't be followed; names the keyword.
-            QueueFullError: too much waits to be checked or tokenized.
+            QueueFullError: too much waits to be checked.
         """
-        if guided not in self._known:
-            cost = _COST_OF_CHARACTER * len(guided.text)
-            self._known[guided] = await queue.run(tenant, cost, lambda _is_wanted: _error_of(guided, text))
-            if len(self._known) > _NUM_KEPT:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(guided)
-        error = self._known[guided]
+        # Only tags name special tokens by their texts.
+        special = text.tokenizer.special_token_ids_by_text if guided.kind is GrammarKind.STRUCTURAL_TAG else _NO_TOKENS
+        key = guided, id(special)
+        while key not in self._known:
+            running = self._running.get(key)
+            if running is not None:
+                await running.wait()
+                continue
+            ended = self._running[key] = asyncio.Event()
+            try:
+                self._keep(
+                    key, await self._queue.run(tenant, len(guided.text), partial(self._error_of, guided, special))
+                )
+            finally:
+                del self._running[key]
+                ended.set()
+        self._known.move_to_end(key)
+        error = self._known[key]
         if error is not None:
-            raise type(error)(error.message, field=getattr(error, "field", None))
+            raise type(error)(error.message, field=error.field)
+
+    def close(self) -> None:
+        """End the children. No check may be waited for any more."""
+        self._checker.close()
+        self._queue.close()
+
+    def _keep(self, key: _Key, error: InvalidRequestError | None) -> None:
+        self._known[key] = error
+        if len(self._known) > _NUM_KEPT:
+            self._known.popitem(last=False)
+
+    def _error_of(
+        self, guided: GuidedDecoding, special_tokens: Mapping[str, int], _is_wanted: IsWanted
+    ) -> InvalidRequestError | None:
+        try:
+            self._checker.check(guided, special_tokens)
+        except InvalidRequestError as error:
+            return error
+        return None
 
 
 def guide_of(start: GenerateStart, pool: Pool, text: ModelText, prompt_end: str) -> GuidedDecoding | None:
@@ -105,14 +149,6 @@ def guide_of(start: GenerateStart, pool: Pool, text: ModelText, prompt_end: str)
 def guided_by(start: GenerateStart, guided: GuidedDecoding | None) -> GenerateStart:
     """``start`` with this grammar."""
     return start if guided is start.sampling.guided else replace(start, sampling=replace(start.sampling, guided=guided))
-
-
-def _error_of(guided: GuidedDecoding, text: ModelText) -> ServingError | None:
-    try:
-        check_grammar(guided, text.tokenizer.special_token_id)
-    except InvalidRequestError as error:
-        return error
-    return None
 
 
 def _calls(prompt: ChatPrompt, parser: str, text: ModelText, *, is_needed: bool) -> str | None:

@@ -639,7 +639,7 @@ async def _guide(request: RouterRequest, context: RouterContext) -> None:
         request.start = guided_by(start, guided)
         if guided is None or not request.pool.sampling_fields >= LLGUIDANCE_FIELDS:
             return
-        await context.grammars.check(guided, text, start.tenant, context.tokenizing)
+        await context.grammars.check(guided, text, start.tenant)
     except InvalidRequestError as error:
         if start.sampling.guided is None and error.field == FIELD:  # of the tools' schemas
             error.field = "chat.tools"

@@ -28,6 +28,7 @@ from router.context import RouterContext
 from router.fair_queue import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
+from router.guides import GrammarChecks
 from router.http.server import HttpServer
 from router.intake import Intake
 from router.kv_index.feed import KvJoins
@@ -114,7 +115,9 @@ class RouterProcess:
             stack.push_async_callback(fetcher.close)
             tokenizing = TokenizeQueue(config.tokenizing, FairShare(self._tenants))
             stack.callback(tokenizing.close)
-            pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing)
+            grammars = GrammarChecks(FairShare(self._tenants))
+            stack.callback(grammars.close)
+            pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing, grammars)
             servicer = self._servicer(pipeline, table, fleet)
             server = self._server(servicer, table, fleet)
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
@@ -232,6 +235,7 @@ class RouterProcess:
         index: PrefixIndex,
         fetcher: MediaFetcher,
         tokenizing: TokenizeQueue,
+        grammars: GrammarChecks,
     ) -> Pipeline:
         config, tenants = self._config, self._tenants
         admission = Admission(
@@ -250,6 +254,7 @@ class RouterProcess:
                 hops=fleet,
                 media=MediaTools(fetcher, encode, media_queue, config.media),
                 tokenizing=tokenizing,
+                grammars=grammars,
                 metrics=self._metrics,
                 config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,

@@ -82,6 +82,7 @@ class Tokenizer:
         eos_token_id: id of the token that ends a sequence, ``None`` if the model has none. A model may stop at more:
             see ``ModelText``.
         special_token_ids: ids that ``skip_special_tokens`` leaves out of text.
+        special_token_ids_by_text: the same, by the tokens' texts.
         longest_token_bytes: UTF-8 bytes of the longest token as the vocabulary spells it.
         piece_rule: how tokens add up to text; ``None``: only by decoding them together.
     """
@@ -101,6 +102,7 @@ class Tokenizer:
         eos_token = self.special_tokens.named.get("eos_token")
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
         vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.special_token_ids_by_text = {token.content: token_id for token_id, token in added.items() if token.special}
         self.longest_token_bytes = max([len(token.encode()) for token in vocabulary], default=1)
         self.piece_rule = _read_piece_rule(backend)
         self._tables = {skipped: self._make_table(skipped) for skipped in (frozenset(), self.special_token_ids)}
@@ -145,8 +147,7 @@ class Tokenizer:
 
     def special_token_id(self, token: str) -> int | None:
         """Id of the special token with this text; ``None``: there is none."""
-        token_id = self._backend.token_to_id(token)
-        return token_id if token_id in self.special_token_ids else None
+        return self.special_token_ids_by_text.get(token)
 
     def token_text(self, token_id: int) -> str | None:
         """Text of a token as the vocabulary spells it; ``None`` for an id that it lacks.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quartet.api.chat import ChatPrompt, ToolChoice
+from quartet.engine.guided.checker import GrammarChecker
 from quartet.engine.guided.grammar import check_grammar
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling, guided_choice, guided_fields
 from quartet.engine.step_engine import ALL_SAMPLING_FIELDS
@@ -68,15 +70,29 @@ async def refusal_of(fleet: Fleet, prompt: Any, grammar: GuidedDecoding | None =
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[GuidedDecoding]:
-    """The grammars that were compiled for a check."""
-    compiled = list[GuidedDecoding]()
+    """The grammars that children were given."""
+    asked = list[GuidedDecoding]()
+    check = GrammarChecker.check
 
-    def check(grammar: GuidedDecoding, *rest: Any) -> None:
-        compiled.append(grammar)
-        check_grammar(grammar, *rest)
+    def note(self: GrammarChecker, grammar: GuidedDecoding, special_tokens: Mapping[str, int]) -> None:
+        asked.append(grammar)
+        check(self, grammar, special_tokens)
 
-    monkeypatch.setattr(guides, "check_grammar", check)
-    return compiled
+    monkeypatch.setattr(GrammarChecker, "check", note)
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def one_checker(monkeypatch: pytest.MonkeyPatch, children: GrammarChecker) -> None:
+    """All fleets of this file have the same children: each takes half a second to start."""
+    monkeypatch.setattr(guides, "GrammarChecker", lambda: children)
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    checker.close()
 
 
 async def test_a_grammar_is_checked_once_before_any_worker_is_asked(checked: list[GuidedDecoding]) -> None:
@@ -90,20 +106,27 @@ async def test_a_grammar_is_checked_once_before_any_worker_is_asked(checked: lis
     assert len(checked) == 2
 
 
-async def test_the_tenant_pays_for_a_check_as_for_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, paid = fleet_with(), list[tuple[str, int]]()
-    queue = fleet.pipeline.context.tokenizing
-    run = queue.run
-
-    async def note(tenant: str, size: int, work: Any) -> Any:
-        paid.append((tenant, size))
-        return await run(tenant, size, work)
-
-    monkeypatch.setattr(queue, "run", note)
-    grammar = guided({**SCHEMA, "description": "x" * 4000})
+async def test_requests_with_one_grammar_wait_for_one_check_also_if_the_first_has_gone(
+    checked: list[GuidedDecoding],
+) -> None:
+    fleet, grammar = fleet_with(), guided({**SCHEMA, "description": "one"})
     start = make_start(prompt=chat(), sampling=Sampling(max_tokens=2, guided=grammar), tenant="ann")
-    await asyncio.gather(*(collect(fleet.generate(start)) for _ in range(2)))
-    assert paid[0] == ("ann", 16 * len(grammar.text))
+    requests = [asyncio.create_task(collect(fleet.generate(start))) for _ in range(4)]
+    while not fleet.pipeline.context.grammars._running:  # noqa: ASYNC110 - nothing tells it
+        await asyncio.sleep(0)
+    requests[0].cancel()
+    await asyncio.gather(*requests[1:])
+    assert len(checked) <= 2 and set(checked) == {grammar}
+
+
+async def test_grammars_that_would_end_or_stop_a_router_are_refused(checked: list[GuidedDecoding]) -> None:
+    rules = "start: a0\n" + "".join(f'a{i}: a{i + 1} "a"\n' for i in range(5000)) + 'a5000: "b"'
+    patterns = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b"} for i in range(20)]}
+    for grammar in (GuidedDecoding(GrammarKind.LARK, rules), guided(patterns)):
+        for _ in range(2):
+            error = await refusal_of(fleet_with(), chat(), grammar)
+            assert "to be read" in error.message and error.field == "sampling.guided"
+    assert await guide_at_worker(fleet_with(), chat(), guided(SCHEMA)) == guided(SCHEMA)
 
 
 async def test_checks_are_forgotten_at_last(checked: list[GuidedDecoding]) -> None:

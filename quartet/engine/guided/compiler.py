@@ -24,6 +24,7 @@ Compiled: TypeAlias = Guide | ServingError
 
 #: A grammar of so many characters compiles in some tens of milliseconds.
 SHORT_LENGTH = 8192
+_STACK_SIZE = 16 << 20
 _NUM_KEPT = 64
 _NUM_KEPT_CHARACTERS = 1 << 20
 
@@ -93,7 +94,7 @@ class GrammarCompiler:
             try:
                 self._keep(guided, self._start_of(guided))
                 found = self.find(guided)
-            except Exception:  # the caller's request ends with it
+            except BaseException:  # a panic in Rust is no Exception; the caller's request ends with it
                 logger.exception("a grammar could not be compiled")
         on_end(EngineError("the grammar could not be compiled") if found is None else found)
 
@@ -128,9 +129,7 @@ class _Line:
         self._jobs: PriorityQueue[tuple[int, int, Callable[[], None]]] = PriorityQueue()
         self._numbers = count()
         self._is_closed = False
-        # A daemon thread: a process does not wait for a grammar at its end.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = _thread_with_deep_stack(self._run, name)
 
     def put(self, size: int, job: Callable[[], None]) -> None:
         self._jobs.put((size, next(self._numbers), job))
@@ -143,3 +142,15 @@ class _Line:
         while not self._is_closed:
             _, _, job = self._jobs.get()
             job()
+
+
+def _thread_with_deep_stack(run: Callable[[], None], name: str) -> threading.Thread:
+    """A running thread with several times the stack that a router's check has for the same grammar."""
+    usual = threading.stack_size(_STACK_SIZE)
+    try:
+        # A daemon: a process does not wait for a grammar at its end.
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    return thread

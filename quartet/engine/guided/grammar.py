@@ -18,11 +18,12 @@ from quartet.text.lark import ANY_TEXT, JSON_OPTIONS, SpecialToken, json_rule, l
 #: The field that refusals name.
 FIELD = "sampling.guided"
 
-#: What a grammar may take: about 20 ms to compile its expressions; for each token 10 ms, and 30 MB of states in all.
+#: What a grammar may take while it is followed: 30 MB of states; what a mask may take, ``masks`` bounds by time. They
+#: don't bound what reading it takes: ``checker`` does.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=150_000,
-    step_max_items=50_000,
+    step_max_items=20_000,
     max_lexer_states=20_000,
     max_grammar_size=200_000,
     # An error would otherwise show thousands of characters of the parser's state.

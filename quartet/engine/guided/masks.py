@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +19,11 @@ from quartet.errors import InvalidRequestError
 if TYPE_CHECKING:
     from quartet.engine.runner import RunningRequest
 
+logger = logging.getLogger(__name__)
+
 _WORD_BITS = 32
+# CPU time that masks of one output may take: so much at once, and so much each.
+_FREE_S, _MASK_S = 0.15, 0.005
 
 
 class Guide:
@@ -31,6 +37,7 @@ class Guide:
         """``matcher`` is at the grammar's start, and belongs to this guide alone."""
         self.matcher = matcher
         self.num_tokens = 0
+        self._num_masks, self._spent_s = 0, 0.0
         self.error: InvalidRequestError | None = None
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -39,10 +46,28 @@ class Guide:
         if token_ids and self.error is None and not self.matcher.consume_tokens(list(token_ids)):
             self.fail()
 
-    def fail(self) -> None:
-        """The matcher has failed."""
+    def compute(self, address: int, num_bytes: int) -> None:
+        """Write the mask of the next token to memory. A grammar whose masks take too long sets ``error``.
+
+        All requests of a step wait for the slowest mask.
+        """
+        began = time.thread_time()
+        try:
+            self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        except BaseException:  # a panic in Rust is no Exception, and only this request may end with it
+            logger.exception("a mask could not be computed")
+            self.fail("its mask could not be computed")
+        self._spent_s += time.thread_time() - began
+        self._num_masks += 1
+        if self.matcher.is_error():
+            self.fail()
+        elif self._spent_s > _FREE_S + _MASK_S * self._num_masks:
+            self.fail("its masks take too long")
+
+    def fail(self, why: str = "") -> None:
+        """The matcher has failed, or ``why`` says what has."""
         if self.error is None:
-            why = self.matcher.get_error().split("\n")[0] or "no token may come next"
+            why = why or self.matcher.get_error().split("\n")[0] or "no token may come next"
             self.error = InvalidRequestError(f"the grammar can't be followed any further: {why}", field=FIELD)
 
 
@@ -73,12 +98,11 @@ class PendingMasks:
 
 
 class MaskThread:
-    """Computes the masks of steps, one after the other, in a thread that needs no GIL while it does."""
+    """Computes the masks of steps, one after the other, in a thread that gives the GIL up meanwhile."""
 
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // _WORD_BITS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quartet-masks")
-        self._executor = llguidance.LLExecutor(num_threads=1)
 
     def begin(self, requests: Sequence[RunningRequest]) -> PendingMasks | None:
         """Begin with the masks for the next tokens of those ``requests`` that are guided; ``None``: none is.
@@ -99,12 +123,12 @@ class MaskThread:
     def _fill(self, jobs: Sequence[_Job], bits: npt.NDArray[np.int32]) -> None:
         for job in jobs:
             job.guide.take(job.new_token_ids)
-        going = [(job.guide.matcher, row) for row, job in enumerate(jobs) if job.guide.error is None]
-        if going:
-            row_bytes = bits.shape[1] * bits.itemsize
-            self._executor.unsafe_compute_mask_ptr(going, bits.ctypes.data, row_bytes, len(bits))
+        row_bytes, address = bits.shape[1] * bits.itemsize, bits.ctypes.data
         for row, job in enumerate(jobs):
-            if job.guide.matcher.is_error() or not bits[row].any():
+            if job.guide.error is None:
+                job.guide.compute(address + row * row_bytes, row_bytes)
+        for row, job in enumerate(jobs):
+            if job.guide.error is None and not bits[row].any():
                 job.guide.fail()
             if job.guide.error is not None:
                 bits[row] = -1  # whatever it chooses is dropped

@@ -156,6 +156,24 @@ def test_a_pattern_that_explodes_is_that_guides_error_alone(compiler: GrammarCom
     assert "can't be followed any further" in bomb.guide.error.message and len(bomb.guide.error.message) < 300
 
 
+def test_a_grammar_whose_masks_take_too_long_is_that_guides_error_alone(
+    compiler: GrammarCompiler, masks: MaskThread
+) -> None:
+    # Each token can be split into parts in more ways than the last one.
+    ambiguous = GuidedDecoding(GrammarKind.LARK, "start: e\ne: e e | e e e | /[a-z ]/")
+    slow, other = running(guide_of(compiler, ambiguous)), running(guide_of(compiler, PERSON))
+    [letter] = [i for i in allowed(masks, slow)[0] if piece(i) == "a"]
+    for _ in range(200):
+        allowed(masks, slow, other)
+        assert slow.guide is not None and other.guide is not None and other.guide.error is None
+        if slow.guide.error is not None:
+            break
+        slow.seq.append(letter)
+    assert slow.guide is not None and slow.guide.error is not None
+    assert "can't be followed any further" in slow.guide.error.message
+    assert slow.guide.num_tokens < 100
+
+
 def test_a_grammar_is_compiled_once_and_guides_do_not_know_each_other(compiler: GrammarCompiler) -> None:
     first, second = guide_of(compiler, PERSON), compiler.find(PERSON)
     assert isinstance(second, Guide)
