@@ -156,7 +156,10 @@ def _calls(prompt: ChatPrompt, parser: str, text: ModelText, *, is_needed: bool)
         tool for tool in prompt.tools if prompt.tool_choice is not ToolChoice.FUNCTION or tool.name == prompt.tool_name
     ]
     rules = CallRules(
-        tools=[CallableTool(tool.name, _schema_of(tool, is_needed=is_needed)) for tool in named],
+        tools=[
+            CallableTool(tool.name, _schema_of(tool, is_needed=is_needed), is_strict=bool(tool.strict))
+            for tool in named
+        ],
         is_needed=is_needed,
         allows_parallel=prompt.parallel_tool_calls and prompt.tool_choice is not ToolChoice.FUNCTION,
     )

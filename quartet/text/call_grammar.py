@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from quartet.errors import UnsupportedFieldError
 from quartet.text.lark import ANY_TEXT, SpecialToken, json_rule, literals, quoted, text_until
 from quartet.text.parse.formats import ReasoningTable
 from quartet.text.parse.names import REASONING_PARSERS
@@ -19,10 +20,14 @@ _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True)
 class CallableTool:
-    """A function and its parameters' JSON schema; ``None``: any JSON object."""
+    """A function and its parameters' JSON schema; ``None``: any JSON object.
+
+    ``is_strict``: the schema is followed whole, or refused.
+    """
 
     name: str
     schema: Mapping[str, Any] | None
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,10 @@ def call_grammar(parser: str, rules: CallRules, special_token: SpecialToken) -> 
         parser: a name of ``TOOL_CALL_PARSERS``.
         rules: what is allowed.
         special_token: those of the model.
+
+    Raises:
+        UnsupportedFieldError: the schema of a strict tool can't be followed in calls that are written so; names the
+            keyword.
     """
     make = _FORMS.get(parser)
     return None if make is None else make(special_token).grammar(rules, special_token)
@@ -153,6 +162,9 @@ class _ParameterCalls:
             properties, required = schema.get("properties", {}), schema.get("required", [])
             if not isinstance(properties, dict) or not isinstance(required, list):
                 return None
+            if tool.is_strict and (keyword := _untagged(schema)):
+                why = f"a strict tool's schema has what can't be followed where calls are written in tags: {keyword}"
+                raise UnsupportedFieldError(why, field="chat.tools")
             parts = []
             for index, (key, value) in enumerate(properties.items()):
                 name = f"argument_{number}_{index}"
@@ -177,6 +189,30 @@ class _ParameterCalls:
             return [f"{name}: {head} ({' | '.join(map(quoted, texts))}) {tail}"]
         definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
         return [f"{name}: {head} {json_rule({**definitions, **schema} if isinstance(schema, dict) else {})} {tail}"]
+
+
+# What says nothing of the arguments.
+_REMARKS = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples", "x-guidance"})
+_OF_OBJECTS = _REMARKS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_OF_TEXTS = _REMARKS | {"type", "enum"}
+
+
+def _untagged(schema: Mapping[str, Any]) -> str | None:
+    """A keyword that ``_ParameterCalls`` does not follow, as values stand between tags; ``None``: there is none."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    for keyword in sorted(schema.keys() - _OF_OBJECTS):
+        return str(keyword)
+    if schema.get("type", "object") != "object":
+        return "type"
+    if any(name not in properties for name in required):
+        return "required, where it names no property"
+    if isinstance(schema.get("additionalProperties"), dict):
+        return "additionalProperties, where it is a schema"
+    for name, value in properties.items():
+        if isinstance(value, dict) and value.get("type") == "string":
+            for keyword in sorted(value.keys() - _OF_TEXTS):
+                return f"{keyword} of {name}"
+    return None
 
 
 _Calls: TypeAlias = _JsonCalls | _ParameterCalls

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import llguidance
 import pytest
 
+from quartet.errors import UnsupportedFieldError
 from quartet.text.call_grammar import (
     CallableTool,
     CallRules,
@@ -162,6 +164,41 @@ def test_one_call_or_several(parser: str) -> None:
     }.get(parser, f"{one}\n{one}")
     assert is_whole(many, two) and not is_whole(single, two)
     assert is_whole(many, one) and is_whole(single, one)
+
+
+def strict(**schema: Any) -> CallRules:
+    return rules(is_needed=True, tools=(CallableTool("f", {"type": "object", **schema}, is_strict=True),))
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "^[0-9]$"}}}, "pattern of a"),
+        ({"properties": {"a": {"type": "string", "maxLength": 3}}}, "maxLength of a"),
+        ({"properties": {"a": {"type": "string", "not": {}}}}, "not of a"),
+        ({"not": {}}, "not"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {}}}, "\\$ref"),
+        ({"required": ["b"]}, "required"),
+        ({"additionalProperties": {"type": "integer"}}, "additionalProperties"),
+    ],
+)
+def test_what_tags_can_not_say_of_a_strict_schema_is_refused_by_name(
+    parser: str, schema: Mapping[str, Any], keyword: str
+) -> None:
+    with pytest.raises(UnsupportedFieldError, match=f"in tags: {keyword}") as caught:
+        call_grammar(parser, strict(**schema), lambda _text: None)
+    assert caught.value.field == "chat.tools"
+    assert call_grammar("hermes", strict(**schema), lambda _text: None), "JSON says it"
+    free = rules(is_needed=True, tools=(CallableTool("f", {"type": "object", **schema}),))
+    assert call_grammar(parser, free, lambda _text: None)
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
+def test_strict_schemas_that_tags_can_say_are_followed(parser: str) -> None:
+    tool = CallableTool("get_weather", {**SCHEMA, "title": "Weather"}, is_strict=True)
+    grammar = grammar_of(parser, rules(is_needed=True, tools=(tool,)))
+    assert is_whole(grammar, written(parser, ARGUMENTS))
 
 
 def test_reasoning_comes_first_and_the_template_may_have_begun_it() -> None:

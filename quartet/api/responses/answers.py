@@ -76,23 +76,22 @@ class ResponseHead(Head):
     def ended(self, finished: ChoiceFinished, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The response at its end."""
         status = _STATUSES.get(finished.reason, "completed")
-        has_reasoning = any(item["type"] == "reasoning" for item in output)
         return self.shown(
             status,
             output,
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
             completed_at=int(time.time()) if status == "completed" else None,
-            usage=_usage_json(finished.usage, has_reasoning=has_reasoning),
+            usage=_usage_json(finished.usage),
         )
 
 
-def _usage_json(usage: Usage, *, has_reasoning: bool) -> dict[str, Any]:
+def _usage_json(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.num_output_tokens,
-        # A parser finds reasoning in text, and does not count its tokens.
-        "output_tokens_details": {"reasoning_tokens": None if has_reasoning else 0},
+        # A parser finds reasoning in text, and does not count its tokens; clients take nothing but a number.
+        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }
 

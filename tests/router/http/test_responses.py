@@ -292,7 +292,7 @@ USAGE = {
     "input_tokens": 30,
     "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
     "output_tokens": 7,
-    "output_tokens_details": {"reasoning_tokens": None},
+    "output_tokens_details": {"reasoning_tokens": 0},
     "total_tokens": 37,
 }
 
