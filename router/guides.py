@@ -34,6 +34,8 @@ from router.thread_queue import IsWanted, ThreadQueue, ThreadQueueConfig
 from router.workers import Pool
 
 _NUM_KEPT = 256
+# To read and write so many characters of schemas takes a fraction of a millisecond.
+_MAX_INLINE_LENGTH = 8_192
 # As a queue of threads counts: a check is one of 16,384 characters at least.
 _MAX_WAITING = 512 * 16_384
 _NO_TOKENS: Mapping[str, int] = {}
@@ -87,6 +89,16 @@ class GrammarChecks:
         error = self._known[key]
         if error is not None:
             raise type(error)(error.message, field=error.field)
+
+    async def guide_of(
+        self, start: GenerateStart, pool: Pool, text: ModelText, prompt_end: str
+    ) -> GuidedDecoding | None:
+        """As ``guide_of``; long schemas of tools are read in a thread, when it is the tenant's turn."""
+        prompt = start.prompt
+        size = sum([tool.num_characters for tool in prompt.tools]) if isinstance(prompt, ChatPrompt) else 0
+        if size <= _MAX_INLINE_LENGTH:
+            return guide_of(start, pool, text, prompt_end)
+        return await self._queue.run(start.tenant, size, lambda _is_wanted: guide_of(start, pool, text, prompt_end))
 
     def close(self) -> None:
         """End the children. No check may be waited for any more."""

@@ -45,7 +45,7 @@ from quartet.text.model_text import ModelText
 from quartet.text.parsed import OutputParsing
 from quartet.text.tokenizer import EncodeLimit
 from router.context import RouterContext
-from router.guides import LLGUIDANCE_FIELDS, guide_of, guided_by
+from router.guides import LLGUIDANCE_FIELDS, guided_by
 from router.media.queue import MediaRoom
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
 from router.prompt_memory import HeldPrompt, request_bytes, unread_bytes
@@ -635,11 +635,13 @@ async def _guide(request: RouterRequest, context: RouterContext) -> None:
     if not _is_guided(start):
         return
     try:
-        guided = guide_of(start, request.pool, text, text.prompt_end(request.prompt_token_ids))
+        asked, grammars = start.sampling.guided, context.grammars
+        if asked is not None and request.pool.sampling_fields >= LLGUIDANCE_FIELDS:
+            await grammars.check(asked, text, start.tenant)
+        guided = await grammars.guide_of(start, request.pool, text, text.prompt_end(request.prompt_token_ids))
         request.start = guided_by(start, guided)
-        if guided is None or not request.pool.sampling_fields >= LLGUIDANCE_FIELDS:
-            return
-        await context.grammars.check(guided, text, start.tenant)
+        if guided is not None and guided is not asked:
+            await grammars.check(guided, text, start.tenant)
     except InvalidRequestError as error:
         if start.sampling.guided is None and error.field == FIELD:  # of the tools' schemas
             error.field = "chat.tools"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -224,6 +225,27 @@ async def test_a_structured_answer_may_be_a_call_where_there_are_tools() -> None
     assert not is_whole(grammar.text, "sunny") and not is_whole(grammar.text, "")
     hidden = chat(tool(), tool_choice=ToolChoice.NONE)
     assert await guide_at_worker(fleet_with(), hidden, guided(SCHEMA)) == guided(SCHEMA)
+
+
+async def test_long_schemas_of_tools_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[str]()
+    make = guides.guide_of
+
+    def note(*arguments: Any) -> GuidedDecoding | None:
+        threads.add(threading.current_thread().name)
+        return make(*arguments)
+
+    monkeypatch.setattr(guides, "guide_of", note)
+    long = tool(schema={**SCHEMA, "description": "x" * 10_000}, strict=True)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call>{% endif %}"
+    assert await guide_at_worker(fleet_with(template), chat(long)) is not None
+    assert all(name.startswith("grammars") for name in threads) and threads
+
+
+async def test_a_malformed_expression_is_refused_also_where_it_is_a_part_of_the_grammar() -> None:
+    broken = GuidedDecoding(GrammarKind.REGEX, "\\")
+    for fleet, prompt in ((fleet_with(), chat()), (fleet_with(), chat(tool())), (fleet_with(REASONING), chat())):
+        assert (await refusal_of(fleet, prompt, broken)).field == "sampling.guided"
 
 
 async def test_grammars_of_all_of_the_output_stay_as_they_are() -> None:

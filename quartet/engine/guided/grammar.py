@@ -34,6 +34,7 @@ _MAX_TAGS = 1024
 _MAX_MESSAGE_LENGTH = 300
 # llguidance names what it lacks so.
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+_LAST_ESCAPE = re.compile(r"(?<!\\)(\\\\)*\\\Z")
 _ONE_OF = re.compile(r"oneOf constraints are not supported")
 
 
@@ -48,6 +49,8 @@ def llguidance_grammar(guided: GuidedDecoding, special_token: SpecialToken) -> s
         case GrammarKind.JSON_SCHEMA:
             return _of_schema(guided.text)
         case GrammarKind.REGEX:
+            if _LAST_ESCAPE.search(guided.text):  # what follows the expression would be escaped
+                raise InvalidRequestError("the grammar (regex) ends with a lone backslash", field=FIELD)
             return llguidance.LLMatcher.grammar_from_regex(guided.text)
         case GrammarKind.EBNF:
             return _of_ebnf(guided.text)
