@@ -92,6 +92,7 @@ function show(state) {
 function refuse(error) {
   byId("key-button").hidden = false;
   byId("figures").hidden = true;
+  setText(byId("where"), "");
   if (error.status === 401) {
     setLive("locked", "needs a key");
     fleet.forget("The fleet is shown with an operator's key.");
