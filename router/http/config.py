@@ -33,7 +33,8 @@ class HttpConfig:
         host: the address to listen on; beyond loopback it takes ``tls``, or ``server.insecure`` of the router.
         keys_file: API keys, ``TENANT KEY`` a line (``router.http.keys``). ``None``: every caller is anonymous, and any
             Authorization header passes.
-        operators: tenants whose keys may read ``/metrics`` and see the workers in ``/health``, as all may without keys.
+        operators: tenants whose keys may read ``/metrics``, and see the workers in ``/health`` and the page's fleet.
+            Without keys all may, but for the page, which is for loopback.
         tls: certificates; ``None`` serves in the clear.
         max_body_bytes: of one request. By default 64 MiB of pictures fit, which grow by a third as data URLs.
         max_held_body_bytes: of all bodies that are being read; one tenant or address may take half.

@@ -31,6 +31,11 @@ def list_models(table: WorkerTable) -> dict[str, Any]:
     return {"object": "list", "data": [*map(_model, pools.values()), *adapters]}
 
 
+def model_names(table: WorkerTable) -> list[str]:
+    """The names that GET /v1/models lists, each once."""
+    return list(dict.fromkeys(model["id"] for model in list_models(table)["data"]))
+
+
 def show_model(context: RouterContext, name: str) -> dict[str, Any]:
     """GET /v1/models/NAME, of a model or an adapter. Raises ``ModelNotFoundError``, or ``ModelUnavailableError``."""
     pool = _find_pool(name, context.table)

@@ -12,6 +12,7 @@ from typing import Any
 from quartet.api.fleet import WorkerStatus
 from quartet.telemetry.metrics import RouterTotals
 from router.generate import Pipeline
+from router.http.models import model_names
 
 
 def read_state(pipeline: Pipeline, namespace: str, *, is_ready: bool) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def read_state(pipeline: Pipeline, namespace: str, *, is_ready: bool) -> dict[st
             "namespace": namespace,
             "policy": context.admission.policy.name,
             "is_ready": is_ready,
-            "models": [pool.key.model_name for pool in context.table.pools(now)],
+            "models": model_names(context.table),
         },
         "totals": _totals(context.metrics.totals(), pipeline.num_output_tokens),
         "workers": [_worker(status) for status in context.table.statuses(now)],

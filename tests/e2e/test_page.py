@@ -93,6 +93,33 @@ class Browser:
         script = "const e = document.activeElement; return e.id || e.textContent"
         return str(self.driver.execute_script(script))
 
+    def watch_calls(self) -> None:
+        """Keep what the page sends from now on; ``answer_once`` then answers in place of the router."""
+        self.driver.execute_script("""
+            window.bodies = [];
+            window.signals = {};
+            window.canned = {};
+            const send = window.fetch;
+            window.fetch = (path, options) => {
+              if (path === "v1/chat/completions") window.bodies.push(options.body);
+              window.signals[path] = options.signal;
+              const text = window.canned[path];
+              delete window.canned[path];
+              return text === undefined ? send(path, options) : Promise.resolve(new Response(text));
+            };""")
+
+    def answer_once(self, path: str, text: str) -> None:
+        self.driver.execute_script("window.canned[arguments[0]] = arguments[1]", path, text)
+
+    def sent(self) -> list[Any]:
+        """The messages of the last chat request."""
+        messages: list[Any] = json.loads(self.driver.execute_script("return window.bodies.at(-1)"))["messages"]
+        return messages
+
+    def draft(self) -> str | None:
+        """The text in the composer."""
+        return self.one("#prompt").get_attribute("value")
+
     def errors(self, *statuses: int) -> list[Any]:
         """What the console says is wrong, but for answers with one of these statuses."""
         wanted = tuple(f"status of {status}" for status in statuses)
@@ -228,10 +255,137 @@ def test_an_error_names_what_is_wrong_and_what_to_do(browser: Browser) -> None:
     assert "top_p" in problem and "Change top p in the settings." in problem
     browser.one("#top_p").clear()
     browser.one("#tools").send_keys("[{")
-    browser.one("#prompt").send_keys("again", Keys.ENTER)
+    browser.one("#prompt").send_keys(" again", Keys.ENTER)
     browser.until(lambda: "are no JSON" in browser.until_answer_is("failed").text)
     browser.one("#tools").clear()
+    browser.driver.execute_script("document.getElementById('model').add(new Option('another'))")
+    browser.one("#model option:last-child").click()
+    browser.one("#prompt").send_keys(Keys.ENTER)
+    browser.until(lambda: "Choose a model of the list" in browser.until_answer_is("failed").text)
+    assert browser.errors(400, 404) == []
+
+
+def test_a_refused_message_comes_back_and_is_not_asked_again(browser: Browser) -> None:
+    browser.watch_calls()
+    browser.one("#settings summary").click()
+    browser.one("#top_p").send_keys("7")
+    browser.one("#file").send_keys(str(PICTURE))
+    browser.until(lambda: browser.all("#pictures img"))
+    browser.one("#prompt").send_keys("bad", Keys.ENTER)
+    browser.until_answer_is("failed")
+    assert browser.draft() == "bad" and len(browser.all("#pictures img")) == 1
+    browser.one("#top_p").clear()
+    browser.one("#pictures .remove").click()
+    browser.one("#prompt").clear()
+    browser.one("#prompt").send_keys("What is 17 plus 25?", Keys.ENTER)
+    browser.until_answer_is("done")
+    assert browser.sent() == [{"role": "user", "content": "What is 17 plus 25?"}]
+    assert browser.draft() == "" and not browser.all("#pictures img")
     assert browser.errors(400) == []
+
+
+def test_a_message_stopped_before_its_first_token_comes_back_and_the_focus_stays(
+    browser: Browser, page_stack: Stack
+) -> None:
+    browser.watch_calls()
+    page_stack.freeze("prefill-0")  # which gives first tokens
+    try:
+        browser.one("#prompt").send_keys(STORY)
+        browser.one("#send").click()
+        browser.until(lambda: browser.one("#stop").is_displayed())
+        assert browser.focused() == "prompt"
+        browser.tab_to("stop")
+        browser.press(Keys.ENTER)
+        browser.until_answer_is("stopped")
+        browser.until(lambda: not browser.one("#stop").is_displayed())
+    finally:
+        page_stack.thaw("prefill-0")
+    assert browser.focused() == "prompt" and browser.draft() == STORY
+    for path in ("v1/chat/completions", "page/explain"):
+        assert browser.driver.execute_script("return window.signals[arguments[0]].aborted", path), path
+    browser.one("#prompt").clear()
+    browser.one("#prompt").send_keys("What is 17 plus 25?", Keys.ENTER)
+    browser.until_answer_is("done")
+    assert browser.sent() == [{"role": "user", "content": "What is 17 plus 25?"}]
+    assert browser.errors() == []
+
+
+def test_a_new_chat_has_nothing_of_the_answer_that_still_came(browser: Browser, page_stack: Stack) -> None:
+    browser.watch_calls()
+    browser.one("#settings summary").click()
+    browser.one("#max_tokens").clear()
+    browser.one("#max_tokens").send_keys("400")
+    browser.one("#prompt").send_keys(STORY, Keys.ENTER)
+    browser.until(lambda: browser.all(".answer .content") and browser.one(".answer .content").text)
+    page_stack.freeze("decode-0", "decode-1")
+    try:
+        assert browser.one("#stop").is_displayed()
+        browser.one("#clear").click()
+        browser.until(lambda: not browser.one("#stop").is_displayed())
+    finally:
+        page_stack.thaw("decode-0", "decode-1")
+    assert browser.draft() == "" and not browser.all(".turn")
+    browser.one("#prompt").send_keys("What is 17 plus 25?", Keys.ENTER)
+    browser.until_answer_is("done")
+    assert browser.sent() == [{"role": "user", "content": "What is 17 plus 25?"}]
+    assert browser.errors() == []
+
+
+def test_every_call_of_a_tool_has_a_result_before_another_message(browser: Browser) -> None:
+    browser.watch_calls()
+    function = {"name": "look", "arguments": "{}"}
+    calls = [{"index": 0, "id": "call_0", "type": "function", "function": function}]
+    event = {"choices": [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": "tool_calls"}]}
+    browser.answer_once("v1/chat/completions", f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+    browser.one("#prompt").send_keys("Look.", Keys.ENTER)
+    browser.until_answer_is("done")
+    browser.until(lambda: browser.all(".results"))
+    browser.one("#settings summary").click()
+    browser.one("#top_p").send_keys("7")
+    browser.one("#prompt").send_keys("hi", Keys.ENTER)
+    browser.until_answer_is("failed")
+    assert browser.draft() == "hi" and len(browser.all(".results input")) == 1  # both can be had again
+    browser.one("#top_p").clear()
+    browser.one("#prompt").send_keys(Keys.ENTER)
+    browser.until(lambda: len(browser.all(".turn.answer")) == 3)
+    roles = [message["role"] for message in browser.sent()]
+    assert roles == ["user", "assistant", "tool", "user"] and not browser.all(".results")
+    assert browser.sent()[1]["tool_calls"][0]["id"] == browser.sent()[2]["tool_call_id"] == "call_0"
+    assert "no result" in browser.sent()[2]["content"]
+    browser.until_answer_is("done")
+    assert browser.errors(400) == []
+
+
+def test_a_router_that_says_nothing_is_shown_without_contact_and_followed_again(
+    browser: Browser, page_stack: Stack
+) -> None:
+    page_stack.freeze("router")
+    try:
+        browser.until(lambda: browser.one("#live").get_attribute("data-state") == "broken")
+        assert browser.one("#live").text == "no contact"
+        assert "said nothing for 5 s" in browser.one("#problem").text
+    finally:
+        page_stack.thaw("router")
+    browser.until_live()
+    browser.until(lambda: len(browser.all(".worker[data-state=ready]")) == 4)
+    assert not browser.one("#problem").is_displayed()
+    assert browser.errors() == []
+
+
+def test_on_a_phone_the_chat_is_as_long_as_what_is_in_it(browser: Browser) -> None:
+    size = {"width": 390, "height": 500, "deviceScaleFactor": 1, "mobile": True}
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        browser.one("#prompt").send_keys("What is 17 plus 25?", Keys.ENTER)
+        answer = browser.until_answer_is("done")
+        browser.until(lambda: answer.find_element(By.CSS_SELECTOR, ".why").is_displayed())
+        browser.driver.execute_script("document.querySelector('.why').open = true")
+        heights = "const chat = document.getElementById('chat'); return [chat.scrollHeight, chat.clientHeight]"
+        whole, shown = browser.driver.execute_script(heights)
+        assert whole == shown > 310  # which is all that a wide window of this height shows
+        assert browser.driver.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_an_answer_follows_the_schema_of_the_settings(browser: Browser) -> None:
@@ -285,8 +439,11 @@ def test_with_keys_the_page_asks_for_one_and_shows_the_fleet_to_operators(chromi
 
     enter("wrong-0123456789abcdef")
     browser.until(lambda: "does not know this API key" in browser.one("#key-note").text)
+    browser.watch_calls()
+    browser.answer_once("v1/models", '{"data": []}')  # as while no worker has joined
     enter(ACME)
     browser.until(lambda: "http.operators" in browser.one("#fleet-note").text)
+    browser.until(lambda: browser.all("#model option"))
     browser.until(lambda: browser.one("#model option").get_attribute("value") == "tiny")
     browser.one("#prompt").send_keys("What is 17 plus 25?", Keys.ENTER)
     assert browser.until_answer_is("done").find_element(By.CSS_SELECTOR, ".hops").text.startswith("prefill-0")
@@ -295,4 +452,9 @@ def test_with_keys_the_page_asks_for_one_and_shows_the_fleet_to_operators(chromi
     browser.until(lambda: len(browser.all(".worker[data-state=ready]")) == 4)
     storage = chromium.execute_script("return [localStorage.length, sessionStorage.length, document.cookie]")
     assert storage == [0, 1, ""]
+    chromium.execute_script("document.getElementById('changes').append('decode-0: gone')")
+    browser.one("#key-button").click()
+    enter(ACME)
+    browser.until(lambda: "http.operators" in browser.one("#fleet-note").text)
+    assert not browser.all(".worker") and not browser.one("#changes").get_attribute("textContent")
     assert browser.errors(401, 403) == []

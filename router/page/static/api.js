@@ -34,14 +34,18 @@ export class ApiError extends Error {
   }
 
   get advice() {
-    if (this.param && FIELDS[this.param.split(/[.[]/)[0]]) return `Change ${FIELDS[this.param.split(/[.[]/)[0]]}.`;
     if (CODES[this.code]) return CODES[this.code];
+    const field = this.param?.split(/[.[]/)[0];
+    if (FIELDS[field]) return `Change ${FIELDS[field]}.`;
+    if (field && this.status === 400) return `Change what the settings say of ${field}.`;
     const advice = STATUSES[this.status] ?? (this.status >= 500 ? STATUSES[500] : "");
     return this.retryAfter ? `${advice} Try again in ${this.retryAfter} s.` : advice;
   }
 }
 
 const FIELDS = {
+  messages: "the message, which is in the composer again, or remove its picture",
+  model: "the model in the settings",
   temperature: "the temperature in the settings",
   top_p: "top p in the settings",
   top_k: "top k in the settings",
@@ -59,6 +63,7 @@ const CODES = {
 };
 const STATUSES = {
   0: "See that the router runs, and that this address is its http.port.",
+  400: "Change the message or the settings: the router does not take them as they are.",
   401: CODES.invalid_api_key,
   403: "Ask who runs this router: its configuration does not allow this.",
   404: "This router may be of another version: reload the page.",

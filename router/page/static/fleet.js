@@ -56,7 +56,7 @@ export class Fleet {
       if (listed.has(id)) continue;
       card.lose(now);
       if (now - card.goneAt > GONE_MS) {
-        card.element.remove();
+        card.remove();
         this.workers.delete(id);
       }
     }
@@ -64,11 +64,15 @@ export class Fleet {
     this.showHandOffs(state);
   }
 
-  /** Nothing is known any more: the stream is over, or this key may not see it. */
+  /** This key may not see the fleet: nothing of it stays. */
   forget(note) {
     byId("topology").hidden = byId("hand-offs").hidden = byId("legend").hidden = true;
     byId("fleet-note").hidden = false;
     setText(byId("fleet-note"), note);
+    byId("changes").replaceChildren();
+    for (const one of [...this.workers.values(), ...this.edges.values()]) one.remove();
+    this.workers.clear();
+    this.edges.clear();
     this.history = [];
   }
 
@@ -80,7 +84,7 @@ export class Fleet {
   card(worker) {
     let card = this.workers.get(worker.id);
     if (card && card.role !== worker.role) {
-      card.element.remove();
+      card.remove();
       card = undefined;
     }
     if (!card) {
@@ -247,6 +251,10 @@ class WorkerCard {
     this.bar.show([0], 1);
     setText(this.cached, "its blocks are lost");
     this.blocks.show([0, 0, 0], 1);
+  }
+
+  remove() {
+    this.element.remove();
   }
 
   setState(state) {

@@ -8,11 +8,15 @@ import { Playground, problemNodes } from "./playground.js";
 
 const MIN_WAIT_MS = 1_000;
 const MAX_WAIT_MS = 10_000;
+// A state comes twice a second.
+const MAX_SILENCE_MS = 5_000;
+const MODELS_WAIT_MS = 2_000;
 
 const charts = new Charts();
 const fleet = new Fleet();
 const playground = new Playground(showProblem);
 let following = null;
+let modelsTimer = 0;
 
 function setLive(state, text) {
   byId("live").dataset.state = state;
@@ -32,36 +36,45 @@ function hideProblem() {
 /** Follow the states until the page is hidden, or this key may not see them. */
 async function follow() {
   if (following || document.hidden) return;
-  const controller = (following = new AbortController());
+  const mine = (following = { stream: null });
+  clearTimeout(modelsTimer);
   let waitMs = MIN_WAIT_MS;
-  while (following === controller) {
+  setLive("connecting", "connecting");
+  while (following === mine) {
+    const stream = (mine.stream = new AbortController());
+    const watch = () => setTimeout(() => stream.abort(), MAX_SILENCE_MS);
+    let timer = watch();
     try {
-      setLive("connecting", "connecting");
       charts.forget();
       fleet.pause();
-      const response = await call("page/state", { signal: controller.signal });
+      const response = await call("page/state", { signal: stream.signal });
       for await (const state of events(response)) {
+        clearTimeout(timer);
+        timer = watch();
         waitMs = MIN_WAIT_MS;
         show(state);
       }
       throw new ApiError("The router ended the connection.", { status: 503 });
     } catch (error) {
-      if (following !== controller) return;
+      if (following !== mine) return;
       if (error.status === 401 || error.status === 403) {
         stopFollowing();
         refuse(error);
         return;
       }
-      setLive("broken", "no connection");
-      showProblem(error);
+      const isSilent = stream.signal.aborted;
+      setLive("broken", isSilent ? "no contact" : "no connection");
+      showProblem(isSilent ? new ApiError(`The router has said nothing for ${MAX_SILENCE_MS / 1000} s.`) : error);
       await new Promise((resolve) => setTimeout(resolve, waitMs));
       waitMs = Math.min(2 * waitMs, MAX_WAIT_MS);
+    } finally {
+      clearTimeout(timer);
     }
   }
 }
 
 function stopFollowing() {
-  following?.abort();
+  following?.stream.abort();
   following = null;
 }
 
@@ -79,6 +92,7 @@ function show(state) {
 function refuse(error) {
   byId("key-button").hidden = false;
   byId("figures").hidden = true;
+  setText(byId("where"), "");
   if (error.status === 401) {
     setLive("locked", "needs a key");
     fleet.forget("The fleet is shown with an operator's key.");
@@ -90,13 +104,19 @@ function refuse(error) {
   loadModels();
 }
 
+/** Whoever may not see the fleet gets the models from here; while there is none, again and again. */
 async function loadModels() {
+  clearTimeout(modelsTimer);
+  let names = [];
   try {
     const { data } = await (await call("v1/models")).json();
-    playground.showModels(data.map((model) => model.id));
+    names = data.map((model) => model.id);
+    playground.showModels(names);
   } catch (error) {
     showProblem(error);
+    if (error.status === 401) return;
   }
+  if (!names.length && !following) modelsTimer = setTimeout(loadModels, MODELS_WAIT_MS);
 }
 
 // The key.

@@ -14,6 +14,7 @@ export class Playground {
     this.messages = [];
     this.pictures = [];
     this.running = null;
+    this.results = null; // the form for the results of the last answer's tool calls
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
@@ -50,7 +51,8 @@ export class Playground {
   clear() {
     this.stop();
     this.messages = [];
-    byId("chat").replaceChildren(byId("chat-note") ?? make("p", { className: "note" }, "Ask something."));
+    this.results = null;
+    byId("chat").replaceChildren(byId("chat-note") ?? make("p", { id: "chat-note", className: "note" }, "Ask something."));
     byId("prompt").focus();
   }
 
@@ -90,32 +92,56 @@ export class Playground {
     const pictures = this.pictures;
     const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
     if (text) parts.push({ type: "text", text });
-    this.messages.push({ role: "user", content: pictures.length ? parts : text });
-    show(make("article", { className: "turn user" }, make("h3", { className: "hidden" }, "You"),
-      ...pictures.map(({ url, name }) => make("img", { src: url, alt: name })), make("p", {}, text)));
+    const turn = make("article", { className: "turn user" }, make("h3", { className: "hidden" }, "You"),
+      ...pictures.map(({ url, name }) => make("img", { src: url, alt: name })), make("p", {}, text));
+    show(turn);
     byId("prompt").value = "";
     this.pictures = [];
     this.showPictures();
-    this.ask();
+    const results = this.closeResults();
+    // Each call of a tool must have a result before anything else is said.
+    const unanswered = results?.messages("error: the user gave no result") ?? [];
+    this.ask([...unanswered, { role: "user", content: pictures.length ? parts : text }], () => {
+      turn.dataset.state = "refused";
+      byId("prompt").value = [text, byId("prompt").value].filter(Boolean).join("\n");
+      this.pictures = [...pictures, ...this.pictures];
+      this.showPictures();
+      this.openResults(results);
+    });
   }
 
-  async ask() {
-    const answer = new AnswerView((results) => {
-      this.messages.push(...results);
-      this.ask();
-    });
+  sendResults() {
+    if (this.running) return;
+    const results = this.closeResults();
+    this.ask(results.messages(""), () => this.openResults(results));
+  }
+
+  openResults(results) {
+    this.results = results;
+    results?.open();
+  }
+
+  closeResults() {
+    const { results } = this;
+    this.results = null;
+    if (results?.element.contains(document.activeElement)) byId("prompt").focus();
+    results?.element.remove();
+    return results;
+  }
+
+  /** Ask with `added` behind the conversation. If nothing comes of it they are taken off, and `takeBack` is called. */
+  async ask(added, takeBack) {
+    const { messages } = this; // "New chat" begins another list meanwhile
+    const answer = new AnswerView();
+    const controller = new AbortController();
+    const { signal } = controller;
+    let explained = null;
+    messages.push(...added);
     show(answer.element);
-    let body;
+    this.setRunning(controller);
     try {
-      body = this.body();
-    } catch (error) {
-      answer.fail(error);
-      return;
-    }
-    this.setRunning(new AbortController());
-    const { signal } = this.running;
-    const explained = byId("explain").checked ? this.explain(body, answer) : null;
-    try {
+      const body = this.body(messages);
+      if (byId("explain").checked) explained = this.explain(body, answer, signal);
       const response = await call("v1/chat/completions", {
         body: { ...body, return_placement: true, ...(byId("stream").checked && { stream: true, stream_options: { include_usage: true } }) },
         signal,
@@ -129,30 +155,38 @@ export class Playground {
         answer.fail(error);
         if (error.status === 401) this.onError(error);
       }
-    } finally {
-      this.setRunning(null);
     }
-    if (answer.text || answer.calls.length) this.messages.push(answer.message());
+    const message = answer.message();
+    if (message) messages.push(message);
+    else if (!answer.isDone) messages.length -= added.length;
+    if (messages === this.messages) {
+      if (!message && !answer.isDone) takeBack();
+      if (message?.tool_calls) this.openResults(answer.askResults(() => this.sendResults()));
+    }
+    this.setRunning(null);
     await explained;
   }
 
-  async explain(body, answer) {
+  async explain(body, answer, signal) {
     try {
-      answer.explain(await (await call("page/explain", { body })).json());
+      answer.explain(await (await call("page/explain", { body, signal })).json());
     } catch (error) {
-      answer.explainError(error);
+      if (error.name !== "AbortError") answer.explainError(error);
     }
   }
 
   setRunning(controller) {
+    const focused = document.activeElement;
     this.running = controller;
     byId("stop").hidden = !controller;
     byId("send").disabled = Boolean(controller);
+    // Else the focus would be lost, and the next Tab begin at the top of the page.
+    if (focused === byId(controller ? "send" : "stop")) byId("prompt").focus();
     byId("chat").setAttribute("aria-busy", String(Boolean(controller)));
   }
 
-  body() {
-    const body = { model: byId("model").value, messages: [...this.messages] };
+  body(messages) {
+    const body = { model: byId("model").value, messages: [...messages] };
     const system = byId("system").value.trim();
     if (system) body.messages.unshift({ role: "system", content: system });
     for (const name of NUMBERS) if (byId(name).value !== "") body[name] = Number(byId(name).value);
@@ -181,6 +215,7 @@ function show(element) {
   byId("chat-note")?.remove();
   chat.append(element);
   chat.scrollTop = chat.scrollHeight;
+  element.scrollIntoView({ block: "nearest" }); // on a phone the chat doesn't scroll, but the page
 }
 
 function dataUrl(file) {
@@ -194,9 +229,7 @@ function dataUrl(file) {
 
 /** One answer as it comes. */
 class AnswerView {
-  /** `onResults` takes messages with the results of tool calls. */
-  constructor(onResults) {
-    this.onResults = onResults;
+  constructor() {
     this.began = performance.now();
     this.text = this.reasoning = "";
     this.calls = [];
@@ -234,9 +267,16 @@ class AnswerView {
     if (chat.scrollHeight - chat.scrollTop - chat.clientHeight < 160) chat.scrollTop = chat.scrollHeight;
   }
 
+  get isDone() {
+    return this.element.dataset.state === "done";
+  }
+
+  /** What the conversation keeps of it, if anything: calls only of a whole answer, since part of one is no JSON. */
   message() {
+    const hasCalls = this.isDone && this.calls.length > 0;
+    if (!this.text && !hasCalls) return null;
     const message = { role: "assistant", content: this.text };
-    if (this.calls.length) message.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    if (hasCalls) message.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
     return message;
   }
 
@@ -247,7 +287,6 @@ class AnswerView {
       this.content.classList.add("note");
       this.content.textContent = how === "stopped" ? "Stopped before the first token." : "The answer is empty.";
     }
-    if (this.calls.length && !how) this.askResults();
     this.showPlacement();
     this.showTime();
     this.compare();
@@ -271,15 +310,9 @@ class AnswerView {
     this.callBox.replaceChildren(...this.calls.map((one) => make("code", { className: "call" }, `${one.name}(${one.arguments})`)));
   }
 
-  askResults() {
-    const inputs = this.calls.map((call) => make("input", { type: "text", "aria-label": `Result of ${call.name}`, placeholder: `result of ${call.name}` }));
-    const form = make("form", { className: "results" }, ...inputs, make("button", { type: "submit" }, "Send results"));
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      form.remove();
-      this.onResults(this.calls.map((call, index) => ({ role: "tool", tool_call_id: call.id, content: inputs[index].value })));
-    });
-    this.callBox.append(form);
+  /** A form for the results of its calls, which `onSubmit` sends. */
+  askResults(onSubmit) {
+    return new ResultsForm(this.callBox, this.calls, onSubmit);
   }
 
   // Placement and time.
@@ -354,6 +387,29 @@ class AnswerView {
     if (this.element.dataset.state === "failed") return;
     this.why.hidden = false;
     this.why.append(make("div", { className: "problem" }, ...problemNodes(error)));
+  }
+}
+
+/** Asks for the results of an answer's tool calls. */
+class ResultsForm {
+  constructor(box, calls, onSubmit) {
+    this.box = box;
+    this.calls = calls;
+    this.inputs = calls.map((call) => make("input", { type: "text", "aria-label": `Result of ${call.name}`, placeholder: `result of ${call.name}` }));
+    this.element = make("form", { className: "results" }, ...this.inputs, make("button", { type: "submit" }, "Send results"));
+    this.element.addEventListener("submit", (event) => {
+      event.preventDefault();
+      onSubmit();
+    });
+  }
+
+  open() {
+    this.box.append(this.element);
+  }
+
+  /** A message for each call; `missing` stands for a result that was not entered. */
+  messages(missing) {
+    return this.calls.map((call, index) => ({ role: "tool", tool_call_id: call.id, content: this.inputs[index].value || missing }));
   }
 }
 

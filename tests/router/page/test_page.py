@@ -190,6 +190,15 @@ async def test_a_state_shows_workers_counts_and_hand_offs() -> None:
         assert state["hand_offs"] == [["prefill-0", "decode-0", 1]]
 
 
+async def test_a_state_names_the_models_and_adapters_that_v1_models_lists() -> None:
+    async with open_face(adapters=("poet",)) as face:
+        async with looking(face) as response:
+            state = await next_state(response)
+        _, answer = await face.get("/v1/models")
+        assert state["router"]["models"] == [model["id"] for model in answer["data"]]
+        assert "poet" in state["router"]["models"]
+
+
 async def test_tokens_of_an_answer_count_while_it_runs() -> None:
     async with open_face() as face, looking(face) as response:
         async with face.session.post(
