@@ -39,10 +39,9 @@ _MAX_INLINE_LENGTH = 8_192
 # As a queue of threads counts: a check is one of 16,384 characters at least.
 _MAX_WAITING = 512 * 16_384
 _NO_TOKENS: Mapping[str, int] = {}
-_Key: TypeAlias = tuple[GuidedDecoding, int]
+_Key: TypeAlias = tuple[GuidedDecoding, tuple[tuple[str, int], ...]]
 #: What engines that follow grammars by llguidance announce.
 LLGUIDANCE_FIELDS = guided_fields((GrammarKind.LARK,))
-_FORCED = (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
 
 
 class GrammarChecks:
@@ -71,7 +70,7 @@ class GrammarChecks:
         """
         # Only tags name special tokens by their texts.
         special = text.tokenizer.special_token_ids_by_text if guided.kind is GrammarKind.STRUCTURAL_TAG else _NO_TOKENS
-        key = guided, id(special)
+        key = guided, tuple(special.items())
         while key not in self._known:
             running = self._running.get(key)
             if running is not None:
@@ -137,7 +136,7 @@ def guide_of(start: GenerateStart, pool: Pool, text: ModelText, prompt_end: str)
     if not isinstance(prompt, ChatPrompt) or not pool.sampling_fields >= LLGUIDANCE_FIELDS:
         return guided
     reasoning, calls = text.parsers(pool.reasoning_parser, pool.tool_call_parser)
-    if prompt.tool_choice in _FORCED:
+    if prompt.must_call:
         if guided is not None:
             raise InvalidRequestError("a grammar leaves no room for calls", field="chat.tool_choice")
         answer = _calls(prompt, calls, text, is_needed=True)

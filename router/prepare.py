@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from quartet.api.answer import DeltaSink
-from quartet.api.chat import ChatPrompt, ToolChoice
+from quartet.api.chat import ChatPrompt
 from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
     AskedStart,
@@ -626,7 +626,7 @@ def _is_guided(start: GenerateStart) -> bool:
 
 
 def _must_call(prompt: Prompt) -> bool:
-    return isinstance(prompt, ChatPrompt) and prompt.tool_choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
+    return isinstance(prompt, ChatPrompt) and prompt.must_call
 
 
 async def _guide(request: RouterRequest, context: RouterContext) -> None:

@@ -56,6 +56,11 @@ class ChatPrompt:
     template_arguments: JsonObject | None = field(default=None, repr=False)
 
     @property
+    def must_call(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.tool_choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
+
+    @property
     def shown_tools(self) -> tuple[Tool, ...]:
         """The tools that the model sees, and may call."""
         return () if self.tool_choice is ToolChoice.NONE else self.tools

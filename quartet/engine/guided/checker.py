@@ -23,7 +23,7 @@ import llguidance
 
 from quartet.engine.guided.grammar import FIELD, LIMITS, check_grammar, llguidance_grammar, refusal
 from quartet.engine.sampling import GrammarKind, GuidedDecoding
-from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError, QueueFullError, UnsupportedFieldError
 
 #: CPU seconds that one check may take.
 MAX_CPU_S = 1.0
@@ -32,11 +32,10 @@ _MAX_MEMORY = 1 << 30
 _STACK_SIZE = 2 << 20
 # A child that is not scheduled for so long is given up.
 _TIMEOUT_S = 60.0
+_END_S = 10.0
 # So many tokens are tried: the second one shows whether what follows the first brace is too much.
 _NUM_STEPS = 3
-_TOO_COMPLEX = InvalidRequestError(
-    f"the grammar takes more than {MAX_CPU_S:g} s, {_MAX_MEMORY >> 30} GiB or the stack to be read", field=FIELD
-)
+_TOO_COMPLEX = f"the grammar takes more than {MAX_CPU_S:g} s, {_MAX_MEMORY >> 30} GiB or the stack to be read"
 
 
 class GrammarChecker:
@@ -57,21 +56,29 @@ class GrammarChecker:
         Raises:
             InvalidRequestError: it is malformed, or too large or complex.
             UnsupportedFieldError: it has a part that can't be followed; names the keyword.
+            QueueFullError: the child was killed from outside, or not scheduled: nothing is known of the grammar.
         """
-        try:
-            child = self._idle.pop()
-        except IndexError:
-            child = _Child()
+        child = self._take_child()
         answer = child.ask({"kind": guided.kind, "text": guided.text, "special_tokens": special_tokens})
         if answer is None:
-            child.close()
-            raise InvalidRequestError(_TOO_COMPLEX.message, field=FIELD)
+            if child.close() == -signal.SIGKILL:  # neither its limits nor the grammar did that
+                raise QueueFullError("grammars can't be checked at the moment", retry_delay_s=1.0)
+            raise InvalidRequestError(_TOO_COMPLEX, field=FIELD)
         self._idle.append(child)
         if self._is_closed:
             self.close()
         if answer:
             kind = UnsupportedFieldError if answer["is_unsupported"] else InvalidRequestError
             raise kind(answer["message"], field=FIELD)
+
+    def _take_child(self) -> _Child:
+        with suppress(IndexError):
+            while True:
+                child = self._idle.pop()
+                if child.is_running:
+                    return child
+                child.close()
+        return _Child()
 
     def close(self) -> None:
         """End the children; those that still check are ended when they have done so."""
@@ -90,6 +97,11 @@ class _Child:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self._has_closed = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any] | None:
         """The child's answer; ``None``: it ended."""
@@ -101,15 +113,29 @@ class _Child:
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except OSError:  # it ended before it took the question
+            self._has_closed = True
             return None
         finally:
             watchdog.cancel()
-        answer: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
+        if not line.endswith("\n"):
+            self._has_closed = True
+            return None
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    def close(self) -> int:
+        """End it, if it has not ended; its exit code."""
+        try:
+            # One that has closed its output is about to end, by a signal that tells why.
+            code = self._process.wait(_END_S if self._has_closed else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what it did not take any more
+                assert pipe is not None
+                pipe.close()
+        return code
 
 
 def main() -> None:

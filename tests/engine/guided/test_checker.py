@@ -10,7 +10,8 @@ import pytest
 
 from quartet.engine.guided.checker import GrammarChecker
 from quartet.engine.sampling import GrammarKind, GuidedDecoding
-from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError, QueueFullError, UnsupportedFieldError
+from tests.engine.fakes import WAIT_S
 from tests.schemas import SCHEMAS, guided
 
 
@@ -74,6 +75,24 @@ def test_special_tokens_are_known_by_their_texts(checker: GrammarChecker) -> Non
     text = json.dumps({"type": "structural_tag", "structures": [tag], "triggers": ["<|tool|>"]})
     checker.check(GuidedDecoding(GrammarKind.STRUCTURAL_TAG, text), {"<|tool|>": 5})
     checker.check(lark('start: <[5]> "a"'), {})
+
+
+def test_a_child_that_was_killed_while_idle_is_replaced_and_no_grammar_is_refused_for_it() -> None:
+    checker = GrammarChecker()
+    checker.check(guided(SCHEMAS["person"]), {})
+    [child] = checker._idle
+    child._process.kill()
+    child._process.wait(WAIT_S)
+    checker.check(guided(SCHEMAS["tuple"]), {})
+    checker.close()
+
+
+def test_a_child_that_is_killed_meanwhile_tells_nothing_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet.engine.guided.checker._TIMEOUT_S", 0.0)  # before it has started
+    checker = GrammarChecker()
+    with pytest.raises(QueueFullError):
+        checker.check(guided(SCHEMAS["person"]), {})
+    checker.close()
 
 
 def test_threads_have_children_of_their_own(checker: GrammarChecker) -> None:
