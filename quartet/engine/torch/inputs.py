@@ -87,12 +87,26 @@ class HostInputs:
 
     def tiles(self, num_queries: int) -> tuple[_Ints, _Ints]:
         """Sequence and first query of each tile of ``num_queries`` that the chunks are cut in; the longest first."""
-        first = self.num_singles
-        num_tiles = -(-np.diff(self.query_begins)[first:] // num_queries)
-        seqs = np.repeat(np.arange(first, len(self.contexts), dtype=np.int32), num_tiles)
-        begins = np.arange(len(seqs), dtype=np.int32) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        seqs, begins = self._cut(np.diff(self.query_begins)[self.num_singles :], num_queries)
         # A tile's last queries see most keys: what takes longest must not begin last.
-        return seqs[::-1], (begins.astype(np.int32) * num_queries)[::-1]
+        return seqs[::-1], begins[::-1]
+
+    def spans(self, num_tokens: int) -> tuple[_Ints, _Ints]:
+        """Sequence and first token of each span of ``num_tokens`` that the chunks' whole sequences are cut in."""
+        return self._cut(self.chunk_lengths, num_tokens)
+
+    @property
+    def chunk_lengths(self) -> _Ints:
+        """Tokens of each chunk's sequence, the chunk included."""
+        first = self.num_singles
+        return self.contexts[first:] + np.diff(self.query_begins)[first:]
+
+    def _cut(self, lengths: _Ints, size: int) -> tuple[_Ints, _Ints]:
+        """Sequence and first element of each part of ``size`` that so many elements of each chunk are cut in."""
+        num_parts = -(-lengths // size)
+        seqs = np.repeat(np.arange(self.num_singles, len(self.contexts), dtype=np.int32), num_parts)
+        begins = np.arange(len(seqs), dtype=np.int32) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+        return seqs, begins.astype(np.int32) * size
 
 
 #: Of no sequence.

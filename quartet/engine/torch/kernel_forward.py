@@ -104,7 +104,10 @@ class KernelForward:
         ``None``, with a warning: the kernels don't work here.
         """
         try:
-            return [probe_logits(self._builder, self._compute, token_ids, splits) for splits in SPLITS]
+            found = [probe_logits(self._builder, self._compute, token_ids, splits) for splits in SPLITS]
+            if self._builder.can_copy:
+                found.append(probe_logits(self._builder, self._compute, token_ids, copies=True))
+            return found
         except Exception:  # noqa: BLE001  # such as a machine without a C compiler, which Triton needs
             _LOG.warning("attention runs without kernels: they can't be run here", exc_info=True)
             return None

@@ -16,10 +16,20 @@ from quartet.engine.torch.batch import FlatBatch, MediaRows, SampledRows, media_
 from quartet.engine.torch.inputs import HostInputs, SequenceTables, Staging, Tokens, lay_out
 from quartet.engine.torch.kernels import attention as kernels
 from quartet.engine.torch.kernels.attention import BlockTables, Chunks, Scores
+from quartet.engine.torch.kernels.gather import Copies
 from quartet.engine.torch.pool import KeysValues, KvPool
 
 # Where there is no GPU, kernels are interpreted: as on a Hopper.
 _NUM_SMS = 132
+
+# Keys that are read by so many queries are worth a copy, as measured.
+_MIN_COPIED_QUERIES = 512
+# A longer step's keys and values, of one layer, are read where they are.
+_MAX_COPIED_SIZE_BYTES = 256 << 20
+# Copies have a multiple of so many rows: what one step frees fits the next one.
+_ROWS_ROUNDED = 4096
+
+_NO_INTS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,8 @@ class StepBuilder:
         self.staging = Staging(self.device)
         self._tables = SequenceTables()
         self._tile_queries = kernels.queries_per_tile(num_heads, pool.tensor)
+        self._copied_span = kernels.copied_span(num_heads, pool.tensor) or 0
+        self._max_copied_tokens = _MAX_COPIED_SIZE_BYTES // pool.tensor[0, 0, :, 0].nbytes
         is_cuda = self.device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if is_cuda else _NUM_SMS
 
@@ -135,9 +147,19 @@ class StepBuilder:
         ordered = [chunks[i] for i in inputs.order]
         return media_rows(ordered, inputs.query_begins[:-1].tolist(), embeddings, self.device)
 
-    def make(self, inputs: HostInputs, media: MediaRows | None = None) -> KernelStep:
-        """The step of these inputs, on the device. Its tensors are its own."""
+    @property
+    def can_copy(self) -> bool:
+        """Whether chunks may attend to copies of their keys and values."""
+        return bool(self._copied_span)
+
+    def make(self, inputs: HostInputs, media: MediaRows | None = None, *, copies: bool | None = None) -> KernelStep:
+        """The step of these inputs, on the device. Its tensors are its own.
+
+        ``copies``: whether chunks attend to copies of their keys and values; ``None``: if that takes less.
+        """
         tile_seqs, tile_begins = inputs.tiles(self._tile_queries)
+        span = self._span(inputs, len(tile_seqs)) if copies is None else self._copied_span * copies
+        span_seqs, span_begins = inputs.spans(span) if span else (_NO_INTS, _NO_INTS)
         sampled = inputs.last_rows
         seqs = inputs.seqs_of(sampled)
         parts = self.staging.send(
@@ -153,6 +175,9 @@ class StepBuilder:
                 inputs.query_begins,
                 tile_seqs,
                 tile_begins,
+                span_seqs,
+                span_begins,
+                np.searchsorted(span_seqs, np.arange(len(inputs.contexts))).astype(np.int32) * span,
                 inputs.positions[sampled].astype(np.int32),
                 inputs.table_begins[seqs],
             )
@@ -172,34 +197,64 @@ class StepBuilder:
             ),
             slots=slots,
             singles=self._singles(BlockTables(blocks, begins, contexts), inputs.num_singles, inputs.longest),
-            chunks=self._chunks(inputs, query_begins, others[0], others[1]) if len(tile_seqs) else None,
+            chunks=self._chunks(inputs, query_begins, others[:5], span) if len(tile_seqs) else None,
             sampled=None
             if has_all
-            else self._singles(BlockTables(blocks, others[3], others[2]), len(sampled), inputs.longest),
+            else self._singles(BlockTables(blocks, others[6], others[5]), len(sampled), inputs.longest),
         )
 
+    def _span(self, inputs: HostInputs, num_tiles: int) -> int:
+        """``Copies.span``, if attending to copies takes less; else 0."""
+        span = self._copied_span
+        if not span or not num_tiles or self._num_chunk_splits(inputs, num_tiles) > 1:
+            return 0
+        lengths = inputs.chunk_lengths.astype(np.int64)
+        contexts = inputs.contexts[inputs.num_singles :]
+        # Each of a chunk's own tokens is read by half of its queries.
+        num_reads = (lengths - contexts) * (lengths + contexts) // 2
+        is_worth_it = num_reads.sum() >= _MIN_COPIED_QUERIES * lengths.sum()
+        return span if is_worth_it and lengths.sum() <= self._max_copied_tokens else 0
+
+    def _num_chunk_splits(self, inputs: HostInputs, num_tiles: int) -> int:
+        return kernels.num_chunk_splits(num_tiles, self.pool.layout.num_kv_heads, inputs.longest, self._num_sms)
+
     def _chunks(
-        self, inputs: HostInputs, query_begins: torch.Tensor, tile_seqs: torch.Tensor, tile_begins: torch.Tensor
+        self, inputs: HostInputs, query_begins: torch.Tensor, parts: Sequence[torch.Tensor], span: int
     ) -> Chunks:
-        num_kv_heads = self.pool.layout.num_kv_heads
-        num_splits = kernels.num_chunk_splits(tile_seqs.shape[0], num_kv_heads, inputs.longest, self._num_sms)
-        return Chunks(self._tile_queries, inputs.num_singles, num_splits, query_begins, tile_seqs, tile_begins)
+        tile_seqs, tile_begins, span_seqs, span_begins, copy_begins = parts
+        num_splits = self._num_chunk_splits(inputs, tile_seqs.shape[0])
+        chunks = Chunks(self._tile_queries, inputs.num_singles, num_splits, query_begins, tile_seqs, tile_begins)
+        rows = self._rows_for_copies(span_seqs.shape[0] * span) if span else None
+        if rows is None:
+            return chunks
+        return replace(chunks, num_splits=1, copies=Copies(rows, span, copy_begins, span_seqs, span_begins))
+
+    def _rows_for_copies(self, num_rows: int) -> torch.Tensor | None:
+        """``Copies.rows``, uninitialised; ``None``: there is no memory."""
+        pool = self.pool.tensor
+        num_rows = -(-num_rows // _ROWS_ROUNDED) * _ROWS_ROUNDED
+        try:
+            return pool.new_empty(2, num_rows, pool.shape[4] * pool.shape[5])
+        except torch.OutOfMemoryError:
+            return None
 
     def _singles(self, tables: BlockTables, num_rows: int, longest: int) -> Singles:
         return Singles(tables, num_rows, self.num_splits(num_rows, longest))
 
 
-def probe_logits(builder: StepBuilder, compute: Compute, token_ids: Sequence[int], num_splits: int = 1) -> torch.Tensor:
+def probe_logits(
+    builder: StepBuilder, compute: Compute, token_ids: Sequence[int], num_splits: int = 1, *, copies: bool = False
+) -> torch.Tensor:
     """Logits of all these tokens of one sequence in block 0: of a chunk, and of the last one as a decoding sequence.
 
-    There are at most as many as a block has.
+    There are at most as many as a block has. ``copies``: the chunk attends to copies of keys and values.
     """
     block_0 = np.zeros(1, dtype=np.int32)
     logits = []
     for first, end in ((0, len(token_ids) - 1), (len(token_ids) - 1, len(token_ids))):
         if first < end:
             inputs = lay_out([Tokens(token_ids[first:end], first, block_0, True)], builder.pool.layout.block_size)
-            step = builder.make(inputs)
+            step = builder.make(inputs, copies=copies)
             everything = torch.arange(end - first, device=builder.device)
             batch = FlatBatch(step.batch.token_ids, step.batch.positions, (), everything, ())
             singles = replace(step.singles, num_splits=num_splits)

@@ -15,8 +15,9 @@ import torch
 from tests.triton_kernels import compile_for_sm90, interpreted
 
 attention = pytest.importorskip("quartet.engine.torch.kernels.attention", reason="Triton is not installed")
+gather = pytest.importorskip("quartet.engine.torch.kernels.gather", reason="Triton is not installed")
 if TYPE_CHECKING:
-    from quartet.engine.torch.kernels import attention
+    from quartet.engine.torch.kernels import attention, gather
 
 NUM_LAYERS, LAYER = 3, 1
 
@@ -73,8 +74,8 @@ class Pool:
             device=self.device,
         )
 
-    def chunks_in_tiles(self, first: int, num_splits: int) -> attention.Chunks:
-        """The sequences from ``first`` on; those before have a row each."""
+    def chunks_in_tiles(self, first: int, num_splits: int, span: int) -> attention.Chunks:
+        """The sequences from ``first`` on; those before have a row each. ``span``: of copies, if there are any."""
         step = attention.queries_per_tile(self.heads.query, self.tensor)
         tiles = [(i, begin) for i, (_, num) in enumerate(self.chunks) if i >= first for begin in range(0, num, step)]
         begins = [sum(num for _, num in self.chunks[:i]) for i in range(len(self.chunks) + 1)]
@@ -85,6 +86,19 @@ class Pool:
             self.ints(begins),
             self.ints([seq for seq, _ in tiles]),
             self.ints([begin for _, begin in tiles]),
+            self.copies(first, span) if span else None,
+        )
+
+    def copies(self, first: int, span: int) -> gather.Copies:
+        """For sequences from ``first`` on; whatever is not written is no number."""
+        spans = [(i, begin) for i in range(first, len(self.lengths)) for begin in range(0, self.lengths[i], span)]
+        shape = (2, span * (len(spans) + 1), self.heads.kv * self.heads.dim)
+        return gather.Copies(
+            torch.full(shape, math.nan, device=self.device).to(self.tensor.dtype),
+            span,
+            self.ints([span * sum(seq < i for seq, _ in spans) for i in range(len(self.lengths))]),
+            self.ints([seq for seq, _ in spans]),
+            self.ints([begin for _, begin in spans]),
         )
 
 
@@ -107,9 +121,15 @@ def reference(query: torch.Tensor, kv: torch.Tensor, context: int, scores: atten
 
 
 def attend(
-    pool: Pool, num_splits: int = 1, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **how: Any
+    pool: Pool,
+    num_splits: int = 1,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    span: int = 0,
+    **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step's output, and the reference's. Sequences of one query come first."""
+    """One step's output, and the reference's. Sequences of one query come first; others may attend to copies."""
     heads = pool.heads
     num_decodes = sum(num == 1 for _, num in pool.chunks)
     sinks = torch.randn(heads.query, device=device).to(dtype) if how.pop("has_sinks", False) else None
@@ -121,7 +141,7 @@ def attend(
         attention.attend_decode(
             query[:num_decodes], output[:num_decodes], pool.tensor, LAYER, pool.tables, scores, num_splits
         )
-    chunks = pool.chunks_in_tiles(num_decodes, min(num_splits, attention.MAX_CHUNK_SPLITS))
+    chunks = pool.chunks_in_tiles(num_decodes, min(num_splits, attention.MAX_CHUNK_SPLITS), span)
     attention.attend_chunks(query, output, pool.tensor, LAYER, pool.tables, chunks, scores)
     rows = query.split([num for _, num in pool.chunks])
     expected = [
@@ -154,6 +174,26 @@ def test_attention_is_that_of_the_reference(name: str) -> None:
     heads, chunks, how = CASES[name]
     with interpreted(attention):
         output, expected = attend(Pool(heads, chunks, "cpu", torch.float32), **how)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# Those of them that copies serve: without a window, and with a dimension that is a power of two.
+COPIED_CASES = {
+    "one head a group, of one block": (Heads(2, 2, 16, 8), [(0, 1), (5, 1), (0, 3)], {}),
+    "groups of four, a chunk after others": (Heads(8, 2, 16), [(0, 1), (40, 1), (0, 20), (33, 9), (0, 64)], {}),
+    "groups of three, softcap and sinks": (Heads(6, 2, 16, 5), [(90, 1), (33, 7)], {"softcap": 3.0, "has_sinks": True}),
+}
+
+
+@pytest.mark.parametrize("name", COPIED_CASES)
+def test_chunks_attend_to_copies_as_they_do_to_blocks(name: str) -> None:
+    """Spans are filled whole: what lies behind a sequence in its last block reaches nobody."""
+    heads, chunks, how = COPIED_CASES[name]
+    pool = Pool(heads, chunks, "cpu", torch.float32)
+    for table, length in zip(pool.block_tables, pool.lengths, strict=True):
+        pool.tensor[table[-1], :, :, (length - 1) % heads.block_size + 1 :] = math.nan
+    with interpreted(attention, gather):
+        output, expected = attend(pool, span=32, **how)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -217,19 +257,25 @@ def test_a_short_rest_of_a_long_conversation_is_split(num_tiles: int, longest: i
     assert attention.num_chunk_splits(num_tiles, num_kv_heads=8, longest=longest, num_sms=132) == expected
 
 
-@pytest.mark.parametrize("is_decode", [True, False])
-def test_the_kernel_compiles_for_a_hopper_and_fits_it(is_decode: bool, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("way", ["decode", "chunks", "copies"])
+def test_the_kernel_compiles_for_a_hopper_and_fits_it(way: str, tmp_path: Path, monkeypatch: Any) -> None:
     """With all that GPT-OSS needs of it: groups, a window and sinks."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    is_decode, is_copied = way == "decode", way == "copies"
     shape = attention._Shape(64, 8, 64, torch.bfloat16)
     tile = attention.decode_tile(shape) if is_decode else attention.chunk_tile(shape, 227 << 10)
-    scores = attention.Scores(0.125, window=128, sinks=torch.zeros(64))
+    scores = attention.Scores(0.125, window=None if is_copied else 128, sinks=torch.zeros(64))
     constants = attention._constants(shape, tile, scores, 32, 8 if is_decode else 1, is_decode=is_decode)
     signature = dict.fromkeys(attention._attend.arg_names, "i32:16")
     signature |= dict.fromkeys(("queries", "output", "pool", "sinks"), "*bf16")
     signature |= dict.fromkeys(("partial", "weights"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
     tables = ("tables", "table_begins", "contexts", "query_begins", "tile_seqs", "tile_begins")
     signature |= dict.fromkeys(tables, "*i32")
+    if is_copied:
+        signature |= dict.fromkeys(("copied_keys", "copied_values"), f"tensordesc<bf16[{tile.num_keys}, 64]>")
+        signature["copied_begins"] = "*i32"
+    else:
+        constants |= dict.fromkeys(("copied_keys", "copied_values", "copied_begins"))
     signature = {name: kind for name, kind in signature.items() if name not in constants}
     compiled = compile_for_sm90(
         attention._attend, signature, constants, num_warps=tile.num_warps, num_stages=tile.num_stages
@@ -237,6 +283,7 @@ def test_the_kernel_compiles_for_a_hopper_and_fits_it(is_decode: bool, tmp_path:
     # Several decoding sequences share a multiprocessor, and prompts compute on its tensor cores at their full width.
     assert compiled.metadata.shared <= (56 << 10 if is_decode else 227 << 10)
     assert ("wgmma.mma_async" in compiled.asm["ptx"]) == (not is_decode)
+    assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == is_copied
 
 
 def test_what_stores_and_what_merges_compile_for_a_hopper(tmp_path: Path, monkeypatch: Any) -> None:
@@ -250,3 +297,9 @@ def test_what_stores_and_what_merges_compile_for_a_hopper(tmp_path: Path, monkey
     sizes = {"SPLITS": 8, "HEAD_DIM": 80, "PADDED_DIM": 128}
     compiled = compile_for_sm90(attention._merge, merged, sizes, num_warps=4)
     assert "ex2.approx" in compiled.asm["ptx"]
+    sizes = {"WIDTH": 512, "PADDED_WIDTH": 512, "SPAN": 64, "TOKENS": 16, "BLOCK_SIZE": 32}
+    names = [name for name in gather._gather.arg_names if name not in sizes]
+    copied = {name: "i32:16" if name.endswith(("stride", "offset")) else "*i32" for name in names}
+    copied |= dict.fromkeys(("pool", "rows"), "*bf16")
+    compiled = compile_for_sm90(gather._gather, copied, sizes, num_warps=8)
+    assert "st.global.v4" in compiled.asm["ptx"]

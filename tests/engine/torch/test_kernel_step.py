@@ -17,7 +17,9 @@ from quartet.engine.torch.attention import PagedStep
 from quartet.engine.torch.batch import build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.inputs import SequenceTables, Staging, Tokens, lay_out
+from quartet.engine.torch.pool import KvPool
 from quartet.engine.torch.runner import TorchRunner
+from quartet.kvcache.layout import KvLayout
 from quartet.kvcache.sequence import Sequence as TokenSequence
 from tests.engine.fakes import make_request
 from tests.engine.torch.checkpoints import VOCAB_SIZE
@@ -47,9 +49,15 @@ def make_chunks() -> list[ScheduledChunk]:
             for first, num, samples in CHUNKS]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "llama by modules", "qwen3_moe", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "copies"),
+    [
+        *((name, False) for name in ("llama", "qwen3", "llama by modules", "qwen3_moe", "gemma2", "gemma3", "gpt_oss")),
+        ("gpt_oss", True),
+    ],
+)
 def test_a_mixed_step_yields_the_same_logits(
-    family: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    family: str, copies: bool, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, _, by_modules = family.partition(" ")
     if by_modules:
@@ -69,11 +77,62 @@ def test_a_mixed_step_yields_the_same_logits(
         after = pool.tensor.clone()
         pool.tensor.copy_(before)
         builder = kernel_step.StepBuilder(pool, num_heads=4)
+        # The interpreter copies heads of any dtype; of those that are to be had, the ones whose dimension fits.
+        builder._copied_span = 32 * copies
         with interpreted():
-            logits = compute(builder.make(builder.lay_out(chunks)))
+            logits = compute(builder.make(builder.lay_out(chunks), copies=copies))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(pool.tensor, after, rtol=1e-5, atol=1e-5)
     runner.close()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "size", "is_copied"),
+    [
+        ([(0, 1000)], 1 << 22, False),  # a token is read by half of them
+        ([(0, 1200), (700, 1)], 1 << 22, True),
+        ([(4000, 600), (700, 1)], 1 << 22, True),
+        ([(4000, 500)], 1 << 22, False),
+        ([(4000, 600), (5000, 100)], 1 << 22, False),
+        ([(0, 1500), (5000, 10)], 1 << 22, False),
+        ([(4000, 4000), (5000, 10)], 1 << 22, True),
+        ([(4000, 600)], 4599 * 2 * 4 * 16 * 2, False),
+        ([(4000, 600)], 4600 * 2 * 4 * 16 * 2, True),
+    ],
+)
+def test_keys_that_many_queries_read_are_copied_within_a_bound(
+    chunks: list[tuple[int, int]], size: int, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = KvLayout(
+        model_fingerprint="", dtype="bfloat16", num_layers=1, num_kv_heads=4, head_dim=16, block_size=BLOCK_SIZE
+    )
+    monkeypatch.setattr(kernel_step, "_MAX_COPIED_SIZE_BYTES", size)
+    builder = kernel_step.StepBuilder(KvPool(layout, 1, torch.device("cpu")), num_heads=16)
+    step = builder.make(builder.lay_out([make_chunk([0] * 2500, first, num, True) for first, num in chunks]))
+    assert (step.chunks.copies is not None) == is_copied
+
+
+def test_a_step_whose_copies_find_no_memory_reads_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_empty(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    layout = KvLayout(
+        model_fingerprint="", dtype="bfloat16", num_layers=1, num_kv_heads=4, head_dim=16, block_size=BLOCK_SIZE
+    )
+    builder = kernel_step.StepBuilder(KvPool(layout, 1, torch.device("cpu")), num_heads=16)
+    inputs = builder.lay_out([make_chunk([0] * 300, 0, 1200, True)])
+    assert builder.make(inputs).chunks.copies is not None
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    assert builder.make(inputs).chunks.copies is None
+
+
+def test_spans_are_of_whole_sequences_and_begin_where_copies_do() -> None:
+    blocks = [np.arange(8, dtype=np.int32)] * 3
+    inputs = lay_out(
+        [Tokens([1, 2], 4, blocks[0], True), Tokens([3], 9, blocks[1], True), Tokens([4, 5, 6], 7, blocks[2], True)],
+        BLOCK_SIZE,
+    )
+    assert [part.tolist() for part in inputs.spans(4)] == [[1, 1, 2, 2, 2], [0, 4, 0, 4, 8]]
 
 
 def test_kernels_are_tried_on_a_prompt_and_a_decoding_sequence(checkpoint: Checkpoints) -> None:
@@ -85,8 +144,10 @@ def test_kernels_are_tried_on_a_prompt_and_a_decoding_sequence(checkpoint: Check
     with torch.inference_mode(), interpreted():
         expected = runner._compute(step)
         builder = kernel_step.StepBuilder(runner._pool, num_heads=4)
-        for num_splits in (1, 8):
-            logits = kernel_step.probe_logits(builder, runner._compute, step.batch.token_ids[0].tolist(), num_splits)
+        builder._copied_span = 32
+        for num_splits, copies in ((1, False), (8, False), (1, True)):
+            token_ids = step.batch.token_ids[0].tolist()
+            logits = kernel_step.probe_logits(builder, runner._compute, token_ids, num_splits, copies=copies)
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     runner.close()
 

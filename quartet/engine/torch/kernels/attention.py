@@ -7,6 +7,9 @@ that are there, so that a CUDA graph can capture every call.
     attend_decode(query, output, pool, layer, tables, scores, num_splits=1)
     attend_chunks(query, output, pool, layer, tables, chunks, scores)
 
+Chunks of many queries attend to copies of their sequences' keys and values (``gather``), where ``Chunks`` has room for
+them.
+
 ``key`` and ``value`` are ``[T, Hkv, D]``, ``query`` and ``output`` ``[T, H, D]``, ``pool`` is ``KvPool.tensor``. Any
 number of query heads may share a KV head, ``D`` may be any even number, and the dtype bfloat16, float16 or float32.
 
@@ -16,11 +19,13 @@ among programs (Flash-Decoding). The queries of one KV head's group are rows of 
 # No `from __future__ import annotations`: Triton's interpreter would not know the constants any more.
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
+
+from quartet.engine.torch.kernels.gather import Copies, gather
 
 #: Dtypes that the kernels compute in.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,6 +45,8 @@ _MAX_SPLIT_TOKENS = 1024
 _PROGRAMS_PER_SM = 4
 # More keys on their way at a time gained nothing, as measured.
 _MAX_STAGES = 5
+# Of copies.
+_COPIED_STAGES = 3
 # Of shared memory, for what a program exchanges besides queries, keys and values.
 _SPARE_SHARED_SIZE_BYTES = 8 << 10
 
@@ -87,6 +94,7 @@ class Chunks:
         query_begins: ``[S + 1]`` int32: row of each sequence's first query, and the row after the last one's.
         tile_seqs: ``[tiles]`` int32: which sequence each tile is of.
         tile_begins: ``[tiles]`` int32: its first query, counted from the sequence's first one.
+        copies: where keys and values of layers without a window are copied first; ``None``: they are read in the pool.
     """
 
     num_queries: int
@@ -95,6 +103,7 @@ class Chunks:
     query_begins: torch.Tensor
     tile_seqs: torch.Tensor
     tile_begins: torch.Tensor
+    copies: Copies | None = None
 
 
 def num_splits(num_rows: int, num_kv_heads: int, longest: int, num_sms: int) -> int:
@@ -201,10 +210,23 @@ def attend_chunks(
     shape = _Shape.of(query, pool)
     tile = chunk_tile(shape, _shared_size_bytes(query.device))
     assert tile.num_queries == chunks.num_queries, "tiles are cut for layers with other heads"
+    if chunks.copies is not None and scores.window is None:
+        gather(pool, layer, tables, chunks, chunks.copies)
+        tile = replace(tile, num_keys=chunks.copies.span, num_stages=_COPIED_STAGES)
+        _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks, copies=chunks.copies)
+        return
     parts = _Parts.empty(query, chunks.num_splits)
     _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks, parts=parts)
     if parts is not None:
         parts.merge(output, chunks.first_row)
+
+
+def copied_span(num_heads: int, pool: torch.Tensor) -> int | None:
+    """``Copies.span`` for so many query heads and keys and values of this pool; ``None``: copies gain nothing."""
+    shape = _Shape(num_heads, pool.shape[4], pool.shape[5], pool.dtype)
+    if not _has_tma(pool.device) or shape.dtype == torch.float32 or shape.padded_dim != shape.head_dim:
+        return None
+    return chunk_tile(shape, _shared_size_bytes(pool.device)).num_keys
 
 
 def queries_per_tile(num_heads: int, pool: torch.Tensor) -> int:
@@ -297,6 +319,11 @@ def _shared_size_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @dataclass(frozen=True)
 class _Parts:
     """What each split found.
@@ -346,8 +373,10 @@ def _launch(
     *,
     chunks: Chunks | None = None,
     parts: _Parts | None = None,
+    copies: Copies | None = None,
 ) -> None:
     unused = tables.contexts
+    copied_keys, copied_values = (None, None) if copies is None else copies.descriptors(shape.head_dim)
     splits = 1 if parts is None else parts.num_splits
     # With a softcap, the factor of base 2 comes after it.
     scale = scores.scale if scores.softcap else scores.scale * _LOG2_E
@@ -364,6 +393,9 @@ def _launch(
         unused if chunks is None else chunks.tile_seqs,
         unused if chunks is None else chunks.tile_begins,
         unused if scores.sinks is None else scores.sinks,
+        copied_keys,
+        copied_values,
+        None if copies is None else copies.begins,
         float(scale),
         float(scores.softcap or 1.0),
         layer * pool.stride(1),
@@ -449,6 +481,9 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_seqs,
     tile_begins,
     sinks,
+    copied_keys,
+    copied_values,
+    copied_begins,
     scale,
     softcap,
     layer_offset,
@@ -473,7 +508,10 @@ def _attend(  # type: ignore[no-untyped-def]
     IS_DECODE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program is one KV head's group of heads of one tile's queries, against one share of the sequence's keys."""
+    """A program is one KV head's group of heads of one tile's queries, against one share of the sequence's keys.
+
+    Descriptors of copied keys and values, if there are any, take the place of the pool.
+    """
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
@@ -520,6 +558,10 @@ def _attend(  # type: ignore[no-untyped-def]
             total = tl.full([ROWS], 1.0, tl.float32)
     sums = tl.full([ROWS, PADDED_DIM], 0.0, tl.float32)
     keys = pool + layer_offset + kv_head * HEAD_DIM
+    column = kv_head * HEAD_DIM
+    copied_row = 0
+    if copied_begins is not None:
+        copied_row = tl.load(copied_begins + seq)
     masked = begin
     if WINDOW == 0:
         # All queries see the keys of whole turns before the first query.
@@ -527,11 +569,13 @@ def _attend(  # type: ignore[no-untyped-def]
         for key in tl.range(begin, masked, KEYS):
             sums, total, top = _take_turn(
                 sums, total, top, q, position, keys, values_offset, table, key, limit, block_stride, scale, softcap,
+                copied_keys, copied_values, copied_row + key, column,
                 False, WINDOW, HAS_SOFTCAP, KEYS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, PRECISION,
             )  # fmt: skip
     for key in tl.range(masked, end, KEYS):
         sums, total, top = _take_turn(
             sums, total, top, q, position, keys, values_offset, table, key, limit, block_stride, scale, softcap,
+            copied_keys, copied_values, copied_row + key, column,
             True, WINDOW, HAS_SOFTCAP, KEYS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, PRECISION,
         )  # fmt: skip
 
@@ -562,6 +606,10 @@ def _take_turn(  # type: ignore[no-untyped-def]
     block_stride,
     scale,
     softcap,
+    copied_keys,
+    copied_values,
+    copied_row,
+    column,
     IS_MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -576,19 +624,22 @@ def _take_turn(  # type: ignore[no-untyped-def]
     key = first_key + tl.arange(0, KEYS)
     inside = tl.arange(0, PADDED_DIM)
     exists = key < limit
-    if IS_MASKED:
-        block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    else:
-        block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
-    at = keys + (block * block_stride + (key % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + inside[None, :]
+    at = keys
     # Without bounds where there are none: loads are wider then.
-    if IS_MASKED:
-        is_element = exists[:, None] & (inside < HEAD_DIM)[None, :]
-        k = tl.load(at, mask=is_element, other=0.0)
-    elif PADDED_DIM != HEAD_DIM:
-        k = tl.load(at, mask=(inside < HEAD_DIM)[None, :], other=0.0)
+    if copied_keys is not None:
+        k = copied_keys.load([copied_row, column])
     else:
-        k = tl.load(at)
+        if IS_MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+        at = keys + (block * block_stride + (key % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + inside[None, :]
+        if IS_MASKED:
+            k = tl.load(at, mask=exists[:, None] & (inside < HEAD_DIM)[None, :], other=0.0)
+        elif PADDED_DIM != HEAD_DIM:
+            k = tl.load(at, mask=(inside < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(at)
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_SOFTCAP:
         # tanh(score / softcap) * softcap, in powers of 2.
@@ -607,7 +658,9 @@ def _take_turn(  # type: ignore[no-untyped-def]
     weight = tl.exp2(score - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weight, 1)
-    if IS_MASKED:
+    if copied_values is not None:
+        v = copied_values.load([copied_row, column])
+    elif IS_MASKED:
         v = tl.load(at + values_offset, mask=exists[:, None] & (inside < HEAD_DIM)[None, :], other=0.0)
     elif PADDED_DIM != HEAD_DIM:
         v = tl.load(at + values_offset, mask=(inside < HEAD_DIM)[None, :], other=0.0)
