@@ -115,6 +115,24 @@ def test_attention_of_real_shapes_is_that_of_the_reference(heads: Heads, how: di
     torch.testing.assert_close(output.double(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("heads", "how"),
+    [
+        (Heads(32, 8, 128, 32), {}),
+        (Heads(16, 8, 256, 32), {"softcap": 50.0}),
+        (Heads(64, 8, 64, 16), {"has_sinks": True}),
+        (Heads(12, 4, 128, 12), {}),
+    ],
+    ids=["Qwen3-8B", "Gemma 2 9B", "gpt-oss-20b", "groups of three, blocks of 12"],
+)
+def test_attention_to_copies_is_that_of_the_reference(heads: Heads, how: dict[str, Any]) -> None:
+    pool = Pool(heads, [(0, 1), (777, 1), (0, 300), (1_500, 900)], "cuda:0", torch.bfloat16)
+    span = attention.copied_span(heads.query, pool.tensor)
+    assert span is not None
+    output, expected = attend(pool, span=span, device="cuda:0", dtype=torch.bfloat16, **how)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_are_as_good_as_the_exact_ones(
