@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,13 +257,22 @@ def test_a_short_rest_of_a_long_conversation_is_split(num_tiles: int, longest: i
     assert attention.num_chunk_splits(num_tiles, num_kv_heads=8, longest=longest, num_sms=132) == expected
 
 
-@pytest.mark.parametrize("way", ["decode", "chunks", "copies"])
-def test_the_kernel_compiles_for_a_hopper_and_fits_it(way: str, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("way", "head_dim", "span"),
+    [("decode", 64, 0), ("chunks", 64, 0), ("copies", 64, 128), ("copies", 128, 128), ("copies", 256, 32)],
+)
+def test_the_kernel_compiles_for_a_hopper_and_fits_it(
+    way: str, head_dim: int, span: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     """With all that GPT-OSS needs of it: groups, a window and sinks."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     is_decode, is_copied = way == "decode", way == "copies"
-    shape = attention._Shape(64, 8, 64, torch.bfloat16)
+    shape = attention._Shape(64, 8, head_dim, torch.bfloat16)
     tile = attention.decode_tile(shape) if is_decode else attention.chunk_tile(shape, 227 << 10)
+    if is_copied:
+        pool = torch.empty(1, 1, 2, 16, 8, head_dim, dtype=torch.bfloat16)
+        assert attention.copied_span(64, pool) == span
+        tile = replace(tile, num_keys=span, num_stages=attention._NUM_COPIED_STAGES)
     scores = attention.Scores(0.125, window=None if is_copied else 128, sinks=torch.zeros(64))
     constants = attention._constants(shape, tile, scores, 32, 8 if is_decode else 1, is_decode=is_decode)
     signature = dict.fromkeys(attention._attend.arg_names, "i32:16")
@@ -272,7 +281,7 @@ def test_the_kernel_compiles_for_a_hopper_and_fits_it(way: str, tmp_path: Path, 
     tables = ("tables", "table_begins", "contexts", "query_begins", "tile_seqs", "tile_begins")
     signature |= dict.fromkeys(tables, "*i32")
     if is_copied:
-        signature |= dict.fromkeys(("copied_keys", "copied_values"), f"tensordesc<bf16[{tile.num_keys}, 64]>")
+        signature |= dict.fromkeys(("copied_keys", "copied_values"), f"tensordesc<bf16[{span}, {head_dim}]>")
         signature["copied_begins"] = "*i32"
     else:
         constants |= dict.fromkeys(("copied_keys", "copied_values", "copied_begins"))

@@ -167,7 +167,7 @@ async def test_an_engine_without_grammars_says_so() -> None:
 async def test_on_a_gpu_guided_and_free_rows_share_graphs_and_go_on_after_any_token(dtype: str) -> None:
     grammars = [guided(schema) for schema in SCHEMAS.values()]
     async with torch_engine(
-        tiny.CHECKPOINT, dtype=dtype, device="cuda", num_blocks=4096, follows_grammars=True
+        tiny.CHECKPOINT, dtype=dtype, device="cuda:0", num_blocks=4096, follows_grammars=True
     ) as engine:
         free = [ask(None, seed=seed, max_tokens=60) for seed in range(3)]
         outcomes = await run_all(engine, [*map(ask, grammars), *free])

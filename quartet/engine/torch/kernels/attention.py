@@ -45,8 +45,11 @@ _MAX_SPLIT_TOKENS = 1024
 _PROGRAMS_PER_SM = 4
 # More keys on their way at a time gained nothing, as measured.
 _MAX_STAGES = 5
-# Of copies.
-_COPIED_STAGES = 3
+# Of copies, as many keys at a time as leave room for as many turns: more turns took longer, fewer much longer.
+_NUM_COPIED_STAGES = 3
+_COPIED_SPANS = (128, 64, 32)
+# What tells that loads by TMA are done has room beside the queries, keys and values.
+_BARRIERS_SIZE_BYTES = 1 << 10
 # Of shared memory, for what a program exchanges besides queries, keys and values.
 _SPARE_SHARED_SIZE_BYTES = 8 << 10
 
@@ -56,7 +59,7 @@ class Scores:
     """How scores of queries and keys are computed, in one layer.
 
     Attributes:
-        scale: factor of ``query @ key``.
+        scale: factor of ``query @ key``, positive.
         window: a query sees as many keys, its own included; ``None``: all before it.
         softcap: scores become ``tanh(score / softcap) * softcap``.
         sinks: ``[H]``: logits of a key that has no value (GPT-OSS).
@@ -212,7 +215,7 @@ def attend_chunks(
     assert tile.num_queries == chunks.num_queries, "tiles are cut for layers with other heads"
     if chunks.copies is not None and scores.window is None:
         gather(pool, layer, tables, chunks, chunks.copies)
-        tile = replace(tile, num_keys=chunks.copies.span, num_stages=_COPIED_STAGES)
+        tile = replace(tile, num_keys=chunks.copies.span, num_stages=_NUM_COPIED_STAGES)
         _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks, copies=chunks.copies)
         return
     parts = _Parts.empty(query, chunks.num_splits)
@@ -226,7 +229,10 @@ def copied_span(num_heads: int, pool: torch.Tensor) -> int | None:
     shape = _Shape(num_heads, pool.shape[4], pool.shape[5], pool.dtype)
     if not _has_tma(pool.device) or shape.dtype == torch.float32 or shape.padded_dim != shape.head_dim:
         return None
-    return chunk_tile(shape, _shared_size_bytes(pool.device)).num_keys
+    shared = _shared_size_bytes(pool.device)
+    row_size_bytes = shape.head_dim * shape.dtype.itemsize
+    most = (shared - _BARRIERS_SIZE_BYTES) // row_size_bytes - chunk_tile(shape, shared).num_rows
+    return next((span for span in _COPIED_SPANS if 2 * span * _NUM_COPIED_STAGES <= most), None)
 
 
 def queries_per_tile(num_heads: int, pool: torch.Tensor) -> int:
@@ -640,7 +646,9 @@ def _take_turn(  # type: ignore[no-untyped-def]
             k = tl.load(at, mask=(inside < HEAD_DIM)[None, :], other=0.0)
         else:
             k = tl.load(at)
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SOFTCAP or IS_MASKED:
+        score = score * scale
     if HAS_SOFTCAP:
         # tanh(score / softcap) * softcap, in powers of 2.
         power = tl.exp2(score * (2.0 * 1.4426950408889634 / softcap))
@@ -650,12 +658,14 @@ def _take_turn(  # type: ignore[no-untyped-def]
         if WINDOW:
             is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
         score = tl.where(is_seen, score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
+    # The scale is positive, so the highest score stays it: scaling and subtracting are one operation a score then.
+    factor = 1.0 if HAS_SOFTCAP or IS_MASKED else scale
+    new_top = tl.maximum(top, tl.max(score, 1) * factor)
     # A row that has seen nothing yet: minus infinity from itself is no number.
     base = new_top
     if IS_MASKED:
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weight = tl.exp2(score - base[:, None])
+    weight = tl.exp2(score * factor - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weight, 1)
     if copied_values is not None:
