@@ -1,7 +1,7 @@
-"""What attention of one chunk of a prompt takes: by the kernel that reads blocks, and by flash attention on copies.
+"""What attention of one chunk of a prompt takes: as the engine does it, by blocks alone, and by PyTorch on copies.
 
-The other way gathers the sequence's keys and values from their blocks into contiguous tensors, and has PyTorch's flash
-attention read these.
+The engine has one kernel, which reads keys and values in their blocks, or loads copies of them by TMA where that takes
+less. PyTorch's flash attention reads copies, too.
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ class ChunkCase:
 
     Attributes:
         context: tokens of the sequence before the chunk.
-        paged_us: microseconds by the engine's own way; on a GPU the kernel that reads blocks.
-        gathered_us: of gathering keys and values, and flash attention on them.
-        gather_us: of gathering alone.
-        ratio: ``gathered_us`` over ``paged_us``.
+        is_copied: whether the engine copies.
+        engine_us: microseconds by the engine's own way, copying included.
+        paged_us: of the engine's kernel reading blocks.
+        flash_us: of copying keys and values, and flash attention on them.
+        ratio: ``engine_us`` over ``paged_us``.
     """
 
     num_tokens: int
     context: int
+    is_copied: bool
+    engine_us: float
     paged_us: float
-    gathered_us: float
-    gather_us: float
+    flash_us: float
     ratio: float
 
 
 def measure_chunk(
     device: str, num_heads: int, layout: dict[str, Any], num_tokens: int, context: int, num_runs: int
 ) -> ChunkCase:
-    """Time both ways ``num_runs`` times, after three to warm up.
+    """Time each way ``num_runs`` times, after three to warm up.
 
     Args:
         device: where.
@@ -67,7 +69,7 @@ def measure_chunk(
         num_runs: of each way.
 
     Raises:
-        RuntimeError: the two ways yield different results.
+        RuntimeError: two ways yield different results.
     """
     on = torch.device(device)
     num_blocks = -(-(context + num_tokens) // layout["block_size"])
@@ -80,7 +82,7 @@ def measure_chunk(
 
 
 class _Attention:
-    """One layer's queries, keys and values, and the two ways."""
+    """One layer's queries, keys and values, and the ways."""
 
     def __init__(self, pool: KvPool, num_heads: int, num_tokens: int, context: int) -> None:
         torch.manual_seed(1)
@@ -95,7 +97,8 @@ class _Attention:
         self._fresh = KeysValues(*fresh)
         self._output = like.new_empty(num_tokens, num_heads, layout.head_dim)
         blocks = random.Random(1).sample(range(pool.num_blocks), pool.num_blocks)
-        self._step = _step(pool, num_heads, _chunk(blocks, layout.block_size, num_tokens, context))
+        chunk = _chunk(blocks, layout.block_size, num_tokens, context)
+        self._step, self._paged_step, self.is_copied = _steps(pool, num_heads, chunk)
         self._step.store_and_attend(self._layer, self._fresh, self._query)
         keys = (torch.tensor(blocks) * layout.num_layers + _LAYER) * 2
         self._rows = torch.cat((keys, keys + 1)).to(like.device)
@@ -105,8 +108,12 @@ class _Attention:
     def device(self) -> torch.device:
         return self._output.device
 
-    def by_pages(self) -> torch.Tensor:
+    def by_engine(self) -> torch.Tensor:
         self._step.attend(self._layer, self._query, self._fresh, self._output)
+        return self._output
+
+    def by_pages(self) -> torch.Tensor:
+        self._paged_step.attend(self._layer, self._query, self._fresh, self._output)
         return self._output
 
     def gather(self) -> KeysValues:
@@ -114,7 +121,7 @@ class _Attention:
         num_keys = self.context + self.num_tokens
         return KeysValues(found.keys[:, :, :num_keys], found.values[:, :, :num_keys])
 
-    def by_copies(self) -> torch.Tensor:
+    def by_flash(self) -> torch.Tensor:
         found, scale = self.gather(), self._layer.scale
         attended = functional.scaled_dot_product_attention(
             self._query, found.keys, found.values, attn_mask=self._mask, scale=scale, enable_gqa=True
@@ -124,21 +131,23 @@ class _Attention:
 
 def _measure(attention: _Attention, num_runs: int) -> ChunkCase:
     is_cuda = attention.device.type == "cuda"
+    ways = (attention.by_engine, attention.by_pages, attention.by_flash)
     with _flash_attention(attention.by_pages()):
-        paged, copied = attention.by_pages(), attention.by_copies()
-        if not torch.allclose(paged.float(), copied.float(), rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise RuntimeError(f"the two ways differ by {float((paged - copied).abs().max())}")
+        expected = attention.by_flash().float()
+        for way in ways[:2]:
+            found = way().float()
+            if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+                raise RuntimeError(f"{way.__name__} and by_flash differ by {float((found - expected).abs().max())}")
         time_us = _time_on_gpu if is_cuda else _time_on_cpu
-        paged_us, gather_us, gathered_us = (
-            time_us(run, num_runs) for run in (attention.by_pages, attention.gather, attention.by_copies)
-        )
+        engine_us, paged_us, flash_us = (time_us(way, num_runs) for way in ways)
     return ChunkCase(
         num_tokens=attention.num_tokens,
         context=attention.context,
+        is_copied=attention.is_copied,
+        engine_us=engine_us,
         paged_us=paged_us,
-        gathered_us=gathered_us,
-        gather_us=gather_us,
-        ratio=gathered_us / paged_us,
+        flash_us=flash_us,
+        ratio=engine_us / paged_us,
     )
 
 
@@ -174,14 +183,17 @@ def _counts(num_heads: int, layout: KvLayout) -> tuple[int, int, int]:
     return num_heads, layout.num_kv_heads, layout.num_kv_heads
 
 
-def _step(pool: KvPool, num_heads: int, chunk: ScheduledChunk) -> Step:
-    """The chunk as the engine has it there."""
+def _steps(pool: KvPool, num_heads: int, chunk: ScheduledChunk) -> tuple[Step, Step, bool]:
+    """The chunk as the engine has it there, and read in its blocks; whether the two differ."""
     if pool.tensor.device.type == "cpu":
-        return PagedStep(pool, build_batch([chunk], pool.layout, pool.tensor.device))
+        step = PagedStep(pool, build_batch([chunk], pool.layout, pool.tensor.device))
+        return step, step, False
     from quartet.engine.torch.kernel_step import StepBuilder
 
     builder = StepBuilder(pool, num_heads)
-    return builder.make(builder.lay_out([chunk]))
+    inputs = builder.lay_out([chunk])
+    usual, paged = builder.make(inputs), builder.make(inputs, copies=False)
+    return usual, paged, usual.chunks is not None and usual.chunks.copies is not None
 
 
 def _chunk(blocks: list[int], block_size: int, num_tokens: int, context: int) -> ScheduledChunk:

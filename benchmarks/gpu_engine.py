@@ -1,9 +1,10 @@
 """The embedded engine on a GPU: tokens a second of batches, what sampling and the whole stack cost, and how it starts.
 
 Rows: ``one``, ``many``, ``large`` and ``prefill`` are batches of requests that are submitted at once, ``sampled`` is
-``many`` with sampling over the same without, ``sampler`` is what sampling takes of a step, by itself, ``chunk`` is what
-attention takes of a prompt's chunk, in two ways, ``start`` is from when the weights are loaded until the engine is
-ready, and ``stack`` is streams through Router, Prefill and Decode over the same streams in the engine alone.
+``many`` with sampling over the same without, ``guided`` the same with answers that follow a JSON schema, ``sampler`` is
+what sampling takes of a step, by itself, ``chunk`` is what attention takes of a prompt's chunk, in three ways,
+``start`` is from when the weights are loaded until the engine is ready, and ``stack`` is streams through Router,
+Prefill and Decode over the same streams in the engine alone.
 
 Weights are random (``engine.load_format``), in the shape of Qwen3-8B; the shape ``tiny`` with ``--device cpu`` shows in
 seconds that all of it works. Each row is written to the file as soon as it is measured, with its own command, commit
@@ -55,6 +56,18 @@ _BATCH_TIMEOUT_S = 120.0
 # Where Triton keeps what it has compiled.
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 _IDS = IntRange(16, 1023)
+# Of the free memory, as in configs/gpu.
+_SHARE = 0.9
+# No answer to it ends before its bound of tokens.
+_SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "is_here": {"type": "boolean"}},
+        "required": ["name", "age", "is_here"],
+    },
+    "minItems": 1000,
+}
 
 
 class Row(StrEnum):
@@ -65,6 +78,7 @@ class Row(StrEnum):
     LARGE = "large"
     PREFILL = "prefill"
     SAMPLED = "sampled"
+    GUIDED = "guided"
     SAMPLER = "sampler"
     CHUNK = "chunk"
     START = "start"
@@ -202,6 +216,18 @@ class SampledRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuidedRow:
+    """The row ``guided``: as ``sampled``, of requests that follow ``schema``, or of half of them only."""
+
+    schema: Mapping[str, Any]
+    plain_s: Sequence[float]
+    guided_s: Sequence[float]
+    half_guided_s: Sequence[float]
+    ratio: float
+    half_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplerRow:
     """The row ``sampler``: each is a ``gpu_sampler.SamplerCase``, of a number of rows with flat or peaked logits."""
 
@@ -218,10 +244,15 @@ class ChunkRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StartRow:
-    """The row ``start``: seconds from loaded weights to ready, with nothing compiled before, and once more."""
+    """The row ``start``: seconds from loaded weights to ready, with nothing compiled before, and once more.
+
+    Attributes:
+        share_s: the third time, with a pool of a share of the free memory.
+    """
 
     cold_s: float
     warm_s: float
+    share_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +265,7 @@ class StackRow:
     ratio: float
 
 
-_Figures: TypeAlias = BatchRow | SampledRow | SamplerRow | ChunkRow | StartRow | StackRow
+_Figures: TypeAlias = BatchRow | SampledRow | GuidedRow | SamplerRow | ChunkRow | StartRow | StackRow
 
 
 def main() -> None:
@@ -297,6 +328,8 @@ class _Bench:
         match row:
             case Row.SAMPLED:
                 return await self._sampled()
+            case Row.GUIDED:
+                return await self._guided()
             case Row.SAMPLER:
                 return await self._sampler()
             case Row.CHUNK:
@@ -337,6 +370,31 @@ class _Bench:
         ratio = median(quick / slow for quick, slow in zip(greedy, sampled, strict=True))
         self._line.say(f"sampled: {ratio:.3f} of greedy's tokens a second")
         return SampledRow(sampling=sampling, greedy_s=greedy, sampled_s=sampled, ratio=ratio)
+
+    async def _guided(self) -> GuidedRow:
+        plan, engine = self._plan.batches[Row.MANY], await self._batch_engine()
+        runs: dict[float, list[float]] = {0.0: [], 1.0: [], 0.5: []}
+        for share in runs:
+            await self._time(engine, plan, self._plan.sampling, guided_share=share)
+        for _ in self._line.rounds(Row.GUIDED, plan.num_runs):
+            for share, times in runs.items():
+                times.append(await self._time(engine, plan, self._plan.sampling, guided_share=share))
+        plain, all_guided, half_guided = runs.values()
+        ratio, half_ratio = (
+            median(quick / slow for quick, slow in zip(plain, guided, strict=True))
+            for guided in (all_guided, half_guided)
+        )
+        self._line.say(
+            f"guided: {ratio:.3f} of unguided tokens a second; with half of the rows guided {half_ratio:.3f}"
+        )
+        return GuidedRow(
+            schema=_SCHEMA,
+            plain_s=plain,
+            guided_s=all_guided,
+            half_guided_s=half_guided,
+            ratio=ratio,
+            half_ratio=half_ratio,
+        )
 
     async def _sampler(self) -> SamplerRow:
         plan, cases = self._plan, []
@@ -385,8 +443,8 @@ class _Bench:
                 case = await child.ask(order, _BATCH_TIMEOUT_S)
                 cases.append(case)
                 self._line.say(
-                    f"chunk: {plan.num_tokens} tokens after {context}: {case['paged_us']:.0f} us; gathered first "
-                    f"{case['gathered_us']:.0f}, of which {case['gather_us']:.0f} to gather"
+                    f"chunk: {plan.num_tokens} tokens after {context}: {case['engine_us']:.0f} us; in blocks "
+                    f"{case['paged_us']:.0f}, by flash attention {case['flash_us']:.0f}"
                 )
         return ChunkRow(cases=cases)
 
@@ -396,19 +454,24 @@ class _Bench:
             before, os.environ[_CACHE_VARIABLE] = os.environ.get(_CACHE_VARIABLE), cache
             try:
                 cold_s, warm_s = [await self._start_once() for _ in range(2)]
+                share_s = await self._start_once(takes_share=True)
             finally:
                 if before is None:
                     del os.environ[_CACHE_VARIABLE]
                 else:
                     os.environ[_CACHE_VARIABLE] = before
-        self._line.say(f"start: {cold_s:.1f} s with nothing compiled, then {warm_s:.1f} s")
-        return StartRow(cold_s=cold_s, warm_s=warm_s)
+        self._line.say(
+            f"start: {cold_s:.1f} s with nothing compiled, then {warm_s:.1f} s; with a share of memory {share_s:.1f} s"
+        )
+        return StartRow(cold_s=cold_s, warm_s=warm_s, share_s=share_s)
 
-    async def _start_once(self) -> float:
+    async def _start_once(self, *, takes_share: bool = False) -> float:
         async with start_child(_SIDE) as child:
             await child.read()
             plan = self._plan
-            order = self._start_order(plan.num_blocks, plan.max_num_seqs)
+            # On a CPU there is no such share.
+            takes_share = takes_share and self._devices[0] != _CPU
+            order = self._start_order(None if takes_share else plan.num_blocks, plan.max_num_seqs)
             return float(await child.ask(order, _START_TIMEOUT_S))
 
     async def _stack(self) -> StackRow:
@@ -459,25 +522,29 @@ class _Bench:
                 await child.ask(self._start_order(num_blocks, max_num_seqs), _START_TIMEOUT_S)
             yield child
 
-    def _start_order(self, num_blocks: int, max_num_seqs: int) -> Mapping[str, Any]:
-        engine = {
+    def _start_order(self, num_blocks: int | None, max_num_seqs: int) -> Mapping[str, Any]:
+        engine: dict[str, Any] = {
             "model_path": str(self._model_path),
             "dtype": self._plan.model.dtype,
             "device": self._devices[0],
             "block_size": _BLOCK_SIZE,
-            "num_blocks": num_blocks,
             "random_seed": 0,
         }
+        engine |= {"free_gpu_memory_fraction": _SHARE} if num_blocks is None else {"num_blocks": num_blocks}
         bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": self._plan.max_num_batched_tokens}
         return {"do": "start", "engine": engine, "bounds": bounds}
 
-    async def _time(self, engine: Child, plan: BatchPlan, sampling: Mapping[str, float]) -> float:
+    async def _time(
+        self, engine: Child, plan: BatchPlan, sampling: Mapping[str, float], *, guided_share: float = 0.0
+    ) -> float:
         order = {
             "do": "batch",
             "num_requests": plan.num_requests,
             "num_prompt_tokens": plan.num_prompt_tokens,
             "num_output_tokens": plan.num_output_tokens,
             "sampling": sampling,
+            "schema": _SCHEMA,
+            "num_guided": round(guided_share * plan.num_requests),
         }
         return float(await engine.ask(order, _BATCH_TIMEOUT_S))
 

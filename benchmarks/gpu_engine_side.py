@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +24,10 @@ import uvloop
 from benchmarks.children import answer, orders
 from benchmarks.gpu_chunk import measure_chunk
 from benchmarks.gpu_sampler import measure_sampler
-from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.sampling import Sampling
+from quartet.engine.base import EngineRequest, FinishReason, Generation, RequestKind
+from quartet.engine.guided.compiler import GrammarCompiler
+from quartet.engine.runner import ModelRunner
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
@@ -45,6 +50,12 @@ class _LoadedAt(logging.Handler):
             self.at = time.perf_counter()
 
 
+def _compiler(config: TorchEngineConfig, runner: ModelRunner) -> GrammarCompiler:
+    tokenizer_json = (Path(config.model_path) / "tokenizer.json").read_text(encoding="utf-8")
+    # A model with random weights has no token that ends its answers.
+    return GrammarCompiler(tokenizer_json, runner.vocab_size, runner.eos_token_ids or {runner.vocab_size - 1})
+
+
 class _Side:
     """One engine, and requests that share no prefix."""
 
@@ -65,17 +76,32 @@ class _Side:
             torch.set_num_threads(1)
         config = TorchEngineConfig(**engine)
         kinds = frozenset({RequestKind.DECODE})
-        self._engine = StepEngine(lambda: create_runner(config), SchedulerConfig(**bounds), kinds=kinds)
+        self._engine = StepEngine(
+            lambda: create_runner(config), SchedulerConfig(**bounds), kinds=kinds, grammars=partial(_compiler, config)
+        )
         await self._engine.start()
         self._reading = asyncio.create_task(self._read(self._engine))
         assert loaded.at is not None, "the loader has said it"
         return time.perf_counter() - loaded.at
 
     async def batch(
-        self, num_requests: int, num_prompt_tokens: int, num_output_tokens: int, sampling: Mapping[str, Any]
+        self,
+        num_requests: int,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        sampling: Mapping[str, Any],
+        schema: Mapping[str, Any],
+        num_guided: int,
     ) -> float:
-        """Seconds from when all requests are submitted, at once, until the last one has ended."""
-        requests = [self._request(num_prompt_tokens, num_output_tokens, sampling) for _ in range(num_requests)]
+        """Seconds from when all requests are submitted, at once, until the last one has ended.
+
+        ``num_guided`` of them follow ``schema``.
+        """
+        guided = {"guided": GuidedDecoding(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "ignore_eos": False}
+        requests = [
+            self._request(num_prompt_tokens, num_output_tokens, {**sampling, **(guided if number < num_guided else {})})
+            for number in range(num_requests)
+        ]
         began = time.perf_counter()
         await self._ended([self._submit(request) for request in requests])
         return time.perf_counter() - began
@@ -153,6 +179,8 @@ class _Side:
                 raise step.failed[0].error
             self._num_tokens += len(step.token_ids)
             for finished in step.finished:
+                if finished.reason is not FinishReason.LENGTH:
+                    raise RuntimeError(f"a request ended early: {finished.reason}")
                 self._endings.pop(finished.id).set_result(None)
 
 

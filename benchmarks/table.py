@@ -453,6 +453,8 @@ _GPU_ENGINE_FIGURES = (
         "32,700",
     ),
     ("sampled", "64 x 128 -> 256 with sampling: tok/s over greedy", "{ratio:.3f}", ">= 0.93", "", "about 0.3"),
+    ("guided", "the same, all rows following a JSON schema: tok/s over none", "{ratio:.3f}", "", "", ""),
+    ("guided", "half of the rows", "{half_ratio:.3f}", "", "", ""),
     *(
         (
             "sampler",
@@ -472,15 +474,18 @@ _GPU_ENGINE_FIGURES = (
     *(
         (
             "chunk",
-            f"attention of a layer, 2,048 tokens after {context}, us (keys and values gathered for flash attention)",
-            f"{{cases[{number}][paged_us]:.0f}} ({{cases[{number}][gathered_us]:.0f}})",
+            f"attention of a layer, 2,048 tokens after {context}, us (read in blocks; flash attention on copies)",
+            f"{{{case}[engine_us]:.0f}} ({{{case}[paged_us]:.0f}}; {{{case}[flash_us]:.0f}})",
             "",
             "",
             "",
         )
-        for number, context in enumerate(("0", "2,048", "8,192", "16,384"))
+        for case, context in zip(
+            (f"cases[{number}]" for number in range(4)), ("0", "2,048", "8,192", "16,384"), strict=True
+        )
     ),
     ("start", "from weights loaded to ready, kernels compiled before, s", "{warm_s:.1f}", "<= 15", "", ""),
+    ("start", "with a share of the free memory, s", "{share_s:.1f}", "<= 15", "", ""),
     ("start", "with nothing compiled, s", "{cold_s:.1f}", "", "", ""),
     (
         "stack",

@@ -54,11 +54,12 @@ def test_all_rows_are_measured(tmp_path: Path, request: pytest.FixtureRequest, d
     assert all(min(case["device_ms"], case["greedy_device_ms"]) > 0 for case in figures[Row.SAMPLER]["cases"])
     chunks = figures[Row.CHUNK]["cases"]
     assert [case["context"] for case in chunks] == list(PLANS["tiny"].chunk.contexts)
-    assert all(min(case[name] for name in ("paged_us", "gathered_us", "gather_us", "ratio")) > 0 for case in chunks)
-    assert figures[Row.START]["cold_s"] > 0 < figures[Row.START]["warm_s"]
+    assert all(min(case[name] for name in ("engine_us", "paged_us", "flash_us", "ratio")) > 0 for case in chunks)
+    assert all(figures[Row.START][name] > 0 for name in ("cold_s", "warm_s", "share_s"))
+    assert figures[Row.GUIDED]["ratio"] > 0 < figures[Row.GUIDED]["half_ratio"]
     assert figures[Row.STACK]["ratio"] > 0
     # As if it had been measured on a GPU: the table finds all that it shows.
     rows = [row | {"shape": "qwen3-8b", "num_gpus": 1, "gpus": ["NVIDIA H100 80GB"]} for row in report["rows"]]
     table = gpu_engine_tables(report | {"rows": rows})
-    assert (table.count("not run"), table.count("(H100)")) == (0, 17)
-    assert gpu_engine_tables(report).count("not run") == 17
+    assert (table.count("not run"), table.count("(H100)")) == (0, 20)
+    assert gpu_engine_tables(report).count("not run") == 20
