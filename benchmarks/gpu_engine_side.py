@@ -36,6 +36,7 @@ from quartet.engine.torch import TorchEngineConfig, create_runner
 _LOADER, _LOADED = "quartet.engine.torch.loader", "loaded "
 # Ids of prompts: any but the tokenizer's special ones, and few, which is enough to have no prefix in common.
 _IDS = range(16, 1024)
+_EOS_TOKEN_ID = 1
 
 
 class _LoadedAt(logging.Handler):
@@ -52,8 +53,8 @@ class _LoadedAt(logging.Handler):
 
 def _compiler(config: TorchEngineConfig, runner: ModelRunner) -> GrammarCompiler:
     tokenizer_json = (Path(config.model_path) / "tokenizer.json").read_text(encoding="utf-8")
-    # A model with random weights has no token that ends its answers.
-    return GrammarCompiler(tokenizer_json, runner.vocab_size, runner.eos_token_ids or {runner.vocab_size - 1})
+    # A model with random weights has no token that ends its answers; its tokenizer does.
+    return GrammarCompiler(tokenizer_json, runner.vocab_size, runner.eos_token_ids or {_EOS_TOKEN_ID})
 
 
 class _Side:

@@ -169,7 +169,7 @@ async def test_on_a_gpu_guided_and_free_rows_share_graphs_and_go_on_after_any_to
     async with torch_engine(
         tiny.CHECKPOINT, dtype=dtype, device="cuda:0", num_blocks=4096, follows_grammars=True
     ) as engine:
-        free = [ask(None, seed=seed, max_tokens=60) for seed in range(3)]
+        free = [ask(None, seed=seed, max_tokens=60, ignore_eos=True) for seed in range(3)]
         outcomes = await run_all(engine, [*map(ask, grammars), *free])
         for schema, outcome in zip(SCHEMAS.values(), outcomes, strict=False):
             assert outcome.finished is not None and outcome.finished.reason is FinishReason.STOP_ID

@@ -43,8 +43,12 @@ if TYPE_CHECKING:
 Checkpoints = Callable[[str], Path]
 Oracles = Callable[[str], Oracle]
 
-# Float32 leaves the exact tokens where two logits are this close.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+# Another token than the exact one is right where two logits are this close. On an H200, no token differs in float32, and
+# in bfloat16 the widest gap is 0.040.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.06}
+# Outputs of twelve that have to be exact. In bfloat16 a near tie in the choice of experts changes an output, too; an
+# H200 has 6 there, and 10 to 12 else.
+MIN_EXACT = {("float32", "dense"): 11, ("float32", "moe"): 11, ("bfloat16", "dense"): 8, ("bfloat16", "moe"): 4}
 # Of logits and log probabilities after pictures; in float32, those of another picture are 20 times further away.
 SEEING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -141,7 +145,7 @@ def test_tokens_are_as_good_as_the_exact_ones(
     """By graphs where decode steps fit one; each token is the best one, or nearly, by logits in float64 on the CPU."""
     prompts = ragged_prompts()
     outputs = generate(checkpoint(family), [greedy(prompt) for prompt in prompts], dtype=dtype)
-    num_exact, largest = 0, 0.0
+    num_exact, widest = 0, 0.0
     for prompt, token_ids in zip(prompts, outputs, strict=True):
         expected = oracle(family).generate(prompt, NUM_TOKENS)
         num_exact += tuple(token_ids) == expected.token_ids
@@ -149,10 +153,11 @@ def test_tokens_are_as_good_as_the_exact_ones(
             if token_ids[: i + 1] == list(expected.token_ids[: i + 1]):
                 continue
             [logits] = oracle(family).generate([*prompt, *token_ids[:i]], 1).logits
-            largest = max(largest, float(logits.max() - logits[token_id]))
-    assert largest < TOLERANCE[dtype]
-    print(f"{family} {dtype} largest gap {largest:.5f}; {num_exact} of {len(prompts)} outputs are exactly the CPU's")
-    assert dtype == "bfloat16" or num_exact >= len(prompts) - 2
+            widest = max(widest, float(logits.max() - logits[token_id]))
+    assert widest < TOLERANCE[dtype]
+    print(f"{family}, {dtype}: widest gap {widest:.5f}; {num_exact} of {len(prompts)} outputs are exactly the CPU's")
+    assert len(prompts) == 12
+    assert num_exact >= MIN_EXACT[dtype, "moe" if family in ("qwen3_moe", "gpt_oss") else "dense"]
 
 
 @pytest.mark.parametrize("family", SEEING_FAMILIES)
