@@ -23,7 +23,7 @@ from quartet.engine.torch.pool import KeysValues, KvPool
 _NUM_SMS = 132
 
 # Keys that are read by so many queries are worth a copy, as measured.
-_MIN_COPIED_QUERIES = 224
+_MIN_COPIED_QUERIES = 180
 # A longer step's keys and values, of one layer, are read where they are.
 _MAX_COPIED_SIZE_BYTES = 256 << 20
 # Copies have a multiple of so many rows: what one step frees fits the next one.

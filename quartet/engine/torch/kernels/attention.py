@@ -59,7 +59,7 @@ class Scores:
     """How scores of queries and keys are computed, in one layer.
 
     Attributes:
-        scale: factor of ``query @ key``, positive.
+        scale: factor of ``query @ key``.
         window: a query sees as many keys, its own included; ``None``: all before it.
         softcap: scores become ``tanh(score / softcap) * softcap``.
         sinks: ``[H]``: logits of a key that has no value (GPT-OSS).
@@ -646,9 +646,7 @@ def _take_turn(  # type: ignore[no-untyped-def]
             k = tl.load(at, mask=(inside < HEAD_DIM)[None, :], other=0.0)
         else:
             k = tl.load(at)
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if HAS_SOFTCAP or IS_MASKED:
-        score = score * scale
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_SOFTCAP:
         # tanh(score / softcap) * softcap, in powers of 2.
         power = tl.exp2(score * (2.0 * 1.4426950408889634 / softcap))
@@ -658,14 +656,12 @@ def _take_turn(  # type: ignore[no-untyped-def]
         if WINDOW:
             is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
         score = tl.where(is_seen, score, float("-inf"))
-    # The scale is positive, so the highest score stays it: scaling and subtracting are one operation a score then.
-    factor = 1.0 if HAS_SOFTCAP or IS_MASKED else scale
-    new_top = tl.maximum(top, tl.max(score, 1) * factor)
+    new_top = tl.maximum(top, tl.max(score, 1))
     # A row that has seen nothing yet: minus infinity from itself is no number.
     base = new_top
     if IS_MASKED:
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weight = tl.exp2(score * factor - base[:, None])
+    weight = tl.exp2(score - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weight, 1)
     if copied_values is not None:
