@@ -1174,6 +1174,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "wedge": wedge_tables,
     "wedge_torch": wedge_tables,
     "saturation": saturation_tables,
+    "saturation_busy": saturation_tables,
     "isolation_before": isolation_tables,
     "isolation": isolation_tables,
     "isolation_5_cores": isolation_tables,
