@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quartet.config import PathText
 from quartet.discovery.checks import is_address
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EncoderSettings, EngineSettings, EngineSpec
@@ -53,7 +54,7 @@ class WorkerConfig:
 
     worker_id: str = ""
     model_name: str = ""
-    model_path: str
+    model_path: PathText
     engine: EngineSettings = field(default_factory=EngineSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
     server: ServerConfig = field(default_factory=ServerConfig)
