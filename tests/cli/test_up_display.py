@@ -30,7 +30,7 @@ workers:
   - role: prefill
     gpus: [[0, 1]]
     overrides: {engine: {extra_engine_args: no/such/file.yaml, tensor_parallel_size: 2}}
-  - {role: decode, name: writer, replicas: 2, gpus: [[2], [3]]}
+  - {role: decode, name: writer, replicas: 2, gpus: [[2], [3]], limits: {cpus: 2}}
 """
 GRPCURL_FILES = {"cacert": "CA", "cert": "CERT", "key": "KEY"}
 in_empty_directory = pytest.mark.usefixtures("empty_directory")
@@ -164,6 +164,8 @@ def test_every_process_has_a_row_with_what_differs(tmp_path: Path) -> None:
     assert list(rows) == ["etcd", "prefill-0", "writer-0", "writer-1", "router"]
     assert rows["prefill-0"][:4] == ["prefill", "trtllm", "0 1", "free"]
     assert rows["writer-1"][:4] == ["decode", "trtllm", "3", "free"]
+    assert "limits.cpus: 2" in rows["writer-1"]
+    assert "TLLM_NUMA_AWARE_WORKER_AFFINITY=0" in rows["writer-1"]
     assert rows["router"][:4] == ["router", "-", "-", "free"]
     assert {
         "model_name: big",
@@ -200,6 +202,31 @@ def test_options_are_shown_as_they_would_act() -> None:
     assert rows["router"][3] == "7"
     assert "media.allowed_local_paths: ['/srv']" in rows["router"]
     assert "workers[0].gpus: left out, as the engine torch runs on none here" in text
+
+
+@in_empty_directory
+def test_workers_are_changed_by_name_and_values_name_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_PATH", "/models/mine")
+    options = (
+        "--replicas",
+        "decode=3",
+        "--gpus",
+        "prefill=6,7",
+        "--replicas",
+        "prefill=1",
+        "--engine-args",
+        "decode=d.yaml",
+    )
+    one_of_them = ("--set", "workers.decode-1.log.level=debug")
+    rows = rows_of(shown(CONFIGS / "trtllm/disagg_router.yaml", *options, *one_of_them))
+    assert {name: row[2] for name, row in rows.items() if row[0] in ("prefill", "decode")} == {
+        "prefill-0": "6 7",
+        "decode-0": "2",
+        "decode-1": "3",
+        "decode-2": "4",
+    }
+    assert ["log.level: debug" in rows[f"decode-{number}"] for number in range(3)] == [False, True, False]
+    assert {"engine.extra_engine_args: d.yaml", "model_path: /models/mine"} <= set(rows["decode-2"])
 
 
 @in_empty_directory
