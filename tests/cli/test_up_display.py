@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from quartet.rpc.channels import TlsConfig
 from services.topology.launch import find_grpcurl
 
 BIN = Path(sys.executable).parent
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 TEXT = """
 namespace: shown
 model: {path: /no/such/model, name: big}
@@ -227,6 +229,23 @@ def test_workers_are_changed_by_name_and_values_name_variables(monkeypatch: pyte
     }
     assert ["log.level: debug" in rows[f"decode-{number}"] for number in range(3)] == [False, True, False]
     assert {"engine.extra_engine_args: d.yaml", "model_path: /models/mine"} <= set(rows["decode-2"])
+
+
+_DOCUMENTED = [
+    (dict(item.split("=", 1) for item in variables.split()), shlex.split(arguments, comments=True))
+    for variables, arguments in re.findall(
+        r"((?:[A-Z_]+=\S+ )*)quartet up (configs/[^`\n]+)",
+        (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8"),
+    )
+]
+
+
+def test_commands_of_the_documentation_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert len(_DOCUMENTED) > 15
+    for variables, arguments in _DOCUMENTED:
+        result = CliRunner(env=variables).invoke(app, ["up", *arguments, "--dry-run"])
+        assert result.exit_code == 0, f"{arguments}: {result.output}"
 
 
 @in_empty_directory
