@@ -80,7 +80,7 @@ async def start_child(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    return Child(name, transport, output, mark)
+    return Child(name, transport, output, mark, limits)
 
 
 class Child:
@@ -91,13 +91,21 @@ class Child:
         last_lines: the end of its output.
     """
 
-    def __init__(self, name: str, transport: asyncio.SubprocessTransport, output: _Output, mark: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: asyncio.SubprocessTransport,
+        output: _Output,
+        mark: str,
+        limits: ChildLimits = NO_LIMITS,
+    ) -> None:
         """Made by ``start_child``."""
         self.name = name
         self.last_lines = output.last_lines
         self._transport = transport
         self._output = output
         self._mark = mark
+        self._limits = limits
         self._ended = asyncio.create_task(self._follow(), name=f"child-{name}")
 
     @property
@@ -136,6 +144,9 @@ class Child:
         """How it ended, and its last output."""
         code = self._transport.get_returncode()
         how = "is running" if code is None else describe_exit(code)
+        if code and self._limits.memory_bytes is not None:
+            # Native libraries that get no memory end the process without a word.
+            how = f"{how}; its memory was limited to {self._limits.memory_bytes / 1e9:g} GB a process"
         return "\n".join([f"{self.name} {how}", *(f"    {line}" for line in self.last_lines)])
 
     async def _follow(self) -> int:

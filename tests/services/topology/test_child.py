@@ -218,3 +218,13 @@ print(subprocess.run([sys.executable, "-S", "-c", inner], stderr=subprocess.PIPE
     child = await start_child("some", command, {}, lines.put_nowait, limits)
     assert await end_of(child) == 0
     assert list(child.last_lines) == [f"[{cpu}]", f"[{cpu}]", "True False", "1"]
+    assert child.describe_end().splitlines()[0] == "some ended with exit code 0"
+
+
+async def test_the_end_of_a_child_with_too_little_memory_names_the_limit(lines: asyncio.Queue[str]) -> None:
+    command = [sys.executable, "-S", "-c", "bytearray(400 << 20)"]
+    child = await start_child("some", command, {}, lines.put_nowait, ChildLimits(memory_bytes=300_000_000))
+    assert await end_of(child) == 1
+    described = child.describe_end().splitlines()
+    assert described[0] == "some ended with exit code 1; its memory was limited to 0.3 GB a process"
+    assert described[-1].strip() == "MemoryError"
