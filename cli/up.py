@@ -57,11 +57,15 @@ class ChoiceOptions(Choices):
     ] = field(default_factory=list)
     gpus: Annotated[
         list[str],
-        typer.Option("--gpus", metavar="NAME=GPUS", help="Their GPUs, shared out in turn: prefill=0,1 or decode=2-7."),
+        typer.Option(
+            "--gpus",
+            metavar="NAME=GPUS",
+            help="GPUs of the workers of that name or role, shared out in turn: prefill=0,1 or decode=2-7.",
+        ),
     ] = field(default_factory=list)
     engine_args: Annotated[
         list[str],
-        typer.Option("--engine-args", metavar="NAME=FILE", help="Their file with arguments of TensorRT-LLM."),
+        typer.Option("--engine-args", metavar="NAME=FILE", help="Their file with arguments of tensorrt_llm.LLM."),
     ] = field(default_factory=list)
     media_paths: Annotated[
         list[Path],

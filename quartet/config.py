@@ -300,7 +300,7 @@ class _Expansion:
         elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
             node.value = _IN_VALUES.sub(lambda match: self._replacement(match, path), node.value)
             if node.style is None:
-                node.tag = self._loader.resolve(yaml.ScalarNode, node.value, (True, False))
+                node.tag = self._loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
 
     def _replacement(self, match: re.Match[str], path: str) -> str:
         if match["escaped"]:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from quartet.config import override
 from quartet.errors import ConfigError
@@ -251,7 +251,7 @@ def _following(gpus: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     return [[*range(begin + index * each, begin + (index + 1) * each)] for index in range(count)]
 
 
-def _are_lists(gpus: object) -> bool:
+def _are_lists(gpus: object) -> TypeGuard[list[list[int]]]:
     return (
         isinstance(gpus, list)
         and bool(gpus)
