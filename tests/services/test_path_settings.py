@@ -12,7 +12,7 @@ import pytest
 
 from quartet.config import PathText, build, with_value
 from router.config import RouterConfig
-from services.topology.topology import Topology
+from services.topology.topology import Choices, Topology, choose, plan_router, plan_workers
 from services.workers.config import WorkerConfig
 
 _LEAVES = (Path, PathText)
@@ -90,3 +90,22 @@ def test_home_and_variables_are_replaced(kind: str, name: str, monkeypatch: pyte
     for part in name.split("."):
         config = getattr(config, part)
     assert str(config[0] if is_list else config) == "/home/me/there/there.x"
+
+
+def test_a_path_goes_through_a_topology_to_its_processes_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/$me")
+    settings = {
+        "signing_keys_file": "~/$$keys",
+        "workers": [{"role": "decode", "overrides": {"custom_jinja_template": "/t/$$t"}}],
+    }
+    choices = Choices(model=Path("/models/$$m"), media_paths=[Path("~/$$p")])
+    topology = choose({**settings, "model": {"path": "/models/other"}}, choices).topology
+    [plan] = plan_workers(topology, num_cores=1)
+    worker, router = build(WorkerConfig, plan.settings), build(RouterConfig, plan_router(topology).settings)
+    assert plan.model is not None
+    assert (worker.model_path, plan.model.path) == ("/models/$m", "/models/$m")
+    assert worker.signing_keys_file == router.signing_keys_file == Path("/home/$me/$keys")
+    assert router.media.allowed_local_paths == (Path("/home/$me/$p"),)
+    topology = build(Topology, settings)
+    [plan] = plan_workers(topology, num_cores=1)
+    assert build(WorkerConfig, plan.settings).custom_jinja_template == Path("/t/$t")
