@@ -113,7 +113,7 @@ class EngineSettings:
         pipeline_parallel_size: groups of GPUs that share the layers.
         expert_parallel_size: GPUs that share the experts; ``None``: the engine's choice.
         enable_attention_dp: every GPU attends to requests of its own, and is a rank to route to.
-        max_beam_width: beams to reserve memory for.
+        max_beam_width: 1: no request can ask for beams, so other values are refused.
         gpus_per_node: GPUs of a host; ``None``: those that it sees.
         backend: of ``trtllm``; ``None``: ``pytorch``.
         extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``; they replace those from the fields here.
@@ -155,10 +155,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Refuse impossible values and settings that the engine does not have, naming the field."""
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: must be at least 1, not {value}")
+        self._check_counts()
         fraction = self.free_gpu_memory_fraction
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"free_gpu_memory_fraction: must be in (0, 1), not {fraction}")
@@ -175,6 +172,14 @@ class EngineSettings:
             raise ConfigError(f"cuda_graph_max_batch_size: must be at least 0, not {self.cuda_graph_max_batch_size}")
         self._check_load_seed()
         self._check_step_bounds()
+
+    def _check_counts(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: must be at least 1, not {value}")
+        if self.max_beam_width > 1:
+            raise ConfigError(f"max_beam_width: must be 1, not {self.max_beam_width}: no request can ask for beams")
 
     def _check_load_seed(self) -> None:
         if not 0 <= self.load_seed < 2**63:

@@ -94,7 +94,7 @@ FLAGS = (
         ("--max-beam-width",),
         "engine.max_beam_width",
         Form.COUNT,
-        "beams that there is memory for; no request asks for any",
+        "refused above 1: no request can ask for beams",
         "N",
     ),
     Flag(

@@ -89,7 +89,7 @@ async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[
             assert completion.choices[0].token_ids == ids, look
 
 
-@pytest.mark.parametrize("topology", ["epd_disagg", "epd_multimodal_image_and_embeddings"])
+@pytest.mark.parametrize("topology", ["e_pd", "epd_disagg", "epd_multimodal_image_and_embeddings"])
 async def test_embeddings_of_a_picture_computed_elsewhere_give_its_caption(
     topology: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:

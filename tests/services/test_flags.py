@@ -35,7 +35,6 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "--max-batch-size": (["--max-batch-size", "16"], 16),
     "--max-num-tokens": (["--max-num-tokens", "4096"], 4096),
     "--max-seq-len": (["--max-seq-len", "1024"], 1024),
-    "--max-beam-width": ([*TRTLLM, "--max-beam-width", "4"], 4),
     "--extra-engine-args": ([*TRTLLM, "--extra-engine-args", "engine.yaml"], Path("engine.yaml")),
     "--override-engine-args": (
         [*TRTLLM, "--override-engine-args", '{"kv_cache_config": {"dtype": "fp8"}}'],
@@ -50,7 +49,10 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "--tool-call-parser": (["--dyn-tool-call-parser", "harmony"], "harmony"),
     "--max-file-size-mb": (["--max-file-size-mb", "0.5"], 0.5),
 }
-REFUSED = {"--allowed-local-media-path": ["--allowed-local-media-path", "/media"]}
+REFUSED = {
+    "--allowed-local-media-path": ["--allowed-local-media-path", "/media"],
+    "--max-beam-width": [*TRTLLM, "--max-beam-width", "2"],
+}
 
 
 class Ended(Exception):
@@ -203,6 +205,7 @@ def test_a_file_s_switch_can_be_turned_back(tmp_path: Path) -> None:
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: engine.tensor_parallel_size: the engine torch does"),
         ([*TRTLLM, "--override-engine-args", "[1]"], "--override-engine-args: engine.override_engine_args: must be a"),
         ([*TRTLLM, "--override-engine-args", "{"], "--override-engine-args: engine.override_engine_args: must be a"),
+        (REFUSED["--max-beam-width"], "--max-beam-width: engine.max_beam_width: must be 1, not 2"),
         (REFUSED["--allowed-local-media-path"], "--allowed-local-media-path: allowed_local_media_path: workers follow"),
     ],
 )
