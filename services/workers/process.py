@@ -81,10 +81,12 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
     With ``EXIT_REPLACED`` it exits if another process has taken its id: it has then finished its requests.
     ``engine_factory`` makes another engine than the one that the configuration names.
     """
-    command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
+    command_line = CommandLine(role, sys.argv[1:])
     try:
         config = build(WorkerConfig, command_line.settings())
         configure(config.log)
+        for note in command_line.notes():
+            logger.info("%s: %s", role, note)
         # The engine's thread runs Python too: with the default of 5 ms the event loop lags behind it.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(_run(config, role, engine_factory))
