@@ -193,7 +193,8 @@ def test_the_table_of_the_documentation_has_them_all() -> None:
 PUBLISHED = {
     Role.PREFILL: (
         "--model-path /model --served-model-name openai/gpt-oss-120b --extra-engine-args e.yaml "
-        "--disaggregation-mode prefill --disaggregation-strategy prefill_first --dyn-reasoning-parser gpt_oss --dyn-tool-call-parser harmony "
+        "--disaggregation-mode prefill --disaggregation-strategy prefill_first "
+        "--dyn-reasoning-parser gpt_oss --dyn-tool-call-parser harmony "
         "--max-num-tokens 20000 --max-batch-size 32 --free-gpu-memory-fraction 0.9 --tensor-parallel-size 4 "
         "--expert-parallel-size 4"
     ),
