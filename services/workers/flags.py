@@ -145,6 +145,13 @@ FLAGS = (
         choices=tuple(Modality),
     ),
     Flag(
+        ("--mm-processor-kwargs",),
+        "engine.mm_processor_kwargs",
+        Form.JSON,
+        "settings of the picture processor in place of the model's, the same on all workers",
+        "JSON",
+    ),
+    Flag(
         ("--enable-multimodal",),
         "engine.modality",
         Form.TEXT,

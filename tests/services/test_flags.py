@@ -43,6 +43,7 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "--backend": ([*TRTLLM, "--backend", "_autodeploy"], Backend.AUTODEPLOY),
     "--gpus-per-node": ([*TRTLLM, "--gpus-per-node", "8"], 8),
     "--modality": (["--modality", "text"], Modality.TEXT),
+    "--mm-processor-kwargs": (["--mm-processor-kwargs", '{"do_pad": true}'], {"do_pad": True}),
     "--enable-multimodal": (["--enable-multimodal"], Modality.MULTIMODAL),
     "--publish-events-and-metrics": ([*TRTLLM, "--no-publish-kv-events"], False),
     "--custom-jinja-template": (["--custom-jinja-template", "chat.jinja"], Path("chat.jinja")),
