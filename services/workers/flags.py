@@ -331,8 +331,8 @@ class CommandLine:
             ConfigError: a file or value can't be read (names the flag and its field), a flag has no meaning here
                 (names what to use instead), or no model is named.
         """
-        for name, flag, value in self._pasted():
-            _check_pasted(name, flag, value, self._role)
+        for name, pasted, value in self._pasted():
+            _check_pasted(name, pasted, value, self._role)
         file: Path | None = self._given.config
         settings = {} if file is None else load_yaml(file)
         for flag, given in self._flags().items():
