@@ -85,7 +85,7 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
     ``engine_factory`` makes another engine than the one that the configuration names.
     """
     try:
-        command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
+        command_line = CommandLine(role, sys.argv[1:])
     except SystemExit as leaving:
         if leaving.code:
             end_other_ranks(os.environ)
@@ -93,6 +93,8 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
     try:
         config = build(WorkerConfig, command_line.settings())
         configure(config.log)
+        for note in command_line.notes():
+            logger.info("%s: %s", role, note)
         if config.engine.kind is EngineKind.TRTLLM:
             # Before anything imports the package, which reads it then.
             set_log_level(config.log.level, os.environ)

@@ -54,13 +54,14 @@ def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[
     assert topology.router.port == 50050
 
 
-TEN = (
+ELEVEN = (
     "agg",
     "agg_multimodal",
     "agg_router",
     "disagg",
     "disagg_multimodal",
     "disagg_router",
+    "e_pd",
     "epd_disagg",
     "epd_multimodal_image",
     "epd_multimodal_image_and_embeddings",
@@ -68,8 +69,8 @@ TEN = (
 )
 
 
-@pytest.mark.parametrize("name", TEN)
-def test_each_of_the_ten_comes_for_a_laptop_and_for_gpus_with_the_same_workers(name: str) -> None:
+@pytest.mark.parametrize("name", ELEVEN)
+def test_each_of_the_eleven_comes_for_a_laptop_and_for_gpus_with_the_same_workers(name: str) -> None:
     laptop, host = (
         plan_workers(load_topology(CONFIGS / part / f"{name}.yaml"), num_cores=4) for part in ("", "trtllm")
     )

@@ -25,17 +25,24 @@ ONE_EACH = {
     "PREFILL_ENGINE_ARGS": "p.yaml",
     "DECODE_ENGINE_ARGS": "d.yaml",
     "ENCODE_ENGINE_ARGS": "e.yaml",
+    "PD_ENGINE_ARGS": "pd.yaml",
     "AGG_CUDA_VISIBLE_DEVICES": "7",
     "PREFILL_CUDA_VISIBLE_DEVICES": "4,5",
     "DECODE_CUDA_VISIBLE_DEVICES": "6,7",
     "ENCODE_CUDA_VISIBLE_DEVICES": "3",
+    "PD_CUDA_VISIBLE_DEVICES": "8",
     "NUM_WORKERS": "1",
     "NUM_PREFILL_WORKERS": "1",
     "NUM_DECODE_WORKERS": "1",
     "DYN_HTTP_PORT": "8080",
 }
-GPUS = {Role.ENCODE: "3", Role.PREFILL: "4,5", Role.DECODE: "6,7"}
-ENGINE_FILES = {Role.ENCODE: Path("e.yaml"), Role.PREFILL: Path("p.yaml"), Role.DECODE: Path("d.yaml")}
+#: GPUs and engine file of each role, by the roles that there are: without Prefill, Decode computes prompts, too.
+ENCODE = {Role.ENCODE: ("3", Path("e.yaml"))}
+EXPECTED = {
+    frozenset({Role.DECODE}): {Role.DECODE: ("7", Path("a.yaml"))},
+    frozenset({Role.ENCODE, Role.DECODE}): {**ENCODE, Role.DECODE: ("8", Path("pd.yaml"))},
+}
+APART = {**ENCODE, Role.PREFILL: ("4,5", Path("p.yaml")), Role.DECODE: ("6,7", Path("d.yaml"))}
 
 
 def loads_a_model(config: WorkerConfig) -> bool:
@@ -46,16 +53,15 @@ def loads_a_model(config: WorkerConfig) -> bool:
 def test_each_topology_takes_model_engine_files_and_gpus_from_them(file: Path) -> None:
     topology = load_topology(file, variables=ONE_EACH)
     plans = plan_workers(topology, num_cores=4)
-    is_aggregated = {plan.role for plan in plans} == {Role.DECODE}
-    gpus = {Role.DECODE: "7"} if is_aggregated else GPUS
-    files = {Role.DECODE: Path("a.yaml")} if is_aggregated else ENGINE_FILES
+    expected = EXPECTED.get(frozenset(plan.role for plan in plans), APART)
     assert len(plans) == len({plan.role for plan in plans}), "one worker a role"
     for plan in plans:
         config = build(WorkerConfig, plan.settings)
         assert (config.model_path, config.model_name) == ("/models/mine", "mine")
-        # An encode worker that only hands embeddings on takes neither GPU nor engine file.
-        expected = (gpus[plan.role], files[plan.role]) if loads_a_model(config) else (None, None)
-        assert (plan.environment.get("CUDA_VISIBLE_DEVICES"), config.engine.extra_engine_args) == expected
+        gpus, engine_file = expected[plan.role]
+        assert config.engine.extra_engine_args == engine_file
+        # An encode worker that only hands embeddings on takes no GPU.
+        assert plan.environment.get("CUDA_VISIBLE_DEVICES") == (gpus if loads_a_model(config) else None)
     assert build(RouterConfig, plan_router(topology).settings).http.port == 8080
 
 
