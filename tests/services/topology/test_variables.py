@@ -81,6 +81,16 @@ def test_a_chat_template_is_that_of_all_workers(name: str) -> None:
     assert {build(WorkerConfig, plan.settings).custom_jinja_template for plan in plans} == {Path("/t/mine.jinja")}
 
 
+@pytest.mark.parametrize("name", ["epd_disagg", "epd_multimodal_image_and_embeddings"])
+def test_a_bound_of_media_files_is_that_of_the_router_and_of_the_workers_that_take_them(name: str) -> None:
+    [file] = [file for file in FILES if file.stem == name]
+    for variables, expected in (({}, 50.0), ({"MAX_FILE_SIZE_MB": "7.5"}, 7.5)):
+        topology = load_topology(file, variables=variables)
+        takers = [plan for plan in plan_workers(topology, num_cores=4) if plan.role is not Role.DECODE]
+        assert {build(WorkerConfig, plan.settings).max_file_size_mb for plan in takers} == {expected}
+        assert build(RouterConfig, plan_router(topology).settings).media.max_file_size_mb == expected
+
+
 def test_gpus_of_several_workers_are_shared_out_or_refused_by_field() -> None:
     [file] = [file for file in FILES if file.stem == "disagg_router"]
     variables = {
