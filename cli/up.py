@@ -21,7 +21,7 @@ from quartet.engine.settings import EngineKind
 from quartet.errors import ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
-from quartet.telemetry.provenance import count_usable_cores
+from quartet.telemetry.provenance import count_usable_cores, usable_cpus
 from router.config import RouterConfig
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
@@ -47,6 +47,26 @@ class ChoiceOptions(Choices):
     served_model_name: Annotated[
         str | None, typer.Option("--served-model-name", help="What requests call the model by.")
     ] = None
+    replicas: Annotated[
+        list[str],
+        typer.Option(
+            "--replicas",
+            metavar="NAME=N",
+            help="How many workers of that name or role, on consecutive GPUs. May be given several times, as the next.",
+        ),
+    ] = field(default_factory=list)
+    gpus: Annotated[
+        list[str],
+        typer.Option(
+            "--gpus",
+            metavar="NAME=GPUS",
+            help="GPUs of the workers of that name or role, shared out in turn: prefill=0,1 or decode=2-7.",
+        ),
+    ] = field(default_factory=list)
+    engine_args: Annotated[
+        list[str],
+        typer.Option("--engine-args", metavar="NAME=FILE", help="Their file with arguments of tensorrt_llm.LLM."),
+    ] = field(default_factory=list)
     media_paths: Annotated[
         list[Path],
         typer.Option(
@@ -70,7 +90,12 @@ def up(
     choices: ChoiceOptions,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME.NAME=VALUE", help="Change one setting. May be given several times."),
+        typer.Option(
+            "--set",
+            metavar="NAME.NAME=VALUE",
+            help="Change one setting; workers.NAME.KEY is one of the workers of that name, role or number."
+            " May be given several times.",
+        ),
     ] = None,
     is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")
@@ -79,9 +104,12 @@ def up(
         bool, typer.Option("--fail-fast", help="End everything when one process ends; else it is started again.")
     ] = False,
 ) -> None:
-    """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."""
+    """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all.
+
+    Values in the file may name environment variables: ${MODEL_PATH:-models/tiny}.
+    """
     with reporting_errors(LaunchError):
-        chosen = choose(read_settings(file, assignments or ()), choices)
+        chosen = choose(read_settings(file, assignments or (), os.environ, choices), choices)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
         for note in chosen.notes:
@@ -124,6 +152,7 @@ def _environment(topology: Topology, num_cores: int) -> Environment:
         variables={"GRPC_VERBOSITY": "ERROR", **os.environ},
         num_cores=num_cores,
         run_dir=make_run_directory(_RUN_PARENT, topology.namespace),
+        cpus=usable_cpus(),
         etcd_endpoints=tuple(endpoint for part in endpoints.split(",") if (endpoint := part.strip())),
     )
 

@@ -220,6 +220,7 @@ def _row(plan: ProcessPlan) -> Sequence[str]:
         for name, value in settings.items()
         if name not in _SHOWN_ELSEWHERE and (name not in usual or usual[name] != value)
     ]
+    lines += [f"limits.{name}: {value}" for name, value in to_settings(plan.limits).items() if value is not None]
     lines += [f"{name}={_shown(name, value)}" for name, value in plan.environment.items()]
     return (
         plan.name,

@@ -17,7 +17,7 @@ from cli.output import gb_per_s, open_console
 from quartet.client import WorkerState, WorkerStatus
 
 # Wide enough for whole lines where the output is no terminal.
-_PIPE_WIDTH = 240
+_PIPE_WIDTH = 280
 _STATE_STYLES = {
     WorkerState.READY: "green",
     WorkerState.JOINING: "yellow",
@@ -52,13 +52,15 @@ async def _run(router: RouterOptions, model: str, *, is_watching: bool) -> None:
 def worker_table(workers: Sequence[WorkerStatus]) -> Table:
     """One row a worker. Counts are sums over data-parallel ranks.
 
+    ``running``: requests that compute, of those that can at a time (``max_batch_size``). ``step tokens``: what one
+    step of a rank computes at most (``max_num_tokens``).
     ``ways``: by which its blocks can be pulled. ``pulled``: by which it has pulled blocks and embeddings itself, the
     way used last first, and how fast one pull was, over all since the worker started.
     """
     table = Table()
     for name in ("worker", "role", "model", "address", "ways", "pulled", "state"):
         table.add_column(name, no_wrap=name == "worker")
-    for name in ("running", "waiting", "blocks used", "held", "cached", "free", "heartbeat"):
+    for name in ("running", "waiting", "step tokens", "blocks used", "held", "cached", "free", "heartbeat"):
         table.add_column(name, justify="right")
     for worker in workers:
         table.add_row(*_cells(worker))
@@ -81,17 +83,22 @@ def _cells(worker: WorkerStatus) -> list[str]:
         f"[{style}]{state}[/]",
     ]
     if worker.load is None or worker.load_age_s is None:
-        return [*cells, *["-"] * 7]
+        return [*cells, *["-"] * 8]
     ranks = worker.load.ranks
-    sums = [
-        sum(rank.num_running for rank in ranks),
+    max_running = sum(rank.max_running for rank in ranks)
+    # Neither is known before the engine says it; then it is 0.
+    running = f"{sum(rank.num_running for rank in ranks)}{f' of {max_running}' if max_running else ''}"
+    step_tokens = max((rank.max_step_tokens for rank in ranks), default=0) or "-"
+    counts = [
+        running,
         sum(rank.num_waiting for rank in ranks),
+        step_tokens,
         sum(rank.num_in_use_blocks for rank in ranks),
         sum(rank.num_held_blocks for rank in ranks),
         sum(rank.num_cached_blocks for rank in ranks),
         sum(rank.num_free_blocks for rank in ranks),
     ]
-    return [*cells, *map(str, sums), f"{worker.load_age_s:.1f} s ago"]
+    return [*cells, *map(str, counts), f"{worker.load_age_s:.1f} s ago"]
 
 
 def _pulled(worker: WorkerStatus) -> str:

@@ -3,7 +3,7 @@
 A component's settings are one frozen ``kw_only`` dataclass with defaults, checked in its ``__post_init__``; this module
 knows none of them. Types of fields: ``bool``, ``int``, ``float``, ``str``, ``Path``, enums (by value), nested
 dataclasses, ``tuple[X, ...]``, ``Mapping[str, X]``, ``X | None``, and ``object`` for what another component checks.
-Durations are floats named ``*_s``.
+Durations are floats named ``*_s``. In each ``Path`` and ``PathText``, ``~`` and ``$VAR`` are replaced.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import stat
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -28,18 +29,31 @@ ConfigT = TypeVar("ConfigT")
 #: What YAML gives: mappings, lists, strings, numbers, booleans and ``None``.
 Value: TypeAlias = object
 
+#: Type of a field that holds a path or something else, such as a repository's name: text, but expanded as paths are.
+PathText: TypeAlias = Annotated[str, "path"]
 
-def load_yaml(path: Path) -> dict[str, Value]:
+# ``$${`` stands for ``${``; a ``${`` that begins no variable is a mistake.
+_IN_VALUES = re.compile(
+    r"\$(?P<escaped>\$\{)|\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\}|(?P<wrong>\$\{)", re.ASCII
+)
+_IN_PATHS = re.compile(r"\$(?:(?P<escaped>\$)|(?P<name>[A-Za-z_]\w*)|\{(?P<braced>[A-Za-z_]\w*)\})", re.ASCII)
+
+
+def load_yaml(path: Path, variables: Mapping[str, str] | None = None) -> dict[str, Value]:
     """The mapping that the file holds; an empty file is an empty one.
 
+    With ``variables``, values may name them: ``${NAME}``, or ``${NAME:-default}`` for one that is unset or empty, and
+    ``$${`` stands for ``${``. A value outside quotes gets its type afterwards: ``port: ${PORT:-8000}`` is a number.
+
     Raises:
-        ConfigError: it can't be read, is not YAML, is not a mapping, or has a key twice.
+        ConfigError: it can't be read, is not YAML, is not a mapping, has a key twice, or names a variable that is unset
+            (names the field).
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    content = _parse(text, str(path))
+    content = _parse(text, str(path), variables)
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -80,7 +94,7 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
         ConfigError: naming the full path of an unknown key (and names like it), a missing one, or one whose value
             has a wrong type or is refused by the dataclass.
     """
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     known = {item.name: item for item in fields(cls) if item.init}  # type: ignore[arg-type]
     for key in mapping:
         if key not in known:
@@ -96,6 +110,38 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
         raise ConfigError(_join(where, str(error))) from error
     except (ValueError, ServingError) as error:
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+
+
+def expand_path(text: str) -> str:
+    """``text`` with ``~`` at its beginning and ``$VAR`` or ``${VAR}`` anywhere replaced; ``$$`` stands for ``$``.
+
+    This is how every setting that is a path is read. What ``escape_path`` gives comes back unchanged.
+
+    Raises:
+        ConfigError: a variable is unset, or ``~`` names no user's home.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match["name"] or match["braced"]
+        if name is None:
+            return match["escaped"]
+        try:
+            return os.environ[name]
+        except KeyError:
+            raise ConfigError(f"the variable {name}, which {text!r} names, is not set ($$ stands for $)") from None
+
+    home, slash, rest = text.partition("/")
+    # The folder of a user whose name has a dollar is written ./~ followed by it.
+    begin = os.path.expanduser(home) if home.startswith("~") else ""
+    if begin.startswith("~"):
+        raise ConfigError(f"{home}, which {text!r} begins with, is nobody's home (./~ stands for a file named so)")
+    return begin + _IN_PATHS.sub(replace, slash + rest if begin else text)
+
+
+def escape_path(path: str) -> str:
+    """The text that ``expand_path`` reads as ``path``."""
+    path = path.replace("$", "$$")
+    return f"./{path}" if path.startswith("~") else path
 
 
 def read_secret_file(path: Path, setting: str, max_bytes: int) -> bytes:
@@ -144,8 +190,16 @@ def _convert(hint: Any, value: Value, path: str) -> Any:
         is_fitting, wanted = _SCALARS[hint]
         if not is_fitting(value):
             raise _wrong_type(path, wanted, value)
-        return hint(value)
+        return _expanded(hint, str(value), path) if hint in (Path, PathText) else hint(value)
     raise TypeError(f"{path}: fields of type {hint} are not supported")
+
+
+def _expanded(hint: Any, text: str, path: str) -> Any:
+    try:
+        text = expand_path(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return Path(text) if hint is Path else text
 
 
 def _convert_optional(hint: Any, value: Value, path: str) -> Any:
@@ -189,6 +243,7 @@ _SCALARS: dict[object, tuple[Callable[[Value], bool], str]] = {
     float: (lambda value: _is_number(value) and math.isfinite(value), "a number"),
     str: (lambda value: isinstance(value, str), "text (in quotes where it looks like something else)"),
     Path: (lambda value: isinstance(value, str | Path) and str(value) != "", "a path"),
+    PathText: (lambda value: isinstance(value, str), "text (in quotes where it looks like something else)"),
 }
 
 
@@ -206,12 +261,60 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse(text: str, source: str) -> Value:
+def _parse(text: str, source: str, variables: Mapping[str, str] | None = None) -> Value:
     try:
         # A subclass of SafeLoader: it makes nothing but plain values.
-        return yaml.load(text, _StrictLoader)
+        loader = _StrictLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            if variables is not None:
+                _Expansion(loader, variables).expand(node, "")
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {error}") from error
+
+
+class _Expansion:
+    """Puts variables into the values of a document, before they get their types."""
+
+    def __init__(self, loader: _StrictLoader, variables: Mapping[str, str]) -> None:
+        self._loader, self._variables = loader, variables
+        # By identity: an alias is the same node as its anchor. Kept here, so that no id is used twice.
+        self._seen: dict[int, yaml.Node] = {}
+
+    def expand(self, node: yaml.Node, path: str) -> None:
+        """Expand ``node``, which stands at ``path``, and all below it."""
+        if id(node) in self._seen:
+            return
+        self._seen[id(node)] = node
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                self.expand(value, _join(path, str(key.value)))
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.expand(item, f"{path}[{index}]")
+        elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
+            node.value = _IN_VALUES.sub(lambda match: self._replacement(match, path), node.value)
+            if node.style is None:
+                node.tag = self._loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
+
+    def _replacement(self, match: re.Match[str], path: str) -> str:
+        if match["escaped"]:
+            return match["escaped"]
+        if match["wrong"]:
+            raise ConfigError(f"{path}: a variable is ${{NAME}} or ${{NAME:-default}} ($${{ stands for ${{)")
+        value = self._variables.get(match["name"], "")
+        if not value and match["default"] is not None:
+            return match["default"]
+        if match["name"] not in self._variables:
+            raise ConfigError(
+                f"{path}: the variable {match['name']} is not set, and ${{{match['name']}}} has no default"
+            )
+        return value
 
 
 def _with_value(mapping: Mapping[str, Value], names: list[str], value: Value, path: str) -> dict[str, Value]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import build, load_yaml, override
+from quartet.config import PathText, build, escape_path, expand_path, load_yaml, override
 from quartet.errors import ConfigError
 
 
@@ -186,3 +186,86 @@ def test_a_mapping_that_another_component_checks_is_kept_unchanged() -> None:
     assert build(Section, {"settings": settings}).settings == settings
     with pytest.raises(ConfigError, match="settings: must be a mapping"):
         build(Section, {"settings": 3})
+
+
+def test_values_of_a_file_name_variables_and_get_their_types_afterwards(tmp_path: Path) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text(
+        """
+        port: ${PORT:-8000}
+        quoted: "${PORT:-8000}"
+        none: ${UNSET:-}
+        list: [a, "${NAME}-${NAME}", '${UNSET:-x y}']
+        nested: {shared: &shared "${NAME}", alias: *shared}
+        escaped: $${NAME} and $NAME, $1 and $$
+        "${NAME}": a key stays
+        empty: ${EMPTY:-as unset}
+        """
+    )
+    variables = {"NAME": "n: {b}", "PORT": "80", "EMPTY": ""}
+    assert load_yaml(file, variables) == {
+        "port": 80,
+        "quoted": "80",
+        "none": None,
+        "list": ["a", "n: {b}-n: {b}", "x y"],
+        "nested": {"shared": "n: {b}", "alias": "n: {b}"},
+        "escaped": "${NAME} and $NAME, $1 and $$",
+        "${NAME}": "a key stays",
+        "empty": "as unset",
+    }
+    assert load_yaml(file)["port"] == "${PORT:-8000}", "where no variables are given, none are looked for"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {b: [x, '${MISSING}']}", r"a\.b\[1\]: the variable MISSING is not set, and \$\{MISSING\} has no default"),
+        ("a: ${}", r"a: a variable is \$\{NAME\} or \$\{NAME:-default\}"),
+        ("a: ${1}", "a: a variable is"),
+        ("a: ${A", "a: a variable is"),
+        ("a: ${A:=x}", "a: a variable is"),
+        ("a: ${A:-${B}}", "a: a variable is"),
+    ],
+)
+def test_a_variable_that_is_none_is_named_with_its_field(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        load_yaml(file, {"A": "a", "B": "b"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    file: Path | None = None
+    several: tuple[Path, ...] = ()
+    model: PathText = ""
+    text: str = ""
+
+
+def test_home_and_variables_are_replaced_in_paths_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/$me")
+    monkeypatch.setenv("BASE", "/srv/$x")
+    given = {"file": "~/a$$b", "several": ["$BASE/c", "d~/${BASE}"], "model": "~/m", "text": "~/$BASE"}
+    paths = build(Paths, given)
+    assert paths == Paths(
+        file=Path("/home/$me/a$b"),
+        several=(Path("/srv/$x/c"), Path("d~//srv/$x")),
+        model="/home/$me/m",
+        text="~/$BASE",
+    )
+    assert build(Paths, {"model": "org/name@v1.0"}).model == "org/name@v1.0"
+
+
+@pytest.mark.parametrize("path", ["/a/$b/${c}/$$", "~/x", "~", "plain", "a~$"])
+def test_an_escaped_path_is_read_as_it_is(path: str) -> None:
+    assert Path(expand_path(escape_path(path))) == Path(path)
+
+
+def test_a_path_with_an_unset_variable_is_refused_by_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNSET", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"^top\.several\[0\]: the variable UNSET, which '/a/\$UNSET' names, is not set"
+    ):
+        build(Paths, {"several": ["/a/$UNSET"]}, "top")
+    with pytest.raises(ConfigError, match=r"^model: ~no_such_user_here, which .* is nobody's home"):
+        build(Paths, {"model": "~no_such_user_here/x"})

@@ -112,7 +112,8 @@ def _arrows(boxes: Sequence[Box], height: float) -> list[str]:
     for box in boxes:
         if box.left == first:
             parts.append(_arrow(right, height / 2, box.left, box.middle, _INK))
-    for role, nearest, label in ((Role.ENCODE, Role.PREFILL, "embeddings"), (Role.PREFILL, Role.DECODE, "KV")):
+    computes_prompts = Role.PREFILL if any(box.role is Role.PREFILL for box in boxes) else Role.DECODE
+    for role, nearest, label in ((Role.ENCODE, computes_prompts, "embeddings"), (Role.PREFILL, Role.DECODE, "KV")):
         sources = [box for box in boxes if box.role is role]
         targets = [box for box in boxes if box.role is nearest]
         for source in sources:

@@ -60,6 +60,7 @@ def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -
         kinds=tuple(MediaKind) if spec.encoder.kinds is None or embeddings is not None else spec.encoder.kinds,
         max_batch_size=spec.encoder.max_batch_size,
         max_pixels=spec.encoder.max_pixels,
+        processor_kwargs=settings.mm_processor_kwargs,
     )
     return create_encoder(torch_config, embeddings)
 

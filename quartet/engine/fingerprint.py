@@ -6,9 +6,11 @@ Two workers with the same fingerprint may exchange blocks and take over each oth
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +80,12 @@ def fingerprint_with_template(fingerprint: str, template: bytes) -> str:
     The way from text to tokens belongs to a model's identity, even if blocks are the same.
     """
     return hashlib.sha256(f"{fingerprint}\0template\0{hashlib.sha256(template).hexdigest()}\n".encode()).hexdigest()
+
+
+def fingerprint_with_processor(fingerprint: str, kwargs: Mapping[str, object]) -> str:
+    """The fingerprint of a model whose pictures are processed with ``kwargs`` in place of its own settings."""
+    written = json.dumps(kwargs, sort_keys=True)
+    return hashlib.sha256(f"{fingerprint}\0mm_processor_kwargs\0{written}\n".encode()).hexdigest()
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -101,6 +102,8 @@ class EngineSettings:
         num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, for a model that
             takes media.
         modality: of a prefill or decode worker; ``None``: the model's media, as embeddings from encode workers.
+        mm_processor_kwargs: settings of the model's picture processor in place of its own, such as ``size``; they
+            belong to the model's identity, so all workers of a pool have the same. Not for ``mock``.
         publish_events_and_metrics: report cached blocks and times of steps, which routing by cache needs. ``trtllm`` is
             faster without; the other engines always report them.
         free_gpu_memory_fraction: share of the GPU's free memory that the KV pool takes, in (0, 1); ``None``:
@@ -113,7 +116,7 @@ class EngineSettings:
         pipeline_parallel_size: groups of GPUs that share the layers.
         expert_parallel_size: GPUs that share the experts; ``None``: the engine's choice.
         enable_attention_dp: every GPU attends to requests of its own, and is a rank to route to.
-        max_beam_width: beams to reserve memory for.
+        max_beam_width: 1: no request can ask for beams, so other values are refused.
         gpus_per_node: GPUs of a host; ``None``: those that it sees.
         backend: of ``trtllm``; ``None``: ``pytorch``.
         extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``; they replace those from the fields here.
@@ -137,6 +140,7 @@ class EngineSettings:
     num_threads: int | None = None
     num_embedding_blocks: int = 512
     modality: Modality | None = None
+    mm_processor_kwargs: Mapping[str, object] = field(default_factory=dict)
     publish_events_and_metrics: bool = True
     free_gpu_memory_fraction: float | None = None
     cuda_graph_max_batch_size: int = 256
@@ -155,10 +159,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Refuse impossible values and settings that the engine does not have, naming the field."""
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: must be at least 1, not {value}")
+        self._check_counts()
         fraction = self.free_gpu_memory_fraction
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"free_gpu_memory_fraction: must be in (0, 1), not {fraction}")
@@ -175,12 +176,27 @@ class EngineSettings:
             raise ConfigError(f"cuda_graph_max_batch_size: must be at least 0, not {self.cuda_graph_max_batch_size}")
         self._check_load_seed()
         self._check_step_bounds()
+        self._check_processor()
+
+    def _check_counts(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: must be at least 1, not {value}")
+        if self.max_beam_width > 1:
+            raise ConfigError(f"max_beam_width: must be 1, not {self.max_beam_width}: no request can ask for beams")
 
     def _check_load_seed(self) -> None:
         if not 0 <= self.load_seed < 2**63:
             raise ConfigError(f"load_seed: must be in [0, 2**63), not {self.load_seed}")
         if self.load_seed and self.random_seed is None:
             raise ConfigError("load_seed: only random weights have one (load_format: random)")
+
+    def _check_processor(self) -> None:
+        try:
+            json.dumps(self.mm_processor_kwargs, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"mm_processor_kwargs: must be of numbers, texts, lists and mappings: {error}") from error
 
     def _check_step_bounds(self) -> None:
         try:
@@ -304,7 +320,7 @@ _TRTLLM_ONLY = (
 
 _REFUSED = {
     EngineKind.TORCH: ("data_parallel_size", *_TRTLLM_ONLY),
-    EngineKind.MOCK: ("free_gpu_memory_fraction", *_TORCH_ONLY, *_TRTLLM_ONLY),
+    EngineKind.MOCK: ("free_gpu_memory_fraction", "mm_processor_kwargs", *_TORCH_ONLY, *_TRTLLM_ONLY),
     EngineKind.TRTLLM: ("data_parallel_size", "device", *_TORCH_ONLY),
 }
 

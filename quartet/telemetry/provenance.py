@@ -74,7 +74,12 @@ def read_versions(packages: Sequence[str]) -> dict[str, str]:
 
 def count_usable_cores() -> int:
     """How many cores this process may run on; where the system can't say, how many there are."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(usable_cpus()) or os.cpu_count() or 1
+
+
+def usable_cpus() -> tuple[int, ...]:
+    """The numbers of the CPUs that this process may run on; empty where the system can't say."""
+    return tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
 
 
 def read_machine() -> Machine:

@@ -433,7 +433,9 @@ class MediaPart(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     url: _builtins.str
-    """A `data:`, `file:` or `https:` URL; only the router fetches, only what its configuration allows."""
+    """A `data:`, `file:`, `http:` or `https:` URL of a picture, or of embeddings as in `embeddings`; only the router
+    fetches, only what its configuration allows.
+    """
     data: _builtins.bytes
     """The encoded file."""
     embeddings: _builtins.bytes

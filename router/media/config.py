@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.errors import ConfigError
+from quartet.media import file_size
 from router.media.url_rules import SCHEMES, HostRule
 
 
@@ -21,7 +22,8 @@ class MediaConfig:
         allowed_hosts: hosts whose URLs are followed: ``name``, ``*.name`` (all below it) or ``*`` (all), each with
             ``:port`` if the port is not the scheme's own; none by default.
         allowed_private_networks: CIDRs of networks that are not public in which hosts may still be.
-        max_size_bytes: of one item's file; a ``data:`` URL may have half as many characters more.
+        max_file_size_mb: largest file of one item, in MB of 10**6 bytes; a ``data:`` URL may have half as many
+            characters more. Workers have a setting of the same name and default, and check files again.
         max_pixels: of one picture; 4096 x 4096 by default.
         max_items: of one request.
         fetch_timeout_s: for one item, from the request to the last byte.
@@ -38,7 +40,7 @@ class MediaConfig:
     allowed_schemes: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_private_networks: tuple[str, ...] = ()
-    max_size_bytes: int = 20 * 1024 * 1024
+    max_file_size_mb: float = file_size.DEFAULT_MAX_FILE_SIZE_MB
     max_pixels: int = 16_777_216
     max_items: int = 16
     fetch_timeout_s: float = 10.0
@@ -54,13 +56,19 @@ class MediaConfig:
             raise ConfigError(f"allowed_schemes: must be of {', '.join(SCHEMES)}")
         _check_each("allowed_hosts", self.allowed_hosts, HostRule.parse)
         _check_each("allowed_private_networks", self.allowed_private_networks, ipaddress.ip_network)
-        for name in ("max_size_bytes", "max_pixels", "max_items", "max_concurrent_fetches", "max_held_bytes"):
+        for name in ("max_pixels", "max_items", "max_concurrent_fetches", "max_held_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
         if self.fetch_timeout_s <= 0:
             raise ConfigError("fetch_timeout_s: must be above 0")
+        file_size.check_setting(self.max_file_size_mb)
         if self.max_redirects < 0:
             raise ConfigError("max_redirects: must not be negative")
+
+    @property
+    def max_file_size_bytes(self) -> int:
+        """The largest file, in bytes."""
+        return file_size.in_bytes(self.max_file_size_mb)
 
 
 def _check_each(name: str, texts: Sequence[str], parse: Callable[[str], object]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import unquote_to_bytes
 
 from quartet.errors import InvalidMediaError, MediaTooLargeError, RequestCancelledError
+from quartet.media import file_size
 
 # More characters must be base64 without escapes: a picture of this size is no longer one that somebody writes by hand.
 _MAX_ESCAPED_LENGTH = 32 * 1024
@@ -37,7 +38,9 @@ def check_data_url(url: str, max_size_bytes: int) -> None:
     """
     max_length = _MAX_HEADER_LENGTH + max_size_bytes * 3 // 2
     if len(url) > max_length:
-        message = f"the data: URL has {len(url)} characters, more than the {max_length} allowed"
+        message = (
+            f"the data: URL has {len(url)} characters, more than the {max_length} that max_file_size_mb allows here"
+        )
         raise MediaTooLargeError(message)
     if not url.isascii():
         raise InvalidMediaError("the data: URL has characters in it that are not ASCII")
@@ -77,7 +80,7 @@ def read_data_url(url: str, max_size_bytes: int, is_wanted: Callable[[], bool] =
         return _decode_base64([_unescaped(payload)], max_size_bytes)
     # Three characters of an escape are one byte.
     if len(payload) - 2 * payload.count("%") > max_size_bytes:
-        raise _too_large(max_size_bytes)
+        raise file_size.too_large(max_size_bytes)
     return _unescaped(payload)
 
 
@@ -104,7 +107,7 @@ def _decode_base64(pieces: Iterable[bytes], max_size_bytes: int) -> bytes:
                 raise binascii.Error("something follows the padding")
             # Padding is two characters at most.
             if num_bytes + len(whole) // 4 * 3 - 2 > max_size_bytes:
-                raise _too_large(max_size_bytes)
+                raise file_size.too_large(max_size_bytes)
             decoded.append(base64.b64decode(whole, validate=True))
             num_bytes += len(decoded[-1])
             has_ended = whole.endswith(b"=")
@@ -124,10 +127,6 @@ def _in_fours(pieces: Iterable[bytes]) -> Iterator[bytes]:
             yield text[:num_whole]
     if rest:
         yield rest + b"=" * (4 - len(rest))
-
-
-def _too_large(max_size_bytes: int) -> MediaTooLargeError:
-    return MediaTooLargeError(f"the file has more than the {max_size_bytes} bytes allowed")
 
 
 def _not_plain_base64() -> InvalidMediaError:

@@ -27,9 +27,9 @@ from quartet.errors import (
     InvalidRequestError,
     MediaFetchError,
     MediaNotAllowedError,
-    MediaTooLargeError,
     ServingError,
 )
+from quartet.media import file_size
 from quartet.media.image_file import read_header
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart
 from quartet.media.media_id import media_id
@@ -82,7 +82,7 @@ class MediaFetcher:
             ssl_context: what servers are verified with; the system's authorities by default.
         """
         self._config = config
-        self._files = LocalFiles(config.allowed_local_paths, config.max_size_bytes)
+        self._files = LocalFiles(config.allowed_local_paths, config.max_file_size_bytes)
         self._http = HttpFiles(config, resolver, ssl_context)
         self._slots = FetchSlots(config.max_concurrent_fetches)
         self._threads = ThreadQueue(_THREADS, share or FairShare())
@@ -93,7 +93,7 @@ class MediaFetcher:
         """The items of a request, in order. The first failure cancels the other items.
 
         Args:
-            parts: as the client names them; a URL leads to a picture.
+            parts: as the client names them; a URL leads to a picture or to embeddings.
             fields: of each part, its name in the request, for errors.
             fingerprint: of the model's preprocessing.
             tenant: the tenant that the request is accounted to.
@@ -121,11 +121,7 @@ class MediaFetcher:
 
     async def _item(self, part: MediaPart, field: str, fingerprint: bytes, tenant: str) -> MediaItem:
         try:
-            file = (
-                part
-                if isinstance(part, MediaFile)
-                else MediaFile(MediaKind.IMAGE, await self._follow(part.url, tenant))
-            )
+            file = part if isinstance(part, MediaFile) else to_file(await self._follow(part.url, tenant))
             check_size(len(file.data), self._config)
             size_bytes = len(file.data)
             return await self._work(tenant, size_bytes, lambda _is_wanted: make_item(file, fingerprint, self._config))
@@ -136,7 +132,7 @@ class MediaFetcher:
     async def _follow(self, url: str, tenant: str) -> bytes:
         scheme = scheme_of(url)
         if scheme == "data":
-            max_size_bytes = self._config.max_size_bytes
+            max_size_bytes = self._config.max_file_size_bytes
             cost = decoding_cost(url)
             return await self._work(tenant, cost, lambda is_wanted: read_data_url(url, max_size_bytes, is_wanted))
         try:
@@ -240,7 +236,7 @@ def _check_part(part: MediaPart, config: MediaConfig) -> None:
 def _check_url(url: str, config: MediaConfig) -> None:
     scheme = scheme_of(url)
     if scheme == "data":
-        check_data_url(url, config.max_size_bytes)
+        check_data_url(url, config.max_file_size_bytes)
     elif scheme in ("http", "https"):
         _url_rules(config.allowed_schemes, config.allowed_hosts).parse(url)
     elif scheme != "file":
@@ -264,8 +260,18 @@ def scheme_of(url: str) -> str:
 
 def check_size(size_bytes: int, config: MediaConfig) -> None:
     """Raise ``MediaTooLargeError`` if a file has more bytes than allowed."""
-    if size_bytes > config.max_size_bytes:
-        raise MediaTooLargeError(f"the file has {size_bytes} bytes, more than the {config.max_size_bytes} allowed")
+    if size_bytes > config.max_file_size_bytes:
+        raise file_size.too_large(config.max_file_size_bytes, size_bytes)
+
+
+def to_file(data: bytes) -> MediaFile:
+    """What a URL led to, by its content: whatever does not begin as a safetensors file counts as a picture.
+
+    Such a file begins with its header's length and the header, which is a JSON object. No picture does: its first bytes
+    would be a length of many terabytes.
+    """
+    is_safetensors = data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= _MAX_HEADER_SIZE_BYTES
+    return MediaFile(MediaKind.EMBEDDINGS if is_safetensors else MediaKind.IMAGE, data)
 
 
 def make_item(file: MediaFile, fingerprint: bytes, config: MediaConfig) -> MediaItem:
@@ -336,7 +342,7 @@ class LocalFiles:
         if not stat.S_ISREG(status.st_mode):
             raise InvalidMediaError("there is something else than a regular file")
         if status.st_size > self._max_size_bytes:
-            raise MediaTooLargeError(f"the file has more than the {self._max_size_bytes} bytes allowed")
+            raise file_size.too_large(self._max_size_bytes)
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(status.st_size + 1)
         if len(data) != status.st_size:

@@ -12,13 +12,18 @@ import ssl
 import aiohttp
 from aiohttp.abc import AbstractResolver
 
-from quartet.errors import MediaFetchError, MediaTooLargeError
+from quartet.errors import MediaFetchError
+from quartet.media import file_size
 from router.media.config import MediaConfig
 from router.media.url_rules import AddressRules, UrlRules
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK_SIZE_BYTES = 64 * 1024
-_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "quartet"}
+_HEADERS = {
+    "Accept": "image/*, application/octet-stream;q=0.9, */*;q=0.1",
+    "Accept-Encoding": "identity",
+    "User-Agent": "quartet",
+}
 
 
 class HttpFiles:
@@ -94,8 +99,8 @@ class HttpFiles:
             raise MediaFetchError(f"the URL's host answers with status {response.status}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise MediaFetchError("the URL's host sends the file compressed, though it was asked not to")
-        max_size_bytes = self._config.max_size_bytes
-        too_large = MediaTooLargeError(f"the file has more than the {max_size_bytes} bytes allowed")
+        max_size_bytes = self._config.max_file_size_bytes
+        too_large = file_size.too_large(max_size_bytes)
         if (response.content_length or 0) > max_size_bytes:
             raise too_large
         data = bytearray()

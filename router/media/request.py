@@ -160,7 +160,7 @@ def _most_bytes(part: MediaPart, config: MediaConfig) -> int:
     """Bytes that ``part`` takes in memory at most: as a file, and a ``data:`` URL also as text."""
     if isinstance(part, MediaFile):
         return len(part.data)
-    return 2 * len(part.url) if scheme_of(part.url) == "data" else len(part.url) + config.max_size_bytes
+    return 2 * len(part.url) if scheme_of(part.url) == "data" else len(part.url) + config.max_file_size_bytes
 
 
 async def prepare_media(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _GUARD = Path(__file__).with_name("guard.py")
@@ -35,15 +36,38 @@ _PROC = Path("/proc")
 _NUM_SCANS = 5
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChildLimits:
+    """What a child and all that it starts may take, on Linux.
+
+    Attributes:
+        cpus: the numbers of the CPUs that they run on; empty: any.
+        memory_bytes: private memory that each of their processes may allocate; ``None``: any.
+    """
+
+    cpus: tuple[int, ...] = ()
+    memory_bytes: int | None = None
+
+
+#: Any CPU, any amount of memory.
+NO_LIMITS = ChildLimits()
+
+
 async def start_child(
-    name: str, command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    on_line: Callable[[str], None],
+    limits: ChildLimits = NO_LIMITS,
 ) -> Child:
     """Start ``command`` with the environment ``env`` and a mark; ``on_line`` is called for each line of its output.
 
     Raises:
         OSError: the Python interpreter can't be started. A missing program gives an exit code, as in a shell.
     """
-    guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
+    cpus = ",".join(map(str, limits.cpus)) or "-"
+    memory = "-" if limits.memory_bytes is None else str(limits.memory_bytes)
+    guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid()), cpus, memory]
     mark = secrets.token_hex(16)
     loop = asyncio.get_running_loop()
     transport, output = await loop.subprocess_exec(
@@ -56,7 +80,7 @@ async def start_child(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    return Child(name, transport, output, mark)
+    return Child(name, transport, output, mark, limits)
 
 
 class Child:
@@ -67,13 +91,21 @@ class Child:
         last_lines: the end of its output.
     """
 
-    def __init__(self, name: str, transport: asyncio.SubprocessTransport, output: _Output, mark: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: asyncio.SubprocessTransport,
+        output: _Output,
+        mark: str,
+        limits: ChildLimits = NO_LIMITS,
+    ) -> None:
         """Made by ``start_child``."""
         self.name = name
         self.last_lines = output.last_lines
         self._transport = transport
         self._output = output
         self._mark = mark
+        self._limits = limits
         self._ended = asyncio.create_task(self._follow(), name=f"child-{name}")
 
     @property
@@ -112,6 +144,9 @@ class Child:
         """How it ended, and its last output."""
         code = self._transport.get_returncode()
         how = "is running" if code is None else describe_exit(code)
+        if code and self._limits.memory_bytes is not None:
+            # Native libraries that get no memory end the process without a word.
+            how = f"{how}; its memory was limited to {self._limits.memory_bytes / 1e9:g} GB a process"
         return "\n".join([f"{self.name} {how}", *(f"    {line}" for line in self.last_lines)])
 
     async def _follow(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import secrets
@@ -29,7 +30,8 @@ from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.engine.model_source import is_repository_id
 from quartet.errors import ConfigError, DiscoveryError
-from services.topology.child import Child, is_alive, start_child
+from services.topology.child import NO_LIMITS, Child, ChildLimits, is_alive, start_child
+from services.topology.pacing import StartPacer, Time
 from services.topology.topology import (
     LOCAL_TENANT,
     ROUTER,
@@ -89,6 +91,7 @@ class Environment:
         variables: environment of the processes.
         num_cores: CPU cores to share.
         run_dir: an empty directory for settings and data; removed at the end.
+        cpus: the numbers of the CPUs that there are, for workers that are limited to some; empty: none may be.
         etcd_endpoints: used instead of the topology's endpoints, with its TLS settings, and must answer; empty: the
             topology's endpoints, or else an etcd that is started here.
     """
@@ -96,6 +99,7 @@ class Environment:
     variables: Mapping[str, str]
     num_cores: int
     run_dir: Path
+    cpus: Sequence[int] = ()
     etcd_endpoints: Sequence[str] = ()
 
 
@@ -111,6 +115,20 @@ class LaunchObserver(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Start:
+    """How a process is started, each time.
+
+    Attributes:
+        interval_s: as ``ProcessPlan.start_interval_s``.
+    """
+
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    limits: ChildLimits = NO_LIMITS
+    interval_s: float = 0.0
+
+
 class LocalTopology:
     """The processes of one topology. Call ``start`` once, and ``stop`` even if that failed."""
 
@@ -121,6 +139,7 @@ class LocalTopology:
         observer: LaunchObserver,
         *,
         adapt: Callable[[ProcessPlan], ProcessPlan] = lambda plan: plan,
+        clock: Time | None = None,
     ) -> None:
         """Nothing is started yet; a router port of 0 becomes a free port, and then so does that of HTTP.
 
@@ -138,8 +157,8 @@ class LocalTopology:
         self.certificates: RunCertificates | None = None
         #: The API keys of the router's HTTP, set as ``certificates`` is.
         self.http_keys_file: Path | None = None
-        # With their variables.
-        self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
+        self._starts: dict[str, _Start] = {}
+        self._pacer = StartPacer(clock or Time())
 
     @property
     def router_address(self) -> str:
@@ -171,6 +190,7 @@ class LocalTopology:
         """
         plans = self._plan_workers()
         _check_models({plan.model for plan in plans if plan.model is not None})
+        limits = self._limits(plans)
         if self._topology.tls:
             self.certificates = self._issue_certificates(plans)
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
@@ -189,12 +209,15 @@ class LocalTopology:
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
         for plan in plans:
             await self._wait_beside(plan)
-            await self._start(plan.name, self._command(plan), self._variables(plan))
+            start = _Start(
+                self._command(plan), self._variables(plan), limits.get(plan.name, NO_LIMITS), plan.start_interval_s
+            )
+            await self._start(plan.name, start)
 
     async def restart(self, name: str) -> Child:
         """Start an ended process again, with the same command, settings and ports; etcd also keeps its data."""
         self._children[name].kill_rest()
-        return await self._start(name, *self._commands[name])
+        return await self._start(name, self._starts[name])
 
     async def stop(self) -> None:
         """End every process: SIGTERM, then SIGKILL to what has not ended by the drain's end. Ends in bounded time."""
@@ -263,13 +286,36 @@ class LocalTopology:
         self._observer.progress(f"{reason}: starting one at {etcd.endpoints[0]}")
         # etcd also reads its options from variables ETCD_*, and ETCD_ENDPOINTS is one of ours.
         variables = {name: value for name, value in self._environment.variables.items() if "ETCD_" not in name}
-        await self._start(_ETCD, command, variables)
+        await self._start(_ETCD, _Start(command, variables))
         return etcd
 
-    async def _start(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> Child:
-        child = await start_child(name, command, variables, partial(self._observer.log_line, name))
-        self._children[name], self._commands[name] = child, (command, variables)
+    async def _start(self, name: str, start: _Start) -> Child:
+        if start.interval_s and (delay_s := self._pacer.reserve(start.interval_s)) > 0:
+            self._observer.progress(f"{name} starts in {delay_s:.2g} s, so that MPI begins for one worker at a time")
+            await self._pacer.sleep(delay_s)
+        on_line = partial(self._observer.log_line, name)
+        child = await start_child(name, start.command, start.variables, on_line, start.limits)
+        self._children[name], self._starts[name] = child, start
         return child
+
+    def _limits(self, plans: Sequence[ProcessPlan]) -> dict[str, ChildLimits]:
+        """The limits of each process. CPUs are given in turn, so that two have one in common only if they are too few.
+
+        Raises:
+            ConfigError: a worker is to have more CPUs than there are.
+        """
+        cpus = self._environment.cpus
+        turns = itertools.cycle(cpus)
+        limits = {}
+        for plan in plans:
+            wanted = plan.limits.cpus or 0
+            if wanted > len(cpus):
+                raise ConfigError(
+                    f"limits.cpus: {plan.name} is to have {wanted}, and this host has {len(cpus)} to give"
+                )
+            chosen = tuple(sorted(itertools.islice(turns, wanted)))
+            limits[plan.name] = ChildLimits(cpus=chosen, memory_bytes=plan.limits.memory_bytes)
+        return limits
 
     async def _wait_beside(self, plan: ProcessPlan) -> None:
         """Wait until the earlier workers on a GPU of ``plan`` serve: then they have taken their memory."""

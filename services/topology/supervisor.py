@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import NoReturn, Protocol
 from quartet.errors import ConfigError, ServingError
 from services.topology.child import Child
 from services.topology.launch import LaunchError, LaunchObserver
+from services.topology.pacing import Time
 from services.workers.config import EXIT_REPLACED
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,6 @@ class Restartable(Protocol):
     async def restart(self, name: str) -> Child:
         """Start the ended process of that name again."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Time:
-    """A clock, and a sleep by the same clock."""
-
-    now_s: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 @dataclass(frozen=True, kw_only=True)

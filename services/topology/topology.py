@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, get_type_hints
 
-from quartet.config import build, load_yaml, override
+from quartet.config import PathText, build, escape_path, expand_path, load_yaml
 from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
@@ -21,6 +21,16 @@ from quartet.engine.settings import EngineKind, EngineSettings, Modality, refuse
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
+from services.topology.groups import (
+    GroupChoices,
+    Settings,
+    assign,
+    below,
+    copied,
+    found,
+    groups_of,
+    share_out_gpus,
+)
 from services.workers.config import WorkerConfig, check_parsers
 
 #: The model in the repository; relative to the working directory, which is the repository's root.
@@ -48,8 +58,6 @@ _OF_TLS = ("server.tls", "events_key_file")
 # Settings of workers and of the router that fit one model only.
 _PARSERS = ("reasoning_parser", "tool_call_parser")
 _OF_A_MODEL = ("model_path", "model_name", "custom_jinja_template", "custom_chat_template", *_PARSERS)
-
-_Settings: TypeAlias = dict[str, Any]
 
 #: The name of the router's process.
 ROUTER = "router"
@@ -102,6 +110,33 @@ class RouterGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What each worker of a group may take of the host, on Linux; ``None``: nothing limits it.
+
+    Attributes:
+        cpus: it and all that it starts run on so many CPUs, others than those of the workers before it as far as there
+            are enough.
+        memory_gb: in GB of 10**9 bytes, the private memory that each of its processes may allocate. Memory that
+            processes share does not count, such as KV pools on CPUs, nor do files' pages and GPUs' memory.
+    """
+
+    cpus: int | None = None
+    memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if self.cpus is not None and self.cpus < 1:
+            raise ConfigError("cpus: must be at least 1")
+        if self.memory_gb is not None and self.memory_gb <= 0:
+            raise ConfigError("memory_gb: must be above 0")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory_gb`` in bytes."""
+        return None if self.memory_gb is None else int(self.memory_gb * 1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerGroup:
     """Workers with the same settings.
 
@@ -109,9 +144,11 @@ class WorkerGroup:
         role: encode, prefill or decode.
         name: their process names and worker ids are this and a number; empty: the role.
         replicas: how many.
-        gpus: GPUs of each worker, as ``[[0], [1]]`` for two workers with one each; empty: nothing restricts them.
+        gpus: GPUs of each worker, as ``[[0], [1]]`` for two workers with one each; empty: nothing restricts them. In a
+            file also a text, such as ``0-3`` or ``0,1``, of which each worker gets the same number in turn.
         overrides: settings of ``WorkerConfig`` that differ from the topology's.
         environment: variables of their processes, over the topology's.
+        limits: of each worker.
     """
 
     role: Role
@@ -120,6 +157,7 @@ class WorkerGroup:
     gpus: tuple[tuple[int, ...], ...] = ()
     overrides: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -156,6 +194,8 @@ class Topology:
         environment: variables of every process, over those of ``quartet up``.
         share_gpus: ``gpus`` of several workers may name the same GPU. They are started one after the other, in their
             order here, because an engine takes a share of the memory that it finds free.
+        trtllm_start_interval_s: between the starts of two workers with the engine ``trtllm``, whose MPI may fail when
+            several begin at once.
         discovery: the topology's namespace replaces the one in it.
         signing_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
             ``None``: a new key is drawn at each start.
@@ -173,6 +213,7 @@ class Topology:
     workers: tuple[WorkerGroup, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     share_gpus: bool = False
+    trtllm_start_interval_s: float = 2.0
     signing_keys_file: Path | None = None
     tls: bool = False
     drain_timeout_s: float = 3.0
@@ -186,6 +227,8 @@ class Topology:
         for name in ("drain_timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        if self.trtllm_start_interval_s < 0:
+            raise ConfigError("trtllm_start_interval_s: must not be negative")
         self._check_gpus()
         if self.tls:
             self._check_certificates()
@@ -195,7 +238,7 @@ class Topology:
         for where, overrides in [("router", self.router.overrides), *groups]:
             for setting in _OF_TLS:
                 *path, name = setting.split(".")
-                if _found(overrides, *path).get(name) is not None:
+                if found(overrides, *path).get(name) is not None:
                     raise ConfigError(f"{where}.overrides.{setting}: tls makes its own; leave one of both out")
 
     def _check_gpus(self) -> None:
@@ -217,26 +260,46 @@ class Topology:
         )
 
 
-def load_topology(path: Path, assignments: Sequence[str] = ()) -> Topology:
+def load_topology(path: Path, assignments: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> Topology:
     """Read a topology file, with assignments (``router.port=0``) over it.
 
     Raises:
         ConfigError: naming the setting. Overrides are checked by ``plan_workers`` and by the router.
     """
-    return build(Topology, read_settings(path, assignments))
+    return build(Topology, read_settings(path, assignments, variables))
 
 
-def read_settings(path: Path, assignments: Sequence[str]) -> dict[str, object]:
-    """The settings that ``load_topology`` reads, not checked yet."""
-    settings = load_yaml(path)
+def read_settings(
+    path: Path,
+    assignments: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    choices: GroupChoices | None = None,
+) -> dict[str, object]:
+    """The settings that ``load_topology`` reads, not checked yet.
+
+    Values of the file may name ``variables`` (``quartet.config.load_yaml``), such as those of a shell; ``None``: there
+    are none, so that all have their defaults. An assignment may name workers (``services.topology.groups.assign``),
+    those that there are after ``choices``.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    settings: Settings = load_yaml(path, variables or {})
+    own_keys = {item.name for item in fields(WorkerGroup)}
+    share_out_gpus(settings)
+    if choices is not None:
+        choices.apply(settings)
     for assignment in assignments:
-        settings = override(settings, assignment)
+        settings = assign(settings, assignment, own_keys)
+        share_out_gpus(settings)
     return settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class Choices(GroupChoices):
     """What a command line changes in a topology file; ``None`` and empty: as the file says.
+
+    The groups of workers are changed by ``read_settings``, the rest by ``choose``.
 
     Attributes:
         engine: of every worker. Settings of the file that this engine does not have are left out.
@@ -268,23 +331,24 @@ class Chosen:
 
 
 def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
-    """Apply ``choices`` to the ``settings`` of a file.
+    """Apply ``choices`` to the ``settings`` of a file, which ``read_settings`` gave.
 
     Raises:
         ConfigError: naming the setting.
     """
-    changed, notes = _copied(settings), list[str]()
+    changed, notes = copied(settings), list[str]()
     if choices.engine is not None:
         notes += _switch_engine(changed, choices.engine)
     if choices.model is not None:
         notes += _switch_model(changed, choices.model)
     if choices.served_model_name is not None:
-        _below(changed, "model")["name"] = choices.served_model_name
+        below(changed, "model")["name"] = choices.served_model_name
     if choices.media_paths:
-        media = _below(changed, "router", "overrides", "media")
-        media["allowed_local_paths"] = [str(path.absolute()) for path in choices.media_paths]
+        media = below(changed, "router", "overrides", "media")
+        expanded = [Path(expand_path(str(path))).absolute() for path in choices.media_paths]
+        media["allowed_local_paths"] = to_settings(expanded)
     if choices.router_port is not None:
-        _below(changed, "router")["port"] = choices.router_port
+        below(changed, "router")["port"] = choices.router_port
     if choices.tls:
         changed["tls"] = True
     return Chosen(build(Topology, changed), notes)
@@ -308,7 +372,9 @@ class ProcessPlan:
         model: the model that it reads, if any.
         gpus: the host's GPUs that it sees; empty: nothing restricts it.
         environment: variables that the topology gives it, including those for ``gpus``.
+        limits: what it may take of the host.
         after: workers that must serve before it starts, because they share a GPU's free memory with it.
+        start_interval_s: it starts so long after the last process that has one, at the earliest; 0: it has none.
     """
 
     name: str
@@ -319,7 +385,9 @@ class ProcessPlan:
     model: ModelNeed | None = None
     gpus: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
     after: tuple[str, ...] = ()
+    start_interval_s: float = 0.0
 
 
 def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
@@ -338,12 +406,13 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
     for group, config in groups:
         engine = config.engine
         if engine.num_threads is None:
-            engine = replace(engine, num_threads=engine.kind.num_threads(num_own_cores))
+            num_cpus = min(num_own_cores, group.limits.cpus or num_own_cores)
+            engine = replace(engine, num_threads=engine.kind.num_threads(num_cpus))
         for gpus in group.gpus or [()] * group.replicas:
             name = f"{group.process_name}-{num_of_name[group.process_name]}"
             num_of_name[group.process_name] += 1
             on_gpus = {_GPUS_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
-            environment = {**topology.environment, **group.environment, **on_gpus}
+            environment = {**_affinity(engine, group.limits), **topology.environment, **group.environment, **on_gpus}
             place = _place(name, engine, gpus, environment)
             plan = ProcessPlan(
                 name=name,
@@ -354,6 +423,8 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
                 model=ModelNeed(config.model_path, has_weights=engine.needs_weights),
                 gpus=gpus,
                 environment=environment,
+                limits=group.limits,
+                start_interval_s=topology.trtllm_start_interval_s if engine.kind is EngineKind.TRTLLM else 0.0,
                 after=tuple(other.worker for other in places if other.meets(place)),
             )
             plans.append(plan)
@@ -381,28 +452,30 @@ def plan_router(topology: Topology) -> ProcessPlan:
 
 def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) -> ProcessPlan:
     """``plan`` with the certificate and the events' key of its process."""
-    settings = {"server": {"tls": to_settings(tls)}, "events_key_file": str(events_key_file)}
+    settings = {"server": {"tls": to_settings(tls)}, "events_key_file": to_settings(events_key_file)}
     return replace(plan, settings=merge(plan.settings, settings))
 
 
 def with_http_identity(plan: ProcessPlan, tls: TlsConfig, keys_file: Path) -> ProcessPlan:
     """The router's ``plan`` with HTTP behind its certificate and API keys, where it does not say otherwise."""
-    served = {"cert_file": str(tls.cert_file), "key_file": str(tls.key_file)}
-    http = {"tls": served, "keys_file": str(keys_file), "operators": [LOCAL_TENANT]}
+    served = to_settings({"cert_file": tls.cert_file, "key_file": tls.key_file})
+    http = {"tls": served, "keys_file": to_settings(keys_file), "operators": [LOCAL_TENANT]}
     return replace(plan, settings=merge({"http": http}, plan.settings))
 
 
 def to_settings(value: object) -> Any:
     """A configuration in the form that YAML holds and ``quartet.config.build`` reads."""
     if is_dataclass(value):
-        return {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
+        hints = get_type_hints(type(value), include_extras=True)
+        settings = {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
+        return {name: escape_path(item) if hints[name] == PathText else item for name, item in settings.items()}
     if isinstance(value, Mapping):
         return {key: to_settings(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_settings(item) for item in value]
     if isinstance(value, Enum):
         return value.value
-    return str(value) if isinstance(value, Path) else value
+    return escape_path(str(value)) if isinstance(value, Path) else value
 
 
 def merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
@@ -414,14 +487,20 @@ def merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, o
     return merged
 
 
-def _switch_engine(settings: _Settings, kind: EngineKind) -> Iterator[str]:
-    engine = _below(settings, "engine")
+def _affinity(engine: EngineSettings, limits: Limits) -> Mapping[str, str]:
+    """TensorRT-LLM puts its processes back on all CPUs unless this variable says that they are where they should be."""
+    is_limited = engine.kind is EngineKind.TRTLLM and limits.cpus is not None
+    return {"TLLM_NUMA_AWARE_WORKER_AFFINITY": "0"} if is_limited else {}
+
+
+def _switch_engine(settings: Settings, kind: EngineKind) -> Iterator[str]:
+    engine = below(settings, "engine")
     before = engine.get("kind", EngineKind.TORCH.value)
     is_switched = before != kind.value
     engine["kind"] = kind.value
     yield from _without_refused(engine, kind, "engine")
-    for where, group in _groups(settings):
-        own = _found(group, "overrides", "engine")
+    for where, group in groups_of(settings):
+        own = found(group, "overrides", "engine")
         is_switched |= own.pop("kind", before) != kind.value
         yield from _without_refused(own, kind, f"{where}.overrides.engine")
         if not kind.uses_gpu({**engine, **own}.get("device", _CPU)):
@@ -436,7 +515,7 @@ def _switch_engine(settings: _Settings, kind: EngineKind) -> Iterator[str]:
         yield "engine.dtype: float32, as CPUs are slow at what most checkpoints have"
 
 
-def _without_refused(engine: _Settings, kind: EngineKind, where: str) -> Iterator[str]:
+def _without_refused(engine: Settings, kind: EngineKind, where: str) -> Iterator[str]:
     refused = {*refused_fields(kind)}
     if not kind.uses_gpu(engine.get("device", _CPU)):
         refused.add("free_gpu_memory_fraction")
@@ -447,68 +526,38 @@ def _without_refused(engine: _Settings, kind: EngineKind, where: str) -> Iterato
         yield f"{where}.{name}: left out, as the engine {kind} does not have it"
 
 
-def _without_encoders(settings: _Settings, kind: EngineKind) -> Iterator[str]:
-    for where, group in _groups(settings):
+def _without_encoders(settings: Settings, kind: EngineKind) -> Iterator[str]:
+    for where, group in groups_of(settings):
         if group.get("role") == Role.ENCODE.value:
             settings["workers"].remove(group)
             yield f"{where}: left out, as the engine {kind} encodes no media"
 
 
-def _without_gpus(holder: _Settings, kind: EngineKind, where: str) -> Iterator[str]:
+def _without_gpus(holder: Settings, kind: EngineKind, where: str) -> Iterator[str]:
     """Remove the GPUs of a group, or of the whole topology, if the engine runs on none."""
     begin = f"{where}." if where else ""
     if holder.pop("gpus", None):
         yield f"{begin}gpus: left out, as the engine {kind} runs on none here"
-    if _found(holder, "environment").pop(_GPUS_VARIABLE, None) is not None:
+    if found(holder, "environment").pop(_GPUS_VARIABLE, None) is not None:
         yield f"{begin}environment.{_GPUS_VARIABLE}: left out, as the engine {kind} runs on none here"
 
 
-def _switch_model(settings: _Settings, model: Path) -> Iterator[str]:
+def _switch_model(settings: Settings, model: Path) -> Iterator[str]:
+    model = Path(expand_path(str(model)))
     inner = model / _CHECKPOINT
     folder = inner if not (model / "config.json").is_file() and (inner / "config.json").is_file() else model
     # A folder ``checkpoint`` gives no name: its parent does.
     name = folder.absolute().parent.name if folder.name == _CHECKPOINT else ""
-    source = _below(settings, "model")
-    source.update(path=str(folder), name=name)
+    source = below(settings, "model")
+    source.update(path=to_settings(folder), name=name)
     for setting in _PARSERS:
         if source.pop(setting, None) is not None:
             yield f"model.{setting}: left out, as it is another model's"
-    holders = [("router", _found(settings, "router")), *_groups(settings)]
+    holders = [("router", found(settings, "router")), *groups_of(settings)]
     for where, holder in holders:
         for setting in _OF_A_MODEL:
-            if _found(holder, "overrides").pop(setting, None) is not None:
+            if found(holder, "overrides").pop(setting, None) is not None:
                 yield f"{where}.overrides.{setting}: left out, as it is another model's"
-
-
-def _groups(settings: _Settings) -> list[tuple[str, _Settings]]:
-    groups = settings.get("workers")
-    listed = groups if isinstance(groups, list) else []
-    return [(f"workers[{number}]", group) for number, group in enumerate(listed) if isinstance(group, dict)]
-
-
-def _below(settings: _Settings, *path: str) -> _Settings:
-    """The mapping at ``path``, created if there is none."""
-    for depth, name in enumerate(path):
-        below = settings.setdefault(name, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"{'.'.join(path[: depth + 1])}: must be a mapping with names as keys, not {below!r}")
-        settings = below
-    return settings
-
-
-def _found(settings: Mapping[str, Any], *path: str) -> _Settings:
-    """The mapping at ``path``, or a new one outside ``settings``: ``build`` reports what is wrong there."""
-    found: Any = settings
-    for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy of ``value`` with mappings and lists that can be changed."""
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _group_config(topology: Topology, number: int) -> WorkerConfig:

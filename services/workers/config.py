@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quartet.config import PathText
 from quartet.discovery.checks import is_address
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EncoderSettings, EngineSettings, EngineSpec
 from quartet.errors import ConfigError
+from quartet.media import file_size
 from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
 from quartet.streams.server import StreamLimits
@@ -40,7 +42,7 @@ class WorkerConfig:
         reasoning_parser, tool_call_parser: how routers find reasoning and tool calls in answers to chats, by
             name (``quartet.text.parse``); ``none``: not at all; empty: as the chat template says.
         allowed_local_media_path: refused. Routers fetch media; it is their setting ``media.allowed_local_paths``.
-        max_file_size_mb: largest media file, in MB of 10**6 bytes.
+        max_file_size_mb: largest media file, in MB of 10**6 bytes. Routers have a setting of the same name and default.
         events_key_file: the key that encrypts events (see ``quartet.events.curve``); ``None``: not encrypted, which
             needs loopback or ``server.insecure``, and is refused with ``server.tls``.
         signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
@@ -53,7 +55,7 @@ class WorkerConfig:
 
     worker_id: str = ""
     model_name: str = ""
-    model_path: str
+    model_path: PathText
     engine: EngineSettings = field(default_factory=EngineSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -65,7 +67,7 @@ class WorkerConfig:
     reasoning_parser: str = ""
     tool_call_parser: str = ""
     allowed_local_media_path: Path | None = None
-    max_file_size_mb: float = 50.0
+    max_file_size_mb: float = file_size.DEFAULT_MAX_FILE_SIZE_MB
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
@@ -83,9 +85,10 @@ class WorkerConfig:
                 "allowed_local_media_path: workers follow no paths, they are given files; it belongs to the router "
                 "(media.allowed_local_paths)"
             )
-        for name in ("drain_timeout_s", "stall_timeout_s", "max_file_size_mb"):
+        for name in ("drain_timeout_s", "stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        file_size.check_setting(self.max_file_size_mb)
         self.server.check_events_key(self.events_key_file)
         check_parsers(self.reasoning_parser, self.tool_call_parser)
         _ = self.listening
@@ -98,7 +101,7 @@ class WorkerConfig:
     @property
     def max_file_size_bytes(self) -> int:
         """Largest media file, in bytes."""
-        return int(self.max_file_size_mb * 1_000_000)
+        return file_size.in_bytes(self.max_file_size_mb)
 
     @property
     def listening(self) -> Listening:

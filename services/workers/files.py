@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.engine.encoder import EncodedState, EncoderCapabilities, EncodeTimes, MediaEncoder, MediaSizer
-from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError, ServingError, UnsupportedFieldError
+from quartet.errors import EngineError, InvalidRequestError, ServingError, UnsupportedFieldError
+from quartet.media import file_size
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
 from quartet.media.media_id import in_trust_domain, media_id
 from quartet.telemetry.encode_metrics import EncodeMetrics
@@ -81,8 +82,9 @@ class FileSizer:
             raise UnsupportedFieldError(f"this worker takes no files of {item.file.kind}", field=f"{field}.file.kind")
         size_bytes = len(item.file.data)
         if size_bytes > self._max_size_bytes:
-            message = f"the file has {size_bytes} bytes, more than the {self._max_size_bytes} that this worker takes"
-            raise self._named(MediaTooLargeError(message, field="file"), field)
+            error = file_size.too_large(self._max_size_bytes, size_bytes)
+            error.field = "file"
+            raise self._named(error, field)
         # In a thread: hashing a large file takes as long as many decode steps.
         name = await asyncio.to_thread(media_id, item.file, fingerprint)
         if item.media_id and item.media_id != name:

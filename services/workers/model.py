@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quartet.engine.fingerprint import fingerprint_with_template
+from quartet.engine.fingerprint import fingerprint_with_processor, fingerprint_with_template
 from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.model_source import Repository, fetch_model, repository_of
 from quartet.errors import ConfigError, ModelFilesError
@@ -25,11 +25,13 @@ class ServedModel:
         path: its folder.
         name: its name in requests.
         template: a chat template in place of the model's own, as it was when the worker started; ``None``: its own.
+        processor_kwargs: settings in place of those of its picture processor.
     """
 
     path: Path
     name: str
     template: bytes | None = field(default=None, repr=False)
+    processor_kwargs: Mapping[str, object] = field(default_factory=dict)
 
     def text_files(self) -> dict[str, bytes]:
         """The files that routers and clients tokenize with. Raises ``ModelFilesError``; reads files."""
@@ -37,13 +39,14 @@ class ServedModel:
         return {**files, **({} if self.template is None else {CHAT_TEMPLATE: self.template})}
 
     def fingerprint(self, engine_fingerprint: str) -> str:
-        """The fingerprint to announce for the engine's: another template makes another model.
+        """The fingerprint to announce for the engine's: another template or picture processor makes another model.
 
-        Workers whose engines' own fingerprints agree may still exchange blocks: blocks hold tokens, not chats.
+        Engines' own fingerprints may still agree: only routers tell workers to exchange blocks, within a pool.
         """
-        if self.template is None:
-            return engine_fingerprint
-        return fingerprint_with_template(engine_fingerprint, self.template)
+        fingerprint = engine_fingerprint
+        if self.processor_kwargs:
+            fingerprint = fingerprint_with_processor(fingerprint, self.processor_kwargs)
+        return fingerprint if self.template is None else fingerprint_with_template(fingerprint, self.template)
 
 
 async def find_model(config: WorkerConfig) -> ServedModel:
@@ -55,9 +58,11 @@ async def find_model(config: WorkerConfig) -> ServedModel:
     template = None if config.custom_jinja_template is None else _read_template(config.custom_jinja_template)
     repository = repository_of(config.model_path)
     if repository is None:
-        return ServedModel(path=Path(config.model_path), name=config.model_name or _folder(config), template=template)
-    path = await _fetched(repository, needs_weights=config.engine.needs_weights)
-    return ServedModel(path=path, name=config.model_name or repository.id, template=template)
+        path, name = Path(config.model_path), config.model_name or _folder(config)
+    else:
+        path = await _fetched(repository, needs_weights=config.engine.needs_weights)
+        name = config.model_name or repository.id
+    return ServedModel(path=path, name=name, template=template, processor_kwargs=config.engine.mm_processor_kwargs)
 
 
 def _folder(config: WorkerConfig) -> str:

@@ -21,6 +21,8 @@ from quartet.config import build
 from quartet.discovery.base import CONTRACT_VERSION, Abilities, Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
+from quartet.engine.settings import EngineKind
+from quartet.engine.trtllm.environment import become_other_rank, end_other_ranks, is_other_rank, set_log_level
 from quartet.errors import ConfigError, ServingError, WorkerReplacedError
 from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
@@ -78,13 +80,26 @@ _CLOSE_TIMEOUT_S = 20.0
 def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
     """Run one worker from the command line; exits with 1 and one line if it can't start or its engine died.
 
-    With ``EXIT_REPLACED`` it exits if another process has taken its id: it has then finished its requests.
+    With ``EXIT_REPLACED`` it exits if another process has taken its id: it has then finished its requests. On a rank of
+    ``trtllm-llmapi-launch`` other than 0 it becomes a process that works for rank 0, without serving.
     ``engine_factory`` makes another engine than the one that the configuration names.
     """
-    command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
+    try:
+        command_line = CommandLine(role, sys.argv[1:])
+    except SystemExit as leaving:
+        if leaving.code:
+            end_other_ranks(os.environ)
+        raise
     try:
         config = build(WorkerConfig, command_line.settings())
         configure(config.log)
+        for note in command_line.notes():
+            logger.info("%s: %s", role, note)
+        if config.engine.kind is EngineKind.TRTLLM:
+            # Before anything imports the package, which reads it then.
+            set_log_level(config.log.level, os.environ)
+            if is_other_rank(os.environ):
+                become_other_rank(os.environ)
         # The engine's thread runs Python too: with the default of 5 ms the event loop lags behind it.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(_run(config, role, engine_factory))
@@ -371,6 +386,8 @@ def _with_field(error: ConfigError | ServingError | TaskEndedError) -> str:
 def _leave(code: int) -> NoReturn:
     # Everything is closed by now. An orderly exit would take a second of CPU to unload torch and a model. An engine
     # that could not be closed in time has logged it; the parent of this process ends what is left of it.
+    if code:
+        end_other_ranks(os.environ)
     logging.shutdown()
     os._exit(code)
 

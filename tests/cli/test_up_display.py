@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from quartet.rpc.channels import TlsConfig
 from services.topology.launch import find_grpcurl
 
 BIN = Path(sys.executable).parent
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 TEXT = """
 namespace: shown
 model: {path: /no/such/model, name: big}
@@ -30,7 +32,7 @@ workers:
   - role: prefill
     gpus: [[0, 1]]
     overrides: {engine: {extra_engine_args: no/such/file.yaml, tensor_parallel_size: 2}}
-  - {role: decode, name: writer, replicas: 2, gpus: [[2], [3]]}
+  - {role: decode, name: writer, replicas: 2, gpus: [[2], [3]], limits: {cpus: 2}}
 """
 GRPCURL_FILES = {"cacert": "CA", "cert": "CERT", "key": "KEY"}
 in_empty_directory = pytest.mark.usefixtures("empty_directory")
@@ -164,6 +166,8 @@ def test_every_process_has_a_row_with_what_differs(tmp_path: Path) -> None:
     assert list(rows) == ["etcd", "prefill-0", "writer-0", "writer-1", "router"]
     assert rows["prefill-0"][:4] == ["prefill", "trtllm", "0 1", "free"]
     assert rows["writer-1"][:4] == ["decode", "trtllm", "3", "free"]
+    assert "limits.cpus: 2" in rows["writer-1"]
+    assert "TLLM_NUMA_AWARE_WORKER_AFFINITY=0" in rows["writer-1"]
     assert rows["router"][:4] == ["router", "-", "-", "free"]
     assert {
         "model_name: big",
@@ -200,6 +204,48 @@ def test_options_are_shown_as_they_would_act() -> None:
     assert rows["router"][3] == "7"
     assert "media.allowed_local_paths: ['/srv']" in rows["router"]
     assert "workers[0].gpus: left out, as the engine torch runs on none here" in text
+
+
+@in_empty_directory
+def test_workers_are_changed_by_name_and_values_name_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_PATH", "/models/mine")
+    options = (
+        "--replicas",
+        "decode=3",
+        "--gpus",
+        "prefill=6,7",
+        "--replicas",
+        "prefill=1",
+        "--engine-args",
+        "decode=d.yaml",
+    )
+    one_of_them = ("--set", "workers.decode-1.log.level=debug")
+    rows = rows_of(shown(CONFIGS / "trtllm/disagg_router.yaml", *options, *one_of_them))
+    assert {name: row[2] for name, row in rows.items() if row[0] in ("prefill", "decode")} == {
+        "prefill-0": "6 7",
+        "decode-0": "2",
+        "decode-1": "3",
+        "decode-2": "4",
+    }
+    assert ["log.level: debug" in rows[f"decode-{number}"] for number in range(3)] == [False, True, False]
+    assert {"engine.extra_engine_args: d.yaml", "model_path: /models/mine"} <= set(rows["decode-2"])
+
+
+_DOCUMENTED = [
+    (dict(item.split("=", 1) for item in variables.split()), shlex.split(arguments, comments=True))
+    for variables, arguments in re.findall(
+        r"((?:[A-Z_]+=\S+ )*)quartet up (configs/[^`\n]+)",
+        (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8"),
+    )
+]
+
+
+def test_commands_of_the_documentation_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert len(_DOCUMENTED) > 15
+    for variables, arguments in _DOCUMENTED:
+        result = CliRunner(env=variables).invoke(app, ["up", *arguments, "--dry-run"])
+        assert result.exit_code == 0, f"{arguments}: {result.output}"
 
 
 @in_empty_directory

@@ -20,7 +20,9 @@ async def test_every_worker_has_a_row(start_router: StartRouter, run_cli: RunCli
     loaded = worker_status(
         long_id,
         num_running=3,
+        max_running=64,
         num_waiting=1,
+        max_step_tokens=2048,
         num_in_use_blocks=10,
         num_held_blocks=4,
         num_cached_blocks=20,
@@ -39,9 +41,9 @@ async def test_every_worker_has_a_row(start_router: StartRouter, run_cli: RunCli
     decode, prefill = rows(result.stdout)
     assert decode == [
         long_id, "decode", "tiny", "127.0.0.1:6001", "shm, grpc", "shm 3.33 GB/s, grpc 0.5 GB/s", "ready",
-        "3", "1", "10", "4", "20", "30", "0.4 s ago"
+        "3 of 64", "1", "2048", "10", "4", "20", "30", "0.4 s ago"
     ]  # fmt: skip
-    assert prefill == ["prefill-0", "prefill", "tiny", "127.0.0.1:6001", "-", "-", "joining", *["-"] * 7]
+    assert prefill == ["prefill-0", "prefill", "tiny", "127.0.0.1:6001", "-", "-", "joining", *["-"] * 8]
 
 
 async def test_a_worker_that_the_router_does_not_speak_to_shows_its_version(
@@ -54,7 +56,7 @@ async def test_a_worker_that_the_router_does_not_speak_to_shows_its_version(
     router.workers = [newer]
     result = await run_cli("workers", "--router", await start_router(router))
     assert rows(result.stdout) == [
-        ["decode-1", "decode", "[/]", "127.0.0.1:6001", "-", "-", "incompatible (quartet.v2)", *["-"] * 7]
+        ["decode-1", "decode", "[/]", "127.0.0.1:6001", "-", "-", "incompatible (quartet.v2)", *["-"] * 8]
     ]
 
 

@@ -89,21 +89,26 @@ async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[
             assert completion.choices[0].token_ids == ids, look
 
 
-@pytest.mark.parametrize("topology", ["epd_disagg", "epd_multimodal_image_and_embeddings"])
+@pytest.mark.parametrize("topology", ["e_pd", "epd_disagg", "epd_multimodal_image_and_embeddings"])
 async def test_embeddings_of_a_picture_computed_elsewhere_give_its_caption(
     topology: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     with one_oracle() as oracle:
         rows = oracle.embeddings(PICTURE.read_bytes())
     embeddings = MediaFile(MediaKind.EMBEDDINGS, save({"rows": rows.contiguous()}))
-    options = ("--allowed-local-media-path", str(PICTURE.parent))
+    media = tmp_path / "media"
+    media.mkdir()
+    for name, data in (("rows.safetensors", embeddings.data), ("picture.jpg", PICTURE.read_bytes())):
+        (media / name).write_bytes(data)
+    urls = [MediaUrl((media / name).as_uri()) for name in ("rows.safetensors", "picture.jpg")]
+    options = ("--allowed-local-media-path", str(media))
     async with Up(tmp_path, *arguments_of(topology), *options, python=fork_server.python) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
-            for media in (embeddings, read_media(PICTURE), MediaUrl(PICTURE.as_uri())):
-                message = ChatMessage("user", (media, "Describe the picture."))
+            for part in (embeddings, read_media(PICTURE), *urls):
+                message = ChatMessage("user", (part, "Describe the picture."))
                 completion = await client.complete(messages=[message], sampling=Sampling(temperature=0.0))
-                assert completion.text == CAPTION, media
+                assert completion.text == CAPTION, part
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
 
 

@@ -41,7 +41,8 @@ def oracle() -> Iterator[Oracle]:
 def start(directory: Path, name: str, python: Path) -> Up:
     """``quartet up`` of a topology for laptops; processes other than its workers never look for the package."""
     choices = ("--engine", "trtllm", "--model", str(tiny.CHECKPOINT), "--router-port", "0")
-    stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}")
+    # The stand-in has no MPI that could fail when several workers begin at once.
+    stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}", "--set", "trtllm_start_interval_s=0")
     return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, python=python)
 
 

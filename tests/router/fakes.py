@@ -52,7 +52,7 @@ from tests.text.builders import EOS, byte_level_tokenizer
 
 TIMEOUT_S = 30.0
 MEDIA_CONFIG = MediaConfig(
-    max_size_bytes=64 << 20,
+    max_file_size_mb=(64 << 20) / 1e6,
     max_items=64,
     max_held_bytes=1 << 30,
     allowed_schemes=("http", "https"),

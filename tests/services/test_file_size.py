@@ -37,7 +37,9 @@ async def test_a_start_with_a_larger_file_is_refused_naming_it(kind: RequestKind
 
 async def test_an_encode_start_with_a_larger_file_is_refused_naming_it() -> None:
     async with encode_worker(max_size_bytes=len(SMALL.data)) as worker:
-        with pytest.raises(MediaTooLargeError, match="has 42 bytes, more than the 5 that this worker takes") as caught:
+        with pytest.raises(
+            MediaTooLargeError, match="has 42 bytes, more than the 5 that max_file_size_mb allows"
+        ) as caught:
             await worker.encode(make_encode_start([SMALL, LARGE]))
         assert caught.value.field == "items[1].file"
         assert len((await worker.encode(make_encode_start([SMALL]))).hand_offs) == 1
@@ -53,7 +55,7 @@ async def test_an_encode_worker_keeps_to_its_configured_file_size(tmp_path: Path
         stream = encode_pb2_grpc.EncodeServiceStub(worker.channel).Encode()
         await stream.write(encode_pb2.EncodeRequest(start=to_encode_start(make_encode_start([LARGE]))))
         await stream.done_writing()
-        with pytest.raises(grpc.aio.AioRpcError, match="more than the 10 that this worker takes"):
+        with pytest.raises(grpc.aio.AioRpcError, match="more than the 10 that max_file_size_mb allows"):
             async for _ in stream:
                 raise AssertionError("it is taken")
 
@@ -68,7 +70,7 @@ async def test_a_prefill_worker_with_a_tower_keeps_to_its_configured_file_size(t
         max_file_size_mb=0.00001,
     ) as worker:
         prefills = PrefillClient("prefill", worker.channel, lambda _: None, lambda _: None)
-        with pytest.raises(MediaTooLargeError, match="more than the 10 that this worker takes") as caught:
+        with pytest.raises(MediaTooLargeError, match="more than the 10 that max_file_size_mb allows") as caught:
             await prefills.start(start_with_files([LARGE], [1, PLACEHOLDER_ID, 2])).outcome()
         assert caught.value.field == "media[0].file"
 

@@ -6,7 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from quartet.engine.settings import Backend, EngineKind, Modality
 from quartet.errors import ConfigError, DiscoveryError, InvalidRequestError, ServingError, WorkerReplacedError
 from services.workers import process as command
 from services.workers.config import WorkerConfig
-from services.workers.flags import FLAGS, CommandLine
+from services.workers.flags import FLAGS, MODE, MODES, PASTED, CommandLine, Pasted
 
 ROLES = (Role.ENCODE, Role.PREFILL, Role.DECODE)
 TRTLLM = ["--engine", "trtllm"]
@@ -35,7 +35,6 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "--max-batch-size": (["--max-batch-size", "16"], 16),
     "--max-num-tokens": (["--max-num-tokens", "4096"], 4096),
     "--max-seq-len": (["--max-seq-len", "1024"], 1024),
-    "--max-beam-width": ([*TRTLLM, "--max-beam-width", "4"], 4),
     "--extra-engine-args": ([*TRTLLM, "--extra-engine-args", "engine.yaml"], Path("engine.yaml")),
     "--override-engine-args": (
         [*TRTLLM, "--override-engine-args", '{"kv_cache_config": {"dtype": "fp8"}}'],
@@ -44,13 +43,20 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "--backend": ([*TRTLLM, "--backend", "_autodeploy"], Backend.AUTODEPLOY),
     "--gpus-per-node": ([*TRTLLM, "--gpus-per-node", "8"], 8),
     "--modality": (["--modality", "text"], Modality.TEXT),
-    "--publish-events-and-metrics": ([*TRTLLM, "--no-publish-events-and-metrics"], False),
+    "--mm-processor-kwargs": (["--mm-processor-kwargs", '{"do_pad": true}'], {"do_pad": True}),
+    "--enable-multimodal": (["--enable-multimodal"], Modality.MULTIMODAL),
+    "--publish-events-and-metrics": ([*TRTLLM, "--no-publish-kv-events"], False),
     "--custom-jinja-template": (["--custom-jinja-template", "chat.jinja"], Path("chat.jinja")),
     "--reasoning-parser": (["--dyn-reasoning-parser", "gpt_oss"], "gpt_oss"),
     "--tool-call-parser": (["--dyn-tool-call-parser", "harmony"], "harmony"),
     "--max-file-size-mb": (["--max-file-size-mb", "0.5"], 0.5),
+    "--guided-decoding-backend": ([*TRTLLM, "--guided-decoding-backend", "xgrammar"], "xgrammar"),
+    "--namespace": (["--namespace", "mine"], "mine"),
 }
-REFUSED = {"--allowed-local-media-path": ["--allowed-local-media-path", "/media"]}
+REFUSED = {
+    "--allowed-local-media-path": ["--allowed-local-media-path", "/media"],
+    "--max-beam-width": [*TRTLLM, "--max-beam-width", "2"],
+}
 
 
 class Ended(Exception):
@@ -118,12 +124,12 @@ def test_the_exit_code_tells_a_worker_whose_id_is_taken_from_one_that_failed(
 
 def read(flags: list[str]) -> WorkerConfig:
     """The configuration that ``flags`` make."""
-    return build(WorkerConfig, CommandLine("test", "A test.", flags).settings())
+    return build(WorkerConfig, CommandLine(Role.DECODE, flags).settings())
 
 
-def refusal(flags: list[str]) -> str:
+def refusal(flags: list[str], role: Role = Role.DECODE) -> str:
     """What is said to ``flags``, as the process says it."""
-    line = CommandLine("test", "A test.", flags)
+    line = CommandLine(role, flags)
     with pytest.raises(ConfigError) as caught:
         build(WorkerConfig, line.settings())
     return line.named(str(caught.value))
@@ -131,7 +137,7 @@ def refusal(flags: list[str]) -> str:
 
 def field_of(config: object, path: str) -> object:
     for name in path.split("."):
-        config = getattr(config, name)
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name)
     return config
 
 
@@ -166,6 +172,11 @@ def test_help_names_every_flag_and_its_field() -> None:
         assert f"(field {flag.field})" in ended.stdout
     for name in ("--config", "--set", "--no-publish-events-and-metrics"):
         assert name in ended.stdout
+    words = " ".join(ended.stdout.split())
+    for pasted in PASTED:
+        if pasted.allowed is not None:
+            assert all(name in words for name in pasted.names)
+            assert pasted.help in words
 
 
 def test_the_table_of_the_documentation_has_them_all() -> None:
@@ -173,6 +184,75 @@ def test_the_table_of_the_documentation_has_them_all() -> None:
     for flag in FLAGS:
         names = ", ".join(f"`{name}`" for name in flag.names)
         assert f"| {names} | `{flag.field}` |" in documented
+    for pasted in PASTED:
+        row = next(line for line in documented.splitlines() if f"`{pasted.names[0]}`" in line)
+        assert all(f"`{name}`" in row for name in pasted.names)
+        assert ("| refused |" in row) is (pasted.allowed is None)
+
+
+#: Published commands without their program: of a Prefill worker of gpt-oss, and of a worker with Encode beside it.
+PUBLISHED = {
+    Role.PREFILL: (
+        "--model-path /model --served-model-name openai/gpt-oss-120b --extra-engine-args e.yaml "
+        "--disaggregation-mode prefill --disaggregation-strategy prefill_first "
+        "--dyn-reasoning-parser gpt_oss --dyn-tool-call-parser harmony "
+        "--max-num-tokens 20000 --max-batch-size 32 --free-gpu-memory-fraction 0.9 --tensor-parallel-size 4 "
+        "--expert-parallel-size 4"
+    ),
+    Role.DECODE: (
+        "--model-path /model --served-model-name llava --extra-engine-args e.yaml --modality multimodal "
+        "--custom-jinja-template t.jinja --encode-endpoint dyn://dynamo.tensorrt_llm_encode.generate "
+        "--disaggregation-mode prefill_and_decode --publish-events-and-metrics --connector none --request-plane tcp"
+    ),
+}
+
+
+@pytest.mark.parametrize("role", PUBLISHED)
+def test_published_commands_can_be_pasted(
+    role: Role, run_role: Callable[[Role, list[str]], WorkerConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        config = run_role(role, [*TRTLLM, *PUBLISHED[role].split()])
+    assert (config.model_path, config.engine.extra_engine_args) == ("/model", Path("e.yaml"))
+    known = {name: flag for flag in PASTED for name in flag.names}
+    said = [
+        f"{role}: {name}: sets nothing here: {known[name].help}" for name in known if name in PUBLISHED[role].split()
+    ]
+    assert said and caplog.messages == said
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_mode_is_that_of_the_program_or_says_which_one_to_start(role: Role) -> None:
+    for other, modes in MODES.items():
+        for mode in modes:
+            flags = ["--model", "m", "--disaggregation-mode", mode]
+            if other is role:
+                assert CommandLine(role, flags).settings() == {"model_path": "m"}
+            else:
+                assert refusal(flags, role).endswith(f"start python -m services.{other}")
+
+
+@pytest.mark.parametrize("pasted", [flag for flag in PASTED if flag is not MODE], ids=lambda flag: flag.names[0])
+def test_a_flag_that_sets_nothing_is_taken_or_says_what_to_use_instead(pasted: Pasted) -> None:
+    for name in pasted.names:
+        for value in pasted.allowed or ("dyn://a.b.c",) * (pasted.allowed is not None):
+            assert CommandLine(Role.DECODE, ["--model", "m", name, value]).settings() == {"model_path": "m"}
+        if pasted.allowed is None:
+            # As a switch and with a value.
+            for value in ([], ["1"]):
+                assert refusal(["--model", "m", name, *value]) == f"{name}: is refused: {pasted.help}"
+        elif pasted.allowed:
+            said = refusal(["--model", "m", name, "other"])
+            assert said.startswith(f"{name}: must be one of ") and said.endswith(f", not 'other': {pasted.instead}")
+
+
+def test_the_namespace_is_also_that_of_discovery(tmp_path: Path) -> None:
+    assert read(["--model", "m", "--namespace", "mine"]).discovery.etcd.namespace == "mine"
+    file = tmp_path / "worker.yaml"
+    file.write_text("model_path: m\ndiscovery: {kind: file, file: {directory: /shared, namespace: other}}\n")
+    config = read(["--config", str(file), "--namespace", "mine"])
+    assert config.discovery.file is not None
+    assert (config.server.namespace, config.discovery.file.namespace) == ("mine", "mine")
 
 
 def test_the_later_one_wins_of_file_flags_and_assignments(tmp_path: Path) -> None:
@@ -203,6 +283,7 @@ def test_a_file_s_switch_can_be_turned_back(tmp_path: Path) -> None:
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: engine.tensor_parallel_size: the engine torch does"),
         ([*TRTLLM, "--override-engine-args", "[1]"], "--override-engine-args: engine.override_engine_args: must be a"),
         ([*TRTLLM, "--override-engine-args", "{"], "--override-engine-args: engine.override_engine_args: must be a"),
+        (REFUSED["--max-beam-width"], "--max-beam-width: engine.max_beam_width: must be 1, not 2"),
         (REFUSED["--allowed-local-media-path"], "--allowed-local-media-path: allowed_local_media_path: workers follow"),
     ],
 )
@@ -229,11 +310,11 @@ def test_a_worker_without_a_model_says_how_to_name_one() -> None:
     ],
 )
 def test_an_error_found_later_names_the_flag_that_set_the_value(error: ConfigError | ServingError, said: str) -> None:
-    line = CommandLine("test", "A test.", ["--model", "m", "--max-seq-len", "9"])
+    line = CommandLine(Role.DECODE, ["--model", "m", "--max-seq-len", "9"])
     assert line.named(command._with_field(error)) == said
 
 
 def test_flags_are_written_out_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        CommandLine("test", "A test.", ["--model", "m", "--max-seq", "9"])
+        CommandLine(Role.DECODE, ["--model", "m", "--max-seq", "9"])
     assert "--max-seq" in capsys.readouterr().err

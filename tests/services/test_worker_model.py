@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES, read_text_f
 from router.workers import PoolKey
 from services.workers import model
 from services.workers.config import WorkerConfig
+from services.workers.model import ServedModel
 from services.workers.process import WorkerProcess
 from tests import tiny
 from tests.services.stream_workers import collect_all, make_start
@@ -176,3 +178,15 @@ async def test_a_stop_does_not_wait_for_a_fetch(monkeypatch: pytest.MonkeyPatch)
             await running
     finally:
         may_end.set()
+
+
+def test_another_processor_of_pictures_makes_another_model() -> None:
+    def fingerprint(**given: Any) -> str:
+        return ServedModel(path=Path("m"), name="m", **given).fingerprint("engine's")
+
+    sizes = {"processor_kwargs": {"size": {"height": 3, "width": 4}, "do_pad": True}}
+    same = {"processor_kwargs": {"do_pad": True, "size": {"width": 4, "height": 3}}}
+    others = [{}, {"processor_kwargs": {"do_pad": True}}, {"template": b"a"}, {**sizes, "template": b"a"}]
+    assert fingerprint(**sizes) == fingerprint(**same)
+    assert len({fingerprint(**given) for given in (sizes, *others)}) == 1 + len(others)
+    assert fingerprint() == "engine's"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from quartet.errors import ConfigError
 from quartet.media.items import MediaKind
@@ -103,6 +104,7 @@ class TorchEncoderConfig(TorchModelConfig):
         max_batch_size: items in one run of the tower.
         max_pixels: of a picture, and of the intermediate pictures that preprocessing makes of it.
         max_item_tokens: most tokens of one item; ``None``: those of the largest picture.
+        processor_kwargs: settings in place of those of the checkpoint's image processor.
 
     Raises:
         ConfigError: a value out of range; begins with the field's name.
@@ -113,6 +115,7 @@ class TorchEncoderConfig(TorchModelConfig):
     max_batch_size: int = 8
     max_pixels: int = 16_777_216
     max_item_tokens: int | None = None
+    processor_kwargs: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""

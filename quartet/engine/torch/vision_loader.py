@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import (
     AutoImageProcessor,
     LlamaConfig,
@@ -30,6 +32,8 @@ from quartet.errors import InvalidRequestError
 _LOG = logging.getLogger(__name__)
 #: Towers whose rows of patches are separated by tokens of their own in the prompt: a run of placeholders can't do that.
 _TOWERS_OF_ROWS = ("pixtral",)
+# Of a picture with which a changed image processor is tried.
+_TRIED_EDGE = 32
 #: Of LLaVA-OneVision.
 _ASPECT_RATIO = re.compile(r"anyres_max_([1-9][0-9]*)")
 
@@ -55,14 +59,15 @@ def load_vision(config: TorchEncoderConfig) -> LoadedVision:
     """Load the checkpoint that ``config`` names onto its device. Runs no code from the checkpoint, downloads nothing.
 
     Raises:
-        InvalidRequestError: field ``model``: this encoder can't run it; ``device``: this machine does not have it.
+        InvalidRequestError: field ``model``: this encoder can't run it; ``device``: this machine does not have it;
+            ``mm_processor_kwargs``: the image processor does not have it.
         EngineError: files are missing or damaged, or their tensors are not the model's.
     """
     started_at = time.monotonic()
     check_device(config.device)
     directory = Path(config.model_path)
     model_config = _read_config(config)
-    image_processor = _read_image_processor(directory)
+    image_processor = _read_image_processor(directory, config.processor_kwargs)
     hidden_size = int(model_config.text_config.hidden_size)
     model: Any = _load_weights(config, model_config)
     model.train(False)
@@ -121,11 +126,33 @@ def _max_grid_tiles(config: PretrainedConfig) -> int | None:
     return int(named[1])
 
 
-def _read_image_processor(directory: Path) -> PilBackend:
-    """The checkpoint's own, always on Pillow: pixels must not depend on whether torchvision is installed."""
+def _read_image_processor(directory: Path, kwargs: Mapping[str, object]) -> PilBackend:
+    """The checkpoint's own, with ``kwargs`` in place of settings of its own.
+
+    Always on Pillow: pixels must not depend on whether torchvision is installed.
+    """
+    own = _load_image_processor(directory, {})
+    if not kwargs:
+        return own
+    processor: Any = own
+    known = sorted(processor.valid_kwargs.__annotations__)
+    if unknown := sorted(set(kwargs) - set(known)):
+        message = f"{unknown[0]}: {type(own).__name__} does not have it; it has {', '.join(known)}"
+        raise InvalidRequestError(message, field="mm_processor_kwargs")
+    try:
+        processor = _load_image_processor(directory, kwargs)
+        processor(images=Image.new("RGB", (_TRIED_EDGE, _TRIED_EDGE)), return_tensors="np")
+    except Exception as error:  # a processor may raise any type for a value of another
+        raise InvalidRequestError(f"the image processor fails with it: {error}", field="mm_processor_kwargs") from error
+    return processor  # type: ignore[no-any-return]
+
+
+def _load_image_processor(directory: Path, kwargs: Mapping[str, object]) -> PilBackend:
     try:
         auto: Any = AutoImageProcessor  # whose methods are not typed
-        processor = auto.from_pretrained(directory, backend="pil", local_files_only=True, trust_remote_code=False)
+        processor = auto.from_pretrained(
+            directory, **{**kwargs, "backend": "pil", "local_files_only": True, "trust_remote_code": False}
+        )
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise InvalidRequestError(f"{directory}: its image processor cannot be used: {error}", field="model") from error
     if not isinstance(processor, PilBackend):

@@ -54,7 +54,6 @@ class LlmArguments:
         has_chunked_prefill: whether prompts may be longer than ``max_num_tokens``.
         guided_backend: the library that guides decoding; ``None``: guided requests fail.
         has_lora: whether requests may name an adapter.
-        max_beam_width: beams that a request may have.
     """
 
     values: Mapping[str, object]
@@ -73,7 +72,6 @@ class LlmArguments:
     has_chunked_prefill: bool = False
     guided_backend: str | None = None
     has_lora: bool = False
-    max_beam_width: int = 1
 
 
 def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
@@ -89,9 +87,11 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     if use is Use.ENCODE:
         return _encoder_arguments(spec, arguments, backend)
     refuse_encoder_alone(arguments)
+    refuse_beams(arguments)
     if backend is Backend.AUTODEPLOY:
         return _autodeploy_arguments(spec, use, arguments)
     _keep_results_whole(arguments)
+    arguments.set_default("scheduler_config", _DEFAULT_SCHEDULER)
     timeout_s = prepare_prefill(arguments) if use is Use.PREFILL else prepare_decode(arguments)
     publishes = spec.engine.publish_events_and_metrics
     has_events = publishes and publish_events(arguments)
@@ -116,7 +116,6 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
         has_chunked_prefill=bool(values.get("enable_chunked_prefill")),
         guided_backend=_value(values, "guided_decoding_backend", str),
         has_lora=bool(values.get("enable_lora") or values.get("lora_config")),
-        max_beam_width=_value(values, "max_beam_width", int) or 1,
     )
 
 
@@ -307,7 +306,6 @@ def _our_fields(settings: EngineSettings, block_size: int) -> dict[str, tuple[st
         "max_batch_size": ("max_batch_size", settings.max_batch_size, None),
         "max_num_tokens": ("max_num_tokens", settings.max_num_tokens, None),
         "max_seq_len": ("max_model_len", settings.max_model_len, None),
-        "max_beam_width": ("max_beam_width", settings.max_beam_width, 1),
         f"{KV_CACHE}.tokens_per_block": ("block_size", settings.block_size, DEFAULT_BLOCK_SIZE),
         f"{KV_CACHE}.free_gpu_memory_fraction": ("free_gpu_memory_fraction", settings.free_gpu_memory_fraction, None),
         f"{KV_CACHE}.max_tokens": ("num_blocks", None if num_blocks is None else num_blocks * block_size, None),
@@ -335,6 +333,17 @@ _DEFAULT_TRANSCEIVER = "NIXL"
 #: this timeout must be longer than 30 s, with time for a queued decode. A request that waits still longer finds nothing
 #: to pull, fails and is prefilled again. So prefill keeps blocks that no worker will pull for a minute at most.
 _DEFAULT_TRANSFER_TIMEOUT_MS = 60_000
+
+#: What published workers use: a request that has begun is never paused for want of blocks, and the batch size follows
+#: the load of the last 128 steps.
+_DEFAULT_SCHEDULER = {
+    "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
+    "dynamic_batch_config": {
+        "enable_batch_size_tuning": True,
+        "enable_max_num_tokens_tuning": False,
+        "dynamic_batch_moving_average_window": 128,
+    },
+}
 
 #: Events that TensorRT-LLM keeps between two polls; it loses those beyond.
 _DEFAULT_EVENT_BUFFER_SIZE = 16_384
@@ -365,6 +374,16 @@ def refuse_encoder_alone(arguments: Arguments) -> None:
     """
     if arguments.values.get("mm_encoder_only"):
         raise ConfigError(f"{arguments.origin('mm_encoder_only')}: for encode workers only")
+
+
+def refuse_beams(arguments: Arguments) -> None:
+    """Requests of routers ask for no beams, and room for some would be room for nothing.
+
+    Raises:
+        ConfigError: a layer reserves it.
+    """
+    if (arguments.values.get("max_beam_width") or 1) != 1:
+        raise ConfigError(f"{arguments.origin('max_beam_width')}: must be 1: no request can ask for beams")
 
 
 def prepare_prefill(arguments: Arguments) -> float:
@@ -401,11 +420,6 @@ def prepare_decode(arguments: Arguments) -> float | None:
     config = {"backend": _DEFAULT_TRANSCEIVER, **given}
     if config["backend"] is None:
         return None
-    if (arguments.values.get("max_beam_width") or 1) != 1:
-        raise ConfigError(
-            f"{arguments.origin('max_beam_width')}: must be 1 where requests are handed over; "
-            f"{_TRANSCEIVER}: null makes a decode worker that takes no hand-offs"
-        )
     timeout_ms = config.get("kv_transfer_timeout_ms")
     if not isinstance(timeout_ms, int):
         timeout_ms = config["kv_transfer_timeout_ms"] = _DEFAULT_TRANSFER_TIMEOUT_MS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from quartet.engine.scheduler import Pull
 from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
+from quartet.engine.trtllm.environment import check_ranks
 from quartet.engine.trtllm.errors import loss_of, start_error_of, trace_of
 from quartet.engine.trtllm.hand_off import CacheIdentity, PromptState
 from quartet.engine.trtllm.kv_events import UNANNOUNCED_BLOCKS
@@ -71,6 +73,7 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         """
         check_installed()
         self._arguments = llm_arguments(spec, _USES[kind])
+        check_ranks(self._arguments.values, os.environ)
         self._kind = kind
         self._times = times or TrtllmTimes()
         self._claims = Claims(puller, can_pull=self._arguments.has_transceiver)

@@ -128,7 +128,7 @@ class InputBuilder:
         items = self.read_media(request) if media is None else media
         assert self._model is not None, "it has read media"
         text = read_prompt_text(self._model.tokenizer, token_ids, generation.media)
-        inputs = _llm_inputs(text, items, token_ids)
+        inputs = _llm_inputs(self._model, text, items, token_ids)
         if self._model.sizes is not None:
             return inputs
         return replace(inputs, expected_token_ids=None, unread_token_ids=collapse(token_ids, generation.media))
@@ -315,18 +315,18 @@ def _names_media(request: EngineRequest) -> bool:
     return bool(request.generation.media or request.media_inputs or request.media_blocks)
 
 
-def _llm_inputs(text: PromptText, items: Sequence[MediaItem], token_ids: Sequence[int]) -> LlmInputs:
+def _llm_inputs(model: MediaModel, text: PromptText, items: Sequence[MediaItem], token_ids: Sequence[int]) -> LlmInputs:
     inputs: dict[str, object] = {"prompt": text.text}
     disaggregated: dict[str, object] = {}
     states = [item.state for item in items if item.state is not None]
     pictures = [item.picture for item in items if item.picture is not None]
     if pictures:
-        inputs["multi_modal_data"] = {"image": pictures}
+        inputs.update(model.picture_inputs(pictures))
     elif len(states) == len(items):
         # With handles, TensorRT-LLM uses only the number and size of these: the inputs must be those that the
         # encoder had, and the pictures themselves are not here.
         blanks = [Image.new("RGB", (state.width, state.height)) for state in states]
-        inputs["multi_modal_data"] = {"image": blanks}
+        inputs.update(model.picture_inputs(blanks))
         disaggregated["multimodal_embedding_handles"] = [dict(state.handle) for state in states]
         disaggregated["multimodal_hashes"] = [list(state.hashes) for state in states]
     else:

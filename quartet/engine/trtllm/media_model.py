@@ -8,9 +8,11 @@ router knows sizes before anything is computed. ``TrtllmSizer`` sizes the files 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from quartet.engine.encoder import EncoderCapabilities, ItemSize
 from quartet.engine.media.file_sizer import FileSizer, check_scaled_size
@@ -59,6 +61,7 @@ class MediaModel:
         sizes: the sizes of pictures; ``None``: they are not known for models of this type.
         max_item_tokens: tokens that one item may fill.
         max_pixels: pixels that one picture may have.
+        processor_kwargs: what TensorRT-LLM's picture processor is given beside pictures.
     """
 
     config: MediaConfig
@@ -69,6 +72,12 @@ class MediaModel:
     sizes: PictureSizes | None
     max_item_tokens: int
     max_pixels: int
+    processor_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+    def picture_inputs(self, pictures: Sequence[Image.Image]) -> dict[str, object]:
+        """``pictures`` as ``generate_async`` takes them beside a prompt."""
+        options = {"mm_processor_kwargs": dict(self.processor_kwargs)} if self.processor_kwargs else {}
+        return {"multi_modal_data": {"image": list(pictures)}, **options}
 
     def make_memory(self, model_fingerprint: str) -> EmbeddingMemory:
         """A pool of embeddings, as the settings say."""
@@ -123,7 +132,8 @@ def read_media_model(spec: EngineSpec) -> MediaModel | None:
         raise InvalidRequestError("the tokenizer lacks the placeholder of pictures", field="model")
     sizes = None
     if config.model_type in SIZED_MODEL_TYPES:
-        sizes = read_picture_sizes(config.config, _preprocessor(config), max_pixels=spec.encoder.max_pixels)
+        processor = {**_preprocessor(config), **spec.engine.mm_processor_kwargs}
+        sizes = read_picture_sizes(config.config, processor, max_pixels=spec.encoder.max_pixels)
     asked = spec.engine.dtype
     return MediaModel(
         config=config,
@@ -134,6 +144,7 @@ def read_media_model(spec: EngineSpec) -> MediaModel | None:
         sizes=sizes,
         max_item_tokens=_max_item_tokens(spec.engine, sizes),
         max_pixels=spec.encoder.max_pixels,
+        processor_kwargs=spec.engine.mm_processor_kwargs,
     )
 
 

@@ -87,7 +87,7 @@ class PictureStates:
             on_begin=partial(call, self._on_begin),
             on_outcomes=partial(call, self._on_outcomes),
             on_lost=partial(call, self._on_lost),
-            placeholder=self._model.placeholder,
+            inputs_of=lambda picture: {"prompt": self._model.placeholder, **self._model.picture_inputs([picture])},
             max_batch_size=self._max_batch_size,
             max_pixels=self._model.max_pixels,
             times=self._times,
@@ -261,7 +261,7 @@ class EncoderThread:
         on_begin: Callable[[int], None],
         on_outcomes: Callable[[Mapping[PictureJob, PictureOutcome]], None],
         on_lost: Callable[[Exception], None],
-        placeholder: str,
+        inputs_of: Callable[[Image.Image], dict[str, object]],
         max_batch_size: int,
         max_pixels: int,
         times: TrtllmTimes,
@@ -274,14 +274,14 @@ class EncoderThread:
             on_begin: the encoder begins so many jobs; an ``on_outcomes`` follows for them.
             on_outcomes: how the jobs ended.
             on_lost: the encoder can't be loaded, or broke: no other call follows.
-            placeholder: the model's placeholder text.
+            inputs_of: what the encoder is given for a picture.
             max_batch_size: pictures that it encodes at a time.
             max_pixels: most pixels of a picture.
             times: bounds of its waits.
         """
         self._make = make
         self._on_ready, self._on_begin, self._on_outcomes, self._on_lost = on_ready, on_begin, on_outcomes, on_lost
-        self._placeholder = placeholder
+        self._inputs_of = inputs_of
         self._max_batch_size = max_batch_size
         self._max_pixels = max_pixels
         self._times = times
@@ -377,7 +377,7 @@ class EncoderThread:
         """Encode a blank picture. Raises whatever the encoder raises, and ``TimeoutError``."""
         with self._due_in(timeout_s):
             blank = Image.new("RGB", (_BLANK_EDGE, _BLANK_EDGE), "white")
-            handle, _ = read_handle(self._result(self._encoder.generate_async(self._inputs(blank))))
+            handle, _ = read_handle(self._result(self._encoder.generate_async(self._inputs_of(blank))))
             drop(handle)
 
     @contextmanager
@@ -394,9 +394,6 @@ class EncoderThread:
         assert self._due_at is not None, "something is being encoded"
         # Not every release of the package heeds this timeout.
         return begun.result(max(self._due_at - time.monotonic(), 0.0))
-
-    def _inputs(self, picture: Image.Image) -> dict[str, object]:
-        return {"prompt": self._placeholder, "multi_modal_data": {"image": [picture]}}
 
     def _encode(self, jobs: Sequence[PictureJob]) -> None:
         self._on_begin(len(jobs))
@@ -438,7 +435,7 @@ class EncoderThread:
             raise
         except Exception as error:  # reading a stranger's file may raise anything: fail this picture alone
             raise EngineError(f"the picture could not be read: {type(error).__name__}") from error
-        return self._encoder.generate_async(self._inputs(picture)), picture.width, picture.height
+        return self._encoder.generate_async(self._inputs_of(picture)), picture.width, picture.height
 
     def _finish(self, job: PictureJob, begun: Any, width: int, height: int) -> EncodedPicture:
         result = self._result(begun)

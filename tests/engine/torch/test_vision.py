@@ -291,3 +291,27 @@ def test_a_device_that_is_not_here_is_refused() -> None:
 def test_a_configuration_that_cannot_be_run_with_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: must be at least 1"):
         config(TINY, **{name: 0})
+
+
+@pytest.mark.parametrize("name", ["tiny", "llava_next_clip"])
+def test_settings_of_the_image_processor_can_be_replaced(name: str, checkpoint: Callable[[str], Path]) -> None:
+    path, picture = checkpoint(name), make_picture(61, 59)
+    kwargs = {"image_mean": [0.9, 0.1, 0.5], "do_convert_rgb": True}
+    changed = create_vision(config(path, processor_kwargs=kwargs)).pixels(picture).tiles
+    own: Any = read_processor(path).image_processor
+    expected = torch.as_tensor(own(images=picture, return_tensors="np", **kwargs)["pixel_values"])
+    torch.testing.assert_close(changed, expected.flatten(0, -4))
+    assert not torch.equal(changed, create_vision(config(path)).pixels(picture).tiles)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"smell": 1}, "smell: CLIPImageProcessorPil does not have it; it has crop_size, "),
+        ({"image_mean": "red"}, "fails"),
+    ],
+)
+def test_settings_that_the_image_processor_cannot_have_are_refused(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        load_vision(config(TINY, processor_kwargs=kwargs))
+    assert caught.value.field == "mm_processor_kwargs"

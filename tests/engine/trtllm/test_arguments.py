@@ -76,7 +76,8 @@ def test_a_field_of_ours_arrives_and_both_layers_win_over_it(
 def test_a_field_of_ours_at_its_default_sets_no_argument(tmp_path: Path) -> None:
     plain = arguments(dtype="auto", publish_events_and_metrics=False)
     transceiver = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
-    assert plain.values == {"model": str(CHECKPOINT), "cache_transceiver_config": transceiver}
+    ours = {"cache_transceiver_config": transceiver, "scheduler_config": plain.values["scheduler_config"]}
+    assert plain.values == {"model": str(CHECKPOINT), **ours}
     path = written(tmp_path, {"kv_cache_config": {"tokens_per_block": 64}, "tensor_parallel_size": 2})
     said = arguments(extra_engine_args=path)
     assert (said.block_size, said.values["tensor_parallel_size"]) == (64, 2)
@@ -117,10 +118,14 @@ def test_changing_the_result_does_not_change_the_given_settings() -> None:
     assert override == {"kv_cache_config": {"max_tokens": 64}, "env_overrides": {"A": "B"}}
 
 
-def test_the_beam_width_is_set_only_if_there_are_several_beams() -> None:
-    assert "max_beam_width" not in arguments().values
-    made = arguments(override={"cache_transceiver_config": None}, max_beam_width=4)
-    assert made.values["max_beam_width"] == made.max_beam_width == 4
+def test_the_scheduler_is_as_published_unless_a_layer_says_another() -> None:
+    scheduler: Any = arguments().values["scheduler_config"]
+    assert scheduler["capacity_scheduler_policy"] == "GUARANTEED_NO_EVICT"
+    dynamic = scheduler["dynamic_batch_config"]
+    assert dynamic["enable_batch_size_tuning"] is not dynamic["enable_max_num_tokens_tuning"] is False
+    assert dynamic["dynamic_batch_moving_average_window"] == 128
+    given = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    assert arguments(override={"scheduler_config": given}).values["scheduler_config"] == given
 
 
 @pytest.mark.parametrize("use", Use)
@@ -264,7 +269,7 @@ def test_caches_of_other_weights_dtypes_are_not_alike() -> None:
 
 def test_an_encoder_is_given_what_the_vision_part_has_a_use_for(tmp_path: Path) -> None:
     path = written(tmp_path, {"max_num_tokens": 30192, "enable_chunked_prefill": True, "kv_cache_config": {}})
-    made = arguments(Use.ENCODE, {"trust_remote_code": True}, extra_engine_args=path, max_beam_width=2)
+    made = arguments(Use.ENCODE, {"trust_remote_code": True}, extra_engine_args=path, max_model_len=99)
     assert made.values == {
         "model": str(CHECKPOINT),
         "dtype": "float32",
@@ -273,7 +278,7 @@ def test_an_encoder_is_given_what_the_vision_part_has_a_use_for(tmp_path: Path) 
         "max_batch_size": 8,
     }
     [warning] = made.warnings
-    for name in ("extra_engine_args: enable_chunked_prefill", "extra_engine_args: kv_cache_config", "max_beam_width"):
+    for name in ("extra_engine_args: enable_chunked_prefill", "extra_engine_args: kv_cache_config", "max_model_len"):
         assert name in warning
     assert not (made.has_transceiver or made.has_events or made.has_stats or made.has_perf_metrics)
     assert (made.transfer_timeout_s, made.max_batch_size, made.max_num_tokens) == (None, 8, 30192)

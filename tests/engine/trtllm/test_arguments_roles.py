@@ -63,13 +63,14 @@ def test_prefill_switches_the_overlap_scheduler_off_and_refuses_it() -> None:
         arguments(Use.PREFILL, {"disable_overlap_scheduler": False})
 
 
-def test_beams_are_not_handed_over() -> None:
+def test_room_for_beams_is_refused_by_the_layer_that_asks_for_it() -> None:
     for use in (Use.PREFILL, Use.DECODE):
-        with pytest.raises(ConfigError, match=r"^max_beam_width: must be 1"):
+        with pytest.raises(ConfigError, match=r"^max_beam_width: must be 1, not 2"):
             arguments(use, max_beam_width=2)
-        with pytest.raises(ConfigError, match=r"^override_engine_args: max_beam_width: must be 1"):
-            arguments(use, {"max_beam_width": 2})
-    assert arguments(Use.DECODE, {"max_beam_width": None}).max_beam_width == 1
+        for alone in ({}, {"cache_transceiver_config": None}):
+            with pytest.raises(ConfigError, match=r"^override_engine_args: max_beam_width: must be 1: no request"):
+                arguments(use, {"max_beam_width": 2, **alone})
+    assert arguments(Use.DECODE, {"max_beam_width": None}).values["max_beam_width"] is None
 
 
 def test_prefill_warns_of_a_buffer_that_longest_prompts_do_not_fit() -> None:

@@ -10,14 +10,14 @@ import pytest
 
 from quartet.config import load_yaml
 from quartet.engine.trtllm.arguments import LlmArguments, Use, build_objects
-from quartet.engine.trtllm.schema import fits
+from quartet.engine.trtllm.schema import DECODING_CLASSES, fits
 from quartet.errors import ConfigError
 from tests.engine.trtllm.specs import arguments
 from tests.engine.trtllm.test_schema import CLASSES, expected_type
 from tests.fakes.installation import installed
 
 DIRECTORY = Path(__file__).parents[3] / "configs" / "engines"
-FILES = sorted(DIRECTORY.glob("*/*.yaml"))
+FILES = sorted(DIRECTORY.rglob("*.yaml"))
 USES = {"agg": Use.DECODE, "prefill": Use.PREFILL, "decode": Use.DECODE, "encode": Use.ENCODE}
 
 
@@ -37,6 +37,12 @@ NO_OVERLAP, OVERLAP = {"disable_overlap_scheduler": True}, {"disable_overlap_sch
 ALONE: dict[str, Any] = {"cache_transceiver_config": None}
 DEFAULT = {"cache_transceiver_config": {"backend": "DEFAULT"}}
 UCX = {"cache_transceiver_config": {"backend": "UCX"}}
+
+
+def ucx(num_tokens: int) -> dict[str, Any]:
+    return {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": num_tokens}}
+
+
 NO_REUSE = {"enable_block_reuse": False}
 CHUNKS = {"enable_chunked_prefill": True}
 
@@ -46,29 +52,54 @@ _QWEN = {
     **cache(0.5),
     **graph(16),
 }
-_GPT_OSS = {"stream_interval": 20, "num_postprocess_workers": 4, "moe_config": {"backend": "TRTLLM"}}
-_BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 9216}}
+_ALL_OF_FOUR = {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4}
+_GPT_OSS = {**_ALL_OF_FOUR, "stream_interval": 10, "print_iter_log": False, "moe_config": {"backend": "CUTLASS"}}
+_MTP = {**_ALL_OF_FOUR, "speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}, **ucx(16384)}
+_WIDE_EP = {
+    **{"tensor_parallel_size": 16, "moe_expert_parallel_size": 16, "pipeline_parallel_size": 1},
+    **{"enable_attention_dp": True, **cache(0.3, dtype="fp8"), **ucx(16384)},
+    "moe_config": {"backend": "WIDEEP", "load_balancer": {"num_slots": 288, "layer_updates_per_iter": 1}},
+}
 _SCOUT = {"tensor_parallel_size": 4, **cache(0.3, **NO_REUSE), **UCX}
 _LLAVA = {"tensor_parallel_size": 1, **DEFAULT}
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "qwen3/agg": {**_QWEN, "max_batch_size": 16, **ALONE},
     "qwen3/prefill": {**_QWEN, **NO_OVERLAP, **DEFAULT},
-    "qwen3/decode": {**_QWEN, **OVERLAP, **DEFAULT},
+    # Published with graphs to 16, and batches of up to 2048.
+    "qwen3/decode": {**_QWEN, **OVERLAP, **DEFAULT, **graph(2048, enable_padding=True)},
     "gpt-oss-120b/agg": {
-        **{"tensor_parallel_size": 4, "moe_expert_parallel_size": 4, "enable_attention_dp": True},
-        **{**_GPT_OSS, "max_batch_size": 800, **cache(0.9, **NO_REUSE), **graph(800, enable_padding=True), **ALONE},
+        **{**_ALL_OF_FOUR, "enable_attention_dp": True, "stream_interval": 20, "num_postprocess_workers": 4},
+        **{"max_batch_size": 800, **cache(0.9, **NO_REUSE), **graph(800, enable_padding=True), **ALONE},
+        **{"moe_config": {"backend": "TRTLLM"}},
     },
+    # Published decode takes 0.8 of the memory here, over the 0.9 of its command line.
     "gpt-oss-120b/prefill": {
-        **{"tensor_parallel_size": 1, "moe_expert_parallel_size": 1, "enable_attention_dp": False},
-        **{**_GPT_OSS, **bounds(20000, 64), "max_seq_len": 9000, **cache(0.8, dtype="fp8", **NO_REUSE)},
-        **{**graph(30, enable_padding=True), **NO_OVERLAP, **_BUFFER},
+        **{**_GPT_OSS, "enable_attention_dp": False, **CHUNKS},
+        **{**graph(32, enable_padding=True), **NO_OVERLAP, **ucx(65536)},
     },
     "gpt-oss-120b/decode": {
-        **{"tensor_parallel_size": 4, "enable_attention_dp": False, "attention_dp_config": {"enable_balance": True}},
-        **{**_GPT_OSS, **bounds(20000, 1280), "max_seq_len": 11000, **cache(0.85, dtype="fp8", **NO_REUSE)},
-        **{**graph(1280, enable_padding=True), **OVERLAP, **_BUFFER},
+        **{**_GPT_OSS, "enable_attention_dp": True},
+        **{**graph(128, enable_padding=True), **OVERLAP, **ucx(65536)},
     },
+    # Published with a log line for each step, and with the powers of two as sizes of graphs.
+    "deepseek-r1/mtp/prefill": {
+        **{**_MTP, "enable_attention_dp": True, **bounds(8192, 1), "max_seq_len": 8192},
+        **{**cache(0.75, dtype="fp8"), **NO_OVERLAP},
+    },
+    "deepseek-r1/mtp/decode": {
+        **{**_MTP, "enable_attention_dp": False, **bounds(512, 256), "max_seq_len": 8704},
+        **{**cache(0.85, dtype="fp8"), **graph(256, enable_padding=True)},
+    },
+    "deepseek-r1/wide_ep/prefill": {**_WIDE_EP, **bounds(8192, 1), "max_seq_len": 8192, **NO_OVERLAP},
+    "deepseek-r1/wide_ep/decode": {
+        **_WIDE_EP,
+        **bounds(256, 256),
+        "max_seq_len": 8448,
+        **OVERLAP,
+        **graph(256, enable_padding=True),
+    },
+    "llama4-scout/encode": {"tensor_parallel_size": 1, **bounds(8192, 16), **NO_OVERLAP, **UCX},
     "llama4-scout/agg": {**_SCOUT, **bounds(4096, 8), "moe_expert_parallel_size": 1, **CHUNKS},
     "llama4-scout/prefill": {**_SCOUT, **bounds(8192, 16), **NO_OVERLAP},
     "llama4-scout/decode": {**_SCOUT, **bounds(8192, 16), **OVERLAP},
@@ -85,7 +116,7 @@ def name_of(file: Path) -> str:
 
 def load(made: LlmArguments, use: Use) -> Any:
     """Load the tiny model with these arguments, as 1.2 would take them; what it made of them."""
-    with installed() as tensorrt_llm:
+    with installed(num_gpus=16) as tensorrt_llm:
         kind = tensorrt_llm.MultimodalEncoder if use is Use.ENCODE else tensorrt_llm.LLM
         with kind(**build_objects(made)) as llm:
             return llm.args
@@ -107,6 +138,9 @@ def test_every_key_is_one_of_1_2_and_of_its_type(file: Path) -> None:
         for key, value in values.items():
             kind = expected_type(params[key])
             inner = kind.removesuffix(" | None")
+            if key == "speculative_config":
+                value = dict(value)
+                inner = DECODING_CLASSES[value.pop("decoding_type")]
             if isinstance(value, Mapping) and inner in CLASSES:
                 check(value, inner)
             else:
@@ -150,7 +184,7 @@ def test_a_file_that_hands_nothing_on_is_refused_to_prefill(file: Path) -> None:
 def test_warnings_are_of_what_is_known_to_be_off_or_left_out() -> None:
     said = {name_of(file): arguments(USES[file.stem], extra_engine_args=file).warnings for file in FILES}
     for name, warnings in said.items():
-        if name.startswith("qwen3/"):
+        if name.startswith(("qwen3/", "deepseek-r1/")) or name in ("gpt-oss-120b/prefill", "gpt-oss-120b/decode"):
             assert warnings == (), name
         else:
             assert warnings, name
@@ -158,7 +192,7 @@ def test_warnings_are_of_what_is_known_to_be_off_or_left_out() -> None:
 
 
 def test_results_are_not_sent_through_processes_that_make_text() -> None:
-    file = next(file for file in FILES if name_of(file) == "gpt-oss-120b/decode")
+    file = next(file for file in FILES if name_of(file) == "gpt-oss-120b/agg")
     assert load_yaml(file)["num_postprocess_workers"] == 4
     made = arguments(Use.DECODE, extra_engine_args=file)
     assert "num_postprocess_workers" not in made.values
@@ -167,4 +201,18 @@ def test_results_are_not_sent_through_processes_that_make_text() -> None:
 
 def test_ranks_are_those_that_attend_to_requests_of_their_own() -> None:
     ranks = {name_of(file): arguments(USES[file.stem], extra_engine_args=file).num_ranks for file in FILES}
-    assert {name: num for name, num in ranks.items() if num > 1} == {"gpt-oss-120b/agg": 4}
+    assert {name: num for name, num in ranks.items() if num > 1} == {
+        "gpt-oss-120b/agg": 4,
+        "gpt-oss-120b/decode": 4,
+        "deepseek-r1/mtp/prefill": 4,
+        "deepseek-r1/wide_ep/prefill": 16,
+        "deepseek-r1/wide_ep/decode": 16,
+    }
+
+
+def test_graphs_of_every_decode_worker_are_as_large_as_its_batches() -> None:
+    for file in FILES:
+        if file.stem in ("agg", "decode") and (graphs := load_yaml(file).get("cuda_graph_config")):
+            # The topology gives gpt-oss's decode workers their bound.
+            bound = 128 if name_of(file) == "gpt-oss-120b/decode" else load_yaml(file).get("max_batch_size", 2048)
+            assert graphs["max_batch_size"] == bound, name_of(file)

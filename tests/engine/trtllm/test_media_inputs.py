@@ -11,7 +11,10 @@ import torch
 
 from quartet.engine.base import EngineRequest, Generation
 from quartet.engine.settings import EncoderSettings, Modality
+from quartet.engine.torch.config import TorchEncoderConfig
+from quartet.engine.torch.vision import create_vision
 from quartet.engine.trtllm.inputs import InputBuilder, LlmInputs, create_input_builder
+from quartet.engine.trtllm.media_state import read_state
 from quartet.errors import ConfigError, InvalidRequestError, MediaLostError, TransferError, UnsupportedFieldError
 from quartet.kvcache.layout import HandOff
 from tests.engine.trtllm.media import (
@@ -40,6 +43,7 @@ from tests.fakes.driving import (
     token_ids_of,
 )
 from tests.fakes.installation import installed
+from tests.tiny import CHECKPOINT
 
 with installed():
     from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
@@ -100,6 +104,22 @@ async def test_a_picture_that_prefill_encodes_itself(builder: InputBuilder) -> N
     given = builder.build(request)
     assert given.expected_token_ids == list(request.generation.prompt_token_ids)
     assert await answer(given) == greedy(LOOK, 12, picture())
+
+
+async def test_settings_of_the_picture_processor_go_with_every_picture() -> None:
+    kwargs = {"image_mean": [0.9, 0.1, 0.5]}
+    builder = create_input_builder(spec_of(modality=Modality.MULTIMODAL, mm_processor_kwargs=kwargs), "fingerprint")
+    async with running_encoder(mm_processor_kwargs=kwargs) as source:
+        state = (await kept(source, 1, picture())).state
+        handle: Any = read_state(state).handle
+        rows = SharedTensorContainer.from_dict(dict(handle)).get_local_view()
+        tower = create_vision(TorchEncoderConfig(model_path=str(CHECKPOINT), dtype="float32", processor_kwargs=kwargs))
+        [expected] = tower.encode([tower.pixels(picture())])
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+        for given in (image_file(picture()), state):
+            request = media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[given])
+            assert builder.build(request).inputs["mm_processor_kwargs"] == kwargs
+    builder.close()
 
 
 @pytest.mark.parametrize("in_tuple", [False, True])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet.config import build
 from quartet.discovery.base import Role
+from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
 from quartet.media.items import MediaKind
 from router.config import RouterConfig
@@ -34,8 +36,8 @@ def loads_a_model(plan: ProcessPlan) -> bool:
     return build(WorkerConfig, plan.settings).encoder.kinds != (MediaKind.EMBEDDINGS,)
 
 
-def test_there_are_ten_topologies() -> None:
-    assert len(FILES) == 10
+def test_there_are_eleven_topologies() -> None:
+    assert len(FILES) == 11
 
 
 def test_each_worker_has_as_many_gpus_as_its_model_takes(topology: Topology) -> None:
@@ -60,12 +62,44 @@ def test_prefill_and_decode_hand_over_by_the_same_way_the_same_blocks(topology: 
 
 
 def test_only_workers_under_kv_aware_routing_publish_events(topology: Topology) -> None:
-    is_aware = build(RouterConfig, plan_router(topology).settings).policy.name is PolicyName.KV_AWARE
+    is_aware = routes_by_cache(topology)
     workers = [plan for plan in plan_workers(topology, num_cores=8) if plan.role is not Role.ENCODE]
     for plan in workers:
         arguments = arguments_of(plan)
         assert (arguments.has_events, arguments.has_stats) == (is_aware, is_aware)
-    assert is_aware is (len(workers) > len({plan.role for plan in workers}))
+    assert is_aware or len(workers) == len({plan.role for plan in workers})
+
+
+def test_wherever_routing_goes_by_caches_workers_say_what_is_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    aware = []
+    for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        if "engines" in file.parts or not routes_by_cache(load_topology(file)):
+            continue
+        aware.append(file.stem)
+        for plan in plan_workers(load_topology(file), num_cores=8):
+            engine = build(WorkerConfig, plan.settings).engine
+            # The other engines always publish them.
+            if engine.kind is EngineKind.TRTLLM and plan.role is not Role.ENCODE:
+                assert arguments_of(plan).has_events, (file, plan.name)
+    assert {"agg_multimodal", "agg_router", "disagg_router", "mock_fleet"} <= set(aware)
+
+
+def routes_by_cache(topology: Topology) -> bool:
+    return build(RouterConfig, plan_router(topology).settings).policy.name is PolicyName.KV_AWARE
+
+
+def test_gpt_oss_has_the_bounds_and_the_memory_of_its_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    plans = plan_workers(load_topology(ROOT / "configs/trtllm/gpt_oss_disagg.yaml"), num_cores=8)
+    assert [plan.gpus for plan in plans] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    prefill, decode = (arguments_of(plan) for plan in plans)
+    for made, bounds in ((prefill, (32, 20000)), (decode, (128, 16384))):
+        assert (made.max_batch_size, made.max_num_tokens) == bounds
+        values: Any = made.values
+        assert values["kv_cache_config"]["free_gpu_memory_fraction"] == 0.9
+        assert values["tensor_parallel_size"] == values["moe_expert_parallel_size"] == 4
+    assert (prefill.num_ranks, decode.num_ranks) == (1, 4)
 
 
 def test_encode_comes_before_the_workers_that_share_its_gpu(topology: Topology) -> None:

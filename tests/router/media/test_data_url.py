@@ -47,7 +47,7 @@ async def test_long_urls_are_refused_by_field_before_they_are_decoded(
     monkeypatch.delattr(data_url, "unquote_to_bytes")
     monkeypatch.delattr(fetch, "unquote_to_bytes")
     monkeypatch.delattr(data_url, "base64")
-    fetcher = make_fetcher(MediaConfig(max_size_bytes=MB))
+    fetcher = make_fetcher(MediaConfig(max_file_size_mb=MB / 1e6))
     with pytest.raises((InvalidMediaError, MediaTooLargeError), match=message) as caught:
         await fetcher.fetch([MediaUrl(url)], ["media[0].url"], FINGERPRINT, "a")
     assert caught.value.field == "media[0].url"
@@ -58,7 +58,7 @@ def test_a_url_that_is_too_long_costs_no_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(MediaTooLargeError):
-            check_parts([url], ["media[0].url"], MediaConfig(max_size_bytes=MB))
+            check_parts([url], ["media[0].url"], MediaConfig(max_file_size_mb=MB / 1e6))
         assert tracemalloc.get_traced_memory()[1] < MB
     finally:
         tracemalloc.stop()

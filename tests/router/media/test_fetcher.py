@@ -8,6 +8,9 @@ import json
 import struct
 import urllib.parse
 from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -26,7 +29,7 @@ from quartet.media.media_id import media_id
 from router.media import data_url as data_url_module
 from router.media.config import MediaConfig
 from router.media.data_url import read_data_url
-from router.media.fetch import FetchSlots, check_parts
+from router.media.fetch import FetchSlots, check_parts, to_file
 from tests.media.pictures import encode, make_file, make_picture
 from tests.router.media.conftest import MakeFetcher
 from tests.router.media.site import FINGERPRINT, PNG, Site, fetch_one, loopback_config, num_open_files, settle_to
@@ -67,6 +70,44 @@ async def test_items_come_in_order_whatever_their_source(site: Site, make_fetche
     assert [item.file.data for item in items] == [*files, EMBEDDINGS, PNG]
     assert [item.file.kind for item in items] == [MediaKind.IMAGE] * 3 + [MediaKind.EMBEDDINGS, MediaKind.IMAGE]
     assert [item.media_id for item in items] == [media_id(item.file, FINGERPRINT) for item in items]
+
+
+async def test_a_url_may_lead_to_embeddings_as_to_a_picture(
+    site: Site, make_fetcher: MakeFetcher, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.safetensors"
+    file.write_bytes(EMBEDDINGS)
+    # Whatever the server calls it.
+    urls = [site.give("/rows", EMBEDDINGS), site.give("/a.png", EMBEDDINGS), file.as_uri(), data_url(EMBEDDINGS, "")]
+    fetcher = make_fetcher(replace(loopback_config(site), allowed_local_paths=(tmp_path,)))
+    parts = [MediaUrl(url) for url in urls]
+    items = await fetcher.fetch(parts, [f"media[{number}].url" for number in range(len(urls))], FINGERPRINT)
+    [item] = await fetcher.fetch([MediaFile(MediaKind.EMBEDDINGS, EMBEDDINGS)], ["media[0].embeddings"], FINGERPRINT)
+    assert items == (item,) * len(urls)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"max_file_size_mb": (len(EMBEDDINGS) - 1) / 1e6}, MediaTooLargeError),
+        ({"allowed_private_networks": ()}, MediaNotAllowedError),
+        ({"allowed_hosts": ("images.test",)}, MediaNotAllowedError),
+        ({"allowed_schemes": ("https",)}, MediaNotAllowedError),
+    ],
+)
+async def test_urls_of_embeddings_have_the_bounds_of_those_of_pictures(
+    config: dict[str, Any], error: type[ServingError], site: Site, make_fetcher: MakeFetcher
+) -> None:
+    url = site.give("/rows.safetensors", EMBEDDINGS)
+    with pytest.raises(error) as caught:
+        await fetch_one(make_fetcher(replace(loopback_config(site), **config)), url)
+    assert caught.value.field == "media[0].url"
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_no_picture_begins_as_embeddings_do(format: str) -> None:
+    assert to_file(make_file(format, 5)).kind is MediaKind.IMAGE
+    assert to_file(b"").kind is to_file(EMBEDDINGS[:8]).kind is to_file(b"{" * 99).kind is MediaKind.IMAGE
 
 
 async def test_no_parts_are_no_items(make_fetcher: MakeFetcher) -> None:
@@ -122,13 +163,13 @@ async def test_malformed_urls_are_refused_by_field(url: str, message: str, make_
 
 async def test_more_bytes_than_allowed_are_refused_wherever_they_come_from(make_fetcher: MakeFetcher) -> None:
     exactly, fetcher = (
-        make_fetcher(MediaConfig(max_size_bytes=len(PNG))),
-        make_fetcher(MediaConfig(max_size_bytes=len(PNG) - 1)),
+        make_fetcher(MediaConfig(max_file_size_mb=len(PNG) / 1e6)),
+        make_fetcher(MediaConfig(max_file_size_mb=(len(PNG) - 1) / 1e6)),
     )
     urls = [data_url(PNG), data_url(PNG).rstrip("="), "data:," + urllib.parse.quote(PNG)]
     for part in (*map(MediaUrl, urls), MediaFile(MediaKind.IMAGE, PNG)):
         assert await exactly.fetch([part], ["a"], FINGERPRINT)
-        with pytest.raises(MediaTooLargeError, match="allowed") as caught:
+        with pytest.raises(MediaTooLargeError, match="max_file_size_mb allows") as caught:
             await fetcher.fetch([part], ["media[0]"], FINGERPRINT)
         assert caught.value.field == "media[0]"
 

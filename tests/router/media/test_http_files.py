@@ -169,9 +169,9 @@ async def test_a_length_above_the_limit_is_refused_before_the_body(site: Site, m
         await asyncio.Event().wait()
         return response
 
-    fetcher = make_fetcher(loopback_config(site, max_size_bytes=len(PNG)))
+    fetcher = make_fetcher(loopback_config(site, max_file_size_mb=len(PNG) / 1e6))
     num_files = num_open_files()
-    await assert_refused(fetcher, site.serve("/promise", promise), MediaTooLargeError, "bytes allowed")
+    await assert_refused(fetcher, site.serve("/promise", promise), MediaTooLargeError, "max_file_size_mb allows")
     await settle_to(num_files)
     assert await fetch_one(fetcher, site.give("/a.png")) == PNG
 
@@ -183,8 +183,8 @@ async def test_an_endless_body_is_cut_at_the_limit(site: Site, make_fetcher: Mak
         while True:
             await response.write(bytes(10_000))
 
-    fetcher = make_fetcher(loopback_config(site, max_size_bytes=1_000_000, fetch_timeout_s=50.0))
-    await assert_refused(fetcher, site.serve("/endless", endless), MediaTooLargeError, "bytes allowed")
+    fetcher = make_fetcher(loopback_config(site, max_file_size_mb=1.0, fetch_timeout_s=50.0))
+    await assert_refused(fetcher, site.serve("/endless", endless), MediaTooLargeError, "max_file_size_mb allows")
 
 
 async def test_a_body_cut_short_is_no_file(site: Site, make_fetcher: MakeFetcher) -> None:

@@ -67,13 +67,16 @@ async def test_media_that_are_too_large_in_total_are_refused_before_they_are_sen
 async def test_media_that_can_never_be_taken_are_refused_before_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(MediaQueue, "enter")
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
-    url, too_large = MediaUrl("http://nowhere/"), MediaFile(MediaKind.IMAGE, bytes(MEDIA_CONFIG.max_size_bytes + 1))
-    long_url = MediaUrl("data:," + "%41" * MEDIA_CONFIG.max_size_bytes)
+    url, too_large = (
+        MediaUrl("http://nowhere/"),
+        MediaFile(MediaKind.IMAGE, bytes(MEDIA_CONFIG.max_file_size_bytes + 1)),
+    )
+    long_url = MediaUrl("data:," + "%41" * MEDIA_CONFIG.max_file_size_bytes)
     for media, kind, message, field in (
         ([url] * 65, errors.InvalidRequestError, "at most 64", "media[64].url"),
         # A URL's file may have 64 MiB, and all files together 1 GiB.
         ([url] * 17, errors.MediaTooLargeError, "all files", "media[15].url"),
-        ([A, too_large], errors.MediaTooLargeError, "allowed", "media[1].data"),
+        ([A, too_large], errors.MediaTooLargeError, "max_file_size_mb allows", "media[1].data"),
         ([A, long_url], errors.MediaTooLargeError, "characters", "media[1].url"),
     ):
         error = await refusal(fleet, media=media, prompt=TokenPrompt((1, *[PLACEHOLDER] * len(media))))

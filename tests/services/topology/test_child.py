@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.topology.child import Child, start_child
+from services.topology.child import Child, ChildLimits, start_child
 
 StartPython = Callable[[str], Awaitable[Child]]
 
@@ -193,3 +193,38 @@ def test_a_child_dies_with_a_parent_that_is_killed() -> None:
         pid = int(parent.stdout.readline())
         parent.kill()
     wait_gone(pid)
+
+
+async def test_a_limited_child_and_its_children_run_on_its_cpus_and_get_no_more_memory(
+    lines: asyncio.Queue[str],
+) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    code = """
+import mmap, os, subprocess, sys
+print(sorted(os.sched_getaffinity(0)), flush=True)
+subprocess.run([sys.executable, "-S", "-c", "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"])
+def fits(megabytes):
+    try:
+        return len(bytearray(megabytes << 20)) > 0
+    except MemoryError:
+        return False
+print(fits(100), fits(400), flush=True)
+mmap.mmap(-1, 400 << 20).close()  # what processes share is not limited
+inner = "print(len(bytearray(400 << 20)))"
+print(subprocess.run([sys.executable, "-S", "-c", inner], stderr=subprocess.PIPE).returncode, flush=True)
+"""
+    command = [sys.executable, "-S", "-u", "-c", code]
+    limits = ChildLimits(cpus=(cpu,), memory_bytes=300 << 20)
+    child = await start_child("some", command, {}, lines.put_nowait, limits)
+    assert await end_of(child) == 0
+    assert list(child.last_lines) == [f"[{cpu}]", f"[{cpu}]", "True False", "1"]
+    assert child.describe_end().splitlines()[0] == "some ended with exit code 0"
+
+
+async def test_the_end_of_a_child_with_too_little_memory_names_the_limit(lines: asyncio.Queue[str]) -> None:
+    command = [sys.executable, "-S", "-c", "bytearray(400 << 20)"]
+    child = await start_child("some", command, {}, lines.put_nowait, ChildLimits(memory_bytes=300_000_000))
+    assert await end_of(child) == 1
+    described = child.describe_end().splitlines()
+    assert described[0] == "some ended with exit code 1; its memory was limited to 0.3 GB a process"
+    assert described[-1].strip() == "MemoryError"

@@ -91,7 +91,9 @@ def test_the_engine_of_the_file_chosen_changes_nothing() -> None:
     assert (chosen.notes, chosen.topology.engine.dtype) == ([], "auto")
 
 
-MEDIA = sorted(path for path in CONFIGS.rglob("*.yaml") if "multimodal" in path.stem or "epd" in path.stem)
+MEDIA = sorted(
+    path for path in CONFIGS.rglob("*.yaml") if "multimodal" in path.stem or path.stem in ("e_pd", "epd_disagg")
+)
 
 
 @pytest.mark.parametrize("path", MEDIA, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -34,6 +35,7 @@ from services.topology.launch import (
     own_etcd,
     wait_announced,
 )
+from services.topology.pacing import Time
 from services.topology.topology import load_topology
 from tests.certificates import CertificateAuthority
 from tests.discovery.records import make_record
@@ -150,6 +152,102 @@ async def test_workers_of_one_gpu_start_one_after_the_other_and_each_sees_its_gp
         assert [child.name for child in local.children] == ["encode-0"]
     finally:
         await local.stop()
+
+
+class Shown(Silent):
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def progress(self, message: str) -> None:
+        self.shown.append(message)
+
+
+class FakeTime:
+    """Stands still but for sleeps, which are over at once."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+
+    async def sleep(self, delay_s: float) -> None:
+        self.slept.append(delay_s)
+        self.now_s += delay_s
+
+
+async def start_short(directory: Path, text: str, cpus: tuple[int, ...] = ()) -> tuple[LocalTopology, FakeTime, Shown]:
+    """A launcher whose workers print on which CPUs they run, and end."""
+    (directory / "config.json").write_text("{}")
+    file = directory / "topology.yaml"
+    discovery = f"discovery: {{kind: file, file: {{directory: {directory / 'discovery'}}}}}"
+    file.write_text(f"namespace: short\nmodel: {{path: {directory}}}\n{discovery}\n{dedent(text)}")
+    run_dir, clock, observer = directory / "run", FakeTime(), Shown()
+    run_dir.mkdir()
+    environment = Environment(variables={}, num_cores=1, run_dir=run_dir, cpus=cpus)
+    local = LocalTopology(
+        load_topology(file, ["router.port=0"]),
+        environment,
+        observer,
+        adapt=lambda plan: replace(plan, module="tests.services.topology.short_worker"),
+        clock=Time(now_s=lambda: clock.now_s, sleep=clock.sleep),
+    )
+    try:
+        await local.start()
+    except ConfigError:
+        await local.stop()
+        raise
+    return local, clock, observer
+
+
+async def test_workers_of_tensorrt_llm_start_apart_and_so_they_do_again(tmp_path: Path) -> None:
+    text = """
+        trtllm_start_interval_s: 3
+        workers:
+          - {role: decode, replicas: 2, overrides: {engine: {kind: trtllm}}}
+          - {role: prefill}
+          - {role: prefill, overrides: {engine: {kind: trtllm}}}
+    """
+    local, clock, observer = await start_short(tmp_path, text)
+    try:
+        assert clock.slept == [3.0, 3.0]
+        waited = [message.partition(" starts in ")[0] for message in observer.shown if "starts in 3 s" in message]
+        assert waited == ["decode-1", "prefill-1"]
+        clock.now_s += 1.0
+        names = ("decode-0", "prefill-0", "decode-1")
+        await asyncio.gather(*(child.wait() for child in local.children if child.name in names))
+        # Several at once, as after a fault of the host.
+        await asyncio.gather(*map(local.restart, names))
+        assert clock.slept == [3.0, 3.0, 2.0, 3.0]
+    finally:
+        await local.stop()
+
+
+async def test_other_workers_and_those_without_an_interval_start_at_once(tmp_path: Path) -> None:
+    text = "trtllm_start_interval_s: 0\nworkers: [{role: decode, replicas: 2, overrides: {engine: {kind: trtllm}}}]"
+    local, clock, _ = await start_short(tmp_path, text)
+    await local.stop()
+    assert clock.slept == []
+
+
+async def test_workers_get_cpus_of_their_own_in_turn_and_none_gets_more_than_there_are(tmp_path: Path) -> None:
+    text = "workers: [{role: decode, replicas: 2, limits: {cpus: 1}}, {role: prefill}]"
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    local, _, _ = await start_short(tmp_path, text, cpus)
+    try:
+        workers = [child for child in local.children if child.name != "router"]
+        await asyncio.gather(*(child.wait() for child in workers))
+        seen = {child.name: "\n".join(child.last_lines) for child in workers}
+        assert seen == {
+            "decode-0": f"[{cpus[0]}]",
+            "decode-1": f"[{cpus[1 % len(cpus)]}]",
+            "prefill-0": str(list(cpus)),
+        }
+    finally:
+        await local.stop()
+    (tmp_path / "second").mkdir()
+    with pytest.raises(ConfigError, match=r"^limits\.cpus: decode-0 is to have 9, and this host has 2 to give"):
+        await start_short(tmp_path / "second", "workers: [{role: decode, limits: {cpus: 9}}]", (0, 1))
 
 
 class FirstLine(Silent):

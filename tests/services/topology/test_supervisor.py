@@ -12,7 +12,8 @@ import pytest
 from quartet.errors import ConfigError, RouterUnavailableError
 from services.topology.child import Child, start_child
 from services.topology.launch import LaunchError
-from services.topology.supervisor import Backoff, RestartConfig, Supervisor, Time
+from services.topology.pacing import Time
+from services.topology.supervisor import Backoff, RestartConfig, Supervisor
 
 TIMEOUT_S = 30.0
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"

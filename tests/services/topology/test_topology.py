@@ -54,13 +54,14 @@ def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[
     assert topology.router.port == 50050
 
 
-TEN = (
+ELEVEN = (
     "agg",
     "agg_multimodal",
     "agg_router",
     "disagg",
     "disagg_multimodal",
     "disagg_router",
+    "e_pd",
     "epd_disagg",
     "epd_multimodal_image",
     "epd_multimodal_image_and_embeddings",
@@ -68,8 +69,8 @@ TEN = (
 )
 
 
-@pytest.mark.parametrize("name", TEN)
-def test_each_of_the_ten_comes_for_a_laptop_and_for_gpus_with_the_same_workers(name: str) -> None:
+@pytest.mark.parametrize("name", ELEVEN)
+def test_each_of_the_eleven_comes_for_a_laptop_and_for_gpus_with_the_same_workers(name: str) -> None:
     laptop, host = (
         plan_workers(load_topology(CONFIGS / part / f"{name}.yaml"), num_cores=4) for part in ("", "trtllm")
     )
@@ -305,6 +306,23 @@ def test_torch_workers_share_the_cores(tmp_path: Path) -> None:
     assert [plan.num_threads for plan in plan_workers(topology, num_cores=2)] == [1, 1, 1, 7]
 
 
+def test_a_limited_worker_has_no_more_threads_than_cpus_and_tensorrt_llm_leaves_it_there(tmp_path: Path) -> None:
+    limits = "limits: {cpus: 2, memory_gb: 1.5}"
+    text = f"""
+        workers:
+          - {{role: decode, {limits}}}
+          - {{role: decode, {limits}, overrides: {{engine: {{kind: trtllm}}}}}}
+          - {{role: decode, {limits}, overrides: {{engine: {{kind: trtllm}}}},
+             environment: {{TLLM_NUMA_AWARE_WORKER_AFFINITY: "1"}}}}
+          - {{role: decode, overrides: {{engine: {{kind: trtllm}}}}}}
+    """
+    plans = plan_workers(load_topology(write(tmp_path, text)), num_cores=16)
+    assert [plan.num_threads for plan in plans] == [2, None, None, None]
+    assert [plan.limits.memory_bytes for plan in plans] == [1_500_000_000] * 3 + [None]
+    numa = [plan.environment.get("TLLM_NUMA_AWARE_WORKER_AFFINITY") for plan in plans]
+    assert numa == [None, "0", "1", None]
+
+
 def test_mock_workers_take_no_share_of_the_cores_and_need_no_weights(tmp_path: Path) -> None:
     text = "model: {path: m}\nworkers: [{role: decode, overrides: {engine: {kind: mock}}}, {role: prefill}]"
     plans = plan_workers(load_topology(write(tmp_path, text)), num_cores=4)
@@ -375,6 +393,11 @@ def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
             "environment.CUDA_VISIBLE_DEVICES: the workers' gpus say it already",
         ),
         ("workers: [{role: decode, name: a b}]", r"workers\[0\].*name must be"),
+        ("workers: [{role: decode, limits: {cpus: 0}}]", r"workers\[0\].limits.cpus: must be at least 1"),
+        ("workers: [{role: decode, limits: {cpus: 0.5}}]", r"workers\[0\].limits.cpus: must be a whole number"),
+        ("workers: [{role: decode, limits: {memory_gb: 0}}]", r"workers\[0\].limits.memory_gb: must be above 0"),
+        ("workers: [{role: decode, limits: {memory: 1}}]", r"workers\[0\].limits.memory: unknown; did you mean mem"),
+        ("workers: [{role: decode}]\ntrtllm_start_interval_s: -1", "trtllm_start_interval_s: must not be negative"),
         ("workers: [{role: decode}]\ndrain_timeout_s: 0", "drain_timeout_s: must be above 0"),
         ("workers: [{role: decode, overrides: {engine: {num_blocs: 1}}}]", r"workers\[0\].overrides.engine.num_blocs:"),
         ("workers: [{role: decode, overrides: {stall_timeout_s: 0}}]", r"workers\[0\].overrides.stall_timeout_s"),
@@ -391,6 +414,7 @@ def test_settings_are_what_build_reads() -> None:
     assert isinstance(settings, dict)
     assert build(Topology, settings) == topology
     group = {"role": Role.DECODE.value, "name": "", "replicas": 1, "gpus": [], "environment": {}}
+    group["limits"] = {"cpus": None, "memory_gb": None}
     assert settings["workers"] == [{**group, "overrides": {"a": [1]}}]
 
 

@@ -15,6 +15,7 @@ from tensorrt_llm._stand_in import schema
 from tensorrt_llm._stand_in.control import Call, EngineControl, control
 from tensorrt_llm._stand_in.engine import StandInEngine
 from tensorrt_llm._stand_in.feeds import Feed, IterationResult
+from tensorrt_llm._stand_in.launch import check_launch
 from tensorrt_llm._stand_in.loop import EngineLoop
 from tensorrt_llm._stand_in.prompts import PromptReader
 from tensorrt_llm._stand_in.request import Request
@@ -46,6 +47,7 @@ class BaseLLM:
         self.args = _BACKENDS[backend](**arguments)
         if (num_ranks := _num_ranks(self.args)) > SWITCHES.num_gpus:
             raise RuntimeError(f"Only {SWITCHES.num_gpus} GPUs are available, but {num_ranks} are required.")
+        check_launch(num_ranks)
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns() // 1_000_000}"
         control.pass_load()
         weights = load_weights(str(self.args.model), is_dummy=self.args.load_format is LoadFormat.DUMMY)
