@@ -354,7 +354,10 @@ class CommandLine:
         for flag in self._flags():
             # Errors from outside the configuration give the field's last name only.
             section, _, name = flag.field.rpartition(".")
-            for field, where in ((flag.field, ""), (name, f"{section}." if section else "")):
+            fields = [(flag.field, ""), (name, f"{section}." if section else "")]
+            # A flag may set one value of a mapping, which is refused as a whole.
+            fields += [(section, "")] if "." in section else []
+            for field, where in fields:
                 if message.startswith((f"{field}:", f"{field}.", f"{field}[")):
                     return f"{flag.name}: {where}{message}"
         return message

@@ -283,6 +283,10 @@ def test_a_file_s_switch_can_be_turned_back(tmp_path: Path) -> None:
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: engine.tensor_parallel_size: the engine torch does"),
         ([*TRTLLM, "--override-engine-args", "[1]"], "--override-engine-args: engine.override_engine_args: must be a"),
         ([*TRTLLM, "--override-engine-args", "{"], "--override-engine-args: engine.override_engine_args: must be a"),
+        (
+            ["--guided-decoding-backend", "xgrammar"],
+            "--guided-decoding-backend: engine.override_engine_args: the engine",
+        ),
         (REFUSED["--max-beam-width"], "--max-beam-width: engine.max_beam_width: must be 1, not 2"),
         (REFUSED["--allowed-local-media-path"], "--allowed-local-media-path: allowed_local_media_path: workers follow"),
     ],

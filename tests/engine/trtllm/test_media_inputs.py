@@ -122,6 +122,12 @@ async def test_settings_of_the_picture_processor_go_with_every_picture() -> None
     builder.close()
 
 
+def test_sizes_of_pictures_are_counted_with_the_replaced_settings() -> None:
+    smaller = {name: {"height": 8, "width": 8} for name in ("size", "crop_size")}
+    with pytest.raises(InvalidRequestError, match="whose tiles are not of"):
+        create_input_builder(spec_of(mm_processor_kwargs=smaller), "fingerprint")
+
+
 @pytest.mark.parametrize("in_tuple", [False, True])
 async def test_a_picture_that_an_encoder_keeps(builder: InputBuilder, in_tuple: bool) -> None:
     with installed(handles_in_tuple=in_tuple):
