@@ -58,10 +58,11 @@ class GrammarChecks:
         self._queue = ThreadQueue(bounds, share or FairShare())
         self._checker = GrammarChecker()
         self._known: OrderedDict[_Key, InvalidRequestError | None] = OrderedDict()
-        self._running: dict[_Key, asyncio.Event] = {}
+        # By tenant: a grammar that two tenants have is checked when it is the turn of either.
+        self._running: dict[tuple[str, _Key], asyncio.Event] = {}
 
     async def check(self, guided: GuidedDecoding, text: ModelText, tenant: str) -> None:
-        """Refuse a grammar that can't be followed. Requests with one grammar wait for one check.
+        """Refuse a grammar that can't be followed. Requests of a tenant with one grammar wait for one check.
 
         Raises:
             InvalidRequestError: it is malformed, or too large or complex.
@@ -72,17 +73,15 @@ class GrammarChecks:
         special = text.tokenizer.special_token_ids_by_text if guided.kind is GrammarKind.STRUCTURAL_TAG else _NO_TOKENS
         key = guided, tuple(special.items())
         while key not in self._known:
-            running = self._running.get(key)
+            running = self._running.get((tenant, key))
             if running is not None:
                 await running.wait()
                 continue
-            ended = self._running[key] = asyncio.Event()
+            ended = self._running[tenant, key] = asyncio.Event()
             try:
-                self._keep(
-                    key, await self._queue.run(tenant, len(guided.text), partial(self._error_of, guided, special))
-                )
+                self._keep(key, await self._queue.run(tenant, len(guided.text), partial(self._error_of, key)))
             finally:
-                del self._running[key]
+                del self._running[tenant, key]
                 ended.set()
         self._known.move_to_end(key)
         error = self._known[key]
@@ -109,11 +108,15 @@ class GrammarChecks:
         if len(self._known) > _NUM_KEPT:
             self._known.popitem(last=False)
 
-    def _error_of(
-        self, guided: GuidedDecoding, special_tokens: Mapping[str, int], _is_wanted: IsWanted
-    ) -> InvalidRequestError | None:
+    def _error_of(self, key: _Key, _is_wanted: IsWanted) -> InvalidRequestError | None:
+        """What is wrong with a grammar. Called in a thread; another tenant's check may have said it meanwhile."""
+        guided, special_tokens = key
         try:
-            self._checker.check(guided, special_tokens)
+            return self._known[key]
+        except KeyError:
+            pass
+        try:
+            self._checker.check(guided, dict(special_tokens))
         except InvalidRequestError as error:
             return error
         return None

@@ -120,6 +120,30 @@ async def test_requests_with_one_grammar_wait_for_one_check_also_if_the_first_ha
     assert len(checked) <= 2 and set(checked) == {grammar}
 
 
+async def test_a_grammar_that_waits_behind_those_of_another_tenant_is_checked_in_ones_own_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    common, first, checked = guided(SCHEMA), guided_choice(["first"]), list[GuidedDecoding]()
+
+    def check(_self: GrammarChecker, grammar: GuidedDecoding, _special_tokens: Mapping[str, int]) -> None:
+        checked.append(grammar)
+        if grammar == first:
+            begun.set()
+            assert goes_on.wait(30)
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    checks = guides.GrammarChecks()
+    flood = [asyncio.create_task(checks.check(grammar, MODEL_TEXT, "flood")) for grammar in (first, common)]
+    await asyncio.to_thread(begun.wait, 30)
+    await asyncio.wait_for(checks.check(common, MODEL_TEXT, "other"), 30)
+    assert not any(task.done() for task in flood)
+    goes_on.set()
+    await asyncio.gather(*flood)
+    assert checked == [first, common], "what is known is not checked again"
+    checks.close()
+
+
 async def test_grammars_that_would_end_or_stop_a_router_are_refused(checked: list[GuidedDecoding]) -> None:
     rules = "start: a0\n" + "".join(f'a{i}: a{i + 1} "a"\n' for i in range(5000)) + 'a5000: "b"'
     patterns = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b"} for i in range(20)]}
