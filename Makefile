@@ -49,7 +49,7 @@ test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about
 	@tools/schema_suite.sh || true
 	$(PYTEST) -m bench tests/benchmarks
 
-test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 4 minutes
+test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 3 minutes
 	$(PYTEST) -m chaos tests/chaos
 
 test-clients: setup tools  ## Drive HTTP with aiperf and guidellm, in environments of their own (7 GB); about 2 minutes
