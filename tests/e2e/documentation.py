@@ -1,4 +1,4 @@
-"""What the pages on HTTP and README.md show: commands, what is in their output, fields of tables, Python examples."""
+"""What pages show: commands, what is in their output, fields of tables, Python examples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(ROOT / "docs" / name for name in ("http.md", "responses.md", "messages.md"))
+#: Pages whose commands are for the fleet of mock engines.
+GUIDES = tuple(ROOT / "docs" / name for name in ("tuning.md", "troubleshooting.md"))
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)\n\1```$", re.DOTALL | re.MULTILINE)
 _CELL = re.compile(r"`(curl [^`]*)` → `([^`]*)`")
+_GUIDE_CELL = re.compile(r"`([^`]+)` → `([^`]+)`")
 _COMMAND = re.compile(r"\n(?=(?:curl|printf|for) )")
 _LOOP = re.compile(r"for field in (.*?); do", re.DOTALL)
 _FIELD_TABLES = re.compile(r"^## Fields of .*?(?=^## (?!Fields))", re.DOTALL | re.MULTILINE)
@@ -50,6 +53,27 @@ def lines() -> Iterator[Line]:
                 command, _, shown = text.rpartition("\n# ")
                 if "--cacert" not in text:
                     yield Line(command, shown)
+
+
+def guide_fleet() -> list[str]:
+    """The arguments of the ``quartet up`` whose fleet the guides' commands are for."""
+    [command] = re.findall(r"^```\nquartet up (.*)\n```$", GUIDES[0].read_text(), re.MULTILINE)
+    return shlex.split(command)
+
+
+def guide_functions() -> str:
+    """The shell functions that commands of the guides use."""
+    [functions] = [block for _, language, block in _BLOCK.findall(GUIDES[0].read_text()) if language == "bash"]
+    return str(functions)
+
+
+def guide_lines() -> dict[str, set[str]]:
+    """The guides' commands, and what must be in the output of each."""
+    wanted: dict[str, set[str]] = {}
+    for page in GUIDES:
+        for command, shown in _GUIDE_CELL.findall(page.read_text()):
+            wanted.setdefault(command, set()).add(shown)
+    return wanted
 
 
 def fields() -> set[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from quartet.engine.torch.support import refusal
+from quartet.engine.torch.support import quantization_method, refusal
 
 # Their forward was read: it replaces embeddings at the placeholder and changes nothing else for the language model.
 # That can't be seen from outside: Gemma 3's pictures fill runs of one token too, but attend to themselves both ways.
@@ -60,9 +60,10 @@ def find_language_model(config: PretrainedConfig) -> LanguageModel:
 
 
 def _inside_llava(config: PretrainedConfig) -> LanguageModel:
-    if getattr(config, "quantization_config", None) is not None:
-        raise refusal("a quantized checkpoint")
     text = copy.deepcopy(config.get_text_config())
+    for part in (config, text):
+        if method := quantization_method(part):
+            raise refusal(f"a quantized checkpoint ({method} of {part.model_type})")
     # In a LLaVA, the LLaVA's configuration decides these.
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = config.dtype

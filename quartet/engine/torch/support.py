@@ -22,6 +22,8 @@ _NUM_PROBE_TOKENS = 3
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Frequencies of "dynamic" and "longrope" depend on the longest sequence of the batch.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The one quantized form that is loaded: ``quartet.engine.torch.mxfp4``.
+_DEQUANTIZED = ("mxfp4", "gpt_oss")
 _POSITION_IDS = "position_ids"  # models pass this tensor along, and attention may ignore it
 
 
@@ -44,8 +46,9 @@ def check_config(config: PretrainedConfig) -> None:
         raise refusal("an encoder-decoder model")
     if config.get_text_config() is not config:
         raise refusal(f"a multimodal model ({config.model_type})")
-    if getattr(config, "quantization_config", None) is not None:
-        raise refusal("a quantized checkpoint")
+    method = quantization_method(config)
+    if method is not None and (method, config.model_type) != _DEQUANTIZED:
+        raise refusal(f"a quantized checkpoint ({method} of {config.model_type})")
     if getattr(config, "kv_lora_rank", None):
         raise refusal("multi-head latent attention (kv_lora_rank)")
     if getattr(config, "num_kv_shared_layers", None):
@@ -56,6 +59,14 @@ def check_config(config: PretrainedConfig) -> None:
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type not in _ROPE_TYPES:
             raise refusal(f"rope type {rope_type}")
+
+
+def quantization_method(config: PretrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantized, as its configuration calls it; ``None``: they aren't."""
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        return None
+    return str((isinstance(own, dict) and own.get("quant_method")) or "unnamed")
 
 
 def probe_attention(config: PretrainedConfig) -> AttentionShape:

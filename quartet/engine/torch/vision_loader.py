@@ -27,6 +27,7 @@ from transformers.image_processing_backends import PilBackend
 
 from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.loader import check_device, load_weights, random_weights, read_model_config
+from quartet.engine.torch.support import quantization_method
 from quartet.errors import InvalidRequestError
 
 _LOG = logging.getLogger(__name__)
@@ -112,8 +113,8 @@ def _read_config(model: TorchEncoderConfig) -> PretrainedConfig:
     if config.vision_config.model_type in _TOWERS_OF_ROWS:
         raise _refusal(f"a vision tower of type {config.vision_config.model_type}: its pictures are rows of tokens")
     _max_grid_tiles(config)  # before minutes are spent on weights
-    if getattr(config, "quantization_config", None) is not None:
-        raise _refusal("a quantized checkpoint")
+    if method := quantization_method(config):
+        raise _refusal(f"a quantized checkpoint ({method} of {config.model_type})")
     return config
 
 

@@ -216,7 +216,13 @@ def test_a_language_model_whose_head_does_more_than_the_wholes_is_refused(tmp_pa
         (transformers.Qwen2VLConfig(), "qwen2_vl"),
         (transformers.PaliGemmaConfig(), "paligemma"),
         (transformers.Mistral3Config(), "mistral3"),
-        (make_seeing_config(LLAVA, quantization_config={"quant_method": "fp8"}), "a quantized checkpoint"),
+        (make_seeing_config(LLAVA, quantization_config={"quant_method": "fp8"}), r"checkpoint \(fp8 of llava\)"),
+        (
+            make_seeing_config(
+                LLAVA, text_config=make_config("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+            ),
+            r"checkpoint \(mxfp4 of gpt_oss\)",
+        ),
         (make_seeing_config(LLAVA, image_token_index=VOCAB_SIZE), f"placeholder {VOCAB_SIZE}"),
         (make_seeing_config(LLAVA, text_config=transformers.T5Config()), "t5, which is not a causal language model"),
     ],

@@ -80,7 +80,10 @@ def test_attention_models_are_taken(family: str) -> None:
             ),
             "rope type longrope",
         ),
-        (small("LlamaConfig", quantization_config={"quant_method": "fp8"}), "a quantized checkpoint"),
+        (small("LlamaConfig", quantization_config={"quant_method": "fp8"}), r"a quantized checkpoint \(fp8 of llama\)"),
+        (small("Qwen3Config", quantization_config={"quant_method": "mxfp4"}), r"checkpoint \(mxfp4 of qwen3\)"),
+        (small("GptOssConfig", quantization_config={"quant_method": "fp8"}), r"checkpoint \(fp8 of gpt_oss\)"),
+        (small("GptOssConfig", quantization_config={"bits": 4}), r"checkpoint \(unnamed of gpt_oss\)"),
     ],
     ids=lambda item: item.model_type if isinstance(item, transformers.PretrainedConfig) else "",
 )

@@ -229,7 +229,7 @@ def edited(source: Path, directory: Path, **changes: Any) -> TorchEncoderConfig:
         ({"model_type": "mistral3"}, "a model of type mistral3"),
         ({"model_type": "llava_onevision", "vision_aspect_ratio": "square"}, "vision_aspect_ratio square"),
         ({"vision_config": {"model_type": "pixtral"}}, "a vision tower of type pixtral"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "a quantized checkpoint"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes of llava"),
         ({"model_type": "no such model"}, "config.json cannot be used"),
     ],
 )
