@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.doctor.finding import Check, Finding, Verdict, check_up, worst
+from cli.doctor.finding import Check, Finding, Verdict, check_up, worst, wrong
 from cli.doctor.gpus import check_gpus
 from cli.doctor.hand_offs import check_hand_offs
+from cli.doctor.live import LivePlan, about_this, check_live
 from cli.doctor.machine import check_limits, check_memory, check_shared_memory
 from cli.doctor.network import EtcdCheck, PortsCheck
 from cli.doctor.packages import check_packages
@@ -30,7 +31,10 @@ from quartet.errors import ConfigError
 _TIMEOUT_S = 45.0
 _TRTLLM_TIMEOUT_S = 180.0
 _GPU_TIMEOUT_S = 240.0
+# A model may have to be fetched, and engines warm up for minutes.
+_LIVE_START_TIMEOUT_S = 900.0
 _ACCESS = "Access to etcd"
+_LIVE = "With --live"
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.WRONG: "bold red"}
 _CHECK_WIDTH = 16
 
@@ -94,12 +98,32 @@ def trtllm(
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Time for its import and the look at it.")
     ] = _TRTLLM_TIMEOUT_S,
+    is_live: Annotated[
+        bool, typer.Option("--live", help="Serve a model in each way, and compare the answers; takes minutes.")
+    ] = False,
+    model: Annotated[
+        Path, typer.Option("--model", help="A folder, or a repository that is fetched.", rich_help_panel=_LIVE)
+    ] = Path("Qwen/Qwen3-0.6B"),
+    gpus: Annotated[
+        str,
+        typer.Option(
+            "--gpus",
+            metavar="GPUS",
+            help="0 or 0,1; workers share them if they are too few. Empty: there are none.",
+            rich_help_panel=_LIVE,
+        ),
+    ] = "0",
+    start_timeout_s: Annotated[
+        float,
+        typer.Option("--start-timeout", metavar="SECONDS", min=1, help="Until each way serves.", rich_help_panel=_LIVE),
+    ] = _LIVE_START_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the installed TensorRT-LLM with what Quartet relies on; loads no model."""
-    with _progress() as on_progress:
+    """Compare the installed TensorRT-LLM with what Quartet relies on; loads a model with --live only."""
+    with reporting_errors(), _progress() as on_progress:
+        plan = LivePlan(model=model, gpus=_gpus(gpus), start_timeout_s=start_timeout_s) if is_live else None
         on_progress("starting")
-        findings = asyncio.run(check_trtllm(timeout_s=timeout_s, on_progress=on_progress))
+        findings = asyncio.run(_check_trtllm(plan, timeout_s, on_progress))
     _report(findings, as_json=as_json)
 
 
@@ -121,6 +145,22 @@ def show(findings: Sequence[Finding], *, as_json: bool) -> None:
         table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.check), _description(finding))
     console.print(table)
     console.print(_sum(findings))
+
+
+async def _check_trtllm(plan: LivePlan | None, timeout_s: float, on_progress: Callable[[str], None]) -> list[Finding]:
+    findings = await check_trtllm(timeout_s=timeout_s, on_progress=on_progress)
+    if plan is None:
+        return findings
+    if worst(findings) is Verdict.WRONG:
+        return [*findings, wrong("live", "not tried", "first see to what is wrong with the package")]
+    return [*about_this(), *findings, *await check_live(plan, on_progress)]
+
+
+def _gpus(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--gpus: must be numbers of GPUs, as in 0,1, not {text!r}")
+    return tuple(map(int, parts))
 
 
 async def _check_all(etcd: EtcdCheck) -> list[Finding]:
