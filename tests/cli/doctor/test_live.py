@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,17 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.doctor.finding import Verdict
-from cli.doctor.live import AGGREGATED, DISAGGREGATED, WITH_ENCODE, WITH_PICTURES, Answers, judge_answers
+from cli.doctor.live import (
+    AGGREGATED,
+    DISAGGREGATED,
+    WITH_ENCODE,
+    WITH_PICTURES,
+    Answers,
+    LivePlan,
+    check_live,
+    judge_answers,
+)
+from quartet.engine.settings import EngineKind
 from tests import tiny
 from tests.cli.conftest import RunCli
 from tests.e2e.fork_server import ForkServer
@@ -52,16 +63,20 @@ async def test_a_model_is_served_in_each_way_with_the_same_answers(
     assert "with Encode: asking" in result.stderr
 
 
+@pytest.mark.e2e
 async def test_a_way_that_does_not_start_is_named_with_its_last_words(
-    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(DIRECTORY))
-    monkeypatch.setenv("TENSORRT_LLM_STAND_IN", json.dumps({"check_health": True}))
-    result = await run_cli("doctor", "trtllm", "--live", "--model", str(tmp_path), "--gpus", "")
-    assert result.exit_code == 1
-    lines = [line for line in result.stdout.splitlines() if line.startswith("wrong")]
-    assert [line.split()[1] for line in lines] == ["aggregated", "disaggregated"]
-    assert all(str(tmp_path) in line for line in lines), "config.json is missing there"
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
+    shutil.copytree(tiny.CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("broken")
+    plan = LivePlan(model=tmp_path, gpus=(), start_timeout_s=120, kind=EngineKind.TORCH)
+    findings = await check_live(plan, lambda _message: None)
+    assert [(finding.check, finding.verdict) for finding in findings] == [
+        ("aggregated", Verdict.WRONG),
+        ("disaggregated", Verdict.WRONG),
+    ]
+    assert all("tokenizer" in finding.message for finding in findings), findings
 
 
 def test_answers_that_differ_are_wrong_and_pictures_a_warning() -> None:
