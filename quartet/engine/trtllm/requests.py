@@ -507,7 +507,10 @@ async def _results(handle: Any, *, streams: bool) -> AsyncGenerator[Any, None]:
 
 def _queue_s(result: Any) -> float:
     """Seconds until the request was scheduled; 0 if TensorRT-LLM does not measure that."""
-    measured = (result.metrics_dict or {}).get("request_queue_time")
+    # The names are members of an enum, whose values are text; some releases had the text itself.
+    measured = {getattr(name, "value", name): value for name, value in (result.metrics_dict or {}).items()}.get(
+        "request_queue_time"
+    )
     return 0.0 if measured is None else max(0.0, float(measured))
 
 
