@@ -54,12 +54,12 @@ def test_an_encoder_takes_its_few_arguments_and_those_of_llm() -> None:
         encoder().generate_async(picture_prompt(picture()), streaming=True)
 
 
-def test_a_handle_is_a_dict_with_bytes_and_is_for_one_consumer() -> None:
+def test_a_handle_is_a_dict_with_base64_text_and_is_for_one_consumer() -> None:
     tower = encoder()
     disagg = tower.generate(picture_prompt(picture()), use_tqdm=False).disaggregated_params
     [handle] = disagg.multimodal_embedding_handles
     assert set(handle) == set(API["shapes"]["mm_embedding_handle"])
-    assert isinstance(handle["storage_handle"], bytes)
+    assert isinstance(handle["storage_handle"], str)
     view = SharedTensorContainer.from_dict(handle).get_local_view()
     assert view.shape == (64, 256)
     control.of(tower).wait_until(lambda: control.of(tower).num_held == 0)
