@@ -19,6 +19,8 @@ from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.sampling_params import SamplingParams
 
 _NOT_IMITATED = ("prompt_adapter_request", "kv_cache_retention_config", "_postproc_params")
+# What an idle rank of attention DP computes, so that all ranks take each step together.
+_DUMMY_PROMPT = [1]
 _NOT_IMITATED_PARAMS = (
     "logits_processor",
     "lookahead_config",
@@ -74,6 +76,9 @@ def make_request(
         guide=_guide(params, args, tokenizer),
         stop_words=stop_words,
     )
+    if args.enable_attention_dp and not request.salt and prompt.token_ids == _DUMMY_PROMPT:
+        # Upstream it finds the dummy's blocks in the cache, and its rank ends.
+        engine.inject(death=RuntimeError("a rank ended: the request shares blocks with the dummy request"))
     return request, recorded
 
 
