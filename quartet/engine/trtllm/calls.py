@@ -164,15 +164,4 @@ class CallBuilder:
         # The code that reads media checks them; with a hand-off they are in its KV.
         free = replace(generation.sampling, guided=None)
         plain = replace(generation, data_parallel_rank=0, adapter="", media=(), sampling=free)
-        if request.hand_off is not None and generation.media:
-            # Where media lie, TensorRT-LLM may have put ids of its own, beyond the vocabulary.
-            plain = replace(plain, prompt_token_ids=_without_media(generation))
         check_request(replace(request, generation=plain, hand_off=None, media_blocks=(), media_inputs=()), limits)
-
-
-def _without_media(generation: Generation) -> list[int]:
-    """The prompt, with tokens that every vocabulary has where media lie."""
-    token_ids = list(generation.prompt_token_ids)
-    for span in generation.media:
-        token_ids[span.first_position : span.first_position + span.num_tokens] = [0] * span.num_tokens
-    return token_ids

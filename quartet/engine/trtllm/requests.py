@@ -31,7 +31,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.trtllm.calls import Call, CallBuilder
 from quartet.engine.trtllm.errors import failure, is_foreseen, loss_of, refusal, trace_of
 from quartet.engine.trtllm.hand_off import PromptState
-from quartet.engine.trtllm.inputs import MediaItem
+from quartet.engine.trtllm.inputs import MediaItem, is_same_prompt
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.engine.trtllm.token_cursor import NewTokens
@@ -341,7 +341,9 @@ class ResultReader:
         self._check_prompt(result)
         if inputs is not None and inputs.unread_token_ids is not None:
             became = list(result.prompt_token_ids)
-            self._laid_out = self._loaded.inputs.laid_out(self._request.generation, inputs, became)
+            self._laid_out = self._loaded.inputs.laid_out(
+                self._request.generation, inputs, became, self._loaded.facts.vocab_size
+            )
         new = self._call.cursor.take(output)
         is_known = output.finish_reason in _FINISHED or output.finish_reason in _GOES_ON
         if not is_known or not new.token_ids:
@@ -400,7 +402,9 @@ class ResultReader:
     def _check_prompt(self, result: Any) -> None:
         inputs = self._call.inputs
         expected = None if inputs is None else inputs.expected_token_ids
-        if expected is not None and list(result.prompt_token_ids) != list(expected):
+        if expected is not None and not is_same_prompt(
+            expected, result.prompt_token_ids, self._request.generation.media, self._loaded.facts.vocab_size
+        ):
             message = "the engine made another prompt of the text and media that these ids became"
             raise InvalidRequestError(message, field="prompt_token_ids")
 

@@ -125,6 +125,9 @@ class StandInEngine(EngineLoop):
         num_tokens = len(request.prompt.token_ids)
         if rank.never_fits(request) or num_tokens >= self.max_seq_len:
             raise RequestError(f"The prompt of {num_tokens} tokens exceeds max_seq_len or the KV cache's capacity")
+        if request.prompt.vocab_size is None and max(request.prompt.token_ids) >= self.weights.vocab_size:
+            # Only a prompt that comes with its media may have ids beyond the vocabulary; a decode's never does.
+            raise RequestError("Token ID out of range")
         if (reason := self._hand_offs.refusal(request)) is not None:
             raise RequestError(reason)
         if rank.num_running >= self._args.max_batch_size or not rank.admit(request, self.max_seq_len):

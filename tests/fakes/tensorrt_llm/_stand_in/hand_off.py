@@ -53,7 +53,7 @@ class HandOffs:
         address = self._shelf.put(
             {
                 "layers": layers_of(seq.cache),
-                "token_ids": request.prompt.token_ids,
+                "token_ids": [-1 if request.prompt.is_item(one) else one for one in request.prompt.token_ids],
                 "first_token_id": seq.token_ids[0],
                 "ctx_request_id": request.request_id,
                 "layout": self._layout(),
@@ -88,9 +88,14 @@ class HandOffs:
             raise TransferError(f"KV cache transfer failed: {error}") from error
         except (ValueError, OSError) as error:
             raise TransferError("KV cache transfer failed: opaque_state is malformed") from error
+        # What stands in place of an item does not matter to decode: its KV is what prefill computed.
+        theirs, token_ids = state["token_ids"], request.prompt.token_ids
+        is_same = len(theirs) == len(token_ids) and all(
+            one in (-1, other) for one, other in zip(theirs, token_ids, strict=True)
+        )
         for name, ours in (
             ("ctx_request_id", disagg.ctx_request_id),
-            ("token_ids", request.prompt.token_ids),
+            ("token_ids", theirs if is_same else token_ids),
             ("layout", self._layout()),
         ):
             if state[name] != ours:
