@@ -151,6 +151,10 @@ class CallBuilder:
             raise UnsupportedFieldError("this engine does not serve that adapter", field="adapter")
         if request.hand_off is not None and request.kind is not RequestKind.DECODE:
             raise InvalidRequestError("only a decode takes a hand-off", field="hand_off")
+        is_handed_over = request.kind is RequestKind.PREFILL or request.hand_off is not None
+        if generation.output.logprobs is not None and is_handed_over and not self._package.hands_logprobs_over:
+            message = "this TensorRT-LLM hands no log probabilities from prefill to decode"
+            raise UnsupportedFieldError(message, field="output.logprobs")
         if request.kind is RequestKind.PREFILL and not self._loaded.arguments.has_transceiver:
             raise NoHandOffError("this engine hands nothing off: it has no cache transceiver")
         has_media = generation.media and request.hand_off is None

@@ -422,6 +422,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question("LLM has a health check (_check_health)", _has("tensorrt_llm", "LLM._check_health")),
     *(Question(f"LLM takes {name}", _field(*_UNCERTAIN_ARGS, name)) for name in schema.LLM.uncertain),
     Question("hand-offs have an id of ours (disagg_request_id)", _field(*_DISAGG, "disagg_request_id")),
+    Question("hand-offs carry log probabilities (first_gen_log_probs)", _field(*_DISAGG, "first_gen_log_probs")),
     Question(
         "hand-offs carry mrope positions, as Qwen2.5-VL wants them",
         _field(*_DISAGG, "mrope_position_ids_handle", "mrope_position_deltas_handle"),

@@ -250,10 +250,13 @@ class LlmRequests:
             request,
             is_pulling=live.is_pulling,
             awaits_media=not live.reader.has_started and any(isinstance(kept, bytes) for kept in request.media_inputs),
+            is_gone=self._loaded.is_gone,
         )
         if error is None:
             self._on_lost(raised)
             return loss_of(raised)
+        if isinstance(raised, AssertionError):
+            live.handle.abort()  # the engine may go on with it
         if live.is_cancelled:
             return RequestCancelledError("the request was cancelled")
         if isinstance(error, EngineError):

@@ -146,8 +146,11 @@ class StandInEngine(EngineLoop):
 
     def _make_sequences(self, request: Request) -> None:
         ids = request.prompt.token_ids
+        # TorchSampler, the default of 1.2, accepts penalties, min_p and a seed, and ignores them.
+        honours_all = SWITCHES.is_1_4 or self._args.sampler_type == "TRTLLMSampler"
         request.sequences = [
-            Sequence(index, Drawer(request.params, index, ids, request.guide)) for index in range(request.params.n)
+            Sequence(index, Drawer(request.params, index, ids, request.guide, honours_all=honours_all))
+            for index in range(request.params.n)
         ]
 
     def _prefill(self, request: Request) -> None:
@@ -169,7 +172,7 @@ class StandInEngine(EngineLoop):
 
     def _pull(self, request: Request) -> None:
         [seq] = request.sequences
-        seq.cache, seq.token_ids = self._hand_offs.pull(request)
+        seq.cache, seq.token_ids, seq.logprobs = self._hand_offs.pull(request)
         self.ranks[request.rank].store(request, seq)
         request.state = RequestState.RUNNING
         # Prefill reported the first tokens, but they are this answer's, too: they come with the next one.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+from tensorrt_llm._stand_in.switches import SWITCHES
 
 API: dict[str, Any] = json.loads((Path(__file__).parents[1] / "api.json").read_text(encoding="utf-8"))
 _CONFIG = pydantic.ConfigDict(
@@ -76,7 +77,8 @@ def params_of(name: str, *, uncertain: bool = False) -> dict[str, dict[str, Any]
     """Return the parameters of a class or method, those it inherits first."""
     entry = API["classes"].get(name) or API["methods"][name]
     inherited = params_of(entry["extends"]) if "extends" in entry else {}
-    return {**inherited, **entry["params"], **(entry.get("uncertain_params", {}) if uncertain else {})}
+    later = entry.get("later_params", {}) if SWITCHES.is_1_4 else {}
+    return {**inherited, **entry["params"], **(entry.get("uncertain_params", {}) if uncertain else {}), **later}
 
 
 def make_model(
@@ -188,7 +190,10 @@ def signed(name: str, *, self_name: str | None = "self") -> Callable[[Callable[.
     """
     entry = API["classes"].get(name) or API["methods"][name]
     kind = inspect.Parameter.KEYWORD_ONLY if entry.get("keyword_only") else inspect.Parameter.POSITIONAL_OR_KEYWORD
-    params = [inspect.Parameter(field, kind, default=_plain_default(param)) for field, param in entry["params"].items()]
+    params = [
+        inspect.Parameter(field, kind, default=_plain_default(param))
+        for field, param in {**entry["params"], **(entry.get("later_params", {}) if SWITCHES.is_1_4 else {})}.items()
+    ]
     if "extra_kwargs_from" in entry:
         params.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature(params)

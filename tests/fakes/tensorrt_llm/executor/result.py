@@ -181,6 +181,8 @@ class RequestOutput:
         output.begin_step()
         output.token_ids.extend(step.token_ids)
         output.logprobs.extend(self._logprobs(step))
+        if self._params is not None and self._params.logprobs is not None and step.finish_reason != "cancelled":
+            assert len(output.logprobs) == output.length  # as upstream: it's not a check of the adapter's use
         output.prompt_logprobs = step.prompt_logprobs or output.prompt_logprobs
         output.cumulative_logprob = step.sum_logprobs
         if step.num_trimmed:
