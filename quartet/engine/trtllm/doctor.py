@@ -411,7 +411,7 @@ def _is_runtime_error() -> bool:
     return issubclass(_get("tensorrt_llm.executor.utils", "RequestError"), RuntimeError)
 
 
-_UNCERTAIN_ARGS, _DISAGG = (
+_TORCH_ARGS, _DISAGG = (
     (_ARGS, "TorchLlmArgs"),
     ("tensorrt_llm.llmapi", "DisaggregatedParams"),
 )
@@ -420,7 +420,6 @@ _AUTODEPLOY = ("tensorrt_llm._torch.auto_deploy.llm_args", "LlmArgs")
 
 QUESTIONS: tuple[Question, ...] = (
     Question("LLM has a health check (_check_health)", _has("tensorrt_llm", "LLM._check_health")),
-    *(Question(f"LLM takes {name}", _field(*_UNCERTAIN_ARGS, name)) for name in schema.LLM.uncertain),
     Question("hand-offs have an id of ours (disagg_request_id)", _field(*_DISAGG, "disagg_request_id")),
     Question("hand-offs carry log probabilities (first_gen_log_probs)", _field(*_DISAGG, "first_gen_log_probs")),
     Question(
@@ -436,7 +435,7 @@ QUESTIONS: tuple[Question, ...] = (
         _has("tensorrt_llm.inputs", "default_multimodal_input_loader"),
     ),
     Question("it has a gRPC server", _has("tensorrt_llm.grpc", "__name__"), is_later=True),
-    Question("LLM takes model_kwargs", _field(*_UNCERTAIN_ARGS, "model_kwargs"), is_later=True),
+    Question("LLM takes model_kwargs", _field(*_TORCH_ARGS, "model_kwargs"), is_later=True),
     Question(
         "it generates pictures and video (visual_gen)", _has("tensorrt_llm.visual_gen", "__name__"), is_later=True
     ),

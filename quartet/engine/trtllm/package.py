@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from importlib.metadata import PackageNotFoundError, version
 
 from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
-
 
 #: The first line whose one sampler honours penalties, ``min_p`` and seeds.
 COMPLETE_SAMPLER_LINE = (1, 4)
@@ -49,10 +49,18 @@ class Package:
         return self.has_disaggregated_field("first_gen_log_probs")
 
 
-def line_of(version: str) -> tuple[int, int]:
-    """The line of releases to which ``version`` belongs, such as (1, 2) for 1.2.1; (0, 0) for an unreadable one."""
-    found = _LINE.match(version)
+def line_of(text: str) -> tuple[int, int]:
+    """The line of releases to which the version ``text`` belongs, such as (1, 2) for 1.2.1; (0, 0) for an unreadable one."""
+    found = _LINE.match(text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def installed_line() -> tuple[int, int]:
+    """The line of the installed package, without importing it; (0, 0) without one."""
+    try:
+        return line_of(version("tensorrt_llm"))
+    except PackageNotFoundError:
+        return (0, 0)
 
 
 def check_installed() -> None:

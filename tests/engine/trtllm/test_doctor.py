@@ -45,7 +45,7 @@ def test_classes_that_only_some_engine_args_want_are_reported_as_such() -> None:
     ("switch", "words"),
     [
         ("check_health", "health check"),
-        ("uncertain_llm_params", "LLM takes max_stats_len"),
+        ("first_gen_log_probs", "first_gen_log_probs"),
         ("disagg_request_id", "disagg_request_id"),
         ("mrope_handles", "mrope"),
         ("lower_case_transceivers", "lower case"),

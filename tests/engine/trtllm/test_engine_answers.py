@@ -31,7 +31,7 @@ EOS = 1
 #: Each switch the other way than elsewhere in these tests, as few together as time allows.
 SWITCHES: list[dict[str, Any]] = [
     {},
-    {"kv_event_form": "queue", "disagg_request_id": True, "uncertain_llm_params": True},
+    {"kv_event_form": "queue", "disagg_request_id": True},
     {"kv_event_form": "queue", "kv_event_lists": True, "mrope_handles": False, "mm_keys": True},
     {"no_kv_cache_stats": True, "context_finish": "not_finished", "result_timeout_works": True},
     {"end_id_in_tokens": False, "check_health": True},

@@ -14,7 +14,6 @@ from tensorrt_llm._stand_in.weights import Weights, cache_of, layers_of
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.result import Logprob
 
-
 #: What a decode of 1.4 must get just as prefill gave it.
 _OF_1_4 = ("disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style")
 

@@ -85,7 +85,6 @@ def make_model(
     name: str,
     base: type[Any] | None = None,
     *,
-    uncertain: bool = False,
     only: set[str] | None = None,
     own: Mapping[str, Any] | None = None,
     **types: Any,
@@ -95,7 +94,6 @@ def make_model(
     Args:
         name: its name in the description.
         base: a class with its validators; must not have fields of its own.
-        uncertain: whether it has the uncertain fields.
         only: the fields that it has, if not all.
         own: fields that the description has in words: type and default, for pydantic.
         types: of fields whose description is prose.
@@ -104,7 +102,7 @@ def make_model(
     config = type(f"{name}Base", (bases,), {"model_config": _CONFIG, "__module__": __name__})
     fields = {
         field: (types.get(field) or _type_of(param), _pydantic_default(param))
-        for field, param in params_of(name, uncertain=uncertain).items()
+        for field, param in params_of(name).items()
         if only is None or field in only
     }
     made: type[Any] = pydantic.create_model(name, __base__=config, **{**fields, **(own or {})})

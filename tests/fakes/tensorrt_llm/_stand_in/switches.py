@@ -16,7 +16,6 @@ class Switches:
         version: of the release; 1.4 has what came with 1.3 and 1.4, as far as the adapter meets it.
         num_gpus: GPUs that are visible; without any not even arguments can be made.
         num_kv_blocks: blocks of KV on the GPU, unless ``KvCacheConfig.max_tokens`` says less.
-        uncertain_llm_params: `LLM` takes what only sources after the cut have.
         disagg_request_id, first_gen_log_probs, mrope_handles: `DisaggregatedParams` has these fields.
         check_health: `LLM._check_health` exists.
         kv_event_form: how events and statistics are fetched.
@@ -39,7 +38,6 @@ class Switches:
     version: Literal["1.2.1", "1.4.0rc1"] = "1.2.1"
     num_gpus: int = 8
     num_kv_blocks: int = 512
-    uncertain_llm_params: bool = False
     disagg_request_id: bool = False
     first_gen_log_probs: bool = True
     mrope_handles: bool = True
