@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.trtllm.hand_off import PromptState
+from quartet.engine.base import EngineRequest, RequestKind
+from quartet.engine.trtllm.hand_off import HAND_OFF_ID, PromptState, new_hand_off_id
 from quartet.engine.trtllm.inputs import LlmInputs, MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.sampling import check_sampling_fields, sampling_params, stop_ids_of
@@ -66,13 +67,16 @@ class CallBuilder:
         generation = request.generation
         num_output, num_done = max_output_tokens(request, limits), len(generation.generated_token_ids)
         inputs = self._loaded.inputs.build(request, media)
+        disaggregated = dict(inputs.disaggregated)
         # A single token needs no decode. Without a hand-off no blocks are held, so none have to be released.
         is_handing_off = request.kind is RequestKind.PREFILL and num_output - num_done > 1
         request_type = "context_only" if is_handing_off else "context_and_generation"
-        has_params = is_handing_off or inputs.disaggregated
+        has_params = is_handing_off or disaggregated
+        if is_handing_off and self._package.has_disaggregated_field(HAND_OFF_ID):
+            disaggregated[HAND_OFF_ID] = new_hand_off_id()
         params = self._package.DisaggregatedParams
         return self._made(
-            generation,
+            request,
             num_known=0,
             is_handing_off=is_handing_off,
             built=inputs,
@@ -86,7 +90,7 @@ class CallBuilder:
                 num_done=num_done,
                 add_special_tokens=inputs.add_special_tokens,
             ),
-            disaggregated_params=params(request_type=request_type, **inputs.disaggregated) if has_params else None,
+            disaggregated_params=params(request_type=request_type, **disaggregated) if has_params else None,
         )
 
     def _continuation(self, request: EngineRequest, state: PromptState, limits: EngineLimits) -> Call:
@@ -94,7 +98,7 @@ class CallBuilder:
         generation = request.generation
         before = generation.generated_token_ids[:-1]
         return self._made(
-            generation,
+            request,
             num_known=1,
             inputs={"prompt_token_ids": [*generation.prompt_token_ids, *before]},
             streaming=True,
@@ -110,13 +114,16 @@ class CallBuilder:
 
     def _made(
         self,
-        generation: Generation,
+        request: EngineRequest,
         *,
         num_known: int,
         is_handing_off: bool = False,
         built: LlmInputs | None = None,
         **arguments: Any,
     ) -> Call:
+        generation = request.generation
+        if self._package.takes_priority:
+            arguments["priority"] = _priority(request.priority)
         if generation.cache_salt:
             arguments["cache_salt"] = generation.cache_salt
         if generation.adapter:
@@ -169,3 +176,8 @@ class CallBuilder:
         free = replace(generation.sampling, guided=None)
         plain = replace(generation, data_parallel_rank=0, adapter="", media=(), sampling=free)
         check_request(replace(request, generation=plain, hand_off=None, media_blocks=(), media_inputs=()), limits)
+
+
+def _priority(priority: int) -> float:
+    """Our priority on TensorRT-LLM's scale, where requests have 0.5 unless they say otherwise, and 0 to 1."""
+    return 0.5 + math.atan(priority) / math.pi

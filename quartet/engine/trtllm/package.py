@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 from importlib.metadata import PackageNotFoundError, version
 
@@ -21,6 +22,7 @@ class Package:
 
     Attributes:
         line: the first two parts of its version; (0, 0) if it has none that can be read.
+        takes_priority: whether a call may name a priority; 1.2 knows none.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,8 @@ class Package:
         self.LLM, self.SamplingParams, self.SchedulingParams = LLM, SamplingParams, SchedulingParams
         self.DisaggregatedParams, self.GuidedDecodingParams = DisaggregatedParams, GuidedDecodingParams
         self.LoRARequest, self.Logprob = LoRARequest, Logprob
+        parameters = inspect.signature(LLM.generate_async).parameters
+        self.takes_priority = "priority" in parameters
         self.line = line_of(str(__version__))
         self.RequestError: type[Exception] = RequestError
 
@@ -50,7 +54,7 @@ class Package:
 
 
 def line_of(text: str) -> tuple[int, int]:
-    """The line of releases to which the version ``text`` belongs, such as (1, 2) for 1.2.1; (0, 0) for an unreadable one."""
+    """The line of the version ``text``, such as (1, 2) for 1.2.1; (0, 0) if it can't be read."""
     found = _LINE.match(text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 

@@ -386,6 +386,7 @@ class ResultReader:
             output.disaggregated_params,
             self._loaded.cache,
             num_tokens=len(generation.prompt_token_ids) + len(generation.generated_token_ids),
+            given=self._call.arguments.get("disaggregated_params"),
         )
 
     def _start(self, result: Any) -> None:

@@ -204,6 +204,8 @@ class Canary:
         # A salt of its own: with attention data parallelism TensorRT-LLM has requests of its own, of the prompt [1],
         # and a rank ends when another request shares their blocks.
         arguments: dict[str, Any] = {"sampling_params": params, "cache_salt": _CANARY_SALT}
+        if package.takes_priority:
+            arguments["priority"] = 1.0  # behind a long queue it would prove nothing for long
         if self._loaded.arguments.num_ranks > 1:
             arguments["scheduling_params"] = package.SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
         # Events don't tell salted blocks from others.

@@ -35,6 +35,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"kv_event_form": "queue", "kv_event_lists": True, "mrope_handles": False, "mm_keys": True},
     {"no_kv_cache_stats": True, "context_finish": "not_finished", "result_timeout_works": True},
     {"end_id_in_tokens": False, "check_health": True},
+    {"version": "1.4.0rc1"},
+    {"version": "1.4.0rc1", "kv_event_form": "queue", "logprobs_as_floats": True},
     {"logprobs_as_floats": True, "single_use_state": False, "abort_pins_state": False},
     {"logprobs_as_floats": True, "end_id_in_tokens": False, "kv_event_lists": True},
 ]
@@ -53,7 +55,7 @@ async def prefilled_by(prefill: Running, request: EngineRequest) -> Prefilled:
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-async def test_answers_are_the_same_whatever_1_2_is_like(switches: dict[str, Any]) -> None:
+async def test_answers_are_the_same_whatever_a_release_is_like(switches: dict[str, Any]) -> None:
     expected = greedy(SPELL, 64)
     assert expected[-1] == EOS
     options = OutputOptions(logprobs=2)
@@ -276,6 +278,30 @@ async def test_a_result_that_contradicts_itself_fails_its_request_alone(
         plain = asked(STORY, 3)
         await decode.end_of(plain)
         assert decode.tokens_of(plain) == greedy(STORY, 3)
+
+
+async def test_what_1_4_wants_of_a_call_is_given_and_1_2_does_not_get_it() -> None:
+    for version in ("1.2.1", "1.4.0rc1"):
+        is_1_4 = version == "1.4.0rc1"
+        with stand_in(version=version):
+            async with running(PREFILL) as prefill, running() as decode:
+                assert ("priority" in decode.last_call) == is_1_4, "the canary's"
+                ids = set()
+                for priority in (0, 0, 3, -3):
+                    request = replace(asked(STORY, 4, PREFILL), priority=priority)
+                    prefilled = await prefilled_by(prefill, request)
+                    ids.add(getattr(prefill.last_call["disaggregated_params"], "disagg_request_id", None))
+                    if is_1_4:
+                        assert (prefill.last_call["priority"] > 0.5, prefill.last_call["priority"] < 0.5) == (
+                            priority > 0,
+                            priority < 0,
+                        )
+                assert (len(ids), None in ids) == ((4, False) if is_1_4 else (1, True))
+                rest = decode_of(request, prefilled)
+                await decode.end_of(rest)
+                assert decode.tokens_of(rest) == greedy(STORY, 4)[1:]
+                taken = decode.last_call["disaggregated_params"]
+                assert (getattr(taken, "ctx_info_endpoint", None) is not None) == is_1_4
 
 
 async def test_a_grammar_is_followed_where_the_engine_has_one_and_is_not_taken_up_in_the_middle(package: Any) -> None:
