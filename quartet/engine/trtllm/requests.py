@@ -143,10 +143,12 @@ class LlmRequests:
         live.timers.append(asyncio.get_running_loop().call_later(timeout_s, self._abort, live))
 
     def release(self, id: int) -> None:
-        """Free the blocks that a completed prefill holds; unknown ids are ignored."""
+        """Count the blocks of a completed prefill as free; unknown ids are ignored."""
         handle = self._held.pop(id, None)
         if handle is not None:
-            # If decode has pulled the blocks, this changes nothing; if not, no worker will pull them.
+            # If decode has pulled the blocks, this changes nothing. If not, no worker will pull them; but TensorRT-LLM
+            # forgets a request with its last result, ignores the abort, and keeps the blocks until
+            # `kv_transfer_timeout_ms` is over.
             handle.abort()
             self._loaded.book.release(id)
 
