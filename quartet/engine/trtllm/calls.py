@@ -123,7 +123,8 @@ class CallBuilder:
     ) -> Call:
         generation = request.generation
         if self._package.takes_priority:
-            arguments["priority"] = _priority(request.priority)
+            # Not among the symbols that are relied on: the doctor asks for it as a fact of a later line.
+            arguments |= {"priority": _priority(request.priority)}
         if generation.cache_salt:
             arguments["cache_salt"] = generation.cache_salt
         if generation.adapter:
