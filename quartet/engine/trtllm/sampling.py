@@ -16,7 +16,7 @@ from quartet.engine.trtllm.package import COMPLETE_SAMPLER_LINE, Package
 # Fields of ``Sampling`` and ``OutputOptions`` that every release honours, whatever arguments the engine was made with.
 _SAMPLING_FIELDS = frozenset("temperature top_k top_p max_tokens min_tokens stop_token_ids ignore_eos logprobs".split())
 # What the default sampler before 1.4 accepts and ignores.
-_FIELDS_OF_COMPLETE_SAMPLERS = frozenset("min_p repetition_penalty presence_penalty frequency_penalty".split())
+_FIELDS_OF_COMPLETE_SAMPLERS = frozenset("seed min_p repetition_penalty presence_penalty frequency_penalty".split())
 _COMPLETE_SAMPLER = "TRTLLMSampler"
 # The names of ``GuidedDecodingParams``; a choice is made a regular expression.
 _GRAMMARS = {
