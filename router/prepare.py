@@ -418,7 +418,9 @@ class RouterRequest:
     def sampling_fields(self) -> frozenset[str]:
         """The fields of ``Sampling`` and ``OutputOptions`` that its workers have to honour."""
         changed = self.sampling.changed_fields
-        return changed if self.start.output.logprobs is None else changed | {"logprobs"}
+        if self.start.output.logprobs is not None:
+            changed |= {"logprobs"}
+        return changed | {"seed"} if _needs_seed(self.start) else changed
 
     def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:
         """Hashes of the full blocks of the prompt and of ``generated``, which follows it, as workers compute them.
@@ -460,6 +462,11 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-
 _MAX_TRACEPARENT_LENGTH = 256
 
 
+def _needs_seed(start: GenerateStart) -> bool:
+    """Whether the request asks for an answer that its seed decides; greedy ones have no use for it."""
+    return start.seed is not None and not start.sampling.is_greedy
+
+
 def check_pool(start: GenerateStart, pool: Pool) -> None:
     """Refuse what this pool can't serve. Raises ``UnsupportedFieldError``."""
     check_fields(start.sampling, pool.sampling_fields, "this model")
@@ -467,6 +474,8 @@ def check_pool(start: GenerateStart, pool: Pool) -> None:
         raise UnsupportedFieldError("this model's engine can't be made to call tools", field="chat.tool_choice")
     if start.output.logprobs is not None and "logprobs" not in pool.sampling_fields:
         raise UnsupportedFieldError("this model gives no log probabilities", field="output.logprobs")
+    if _needs_seed(start) and "seed" not in pool.sampling_fields:
+        raise UnsupportedFieldError("this model's engine pays no heed to seeds", field="seed")
     if start.adapter and start.adapter not in pool.adapters:
         raise UnsupportedFieldError("this model has no such adapter", field="adapter")
 

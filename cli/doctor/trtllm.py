@@ -19,6 +19,8 @@ from quartet.engine.trtllm.doctor import (
     OtherDefault,
     Report,
 )
+from quartet.engine.trtllm.package import line_of
+from quartet.engine.trtllm.schema import LATER_LINE
 
 _NAME = "TensorRT-LLM"
 _INSPECTION = "quartet.engine.trtllm.doctor"
@@ -48,7 +50,7 @@ def judge_report(report: Report) -> list[Finding]:
         ok("relied on", f"{report.num_found} symbols, parameters and fields are there"),
         *map(_lack, report.lacks),
         *map(_default, report.other_defaults),
-        *map(_fact, report.facts),
+        *(_fact(fact, is_later_line=line_of(report.version) >= LATER_LINE) for fact in report.facts),
         ok("uncertain", f"shows only with a model: {'; '.join(NEEDS_A_MODEL)}"),
     ]
 
@@ -82,10 +84,10 @@ def _default(other: OtherDefault) -> Finding:
     )
 
 
-def _fact(fact: Fact) -> Finding:
+def _fact(fact: Fact, *, is_later_line: bool) -> Finding:
     if fact.holds is None:
         return ok("uncertain", f"can't be told: {fact.text}")
-    if fact.is_later and fact.holds:
+    if fact.is_later and fact.holds and not is_later_line:
         return warning(
             "of 1.3", fact.text, "the package is newer than its version says, or changed; see what is missing"
         )

@@ -57,10 +57,11 @@ logger = logging.getLogger(__name__)
 #: Makes what compiles the grammars of requests for a loaded model.
 GrammarsFactory: TypeAlias = Callable[[ModelRunner], GrammarCompiler]
 
-#: Every field of ``Sampling`` and ``OutputOptions`` but grammars, for which an engine needs the model's tokenizer.
-ALL_SAMPLING_FIELDS = frozenset(item.name for options in (Sampling, OutputOptions) for item in fields(options)) - {
-    "guided"
-}
+#: The seed, and every field of ``Sampling`` and ``OutputOptions`` but grammars, for which an engine needs the model's
+#: tokenizer.
+ALL_SAMPLING_FIELDS = frozenset(
+    {"seed", *(item.name for kind in (Sampling, OutputOptions) for item in fields(kind))}
+) - {"guided"}
 
 
 class StepEngine(ThreadedEngine[ModelRunner]):

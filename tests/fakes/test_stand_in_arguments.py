@@ -74,7 +74,7 @@ def test_a_config_refuses_unknown_fields_and_those_of_1_3(name: str) -> None:
             getattr(llm_args, name)(**given, **{later: 1})
 
 
-@pytest.mark.parametrize("name", ["surprise", *schema.API["classes"]["TorchLlmArgs"]["not_in_1_2"], "max_stats_len"])
+@pytest.mark.parametrize("name", ["surprise", *schema.API["classes"]["TorchLlmArgs"]["not_in_1_2"]])
 def test_llm_names_an_argument_that_it_does_not_know(name: str) -> None:
     assert refused(**{name: 1}) == f"LLM got invalid argument: {name}"
 
@@ -93,11 +93,12 @@ def test_signatures_are_the_description_s(name: str) -> None:
     assert list(signature.parameters)[1:] == list(schema.API["methods"][name]["params"])
 
 
-def test_uncertain_arguments_can_be_detected_and_are_then_taken() -> None:
-    assert "max_stats_len" not in TorchLlmArgs.model_fields
-    with installed(uncertain_llm_params=True) as other:
-        assert "max_stats_len" in importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs.model_fields
-        other.LLM(MODEL, max_stats_len=10).shutdown()
+def test_a_later_line_has_what_came_with_it() -> None:
+    assert "disk_cache_size" not in llmapi.KvCacheConfig.model_fields
+    with installed(version="1.4.0rc1") as other:
+        assert other.__version__ == "1.4.0rc1"
+        assert other.llmapi.KvCacheConfig(disk_cache_size=1).disk_cache_size == 1
+        assert {"priority", "conversation_params"} <= set(inspect.signature(other.LLM.generate_async).parameters)
     assert LlmArgs is TorchLlmArgs
 
 

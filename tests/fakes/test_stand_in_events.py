@@ -198,8 +198,11 @@ async def test_over_rpc_each_call_fetches_and_works_at_once() -> None:
     assert await drained(llm.get_kv_cache_events_async(0.01))
 
 
-async def test_as_a_queue_it_begins_with_the_first_request_and_ends_until_the_next() -> None:
+async def test_as_a_queue_it_begins_with_the_first_request_and_ends_until_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with installed(kv_event_form="queue") as other, publishing(other, enable_iter_perf_stats=True) as llm:
+        monkeypatch.setattr(other._stand_in.feeds, "DISPATCH_S", 0.0)
         with pytest.raises(AssertionError):
             llm.get_kv_cache_events_async(0.01)
         assert await drained(llm.get_stats_async(0.01)) == []

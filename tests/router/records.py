@@ -8,6 +8,7 @@ from quartet.discovery.base import HostIdentity, Role, WorkerRecord
 from quartet.events.load import RankLoad, WorkerLoad
 
 ALL_SAMPLING_FIELDS = (
+    "seed",
     "temperature",
     "top_k",
     "top_p",

@@ -352,7 +352,13 @@ _ENCODER_DTYPES = ("auto", "float16", "float32", "bfloat16")
 
 
 def keep_safe_for_autodeploy(arguments: Arguments) -> None:
-    """Drop the arguments that not every AutoDeploy takes, with a warning for each."""
+    """Drop the arguments that not every AutoDeploy takes, with a warning for each.
+
+    Its one knob for GPUs is ``world_size``: tensor-parallel ranks become that many.
+    """
+    num_ranks = arguments.values.pop("tensor_parallel_size", 1)
+    if num_ranks != 1:
+        arguments.set_default("world_size", num_ranks)
     for origin in arguments.keep_only(schema.AUTODEPLOY.types):
         hint = "; its one knob for GPUs is world_size" if origin.endswith("parallel_size") else ""
         arguments.warnings.append(f"{origin}: left out, the backend _autodeploy may not take it{hint}")

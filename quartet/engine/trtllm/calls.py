@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.trtllm.hand_off import PromptState
+from quartet.engine.base import EngineRequest, RequestKind
+from quartet.engine.trtllm.hand_off import HAND_OFF_ID, PromptState, new_hand_off_id
 from quartet.engine.trtllm.inputs import LlmInputs, MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.sampling import check_sampling_fields, sampling_params, stop_ids_of
@@ -66,13 +67,16 @@ class CallBuilder:
         generation = request.generation
         num_output, num_done = max_output_tokens(request, limits), len(generation.generated_token_ids)
         inputs = self._loaded.inputs.build(request, media)
+        disaggregated = dict(inputs.disaggregated)
         # A single token needs no decode. Without a hand-off no blocks are held, so none have to be released.
         is_handing_off = request.kind is RequestKind.PREFILL and num_output - num_done > 1
         request_type = "context_only" if is_handing_off else "context_and_generation"
-        has_params = is_handing_off or inputs.disaggregated
+        has_params = is_handing_off or disaggregated
+        if is_handing_off and self._package.has_disaggregated_field(HAND_OFF_ID):
+            disaggregated[HAND_OFF_ID] = new_hand_off_id()
         params = self._package.DisaggregatedParams
         return self._made(
-            generation,
+            request,
             num_known=0,
             is_handing_off=is_handing_off,
             built=inputs,
@@ -86,7 +90,7 @@ class CallBuilder:
                 num_done=num_done,
                 add_special_tokens=inputs.add_special_tokens,
             ),
-            disaggregated_params=params(request_type=request_type, **inputs.disaggregated) if has_params else None,
+            disaggregated_params=params(request_type=request_type, **disaggregated) if has_params else None,
         )
 
     def _continuation(self, request: EngineRequest, state: PromptState, limits: EngineLimits) -> Call:
@@ -94,7 +98,7 @@ class CallBuilder:
         generation = request.generation
         before = generation.generated_token_ids[:-1]
         return self._made(
-            generation,
+            request,
             num_known=1,
             inputs={"prompt_token_ids": [*generation.prompt_token_ids, *before]},
             streaming=True,
@@ -110,13 +114,17 @@ class CallBuilder:
 
     def _made(
         self,
-        generation: Generation,
+        request: EngineRequest,
         *,
         num_known: int,
         is_handing_off: bool = False,
         built: LlmInputs | None = None,
         **arguments: Any,
     ) -> Call:
+        generation = request.generation
+        if self._package.takes_priority:
+            # Not among the symbols that are relied on: the doctor asks for it as a fact of a later line.
+            arguments |= {"priority": _priority(request.priority)}
         if generation.cache_salt:
             arguments["cache_salt"] = generation.cache_salt
         if generation.adapter:
@@ -151,6 +159,10 @@ class CallBuilder:
             raise UnsupportedFieldError("this engine does not serve that adapter", field="adapter")
         if request.hand_off is not None and request.kind is not RequestKind.DECODE:
             raise InvalidRequestError("only a decode takes a hand-off", field="hand_off")
+        is_handed_over = request.kind is RequestKind.PREFILL or request.hand_off is not None
+        if generation.output.logprobs is not None and is_handed_over and not self._package.hands_logprobs_over:
+            message = "this TensorRT-LLM hands no log probabilities from prefill to decode"
+            raise UnsupportedFieldError(message, field="output.logprobs")
         if request.kind is RequestKind.PREFILL and not self._loaded.arguments.has_transceiver:
             raise NoHandOffError("this engine hands nothing off: it has no cache transceiver")
         has_media = generation.media and request.hand_off is None
@@ -164,15 +176,9 @@ class CallBuilder:
         # The code that reads media checks them; with a hand-off they are in its KV.
         free = replace(generation.sampling, guided=None)
         plain = replace(generation, data_parallel_rank=0, adapter="", media=(), sampling=free)
-        if request.hand_off is not None and generation.media:
-            # Where media lie, TensorRT-LLM may have put ids of its own, beyond the vocabulary.
-            plain = replace(plain, prompt_token_ids=_without_media(generation))
         check_request(replace(request, generation=plain, hand_off=None, media_blocks=(), media_inputs=()), limits)
 
 
-def _without_media(generation: Generation) -> list[int]:
-    """The prompt, with tokens that every vocabulary has where media lie."""
-    token_ids = list(generation.prompt_token_ids)
-    for span in generation.media:
-        token_ids[span.first_position : span.first_position + span.num_tokens] = [0] * span.num_tokens
-    return token_ids
+def _priority(priority: int) -> float:
+    """Our priority on TensorRT-LLM's scale, where requests have 0.5 unless they say otherwise, and 0 to 1."""
+    return 0.5 + math.atan(priority) / math.pi

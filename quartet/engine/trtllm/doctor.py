@@ -234,7 +234,12 @@ VERSION: Final = "1.2"
 OTHER_VERSIONS: Mapping[str, str] = {
     "1.0": "lacks what came with 1.2, such as several answers and beam search on the PyTorch backend",
     "1.1": "lacks what came with 1.2, such as several answers and beam search on the PyTorch backend",
-    "1.3": "has more fields in hand-offs, KV events and statistics, which Quartet passes over, and renames metrics",
+    "1.3": (
+        "its hand-offs need a disagg_request_id, which Quartet gives, and its KV events may have hashes of text, "
+        "salts and media, which Quartet reads; arguments that came with it are passed on unchecked; penalties, min_p "
+        "and seeds count with TRTLLMSampler alone"
+    ),
+    "1.4": ("as 1.3; its one sampler honours penalties, min_p and seeds, and sampler_type: TRTLLMSampler is gone"),
 }
 
 
@@ -393,6 +398,10 @@ def _field(module: str, name: str, *fields: str) -> Callable[[], bool]:
     return holds
 
 
+def _parameter(module: str, name: str, parameter: str) -> Callable[[], bool]:
+    return lambda: parameter in inspect.signature(_get(module, name)).parameters
+
+
 def _takes_lower_case() -> bool:
     # Only one part of the arguments: making it reads no GPU, while making all of them would.
     try:
@@ -411,7 +420,7 @@ def _is_runtime_error() -> bool:
     return issubclass(_get("tensorrt_llm.executor.utils", "RequestError"), RuntimeError)
 
 
-_UNCERTAIN_ARGS, _DISAGG = (
+_TORCH_ARGS, _DISAGG = (
     (_ARGS, "TorchLlmArgs"),
     ("tensorrt_llm.llmapi", "DisaggregatedParams"),
 )
@@ -420,8 +429,8 @@ _AUTODEPLOY = ("tensorrt_llm._torch.auto_deploy.llm_args", "LlmArgs")
 
 QUESTIONS: tuple[Question, ...] = (
     Question("LLM has a health check (_check_health)", _has("tensorrt_llm", "LLM._check_health")),
-    *(Question(f"LLM takes {name}", _field(*_UNCERTAIN_ARGS, name)) for name in schema.LLM.uncertain),
     Question("hand-offs have an id of ours (disagg_request_id)", _field(*_DISAGG, "disagg_request_id")),
+    Question("hand-offs carry log probabilities (first_gen_log_probs)", _field(*_DISAGG, "first_gen_log_probs")),
     Question(
         "hand-offs carry mrope positions, as Qwen2.5-VL wants them",
         _field(*_DISAGG, "mrope_position_ids_handle", "mrope_position_deltas_handle"),
@@ -434,8 +443,24 @@ QUESTIONS: tuple[Question, ...] = (
         "it loads media by itself (default_multimodal_input_loader), which Quartet does without",
         _has("tensorrt_llm.inputs", "default_multimodal_input_loader"),
     ),
+    Question("calls take a priority", _parameter("tensorrt_llm", "LLM.generate_async", "priority"), is_later=True),
+    Question(
+        "calls take a conversation, which Quartet does not name",
+        _parameter("tensorrt_llm", "LLM.generate_async", "conversation_params"),
+        is_later=True,
+    ),
+    Question(
+        "hand-offs name rank, endpoint and schedule, which Quartet carries",
+        _field(*_DISAGG, "ctx_dp_rank", "ctx_info_endpoint", "schedule_style"),
+        is_later=True,
+    ),
+    Question(
+        "hashes in KV events may be text (kv_cache_event_hash_algo)",
+        _field(_ARGS, "KvCacheConfig", "kv_cache_event_hash_algo"),
+        is_later=True,
+    ),
     Question("it has a gRPC server", _has("tensorrt_llm.grpc", "__name__"), is_later=True),
-    Question("LLM takes model_kwargs", _field(*_UNCERTAIN_ARGS, "model_kwargs"), is_later=True),
+    Question("LLM takes model_kwargs", _field(*_TORCH_ARGS, "model_kwargs"), is_later=True),
     Question(
         "it generates pictures and video (visual_gen)", _has("tensorrt_llm.visual_gen", "__name__"), is_later=True
     ),

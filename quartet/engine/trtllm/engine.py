@@ -78,7 +78,6 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         self._times = times or TrtllmTimes()
         self._claims = Claims(puller, can_pull=self._arguments.has_transceiver)
         super().__init__(self._claims, self._times.close_timeout_s)
-        self._sampling_fields = sampling_fields(self._arguments)
         on_feeds = self._on_loop(self._take_feeds)
         self._thread = LlmThread(
             lambda: loaded_llm(spec, kind, self._arguments, on_feeds),
@@ -165,18 +164,21 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
     def _make_session(self, loaded: LoadedLlm) -> LlmSession:
         return LlmSession(
             loaded,
-            self._sampling_fields,
+            self._sampling_fields(loaded),
             self._times,
             on_ready=self._on_loop(self._take_ready),
             on_output=self._on_loop(self._take_output),
             on_lost=self._on_loop(self._take_lost),
         )
 
+    def _sampling_fields(self, loaded: LoadedLlm) -> frozenset[str]:
+        return sampling_fields(self._arguments, loaded.package, self._kind)
+
     def _describe(self, session: LlmSession) -> EngineCapabilities:
         loaded, arguments = session.loaded, self._arguments
         return EngineCapabilities(
             kinds=frozenset({self._kind}),
-            sampling_fields=self._sampling_fields,
+            sampling_fields=self._sampling_fields(loaded),
             model_fingerprint=loaded.facts.fingerprint,
             vocab_size=loaded.facts.vocab_size,
             max_model_len=loaded.facts.max_model_len,

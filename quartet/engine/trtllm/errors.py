@@ -64,6 +64,7 @@ def failure(
     *,
     is_pulling: bool,
     awaits_media: bool = False,
+    is_gone: bool = False,
 ) -> ServingError | None:
     """Return the caller's error for ``request``, which ended with ``error``; ``None``: the engine is dead.
 
@@ -73,9 +74,13 @@ def failure(
         request: the request that failed.
         is_pulling: the KV of its hand-off was on its way.
         awaits_media: it had no output yet, and an encode worker keeps embeddings for it.
+        is_gone: the engine itself says that it has ended.
     """
     if isinstance(error, ServingError):
         return error
+    if isinstance(error, AssertionError) and not is_gone:
+        # TensorRT-LLM checks a result where the request's own handle reads it: others go on.
+        return EngineError("the engine's result of the request contradicts itself")
     if not isinstance(error, request_error):
         return _shutting_down(error)
     text = str(error)

@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 # Events that ``take_kv_events`` has not applied yet. Older ones are dropped; after that gap, reporting begins anew.
 _MAX_UNAPPLIED_EVENTS = 1 << 16
 
-# How long a fetch may wait for an item. Short: the fetch may block, and a new item may not wake it.
-_FETCH_S = 0.2
+# How long a fetch may wait for an item. Short: the fetch may block, and a new item may not wake it. But longer than the
+# 0.2 s that upstream's dispatcher takes between two rounds: an iterator whose time is over before yields nothing until
+# the next request is submitted.
+_FETCH_S = 0.5
 
 # An iterator that waited this long for an item had already yielded everything before it.
 _WAITED_S = 0.02

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,9 +19,15 @@ from quartet.errors import EngineError, InvalidRequestError, LayoutMismatchError
 
 _VERSION = 1
 _PREFIX = struct.Struct("<BI")
-# Fields that each side sets for itself, or that decode does not need: pictures are in the KV by then.
-_NOT_CARRIED = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes"})
-_BYTES, _TUPLE, _DTYPE = "$bytes", "$tuple", "$dtype"
+# Fields that each side sets for itself, or that decode does not need: pictures are in the KV by then, and no request
+# asks for logits.
+_NOT_CARRIED = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes", "first_gen_logits"})
+_LOGPROBS = "first_gen_log_probs"
+#: The field, where a release has it, of an id that prefill and decode both give a request.
+HAND_OFF_ID = "disagg_request_id"
+# Ids below are those that engines count up themselves; the field has 63 bits.
+_MIN_HAND_OFF_ID, _MAX_HAND_OFF_ID = 1 << 42, (1 << 63) - 1
+_BYTES, _TUPLE, _DTYPE, _TOP = "$bytes", "$tuple", "$dtype", "top"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +59,22 @@ class PromptState:
         return tokens[0] if tokens else None
 
     @classmethod
-    def of(cls, params: Any, cache: CacheIdentity, num_tokens: int) -> PromptState:
-        """Make a state from ``params`` of a completed prefill."""
+    def of(cls, params: Any, cache: CacheIdentity, num_tokens: int, given: Any = None) -> PromptState:
+        """Make a state from ``params`` of a completed prefill, whose call was ``given`` others."""
         # The class has slots, and ``asdict`` would copy the values.
-        given = {item.name: getattr(params, item.name) for item in dataclasses.fields(params)}
-        kept = {name: value for name, value in given.items() if value is not None and name not in _NOT_CARRIED}
+        came = {item.name: getattr(params, item.name) for item in dataclasses.fields(params)}
+        if came.get(HAND_OFF_ID) is None:  # not every release repeats it in the result
+            came[HAND_OFF_ID] = getattr(given, HAND_OFF_ID, None)
+        kept = {name: value for name, value in came.items() if value is not None and name not in _NOT_CARRIED}
+        if _LOGPROBS in kept:
+            kept[_LOGPROBS] = _plain_logprobs(kept[_LOGPROBS])
         return cls(cache=cache, num_tokens=num_tokens, fields=kept)
 
     def params(self, package: Package) -> Any:
         """The ``DisaggregatedParams`` with which decode goes on, without fields that this release doesn't have."""
         known = {name: value for name, value in self.fields.items() if package.has_disaggregated_field(name)}
+        if _LOGPROBS in known:
+            known[_LOGPROBS] = _made_logprobs(known[_LOGPROBS], package.Logprob)
         return package.DisaggregatedParams(request_type="generation_only", **known)
 
     def to_bytes(self) -> bytes:
@@ -97,6 +110,26 @@ class PromptState:
             )
         except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise InvalidRequestError("the hand-off's state is malformed", field="hand_off") from None
+
+
+def new_hand_off_id() -> int:
+    """An id for one hand-off, which no engine gives a request by itself."""
+    # Drawn, where upstream puts a node and a process into it: those would have to be told apart across a deployment.
+    return _MIN_HAND_OFF_ID + secrets.randbelow(_MAX_HAND_OFF_ID - _MIN_HAND_OFF_ID)
+
+
+def _plain_logprobs(value: Any) -> Any:
+    """Log probabilities as lists: ``[token_id, logprob, rank]`` for each of a position's ``Logprob``s, by token id."""
+    if isinstance(value, Mapping):
+        return {_TOP: [[int(token_id), top.logprob, top.rank] for token_id, top in value.items()]}
+    return [_plain_logprobs(item) for item in value] if isinstance(value, list) else value
+
+
+def _made_logprobs(value: Any, kind: Any) -> Any:
+    """The inverse of ``_plain_logprobs``; ``kind`` is TensorRT-LLM's ``Logprob``."""
+    if isinstance(value, Mapping):
+        return {token_id: kind(logprob, rank) for token_id, logprob, rank in value[_TOP]}
+    return [_made_logprobs(item, kind) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any, blobs: bytearray) -> Any:

@@ -51,7 +51,8 @@ class LlmInputs:
         inputs: the inputs of ``generate_async``.
         disaggregated: further fields of ``DisaggregatedParams``; if there are any, the request takes such params even
             without a hand-off (``context_and_generation``).
-        expected_token_ids: the prompt that the result must name; ``None``: it is in ``inputs``, or unknown.
+        expected_token_ids: the prompt that the result must name, as ``is_same_prompt`` compares them; ``None``: it is
+            in ``inputs``, or unknown.
         unread_token_ids: the ids of a prompt in which TensorRT-LLM lays out the media itself, with one placeholder for
             each item; ``InputBuilder.laid_out`` finds the items later; ``None``: their positions are known.
         add_special_tokens: for ``SamplingParams``.
@@ -133,10 +134,11 @@ class InputBuilder:
             return inputs
         return replace(inputs, expected_token_ids=None, unread_token_ids=collapse(token_ids, generation.media))
 
-    def laid_out(self, generation: Generation, inputs: LlmInputs, became: Sequence[int]) -> Generation:
+    def laid_out(self, generation: Generation, inputs: LlmInputs, became: Sequence[int], vocab_size: int) -> Generation:
         """Return ``generation`` with its prompt as TensorRT-LLM laid it out, and with the positions of its media.
 
-        ``became`` is that prompt, with the output that was given out already.
+        ``became`` is that prompt, with the output that was given out already. Ids beyond ``vocab_size``, which
+        TensorRT-LLM puts in place of media, are placeholders again: a decode, which has no media, is refused with them.
 
         Raises:
             EngineError: the positions of the media in it can't be determined.
@@ -144,7 +146,9 @@ class InputBuilder:
         assert self._model is not None and inputs.unread_token_ids is not None, "there are media to be found"
         spans = find_media(inputs.unread_token_ids, became, self._model.config.placeholder_id)
         num_tokens = len(became) - len(generation.generated_token_ids)
-        return replace(generation, prompt_token_ids=list(became[:num_tokens]), media=spans)
+        placeholder_id = self._model.config.placeholder_id
+        prompt = [placeholder_id if token_id >= vocab_size else token_id for token_id in became[:num_tokens]]
+        return replace(generation, prompt_token_ids=prompt, media=spans)
 
     def close(self) -> None:
         """Free the pool. May be called twice."""
@@ -190,6 +194,20 @@ class MediaItem:
     state: PictureState | None = None
     picture: Image.Image | None = None
     rows: Any = None
+
+
+def is_same_prompt(expected: Sequence[int], became: Sequence[int], media: Sequence[MediaSpan], vocab_size: int) -> bool:
+    """Whether TensorRT-LLM computes the ``expected`` prompt, if its result names ``became``.
+
+    In place of ``media`` its input processors put ids beyond the vocabulary, whatever the placeholder is.
+    """
+    if len(expected) != len(became):
+        return False
+    places = {place for span in media for place in range(span.first_position, span.first_position + span.num_tokens)}
+    return all(
+        token_id == wanted or (place in places and token_id >= vocab_size)
+        for place, (wanted, token_id) in enumerate(zip(expected, became, strict=True))
+    )
 
 
 def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) -> tuple[MediaSpan, ...]:
@@ -276,8 +294,8 @@ class _ItemReader:
                 raise
         if any(item.picture is not None for item in items):
             _check_all_pictures(items)
-        elif not all(item.state is not None for item in items):
-            # TensorRT-LLM takes handles for all items or for none. Beside embeddings, read embeddings from the handles.
+        elif len(items) > 1 or items[0].state is None:
+            # TensorRT-LLM takes one handle, and only for a prompt's only item: read the embeddings from the others.
             items = [item if item.state is None else MediaItem(rows=_take(item.state)) for item in items]
         return items
 

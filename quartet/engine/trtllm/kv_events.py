@@ -20,7 +20,7 @@ and a parent. So ``RankMirror`` keeps every stored block under TensorRT-LLM's ha
 
 TensorRT-LLM 1.2's events carry tokens, and nothing of what else decides a block's contents. ``PrivateBlocks`` knows
 which blocks must not be reported for that reason: those of requests with a salt, an adapter or media, which look like
-plain ones.
+plain ones. Later events name salts and media, and such blocks are not reported, either.
 
 Pure code, but for the lock and the clock of ``PrivateBlocks``; ``Feeds`` drives it.
 """
@@ -55,6 +55,10 @@ _GRACE_S = 5.0
 #: Requests that ended and whose events may still come, some 500 bytes each.
 _MAX_ENDED = 1 << 15
 
+#: TensorRT-LLM's name of a block: 64 bits, or since 1.3 possibly a digest's text (`kv_cache_event_hash_algo`).
+#: Nothing is read out of it.
+LlmHash: TypeAlias = int | str
+
 #: Whether a block with these tokens, after the one with that sequence hash, might be a private request's.
 IsPrivate = Callable[[int | None, bytes], bool]
 
@@ -68,12 +72,12 @@ class LlmBlock:
     """A block that was stored.
 
     Attributes:
-        block_hash: TensorRT-LLM's own name of it, 64 bits.
+        block_hash: TensorRT-LLM's own name of it.
         token_bytes: its tokens as ``pack_token_ids`` gives them; ``None`` for a block without a name of ours: it is
             not full, or other things than tokens decide what is in it.
     """
 
-    block_hash: int
+    block_hash: LlmHash
     token_bytes: bytes | None
     tier: Tier = Tier.DEVICE
 
@@ -89,7 +93,7 @@ class LlmCreated:
 class LlmStored:
     """Blocks can be reused from now on; each follows the one before it, the first one ``parent_hash``."""
 
-    parent_hash: int | None
+    parent_hash: LlmHash | None
     blocks: Sequence[LlmBlock]
 
 
@@ -97,14 +101,14 @@ class LlmStored:
 class LlmRemoved:
     """Blocks are gone from every tier."""
 
-    block_hashes: Sequence[int]
+    block_hashes: Sequence[LlmHash]
 
 
 @dataclass(frozen=True)
 class LlmUpdated:
     """Something about a block changed; ``tier`` is ``None`` unless it moved."""
 
-    block_hash: int
+    block_hash: LlmHash
     tier: Tier | None
 
 
@@ -158,16 +162,16 @@ class EventReader:
             case "created":
                 return LlmCreated(int(data["num_blocks_per_cache_level"][0]))
             case "stored":
-                return LlmStored(data["parent_hash"], [self._block(block) for block in data["blocks"]])
+                return LlmStored(_parent(data["parent_hash"]), [self._block(block) for block in data["blocks"]])
             case "removed":
-                return LlmRemoved([int(block_hash) for block_hash in data["block_hashes"]])
+                return LlmRemoved([_hash(block_hash) for block_hash in data["block_hashes"]])
             case "updated":
                 moved = data.get("cache_level")
-                return LlmUpdated(int(data["block_hash"]), None if moved is None else _tier(moved["new_value"]))
+                return LlmUpdated(_hash(data["block_hash"]), None if moved is None else _tier(moved["new_value"]))
         raise ValueError("unknown type")
 
     def _block(self, block: Mapping[str, Any]) -> LlmBlock:
-        return LlmBlock(int(block["block_hash"]), self._token_bytes(block), _tier(block.get("cache_level") or 0))
+        return LlmBlock(_hash(block["block_hash"]), self._token_bytes(block), _tier(block.get("cache_level") or 0))
 
     def _token_bytes(self, block: Mapping[str, Any]) -> bytes | None:
         tokens = block["tokens"]
@@ -176,7 +180,9 @@ class EventReader:
             return None
         if any(token.get("token_extra_id") for token in tokens):
             return None
-        token_ids = [int(token["token_id"]) for token in tokens]
+        token_ids = [token["token_id"] for token in tokens]
+        if any(isinstance(token_id, str) for token_id in token_ids):
+            return None  # since 1.3, the digest of a media item in place of its first token
         return pack_token_ids(token_ids) if self._are_text(token_ids) else None
 
     def _are_text(self, token_ids: Iterable[int]) -> bool:
@@ -197,8 +203,8 @@ class RankMirror:
         self._rank = rank
         self._is_private = is_private
         self._names = EventLog()
-        self._blocks: dict[int, _Block] = {}
-        self._doubtful: dict[int, _Block] = {}  # were here before a gap
+        self._blocks: dict[LlmHash, _Block] = {}
+        self._doubtful: dict[LlmHash, _Block] = {}  # were here before a gap
         self._window_size: int | None = None
         self._next_number = 0
         self.num_blocks: int | None = None
@@ -278,20 +284,22 @@ class RankMirror:
             return None
         return chain_hash(parent_name, hash_bytes(stored.token_bytes))
 
-    def _take_in(self, stored: LlmBlock, name: int | None, parent_hash: int | None, parent: _Block | None) -> _Block:
+    def _take_in(
+        self, stored: LlmBlock, name: int | None, parent_hash: LlmHash | None, parent: _Block | None
+    ) -> _Block:
         self._doubtful.pop(stored.block_hash, None)
         block = self._blocks[stored.block_hash] = _Block(name, parent_hash, stored.tier)
         if name is not None:
             self._names.store(name, parent.sequence_hash if parent else None, stored.tier)
         return block
 
-    def _find(self, block_hash: int) -> _Block | None:
+    def _find(self, block_hash: LlmHash) -> _Block | None:
         """Find a block that was stored, or is the parent of one. If it was here before a gap, it counts again."""
         block = self._blocks.get(block_hash)
         if block is not None or block_hash not in self._doubtful:
             return block
-        chain: list[int] = []
-        step: int | None = block_hash
+        chain: list[LlmHash] = []
+        step: LlmHash | None = block_hash
         while step is not None and step in self._doubtful:
             chain.append(step)
             step = self._doubtful[step].parent
@@ -309,7 +317,7 @@ class RankMirror:
             before, has_name = block.sequence_hash, _has_name(block)
         return block
 
-    def _remove(self, block_hash: int) -> None:
+    def _remove(self, block_hash: LlmHash) -> None:
         self._doubtful.pop(block_hash, None)
         block = self._blocks.pop(block_hash, None)
         if block is not None and block.sequence_hash is not None:
@@ -405,7 +413,7 @@ class _Block:
     """``sequence_hash``: our name; ``parent``: TensorRT-LLM's name of the block before it."""
 
     sequence_hash: int | None
-    parent: int | None
+    parent: LlmHash | None
     tier: Tier
 
 
@@ -415,6 +423,14 @@ class _Start:
 
     parent: int | None
     token_bytes: bytes
+
+
+def _hash(name: int | str) -> LlmHash:
+    return name if isinstance(name, str) else int(name)
+
+
+def _parent(name: int | str | None) -> LlmHash | None:
+    return None if name is None else _hash(name)
 
 
 def _tier(cache_level: int) -> Tier:

@@ -4,31 +4,67 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
+import re
+from importlib.metadata import PackageNotFoundError, version
 
 from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
 
+#: The first line whose one sampler honours penalties, ``min_p`` and seeds.
+COMPLETE_SAMPLER_LINE = (1, 4)
+
+_LINE = re.compile(r"(\d+)\.(\d+)")
+
 
 class Package:
-    """Classes of TensorRT-LLM; their types are unknown where the package is not installed."""
+    """Classes of TensorRT-LLM; their types are unknown where the package is not installed.
+
+    Attributes:
+        line: the first two parts of its version; (0, 0) if it has none that can be read.
+        takes_priority: whether a call may name a priority; 1.2 knows none.
+    """
 
     def __init__(self) -> None:
         """Import the package. Raises whatever an incomplete installation raises."""
         with importing("torch"):
-            from tensorrt_llm import LLM, SamplingParams
+            from tensorrt_llm import LLM, SamplingParams, __version__
             from tensorrt_llm.executor.request import LoRARequest
+            from tensorrt_llm.executor.result import Logprob
             from tensorrt_llm.executor.utils import RequestError
             from tensorrt_llm.llmapi import DisaggregatedParams, GuidedDecodingParams
             from tensorrt_llm.scheduling_params import SchedulingParams
 
         self.LLM, self.SamplingParams, self.SchedulingParams = LLM, SamplingParams, SchedulingParams
         self.DisaggregatedParams, self.GuidedDecodingParams = DisaggregatedParams, GuidedDecodingParams
-        self.LoRARequest = LoRARequest
+        self.LoRARequest, self.Logprob = LoRARequest, Logprob
+        parameters = inspect.signature(LLM.generate_async).parameters
+        self.takes_priority = "priority" in parameters
+        self.line = line_of(str(__version__))
         self.RequestError: type[Exception] = RequestError
 
     def has_disaggregated_field(self, name: str) -> bool:
         """Whether this release's ``DisaggregatedParams`` has a field of that name."""
         return any(item.name == name for item in dataclasses.fields(self.DisaggregatedParams))
+
+    @property
+    def hands_logprobs_over(self) -> bool:
+        """Whether a hand-off carries the log probabilities of its token; without them a decode can't report any."""
+        return self.has_disaggregated_field("first_gen_log_probs")
+
+
+def line_of(text: str) -> tuple[int, int]:
+    """The line of the version ``text``, such as (1, 2) for 1.2.1; (0, 0) if it can't be read."""
+    found = _LINE.match(text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def installed_line() -> tuple[int, int]:
+    """The line of the installed package, without importing it; (0, 0) without one."""
+    try:
+        return line_of(version("tensorrt_llm"))
+    except PackageNotFoundError:
+        return (0, 0)
 
 
 def check_installed() -> None:

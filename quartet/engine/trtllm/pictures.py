@@ -7,6 +7,7 @@ handle to the memory that it keeps.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import queue
@@ -494,11 +495,12 @@ def _count_down(handle: Mapping[str, object]) -> bool:
 
     release = getattr(torch.UntypedStorage, "_release_ipc_counter", None)  # as torch's own reductions do it
     counter, offset = handle.get("ref_counter_handle"), handle.get("ref_counter_offset")
-    if release is None or not isinstance(counter, bytes) or not isinstance(offset, int):
+    if release is None or not isinstance(counter, str) or not isinstance(offset, int):
         return False
     if not torch.cuda.is_available():
         return False
-    release(counter, offset, device=handle.get("storage_device"))
+    # Handles carry bytes as text: see `SharedTensorContainer.cuda_handle_to_dict`.
+    release(base64.b64decode(counter, validate=True), offset, device=handle.get("storage_device"))
     return True
 
 

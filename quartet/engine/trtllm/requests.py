@@ -31,7 +31,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.trtllm.calls import Call, CallBuilder
 from quartet.engine.trtllm.errors import failure, is_foreseen, loss_of, refusal, trace_of
 from quartet.engine.trtllm.hand_off import PromptState
-from quartet.engine.trtllm.inputs import MediaItem
+from quartet.engine.trtllm.inputs import MediaItem, is_same_prompt
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.engine.trtllm.token_cursor import NewTokens
@@ -143,10 +143,12 @@ class LlmRequests:
         live.timers.append(asyncio.get_running_loop().call_later(timeout_s, self._abort, live))
 
     def release(self, id: int) -> None:
-        """Free the blocks that a completed prefill holds; unknown ids are ignored."""
+        """Count the blocks of a completed prefill as free; unknown ids are ignored."""
         handle = self._held.pop(id, None)
         if handle is not None:
-            # If decode has pulled the blocks, this changes nothing; if not, no worker will pull them.
+            # If decode has pulled the blocks, this changes nothing. If not, no worker will pull them; but TensorRT-LLM
+            # forgets a request with its last result, ignores the abort, and keeps the blocks until
+            # `kv_transfer_timeout_ms` is over.
             handle.abort()
             self._loaded.book.release(id)
 
@@ -250,10 +252,13 @@ class LlmRequests:
             request,
             is_pulling=live.is_pulling,
             awaits_media=not live.reader.has_started and any(isinstance(kept, bytes) for kept in request.media_inputs),
+            is_gone=self._loaded.is_gone,
         )
         if error is None:
             self._on_lost(raised)
             return loss_of(raised)
+        if isinstance(raised, AssertionError):
+            live.handle.abort()  # the engine may go on with it
         if live.is_cancelled:
             return RequestCancelledError("the request was cancelled")
         if isinstance(error, EngineError):
@@ -341,7 +346,9 @@ class ResultReader:
         self._check_prompt(result)
         if inputs is not None and inputs.unread_token_ids is not None:
             became = list(result.prompt_token_ids)
-            self._laid_out = self._loaded.inputs.laid_out(self._request.generation, inputs, became)
+            self._laid_out = self._loaded.inputs.laid_out(
+                self._request.generation, inputs, became, self._loaded.facts.vocab_size
+            )
         new = self._call.cursor.take(output)
         is_known = output.finish_reason in _FINISHED or output.finish_reason in _GOES_ON
         if not is_known or not new.token_ids:
@@ -381,6 +388,7 @@ class ResultReader:
             output.disaggregated_params,
             self._loaded.cache,
             num_tokens=len(generation.prompt_token_ids) + len(generation.generated_token_ids),
+            given=self._call.arguments.get("disaggregated_params"),
         )
 
     def _start(self, result: Any) -> None:
@@ -400,7 +408,9 @@ class ResultReader:
     def _check_prompt(self, result: Any) -> None:
         inputs = self._call.inputs
         expected = None if inputs is None else inputs.expected_token_ids
-        if expected is not None and list(result.prompt_token_ids) != list(expected):
+        if expected is not None and not is_same_prompt(
+            expected, result.prompt_token_ids, self._request.generation.media, self._loaded.facts.vocab_size
+        ):
             message = "the engine made another prompt of the text and media that these ids became"
             raise InvalidRequestError(message, field="prompt_token_ids")
 
@@ -507,7 +517,10 @@ async def _results(handle: Any, *, streams: bool) -> AsyncGenerator[Any, None]:
 
 def _queue_s(result: Any) -> float:
     """Seconds until the request was scheduled; 0 if TensorRT-LLM does not measure that."""
-    measured = (result.metrics_dict or {}).get("request_queue_time")
+    # The names are members of an enum, whose values are text; some releases had the text itself.
+    measured = {getattr(name, "value", name): value for name, value in (result.metrics_dict or {}).items()}.get(
+        "request_queue_time"
+    )
     return 0.0 if measured is None else max(0.0, float(measured))
 
 

@@ -8,18 +8,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from quartet.engine.base import Generation
+from quartet.engine.base import Generation, RequestKind
 from quartet.engine.sampling import GrammarKind, Sampling, check_fields, guided_fields
 from quartet.engine.trtllm.arguments import LlmArguments
-from quartet.engine.trtllm.package import Package
+from quartet.engine.trtllm.package import COMPLETE_SAMPLER_LINE, Package
 
-# Fields of ``Sampling`` and ``OutputOptions`` that 1.2 honours, whatever arguments the engine was made with.
-_SAMPLING_FIELDS = frozenset(
-    """
-    temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty max_tokens min_tokens
-    stop_token_ids ignore_eos logprobs
-    """.split()
-)
+# Fields of ``Sampling`` and ``OutputOptions`` that every release honours, whatever arguments the engine was made with.
+_SAMPLING_FIELDS = frozenset("temperature top_k top_p max_tokens min_tokens stop_token_ids ignore_eos logprobs".split())
+# What the default sampler before 1.4 accepts and ignores.
+_FIELDS_OF_COMPLETE_SAMPLERS = frozenset("seed min_p repetition_penalty presence_penalty frequency_penalty".split())
+_COMPLETE_SAMPLER = "TRTLLMSampler"
 # The names of ``GuidedDecodingParams``; a choice is made a regular expression.
 _GRAMMARS = {
     GrammarKind.JSON_SCHEMA: "json",
@@ -31,11 +29,16 @@ _XGRAMMAR = "xgrammar"
 _SEED_MASK = 2**63 - 1
 
 
-def sampling_fields(arguments: LlmArguments) -> frozenset[str]:
+def sampling_fields(arguments: LlmArguments, package: Package, kind: RequestKind) -> frozenset[str]:
     """Names of the ``Sampling`` and ``OutputOptions`` fields that an engine made with ``arguments`` honours."""
-    if arguments.guided_backend is None:
-        return _SAMPLING_FIELDS
-    return _SAMPLING_FIELDS | guided_fields((*_GRAMMARS, *_kinds_of(arguments.guided_backend)))
+    fields = _SAMPLING_FIELDS
+    if package.line >= COMPLETE_SAMPLER_LINE or arguments.values.get("sampler_type") == _COMPLETE_SAMPLER:
+        fields |= _FIELDS_OF_COMPLETE_SAMPLERS
+    if kind is RequestKind.PREFILL and not package.hands_logprobs_over:
+        fields -= {"logprobs"}
+    if arguments.guided_backend is not None:
+        fields |= guided_fields((*_GRAMMARS, *_kinds_of(arguments.guided_backend)))
+    return fields
 
 
 def _kinds_of(backend: str) -> Sequence[GrammarKind]:

@@ -15,11 +15,12 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quartet.engine.trtllm.package import installed_line
 from quartet.errors import ConfigError
 
 _TABLES = tomllib.loads((Path(__file__).parent / "schema.toml").read_text(encoding="utf-8"))
@@ -32,13 +33,11 @@ class ConfigTable:
     Attributes:
         types: the type of each field that 1.2 has.
         required: fields that must be given.
-        uncertain: types of fields that not every 1.2 has.
         later: fields that came with 1.3.
     """
 
     types: Mapping[str, str]
     required: tuple[str, ...] = ()
-    uncertain: Mapping[str, str] = field(default_factory=dict)
     later: tuple[str, ...] = ()
 
 
@@ -52,10 +51,12 @@ def _table(content: Mapping[str, Any]) -> ConfigTable:
     return ConfigTable(
         types={**types_of(extended), **types_of(content["types"])},
         required=tuple(content.get("required", "").split()),
-        uncertain=types_of(content.get("uncertain", {})),
         later=tuple(content.get("later", "").split()),
     )
 
+
+#: The first line that has the ``later`` fields.
+LATER_LINE = (1, 3)
 
 #: ``LLM(...)`` on the PyTorch backend.
 LLM = _table(_TABLES["LLM"])
@@ -190,9 +191,8 @@ def _check_names(values: Mapping[str, object], table: ConfigTable, prefix: str, 
             _check_value(table.types[name], value, path, warnings)
             if path in _POSITIVE and isinstance(value, int) and value < 1:
                 raise ConfigError(f"{path}: must be at least 1, not {value}")
-        elif name in table.uncertain:
-            warnings.append(f"{path}: not in every TensorRT-LLM 1.2")
-            _check_value(table.uncertain[name], value, path, warnings)
+        elif name in table.later and installed_line() >= LATER_LINE:
+            warnings.append(f"{path}: came with 1.3, so TensorRT-LLM alone checks its value")
         else:
             raise ConfigError(f"{path}: {_why_unknown(name, table)}")
     for name in table.required:

@@ -18,6 +18,7 @@ from quartet.errors import EngineError
 logger = logging.getLogger(__name__)
 
 _NUM_WARM_UP_TOKENS = 4
+_CANARY_SALT = "quartet-canary"
 _CHECKS_PER_TIMEOUT = 4
 
 
@@ -200,9 +201,14 @@ class Canary:
         params = package.SamplingParams(
             max_tokens=num_tokens, temperature=0.0, end_id=end_id, pad_id=end_id, ignore_eos=True, detokenize=False
         )
-        arguments: dict[str, Any] = {"sampling_params": params}
+        # A salt of its own: with attention data parallelism TensorRT-LLM has requests of its own, of the prompt [1],
+        # and a rank ends when another request shares their blocks.
+        arguments: dict[str, Any] = {"sampling_params": params, "cache_salt": _CANARY_SALT}
+        if package.takes_priority:
+            arguments["priority"] = 1.0  # behind a long queue it would prove nothing for long
         if self._loaded.arguments.num_ranks > 1:
             arguments["scheduling_params"] = package.SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
+        # Its blocks need not be kept from being reported: so few tokens fill none.
         handle = self._loaded.llm.generate_async({"prompt_token_ids": [token_id]}, **arguments)
         self._loaded.feeds.begin()
         try:

@@ -136,3 +136,5 @@ def test_signs_of_a_later_release_are_a_warning() -> None:
     later = Fact("LLM takes model_kwargs", holds=True, is_later=True)
     assert worst(judge_report(_report(facts=(later,)))) is Verdict.WARNING
     assert worst(judge_report(_report(facts=(Fact(later.text, holds=False, is_later=True),)))) is Verdict.OK
+    newer = judge_report(_report("1.4.0rc1", facts=(later,)))
+    assert [finding.check for finding in newer if finding.verdict is Verdict.WARNING] == ["TensorRT-LLM"], "its version"

@@ -108,10 +108,12 @@ def stand_in(**switches: Any) -> Iterator[Any]:
     """The stand-in with ``switches``, and nothing left of it afterwards."""
     # Each end of an engine waits for the fetches that have begun.
     with installed(**switches) as module, mock.patch.object(feeds, "_FETCH_S", 0.05):
+        from tensorrt_llm._stand_in import feeds as upstream
         from tensorrt_llm._stand_in.control import control
 
         try:
-            yield module
+            with mock.patch.object(upstream, "DISPATCH_S", 0.02):
+                yield module
         finally:
             control.reset()
             for thread in threading.enumerate():

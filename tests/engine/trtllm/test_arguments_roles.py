@@ -159,9 +159,22 @@ def test_arguments_that_not_every_autodeploy_takes_are_left_out_with_a_warning_e
         "max_num_tokens",
         "override_engine_args: cache_transceiver_config",
         "override_engine_args: stream_interval",
-        "tensor_parallel_size",
     ]
-    assert any("world_size" in warning for warning in made.warnings)
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size"),
+    [
+        ({"tensor_parallel_size": 4}, 4),
+        ({"override_engine_args": {"tensor_parallel_size": 2}}, 2),
+        ({"tensor_parallel_size": 1}, None),
+        ({"tensor_parallel_size": 4, "override_engine_args": {"world_size": 2}}, 2),
+    ],
+)
+def test_tensor_parallel_ranks_are_autodeploy_s_world_size(given: dict[str, Any], world_size: int | None) -> None:
+    made = arguments(override=given.pop("override_engine_args", None), **given, **AUTODEPLOY)
+    assert made.values.get("world_size") == world_size
+    assert "tensor_parallel_size" not in made.values
 
 
 def test_autodeploy_refuses_unknown_arguments() -> None:

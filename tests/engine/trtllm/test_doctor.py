@@ -32,6 +32,14 @@ def test_a_package_as_described_has_all_that_is_relied_on() -> None:
     assert not any(fact.holds for fact in report.facts if fact.is_later)
 
 
+def test_what_differs_in_a_later_line_is_named_and_all_that_is_relied_on_is_there() -> None:
+    with installed(version="1.4.0rc1"):
+        report = inspect_package()
+    assert (report.version, _needed(report)) == ("1.4.0rc1", [])
+    for words in ("a priority", "a conversation", "rank, endpoint and schedule", "hashes in KV events"):
+        assert _fact(report, words)
+
+
 def test_classes_that_only_some_engine_args_want_are_reported_as_such() -> None:
     with installed():
         report = inspect_package()
@@ -45,7 +53,7 @@ def test_classes_that_only_some_engine_args_want_are_reported_as_such() -> None:
     ("switch", "words"),
     [
         ("check_health", "health check"),
-        ("uncertain_llm_params", "LLM takes max_stats_len"),
+        ("first_gen_log_probs", "first_gen_log_probs"),
         ("disagg_request_id", "disagg_request_id"),
         ("mrope_handles", "mrope"),
         ("lower_case_transceivers", "lower case"),

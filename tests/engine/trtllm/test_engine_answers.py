@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quartet.engine.base import EngineRequest, Finished, FinishReason, Prefilled, RequestKind
+from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, guided_choice, guided_fields
 from quartet.engine.settings import Backend
+from quartet.engine.trtllm import hand_off
 from quartet.engine.trtllm.model_facts import ModelFacts
 from quartet.engine.trtllm.sampling import sampling_params
-from quartet.errors import ConfigError, NoHandOffError
+from quartet.errors import ConfigError, EngineError, NoHandOffError
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.engines import Running, asked, decode_of, greedily, running, stand_in
 from tests.engine.trtllm.specs import arguments
@@ -30,10 +31,12 @@ EOS = 1
 #: Each switch the other way than elsewhere in these tests, as few together as time allows.
 SWITCHES: list[dict[str, Any]] = [
     {},
-    {"kv_event_form": "queue", "disagg_request_id": True, "uncertain_llm_params": True},
+    {"kv_event_form": "queue", "disagg_request_id": True},
     {"kv_event_form": "queue", "kv_event_lists": True, "mrope_handles": False, "mm_keys": True},
     {"no_kv_cache_stats": True, "context_finish": "not_finished", "result_timeout_works": True},
     {"end_id_in_tokens": False, "check_health": True},
+    {"version": "1.4.0rc1"},
+    {"version": "1.4.0rc1", "kv_event_form": "queue", "logprobs_as_floats": True},
     {"logprobs_as_floats": True, "single_use_state": False, "abort_pins_state": False},
     {"logprobs_as_floats": True, "end_id_in_tokens": False, "kv_event_lists": True},
 ]
@@ -52,7 +55,7 @@ async def prefilled_by(prefill: Running, request: EngineRequest) -> Prefilled:
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-async def test_answers_are_the_same_whatever_1_2_is_like(switches: dict[str, Any]) -> None:
+async def test_answers_are_the_same_whatever_a_release_is_like(switches: dict[str, Any]) -> None:
     expected = greedy(SPELL, 64)
     assert expected[-1] == EOS
     options = OutputOptions(logprobs=2)
@@ -169,14 +172,26 @@ async def test_without_a_limit_the_model_s_own_holds(package: Any) -> None:
         assert await decode.end_of(request) == Finished(request.id, FinishReason.LENGTH, 6)
 
 
-async def test_a_seed_decides_and_choices_differ(package: Any) -> None:
-    async with running() as decode:
-        answers = []
-        for seed, choice in ((7, 0), (7, 0), (7, 1), (8, 0)):
-            request = make_request(token_ids_of(STORY), sampling=Sampling(temperature=2.0, max_tokens=12))
-            request = replace(request, generation=replace(request.generation, seed=seed, choice=choice))
-            await decode.end_of(request)
-            answers.append(tuple(decode.tokens_of(request)))
+COMPLETE_SAMPLERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"override_engine_args": {"sampler_type": "TRTLLMSampler"}}),
+    ({"version": "1.4.0rc1"}, {}),
+]
+
+
+@pytest.mark.parametrize(("switches", "settings"), COMPLETE_SAMPLERS, ids=str)
+async def test_a_seed_decides_and_choices_differ(switches: dict[str, Any], settings: dict[str, Any]) -> None:
+    with stand_in(**switches):
+        async with running(**settings) as decode:
+            await assert_seeded(decode)
+
+
+async def assert_seeded(decode: Running) -> None:
+    answers = []
+    for seed, choice in ((7, 0), (7, 0), (7, 1), (8, 0)):
+        request = make_request(token_ids_of(STORY), sampling=Sampling(temperature=2.0, max_tokens=12))
+        request = replace(request, generation=replace(request.generation, seed=seed, choice=choice))
+        await decode.end_of(request)
+        answers.append(tuple(decode.tokens_of(request)))
     assert answers[0] == answers[1]
     assert len(set(answers)) == 3
 
@@ -195,7 +210,7 @@ async def test_every_sampling_field_reaches_the_engine(package: Any) -> None:
         stop_token_ids=(44,),
         ignore_eos=True,
     )
-    async with running() as decode:
+    async with running(override_engine_args={"sampler_type": "TRTLLMSampler"}) as decode:
         await decode.end_of(make_request(token_ids_of(STORY), sampling=sampling))
         said = decode.last_call["sampling_params"]
     for name in (
@@ -205,6 +220,88 @@ async def test_every_sampling_field_reaches_the_engine(package: Any) -> None:
     assert (said.stop_token_ids, said.ignore_eos, said.detokenize, said.end_id) == ([44], True, False, EOS)
     assert said.seed is not None
     assert "disaggregated_params" not in decode.last_call or decode.last_call["disaggregated_params"] is None
+
+
+IGNORED = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+async def test_fields_that_the_default_sampler_of_1_2_ignores_are_neither_announced_nor_taken(package: Any) -> None:
+    async with running() as decode:
+        assert not decode.engine.capabilities.sampling_fields & {*IGNORED, "seed"}
+        for name in IGNORED:
+            request = asked(STORY, sampling=greedily(4, **{name: 0.5}))
+            assert (await decode.end_of(request)).error.field == f"sampling.{name}"
+
+
+@pytest.mark.parametrize(("switches", "settings"), COMPLETE_SAMPLERS, ids=str)
+async def test_what_other_samplers_honour_is_announced_and_decides(
+    switches: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    with stand_in(**switches):
+        async with running(**settings) as decode:
+            assert decode.engine.capabilities.sampling_fields > {*IGNORED, "seed"}
+            request = asked(STORY, sampling=greedily(12, repetition_penalty=2.0))
+            await decode.end_of(request)
+            assert decode.tokens_of(request) != greedy(STORY, 12)
+
+
+async def test_log_probabilities_are_refused_where_a_hand_off_does_not_carry_them() -> None:
+    options = OutputOptions(logprobs=1)
+    with stand_in(first_gen_log_probs=False):
+        async with running(PREFILL) as prefill, running() as decode:
+            assert "logprobs" not in prefill.engine.capabilities.sampling_fields
+            assert "logprobs" in decode.engine.capabilities.sampling_fields, "of prompts that it computes itself"
+            refused = await prefill.end_of(asked(STORY, 8, PREFILL, output=options))
+            assert refused.error.field == "output.logprobs"
+            plain = asked(STORY, 8, PREFILL)
+            prefilled = await prefilled_by(prefill, plain)
+            rest = decode_of(plain, prefilled)
+            asking = replace(rest, generation=replace(rest.generation, output=options))
+            assert (await decode.end_of(asking)).error.field == "output.logprobs"
+            alone = asked(STORY, 3, output=options)
+            await decode.end_of(alone)
+            assert len(decode.consumer.logprobs[alone.id]) == 3
+
+
+async def test_a_result_that_contradicts_itself_fails_its_request_alone(
+    package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(PREFILL) as prefill, running() as decode:
+        request = asked(STORY, 8, PREFILL, output=OutputOptions(logprobs=1))
+        prefilled = await prefilled_by(prefill, request)
+        # Without prefill's log probabilities TensorRT-LLM has fewer of them than tokens.
+        monkeypatch.setattr(hand_off, "_made_logprobs", lambda *_: None)
+        failed = await decode.end_of(decode_of(request, prefilled))
+        assert isinstance(failed, Failed)
+        assert type(failed.error) is EngineError
+        assert decode.engine.is_alive
+        plain = asked(STORY, 3)
+        await decode.end_of(plain)
+        assert decode.tokens_of(plain) == greedy(STORY, 3)
+
+
+async def test_what_1_4_wants_of_a_call_is_given_and_1_2_does_not_get_it() -> None:
+    for version in ("1.2.1", "1.4.0rc1"):
+        is_1_4 = version == "1.4.0rc1"
+        with stand_in(version=version):
+            async with running(PREFILL) as prefill, running() as decode:
+                assert ("priority" in decode.last_call) == is_1_4, "the canary's"
+                ids = set()
+                for priority in (0, 0, 3, -3):
+                    request = replace(asked(STORY, 4, PREFILL), priority=priority)
+                    prefilled = await prefilled_by(prefill, request)
+                    ids.add(getattr(prefill.last_call["disaggregated_params"], "disagg_request_id", None))
+                    if is_1_4:
+                        assert (prefill.last_call["priority"] > 0.5, prefill.last_call["priority"] < 0.5) == (
+                            priority > 0,
+                            priority < 0,
+                        )
+                assert (len(ids), None in ids) == ((4, False) if is_1_4 else (1, True))
+                rest = decode_of(request, prefilled)
+                await decode.end_of(rest)
+                assert decode.tokens_of(rest) == greedy(STORY, 4)[1:]
+                taken = decode.last_call["disaggregated_params"]
+                assert (getattr(taken, "ctx_info_endpoint", None) is not None) == is_1_4
 
 
 async def test_a_grammar_is_followed_where_the_engine_has_one_and_is_not_taken_up_in_the_middle(package: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.engine.base import Failed, Finished, RequestKind
+from quartet.engine.base import Failed, Finished, Prefilled, RequestKind
 from quartet.engine.trtllm.errors import trace_of
 from quartet.engine.trtllm.hand_off import PromptState
 from quartet.engine.trtllm.metrics import ResultMetrics
@@ -142,6 +142,19 @@ async def test_a_request_ends_though_it_can_t_be_measured(
 class _Refusing:
     def log_metrics_dict(self, values: object) -> None:
         raise KeyError("finished_reason")
+
+
+async def test_the_time_in_the_queue_is_found_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_in():
+        from tensorrt_llm._stand_in.request import Request
+        from tensorrt_llm.metrics.enums import MetricNames
+
+        measured = {MetricNames.REQUEST_QUEUE_TIME: 1e-6}
+        monkeypatch.setattr(Request, "metrics", lambda *_: measured)
+        async with running(PREFILL, publish_events_and_metrics=True) as prefill:
+            prefilled = await prefill.end_of(asked(STORY, kind=PREFILL))
+            assert isinstance(prefilled, Prefilled)
+            assert prefilled.queue_s == 1e-6
 
 
 def test_results_without_anything_to_measure_are_no_matter() -> None:

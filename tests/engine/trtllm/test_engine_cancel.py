@@ -11,7 +11,7 @@ import pytest
 from quartet.engine.base import EngineRequest, Failed, Prefilled, RequestKind
 from quartet.errors import RequestCancelledError, ServingError
 from tests.engine.trtllm.engines import TIMES, Running, asked, decode_of, running, stand_in
-from tests.fakes.driving import STORY
+from tests.fakes.driving import SPELL, STORY
 
 PREFILL = RequestKind.PREFILL
 _SLOW = {"cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": 50}}
@@ -140,3 +140,8 @@ async def test_a_prefill_that_no_worker_pulls_is_released() -> None:
         assert handle.aborted()
         [stats] = prefill.engine.stats()
         assert stats.num_held_blocks == 0
+        # The engine has forgotten the request: it keeps what no worker pulls until the transfer's time is over.
+        await prefill.end_of(asked(SPELL, 1, PREFILL))
+        assert prefill.control.num_held == 1
+        prefill.control.expire_transfers()
+        assert prefill.control.num_held == 0

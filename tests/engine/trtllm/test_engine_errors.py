@@ -106,7 +106,8 @@ def test_an_error_that_a_call_raises_becomes_a_serving_error(
         (RuntimeError("LLM is shutting down"), False, WorkerUnavailableError),
         (LayoutMismatchError("ours"), False, LayoutMismatchError),
         (RuntimeError("CUDA error"), True, None),
-        (AssertionError(), False, None),
+        (AssertionError(), False, EngineError),
+        (AssertionError(), True, EngineError),
     ],
 )
 def test_an_error_that_a_handle_raises_becomes_a_serving_error(
@@ -115,6 +116,8 @@ def test_an_error_that_a_handle_raises_becomes_a_serving_error(
     request = asked_for(Sampling(guided=GUIDED))
     error = failure(raised, RequestError, request, is_pulling=is_pulling)
     assert type(error) is (kind or type(None))
+    if isinstance(raised, AssertionError):
+        assert failure(raised, RequestError, request, is_pulling=is_pulling, is_gone=True) is None
 
 
 def asked_for(sampling: Sampling) -> EngineRequest:

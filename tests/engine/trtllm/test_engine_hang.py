@@ -11,6 +11,7 @@ import pytest
 
 from quartet.engine.base import EngineRequest, Failed
 from quartet.engine.sampling import Sampling
+from quartet.engine.trtllm.model_facts import ModelFacts
 from tests.engine.trtllm.engines import TIMES, WAIT_S, Running, asked, running, stand_in
 from tests.fakes.driving import STORY
 
@@ -89,6 +90,19 @@ async def test_every_rank_is_asked() -> None:
         await until(lambda: decode.engine._session.num_canaries > 0)  # type: ignore[union-attr]
         assert _ranks_of(decode.control.calls)[2:4] == [0, 1]
         assert all(not call.arguments["scheduling_params"].attention_dp_relax for call in decode.control.calls)
+
+
+async def test_a_canary_shares_no_blocks_with_the_dummy_request_of_an_idle_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Where the end is 0, a canary's first choice is 1, of which the dummy's prompt is made.
+    read = ModelFacts.read
+    monkeypatch.setattr(ModelFacts, "read", lambda *given: replace(read(*given), eos_token_ids=(0,)))
+    settings = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+    async with running(override_engine_args=settings) as decode:
+        assert decode.last_call["inputs"] == {"prompt_token_ids": [1]}
+        assert decode.last_call["cache_salt"]
+        assert decode.engine.is_alive
 
 
 def _ranks_of(calls: Any) -> list[int]:

@@ -26,6 +26,7 @@ FORMS = [
     {"kv_event_form": "queue"},
     {"kv_event_form": "rpc", "kv_event_lists": True},
     {"kv_event_form": "queue", "kv_event_lists": True, "mm_keys": True},
+    {"kv_event_form": "rpc", "version": "1.4.0rc1"},
 ]
 
 

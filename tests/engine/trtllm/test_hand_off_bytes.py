@@ -87,5 +87,21 @@ def test_fields_for_prefill_alone_are_not_carried() -> None:
     assert PromptState(cache=CACHE, num_tokens=1, fields={}).first_token_id is None
 
 
+def test_log_probabilities_are_carried_as_lists_and_logits_are_not() -> None:
+    with stand_in(version="1.4.0rc1"):
+        package = Package()
+        logprobs = [{5: package.Logprob(-0.5, 1), 7: package.Logprob(-1.5, None)}]
+        given = package.DisaggregatedParams(
+            first_gen_tokens=[5], ctx_request_id=1, opaque_state=b"s", first_gen_log_probs=logprobs
+        )
+        given.first_gen_logits = [torch.zeros(1, 9)]
+        state = PromptState.from_bytes(PromptState.of(given, CACHE, 3).to_bytes())
+        assert state.fields["first_gen_log_probs"] == [{"top": [[5, -0.5, 1], [7, -1.5, None]]}]
+        assert "first_gen_logits" not in state.fields
+        assert state.params(package).first_gen_log_probs == logprobs
+        each_beam = state_of(first_gen_log_probs=[[{"top": [[5, -0.5, 1]]}, -0.25]]).params(package)
+        assert each_beam.first_gen_log_probs == [[{5: package.Logprob(-0.5, 1)}, -0.25]]
+
+
 def test_a_state_s_bytes_are_in_no_log() -> None:
     assert "secret" not in repr(state_of(opaque_state=b"secret"))

@@ -11,6 +11,7 @@ from quartet.events.kv import Cleared, Removed, Stored, Tier
 from tests.engine.trtllm.kv_truth import BLOCK_SIZE, WINDOW, Listener, RawEvents, names, stored_block
 
 HIGH = (1 << 63) + 5
+TEXT = "ab" * 32
 
 
 def test_a_chain_is_reported_in_our_names_whatever_the_size_of_theirs() -> None:
@@ -22,6 +23,39 @@ def test_a_chain_is_reported_in_our_names_whatever_the_size_of_theirs() -> None:
     assert listener.receive(raw.removed((1 << 64) - 1, 7)) == [Removed([third, second])]
     assert listener.receive(raw.removed(HIGH)) == [Removed([first])]
     assert listener.mirror.num_blocks == 64
+
+
+def test_a_name_of_theirs_may_be_any_text() -> None:
+    raw, listener = RawEvents(), Listener()
+    listener.receive(raw.created())
+    first, second = names(1, 2, 3, 4)
+    assert listener.receive(raw.stored(None, [(TEXT, [1, 2]), ("07", [3, 4])])) == [Stored(None, [first, second])]
+    assert listener.receive(raw.moved("07", 1))[0] == Stored(first, [second], Tier.HOST)
+    assert listener.receive(raw.removed(TEXT)) == [Removed([first])]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_salt": "pepper"},
+        {"mm_keys": [{"type": "mm_key", "hash": "00" * 32, "uuid": "9dc26f865941d289", "start_offset": 0}]},
+        # As upstream's manager of 1.3 wrote it before it named items: the digest stands for the first token.
+        {
+            "tokens": [
+                {"type": "unique_token", "token_id": text, "token_extra_id": 0} for text in ("00" * 32, "01" * 32)
+            ]
+        },
+    ],
+)
+def test_a_block_that_a_later_event_says_is_private_is_not_reported(changes: dict[str, Any]) -> None:
+    raw, listener = RawEvents(), Listener()
+    listener.receive(raw.created())
+    stored = raw.stored(None, [(1, [1, 2])])
+    stored["data"]["blocks"][0] |= {"cache_salt": None, "mm_keys": [], **changes}
+    assert listener.receive(stored) == []
+    plain = raw.stored(None, [(2, [3, 4])])
+    plain["data"]["blocks"][0] |= {"cache_salt": None, "mm_keys": []}
+    assert listener.receive(plain) == [Stored(None, names(3, 4))]
 
 
 def test_the_removal_of_an_unreported_block_is_not_reported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from dataclasses import replace
 from typing import Any
@@ -134,7 +135,11 @@ def test_a_handle_that_no_worker_takes_is_counted_down_where_there_is_a_gpu(monk
     monkeypatch.setattr(
         torch.UntypedStorage, "_release_ipc_counter", lambda *given, device: released.append((*given, device))
     )
-    handle = {"ref_counter_handle": b"/counter", "ref_counter_offset": 3, "storage_device": 1}
+    handle = {
+        "ref_counter_handle": base64.b64encode(b"/counter").decode(),
+        "ref_counter_offset": 3,
+        "storage_device": 1,
+    }
     drop(handle)
     assert released == [(b"/counter", 3, 1)]
     drop({})

@@ -13,12 +13,14 @@ from quartet.engine.base import EngineRequest, Generation
 from quartet.engine.settings import EncoderSettings, Modality
 from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.vision import create_vision
-from quartet.engine.trtllm.inputs import InputBuilder, LlmInputs, create_input_builder
+from quartet.engine.trtllm.inputs import InputBuilder, LlmInputs, create_input_builder, is_same_prompt
 from quartet.engine.trtllm.media_state import read_state
 from quartet.errors import ConfigError, InvalidRequestError, MediaLostError, TransferError, UnsupportedFieldError
+from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from tests.engine.trtllm.media import (
     NUM_TOKENS,
+    PLACEHOLDER_ID,
     fill,
     image_file,
     kept,
@@ -49,6 +51,7 @@ with installed():
     from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
     from tensorrt_llm.llmapi import DisaggregatedParams
 
+VOCAB_SIZE = 2048
 BLOCKS = (5, 2)  # of 32 tokens each
 TWO = LOOK.replace("<|image|>", "<|image|><|image|>")
 
@@ -73,8 +76,14 @@ async def answer(given: LlmInputs, num_tokens: int = 12, llm: Any = None) -> lis
         )
     )
     if given.expected_token_ids is not None:
-        assert list(result.prompt_token_ids) == list(given.expected_token_ids)
+        assert is_same_prompt(given.expected_token_ids, result.prompt_token_ids, spans_of(given), VOCAB_SIZE)
     return list(result.outputs[0].token_ids)
+
+
+def spans_of(given: LlmInputs) -> list[MediaSpan]:
+    """One for each placeholder that is expected."""
+    expected = given.expected_token_ids or ()
+    return [MediaSpan(bytes(32), place, 1) for place, token_id in enumerate(expected) if token_id == PLACEHOLDER_ID]
 
 
 def features(colour: str = "red") -> torch.Tensor:
@@ -148,7 +157,8 @@ async def test_prefill_of_a_picture_that_an_encoder_keeps(builder: InputBuilder)
         result = await prefilled(
             prefill_engine(), dict(given.inputs), disagg=disagg, add_special_tokens=given.add_special_tokens
         )
-        assert list(result.prompt_token_ids) == given.expected_token_ids
+        assert given.expected_token_ids is not None
+        assert is_same_prompt(given.expected_token_ids, result.prompt_token_ids, spans_of(given), VOCAB_SIZE)
         assert list(result.outputs[0].token_ids) == greedy(LOOK, 1, picture())
 
 
@@ -177,6 +187,34 @@ async def test_a_kept_picture_beside_embeddings_becomes_embeddings(builder: Inpu
         )
     )
     assert ours == theirs
+
+
+async def test_two_kept_pictures_become_embeddings_since_one_handle_alone_is_taken(builder: InputBuilder) -> None:
+    async with running_encoder() as source:
+        states = [(await kept(source, 1 + nth, picture(colour))).state for nth, colour in enumerate(("red", "blue"))]
+        ours = await answer(builder.build(media_request(token_ids_of(TWO), [NUM_TOKENS] * 2, inputs=states)))
+    files = [image_file(picture("red")), image_file(picture("blue"))]
+    assert ours == await answer(builder.build(media_request(token_ids_of(TWO), [NUM_TOKENS] * 2, inputs=files)))
+
+
+SPAN = MediaSpan(bytes(32), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("became", "is_same"),
+    [
+        ([5, 7, 7, 6], True),  # the placeholder stays
+        ([5, 101, 101, 6], True),  # an input processor's one id
+        ([5, 100, 101, 6], True),  # a count, with embeddings
+        ([5, 101, 6], False),
+        ([5, 101, 101, 101, 6], False),
+        ([5, 99, 101, 6], False),  # text where the item should be
+        ([5, 101, 101, 8], False),
+        ([100, 101, 101, 6], False),  # an item where the text should be
+    ],
+)
+def test_a_prompt_is_the_same_if_only_its_media_have_other_ids(became: list[int], is_same: bool) -> None:
+    assert is_same_prompt([5, 7, 7, 6], became, [SPAN], 100) == is_same
 
 
 async def test_tokens_that_were_shown_already_are_part_of_the_prompt(builder: InputBuilder) -> None:

@@ -61,14 +61,11 @@ def test_a_sub_config_has_the_fields_of_the_description(name: str) -> None:
     assert set(table.later) == set(entry.get("not_in_1_2", []))
     required = {field for field, param in entry["params"].items() if param.get("required")}
     assert set(table.required) == required | NEEDED.get(name, set())
-    assert not entry.get("uncertain_params")
 
 
 def test_llm_has_the_arguments_of_the_description() -> None:
     entry = CLASSES["TorchLlmArgs"]
     assert schema.LLM.types == described("TorchLlmArgs")
-    uncertain = {name: expected_type(param) for name, param in entry["uncertain_params"].items()}
-    assert schema.LLM.uncertain == uncertain
     assert set(schema.LLM.later) == set(entry["not_in_1_2"])
     assert set(schema.REFUSED) == set(API["rejected_keywords"]["torch_backend"]["names"])
 

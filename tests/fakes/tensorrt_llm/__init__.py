@@ -6,9 +6,10 @@ For tests alone. It generates with transformers in float32; `tensorrt_llm._stand
 
 from __future__ import annotations
 
+from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm.llmapi.llm import LLM
 from tensorrt_llm.llmapi.mm_encoder import MultimodalEncoder
 from tensorrt_llm.sampling_params import SamplingParams
 
-__version__ = "1.2.1"
+__version__ = SWITCHES.version
 __all__ = ["LLM", "MultimodalEncoder", "SamplingParams", "__version__"]

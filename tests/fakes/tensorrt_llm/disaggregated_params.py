@@ -34,7 +34,15 @@ class _Rules:
             raise ValueError("mrope_position_ids_handle and mrope_position_deltas_handle: both or neither")
 
 
-_WITHOUT = () if SWITCHES.mrope_handles else ("mrope_position_ids_handle", "mrope_position_deltas_handle")
+_HAS = {
+    "mrope_position_ids_handle": SWITCHES.mrope_handles,
+    "mrope_position_deltas_handle": SWITCHES.mrope_handles,
+    "disagg_request_id": SWITCHES.disagg_request_id or SWITCHES.is_1_4,
+    "first_gen_log_probs": SWITCHES.first_gen_log_probs,
+}
 DisaggregatedParams = make_dataclass(
-    "DisaggregatedParams", _Rules, uncertain=SWITCHES.disagg_request_id, without=_WITHOUT
+    "DisaggregatedParams",
+    _Rules,
+    uncertain=True,
+    without=tuple(name for name, is_there in _HAS.items() if not is_there),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,11 @@ Guide = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 class Drawer:
     """Draws the tokens of one sequence, which has its own random numbers."""
 
-    def __init__(self, params: Any, index: int, prompt: Sequence[int], guide: Guide | None) -> None:
+    def __init__(
+        self, params: Any, index: int, prompt: Sequence[int], guide: Guide | None, *, honours_all: bool
+    ) -> None:
+        """``honours_all``: penalties, ``min_p`` and the seed count, too."""
+        params = params if honours_all else _plain(params)
         self._params, self._prompt, self._guide = params, list(prompt), guide
         self._generator = torch.Generator()
         self._generator.manual_seed((params.seed if params.seed is not None else torch.seed()) + index)
@@ -76,3 +81,18 @@ def _repeats(token_ids: list[int], size: int) -> set[int]:
     tail = token_ids[len(token_ids) - size + 1 :] if size > 1 else []
     starts = range(len(token_ids) - size + 1)
     return {token_ids[start + size - 1] for start in starts if token_ids[start : start + size - 1] == tail}
+
+
+def _plain(params: Any) -> Any:
+    """``params`` as `TorchSampler` reads them."""
+    plain = copy.copy(params)
+    for name in (
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "no_repeat_ngram_size",
+        "min_p",
+        "seed",
+    ):
+        setattr(plain, name, None)
+    return plain

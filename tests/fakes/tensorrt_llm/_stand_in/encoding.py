@@ -9,7 +9,7 @@ from tensorrt_llm._stand_in.request import Request, RequestState
 from tensorrt_llm._stand_in.spool import Spool
 from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm._stand_in.weights import Weights
-from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
+from tensorrt_llm._torch.shared_tensor import SharedTensorContainer, address_of
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.result import Step
 from tensorrt_llm.executor.utils import RequestError
@@ -50,7 +50,7 @@ class StandInEncoder(EngineLoop):
             assert request.prompt.pixel_values is not None
             [features] = self.weights.encode(request.prompt.pixel_values)
             handle = SharedTensorContainer.from_tensor(features, self._shelf).dump_to_dict()
-            self._held.add(handle["storage_handle"])
+            self._held.add(address_of(handle))
             disagg = DisaggregatedParams(
                 multimodal_embedding_handles=[handle], multimodal_hashes=request.prompt.item_hashes
             )

@@ -125,6 +125,9 @@ class StandInEngine(EngineLoop):
         num_tokens = len(request.prompt.token_ids)
         if rank.never_fits(request) or num_tokens >= self.max_seq_len:
             raise RequestError(f"The prompt of {num_tokens} tokens exceeds max_seq_len or the KV cache's capacity")
+        if request.prompt.vocab_size is None and max(request.prompt.token_ids) >= self.weights.vocab_size:
+            # Only a prompt that comes with its media may have ids beyond the vocabulary; a decode's never does.
+            raise RequestError("Token ID out of range")
         if (reason := self._hand_offs.refusal(request)) is not None:
             raise RequestError(reason)
         if rank.num_running >= self._args.max_batch_size or not rank.admit(request, self.max_seq_len):
@@ -143,8 +146,11 @@ class StandInEngine(EngineLoop):
 
     def _make_sequences(self, request: Request) -> None:
         ids = request.prompt.token_ids
+        # TorchSampler, the default of 1.2, accepts penalties, min_p and a seed, and ignores them.
+        honours_all = SWITCHES.is_1_4 or self._args.sampler_type == "TRTLLMSampler"
         request.sequences = [
-            Sequence(index, Drawer(request.params, index, ids, request.guide)) for index in range(request.params.n)
+            Sequence(index, Drawer(request.params, index, ids, request.guide, honours_all=honours_all))
+            for index in range(request.params.n)
         ]
 
     def _prefill(self, request: Request) -> None:
@@ -166,7 +172,7 @@ class StandInEngine(EngineLoop):
 
     def _pull(self, request: Request) -> None:
         [seq] = request.sequences
-        seq.cache, seq.token_ids = self._hand_offs.pull(request)
+        seq.cache, seq.token_ids, seq.logprobs = self._hand_offs.pull(request)
         self.ranks[request.rank].store(request, seq)
         request.state = RequestState.RUNNING
         # Prefill reported the first tokens, but they are this answer's, too: they come with the next one.

@@ -8,9 +8,14 @@ from typing import Any
 
 from tensorrt_llm._stand_in import spool
 from tensorrt_llm._stand_in.request import Request, Sequence
+from tensorrt_llm._stand_in.schema import StandInError
 from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm._stand_in.weights import Weights, cache_of, layers_of
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
+from tensorrt_llm.executor.result import Logprob
+
+#: What a decode of 1.4 must get just as prefill gave it.
+_OF_1_4 = ("disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style")
 
 
 class TransferError(Exception):
@@ -53,10 +58,12 @@ class HandOffs:
         address = self._shelf.put(
             {
                 "layers": layers_of(seq.cache),
-                "token_ids": request.prompt.token_ids,
+                "token_ids": [-1 if request.prompt.is_item(one) else one for one in request.prompt.token_ids],
                 "first_token_id": seq.token_ids[0],
                 "ctx_request_id": request.request_id,
                 "layout": self._layout(),
+                "disagg_request_id": getattr(request.disagg, "disagg_request_id", None),
+                **_pulled_from(request),
             }
         )
         timeout_ms = self._args.cache_transceiver_config.kv_transfer_timeout_ms
@@ -67,6 +74,11 @@ class HandOffs:
             for name in DisaggregatedParams.__dataclass_fields__
             if name in ("multimodal_hashes", "disagg_request_id") or name.startswith("mrope_")
         }
+        if SWITCHES.is_1_4:
+            # Its result does not repeat the id that the request was given.
+            kept |= {"disagg_request_id": None, **_pulled_from(request)}
+        if SWITCHES.first_gen_log_probs and request.params.logprobs is not None:
+            kept["first_gen_log_probs"] = [dict(entry) for entry in seq.logprobs]
         return DisaggregatedParams(
             request_type="context_only",
             first_gen_tokens=[seq.token_ids[0]],
@@ -75,8 +87,8 @@ class HandOffs:
             **kept,
         )
 
-    def pull(self, request: Request) -> tuple[Any, list[int]]:
-        """Take a prompt from prefill; return its cache and first tokens.
+    def pull(self, request: Request) -> tuple[Any, list[int], list[dict[int, Any]]]:
+        """Take a prompt from prefill; return its cache, first tokens, and their log-probabilities, if they came along.
 
         Raises:
             TransferError: it is gone, or isn't this request's.
@@ -88,16 +100,25 @@ class HandOffs:
             raise TransferError(f"KV cache transfer failed: {error}") from error
         except (ValueError, OSError) as error:
             raise TransferError("KV cache transfer failed: opaque_state is malformed") from error
+        # What stands in place of an item does not matter to decode: its KV is what prefill computed.
+        theirs, token_ids = state["token_ids"], request.prompt.token_ids
+        is_same = len(theirs) == len(token_ids) and all(
+            one in (-1, other) for one, other in zip(theirs, token_ids, strict=True)
+        )
         for name, ours in (
             ("ctx_request_id", disagg.ctx_request_id),
-            ("token_ids", request.prompt.token_ids),
+            ("token_ids", theirs if is_same else token_ids),
             ("layout", self._layout()),
+            *((name, getattr(disagg, name)) for name in _OF_1_4 if SWITCHES.is_1_4),
         ):
             if state[name] != ours:
                 raise TransferError(f"KV cache transfer failed: {name} differs from prefill's")
         if disagg.first_gen_tokens[0] != state["first_token_id"]:
             raise TransferError("KV cache transfer failed: first_gen_tokens differs from prefill's")
-        return cache_of(state["layers"]), list(disagg.first_gen_tokens)
+        logprobs = list(getattr(disagg, "first_gen_log_probs", None) or [])
+        if not all(isinstance(top, Logprob) for entry in logprobs for top in entry.values()):
+            raise StandInError("first_gen_log_probs must be of Logprob, by token id")
+        return cache_of(state["layers"]), list(disagg.first_gen_tokens), logprobs
 
     def released(self, *, is_expired: bool) -> list[Request]:
         """Return, once, the requests whose prompts were pulled, or whose time (or ``is_expired``) is over."""
@@ -114,6 +135,11 @@ class HandOffs:
         """What both sides must have alike."""
         cache = self._args.kv_cache_config
         return f"{self._weights.path}|{cache.dtype}|{cache.tokens_per_block}"
+
+
+def _pulled_from(request: Request) -> dict[str, Any]:
+    """Where the Python transceiver of 1.4 pulls a prompt from."""
+    return {"ctx_dp_rank": request.rank, "ctx_info_endpoint": "tcp://127.0.0.1:1", "schedule_style": 0}
 
 
 def give_up(disagg: Any) -> None:

@@ -101,7 +101,7 @@ class BlockBook:
             block, is_new = self._take_in(part, parent, holding.salt)
             if is_new:
                 first_parent = parent if not reported else first_parent
-                reported.append(kv_events.stored_block(block.block_hash, *zip(*part, strict=True)))
+                reported.append(kv_events.stored_block(block.block_hash, *zip(*part, strict=True), salt=holding.salt))
             block.num_users += 1
             holding.blocks.append(block)
             holding.num_private -= 1

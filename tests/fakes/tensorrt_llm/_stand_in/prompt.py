@@ -11,19 +11,22 @@ import torch
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """Tokens, with each picture's placeholders expanded, and one way to what goes in their place.
+    """Tokens, with each picture's placeholder expanded, and one way to what goes in its place.
+
+    As upstream, an item's tokens are ids beyond the vocabulary: none of them is the id that stood in the prompt.
 
     Attributes:
+        vocab_size: ids from here on are items'; ``None``: the prompt has none.
         pixel_values: [num_pictures, 3, height, width], for the vision tower.
-        features: [placeholders, hidden size], ready.
+        features: [tokens of items, hidden size], ready.
         handles: of an encoder's results, one a picture.
         item_hashes: of each picture, in order; 8 ints.
-        item_tokens: placeholders of each picture.
+        item_tokens: tokens of each picture.
     """
 
     text: str | None
     token_ids: list[int]
-    image_token_id: int | None = None
+    vocab_size: int | None = None
     pixel_values: torch.Tensor | None = None
     features: torch.Tensor | None = None
     handles: list[dict[str, Any]] = field(default_factory=list)
@@ -31,9 +34,13 @@ class PreparedPrompt:
     item_tokens: list[int] = field(default_factory=list)
 
     def extra_ids(self) -> list[int]:
-        """Return each token's ``token_extra_id``: 0, or for a placeholder what marks its picture."""
+        """Return each token's ``token_extra_id``: 0, or for an item's what marks its picture."""
         marks = self._marks()
-        return [next(marks, 0) if token_id == self.image_token_id else 0 for token_id in self.token_ids]
+        return [next(marks, 0) if self.is_item(token_id) else 0 for token_id in self.token_ids]
+
+    def is_item(self, token_id: int) -> bool:
+        """Whether ``token_id`` stands for a part of an item."""
+        return self.vocab_size is not None and token_id >= self.vocab_size
 
     def _marks(self) -> Iterator[int]:
         for item_hash, num_tokens in zip(self.item_hashes, self.item_tokens, strict=True):

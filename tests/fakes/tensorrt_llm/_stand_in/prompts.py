@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,8 +69,8 @@ class PromptReader:
         token_ids = parts["prompt_token_ids"]
         if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
             raise TypeError("prompt_token_ids must be a list of ints")
-        if not token_ids or not all(0 <= token_id < self._weights.vocab_size for token_id in token_ids):
-            raise ValueError("prompt_token_ids must have at least one id, and only ids of the vocabulary")
+        if not token_ids or min(token_ids) < 0:
+            raise ValueError("prompt_token_ids must have at least one id, and none below 0")
         return list(token_ids)
 
     def _need_tokenizer(self) -> Any:
@@ -95,6 +95,8 @@ class PromptReader:
         place: Any = self._weights.image_token_id
         if token_ids.count(place) != num_items:
             raise ValueError(f"{token_ids.count(place)} placeholders in the prompt, but {num_items} pictures")
+        if len(handles) > 1:
+            raise NotImplementedError("Only one mm_handle is supported for LlavaNext for now")
         if handles and len(handles) != num_items:
             raise ValueError(f"{len(handles)} embedding handles, but {num_items} pictures")
         if handles:
@@ -103,19 +105,26 @@ class PromptReader:
             item_tokens = (
                 [len(item) for item in features] if features is not None else [self.tokens_per_picture] * num_items
             )
-        sizes = iter(item_tokens)
-        expanded = [new for old in token_ids for new in ([old] * next(sizes) if old == place else [old])]
+        items = self._item_ids(item_tokens, are_embeddings=features is not None and not handles)
+        expanded = [new for old in token_ids for new in (next(items) if old == place else [old])]
         given = disagg.multimodal_hashes if disagg else None
         return PreparedPrompt(
             parts.get("prompt"),
             expanded,
-            image_token_id=place,
+            vocab_size=self._weights.vocab_size,
             pixel_values=None if handles or features is not None else pixels,
             features=None if handles or features is None else torch.cat(features),
             handles=handles,
             item_hashes=given or [hash_of(item) for item in (features if features is not None else pixels)],  # type: ignore[union-attr]
             item_tokens=item_tokens,
         )
+
+    def _item_ids(self, item_tokens: Sequence[int], *, are_embeddings: bool) -> Iterator[list[int]]:
+        """The ids of each item, as LLaVA's input processor makes them: one and the same, or of embeddings a count."""
+        first = self._weights.vocab_size
+        for num_tokens in item_tokens:
+            yield [*range(first, first + num_tokens)] if are_embeddings else [first + 1] * num_tokens
+            first += num_tokens if are_embeddings else 0
 
     @property
     def tokens_per_picture(self) -> int:

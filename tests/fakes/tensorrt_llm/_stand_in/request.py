@@ -12,6 +12,7 @@ from tensorrt_llm._stand_in.drawing import Drawer, Guide
 from tensorrt_llm._stand_in.kv_blocks import Holding
 from tensorrt_llm._stand_in.prompt import PreparedPrompt
 from tensorrt_llm.executor.result import Logprob, RequestOutput, Step
+from tensorrt_llm.metrics.enums import MetricNames
 
 
 class RequestState(enum.Enum):
@@ -88,15 +89,15 @@ class Request:
         limit = min(params.max_tokens, max_seq_len - len(self.prompt.token_ids))
         return ("length" if len(seq.token_ids) >= limit else None), None, 0
 
-    def metrics(self, num_tokens: int) -> dict[str, float]:
+    def metrics(self, num_tokens: int) -> dict[MetricNames, float]:
         """Times in seconds, of a request that ended."""
         now = time.monotonic()
         first = self.first_token_at or now
         return {
-            "ttft": first - self.submitted_at,
-            "e2e": now - self.submitted_at,
-            "tpot": (now - first) / max(num_tokens - 1, 1),
-            "request_queue_time": (self.started_at or now) - self.submitted_at,
+            MetricNames.TTFT: first - self.submitted_at,
+            MetricNames.E2E: now - self.submitted_at,
+            MetricNames.TPOT: (now - first) / max(num_tokens - 1, 1),
+            MetricNames.REQUEST_QUEUE_TIME: (self.started_at or now) - self.submitted_at,
         }
 
     def report(

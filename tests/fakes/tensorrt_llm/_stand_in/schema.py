@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+from tensorrt_llm._stand_in.switches import SWITCHES
 
 API: dict[str, Any] = json.loads((Path(__file__).parents[1] / "api.json").read_text(encoding="utf-8"))
 _CONFIG = pydantic.ConfigDict(
@@ -76,14 +77,14 @@ def params_of(name: str, *, uncertain: bool = False) -> dict[str, dict[str, Any]
     """Return the parameters of a class or method, those it inherits first."""
     entry = API["classes"].get(name) or API["methods"][name]
     inherited = params_of(entry["extends"]) if "extends" in entry else {}
-    return {**inherited, **entry["params"], **(entry.get("uncertain_params", {}) if uncertain else {})}
+    later = entry.get("later_params", {}) if SWITCHES.is_1_4 else {}
+    return {**inherited, **entry["params"], **(entry.get("uncertain_params", {}) if uncertain else {}), **later}
 
 
 def make_model(
     name: str,
     base: type[Any] | None = None,
     *,
-    uncertain: bool = False,
     only: set[str] | None = None,
     own: Mapping[str, Any] | None = None,
     **types: Any,
@@ -93,7 +94,6 @@ def make_model(
     Args:
         name: its name in the description.
         base: a class with its validators; must not have fields of its own.
-        uncertain: whether it has the uncertain fields.
         only: the fields that it has, if not all.
         own: fields that the description has in words: type and default, for pydantic.
         types: of fields whose description is prose.
@@ -102,7 +102,7 @@ def make_model(
     config = type(f"{name}Base", (bases,), {"model_config": _CONFIG, "__module__": __name__})
     fields = {
         field: (types.get(field) or _type_of(param), _pydantic_default(param))
-        for field, param in params_of(name, uncertain=uncertain).items()
+        for field, param in params_of(name).items()
         if only is None or field in only
     }
     made: type[Any] = pydantic.create_model(name, __base__=config, **{**fields, **(own or {})})
@@ -188,7 +188,10 @@ def signed(name: str, *, self_name: str | None = "self") -> Callable[[Callable[.
     """
     entry = API["classes"].get(name) or API["methods"][name]
     kind = inspect.Parameter.KEYWORD_ONLY if entry.get("keyword_only") else inspect.Parameter.POSITIONAL_OR_KEYWORD
-    params = [inspect.Parameter(field, kind, default=_plain_default(param)) for field, param in entry["params"].items()]
+    params = [
+        inspect.Parameter(field, kind, default=_plain_default(param))
+        for field, param in {**entry["params"], **(entry.get("later_params", {}) if SWITCHES.is_1_4 else {})}.items()
+    ]
     if "extra_kwargs_from" in entry:
         params.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature(params)

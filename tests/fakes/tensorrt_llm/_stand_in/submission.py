@@ -19,6 +19,10 @@ from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.sampling_params import SamplingParams
 
 _NOT_IMITATED = ("prompt_adapter_request", "kv_cache_retention_config", "_postproc_params")
+# What an idle rank of attention DP computes, so that all ranks take each step together.
+_DUMMY_PROMPT = [1]
+#: Ids below are an engine's own.
+MIN_GLOBAL_ID = 1 << 42
 _NOT_IMITATED_PARAMS = (
     "logits_processor",
     "lookahead_config",
@@ -74,6 +78,9 @@ def make_request(
         guide=_guide(params, args, tokenizer),
         stop_words=stop_words,
     )
+    if args.enable_attention_dp and not request.salt and prompt.token_ids == _DUMMY_PROMPT:
+        # Upstream it finds the dummy's blocks in the cache, and its rank ends.
+        engine.inject(death=RuntimeError("a rank ended: the request shares blocks with the dummy request"))
     return request, recorded
 
 
@@ -94,6 +101,12 @@ def _check_disagg(disagg: Any, inputs: Any, params: Any, args: Any, reader: Prom
         raise ValueError("the model's input processor does not support multimodal disaggregation")
     if disagg.request_type in ("context_only", "generation_only") and params.n != 1:
         raise ValueError("disaggregated requests need n = 1 and beam width 1")
+    if (
+        SWITCHES.is_1_4
+        and disagg.request_type == "context_only"
+        and not (disagg.disagg_request_id or 0) >= MIN_GLOBAL_ID
+    ):
+        raise StandInError("1.4 wants a disagg_request_id on every prefill, and none that its own ids may be")
     if disagg.request_type != "generation_only":
         return
     has_pictures = isinstance(inputs, dict) and (inputs.get("multi_modal_data") or inputs.get("multi_modal_embeddings"))

@@ -10,13 +10,13 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """One possible 1.2, on one possible machine.
+    """One possible release, on one possible machine.
 
     Attributes:
+        version: of the release; 1.4 has what came with 1.3 and 1.4, as far as the adapter meets it.
         num_gpus: GPUs that are visible; without any not even arguments can be made.
         num_kv_blocks: blocks of KV on the GPU, unless ``KvCacheConfig.max_tokens`` says less.
-        uncertain_llm_params: `LLM` takes what only sources after the cut have.
-        disagg_request_id, mrope_handles: `DisaggregatedParams` has these fields.
+        disagg_request_id, first_gen_log_probs, mrope_handles: `DisaggregatedParams` has these fields.
         check_health: `LLM._check_health` exists.
         kv_event_form: how events and statistics are fetched.
         kv_event_lists: an iterator of events yields lists of them.
@@ -35,10 +35,11 @@ class Switches:
         autodeploy_from_torch: AutoDeploy's arguments derive from the PyTorch backend's.
     """
 
+    version: Literal["1.2.1", "1.4.0rc1"] = "1.2.1"
     num_gpus: int = 8
     num_kv_blocks: int = 512
-    uncertain_llm_params: bool = False
     disagg_request_id: bool = False
+    first_gen_log_probs: bool = True
     mrope_handles: bool = True
     check_health: bool = False
     kv_event_form: Literal["queue", "rpc"] = "rpc"
@@ -56,6 +57,11 @@ class Switches:
     abort_pins_state: bool = True
     support_mm_disagg: bool = True
     autodeploy_from_torch: bool = False
+
+    @property
+    def is_1_4(self) -> bool:
+        """Whether this is the line after 1.2."""
+        return self.version.startswith("1.4")
 
 
 SWITCHES = Switches(**json.loads(os.environ.get("TENSORRT_LLM_STAND_IN", "{}")))

@@ -64,10 +64,11 @@ class Weights:
         """Compute a prompt; logits [1 or num_tokens, vocabulary] and the cache of its KV."""
         with torch.inference_mode():
             ids = torch.tensor([prompt.token_ids])
-            embeddings = self.model.get_input_embeddings()(ids)
+            is_item = ids >= self.vocab_size
+            embeddings = self.model.get_input_embeddings()(ids.masked_fill(is_item, 0))
             features = self.features_of(prompt)
             if features is not None:
-                embeddings[ids == self.image_token_id] = features.to(embeddings.dtype)
+                embeddings[is_item] = features.to(embeddings.dtype)
             cache = DynamicCache()
             return self._forward(embeddings, cache, adapter_path, 0 if all_logits else 1), cache
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ class SharedTensorContainer:
             {
                 "method_key": 1,
                 "dtype": str(tensor.dtype),
-                "event_handle": b"\x00\xfe event",
+                "event_handle": _text(b"\x00\xfe event"),
                 "event_sync_required": True,
-                "ref_counter_handle": b"\x80\x00 counter",
+                "ref_counter_handle": _text(b"\x80\x00 counter"),
                 "ref_counter_offset": 0,
                 "requires_grad": False,
                 "storage_device": 0,
-                "storage_handle": address,
+                "storage_handle": _text(address),
                 "storage_offset_bytes": 0,
                 "storage_size_bytes": tensor.numel() * tensor.element_size(),
                 "tensor_offset": 0,
@@ -48,8 +49,8 @@ class SharedTensorContainer:
         if set(handle) != expected:
             raise StandInError(f"a handle's keys differ: {sorted(set(handle) ^ expected)}")
         for name in ("event_handle", "ref_counter_handle", "storage_handle"):
-            if not isinstance(handle[name], bytes):
-                raise TypeError(f"{name} must be bytes, is {type(handle[name]).__name__}")
+            if not isinstance(handle[name], str):
+                raise TypeError(f"{name} must be base64 text, is {type(handle[name]).__name__}")
         return cls(handle)
 
     def dump_to_dict(self) -> dict[str, Any]:
@@ -58,7 +59,17 @@ class SharedTensorContainer:
 
     def get_local_view(self) -> torch.Tensor:
         """Return the tensor, and let its keeper free it."""
-        tensor: torch.Tensor = spool.take(self._handle["storage_handle"])
+        tensor: torch.Tensor = spool.take(address_of(self._handle))
         if list(tensor.shape) != list(self._handle["tensor_size"]):
             raise StandInError("a handle's tensor_size was changed on the way")
         return tensor
+
+
+def address_of(handle: dict[str, Any]) -> bytes:
+    """Where the tensor of ``handle`` lies."""
+    return base64.b64decode(handle["storage_handle"], validate=True)
+
+
+def _text(data: bytes) -> str:
+    # As upstream: JSON carries a handle from process to process.
+    return base64.b64encode(data).decode()

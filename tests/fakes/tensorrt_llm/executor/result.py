@@ -72,7 +72,7 @@ class Step:
     disaggregated_params: Any = None
     cached_tokens: int = 0
     decoding_iter: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[Any, float] = field(default_factory=dict)
     is_last: bool = False
     error: BaseException | None = None
 
@@ -97,7 +97,7 @@ class RequestOutput:
         self.disaggregated_params: Any = None
         self.decoding_iter, self.cached_tokens = 0, 0
         self.avg_decoded_tokens_per_iter: float | None = None
-        self.metrics_dict: dict[str, float] = {}
+        self.metrics_dict: dict[Any, float] = {}
         self._params, self._detokenize, self._abort = params, detokenize, abort
         self._aborted = False
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
@@ -181,6 +181,8 @@ class RequestOutput:
         output.begin_step()
         output.token_ids.extend(step.token_ids)
         output.logprobs.extend(self._logprobs(step))
+        if self._params is not None and self._params.logprobs is not None and step.finish_reason != "cancelled":
+            assert len(output.logprobs) == output.length  # as upstream: it's not a check of the adapter's use
         output.prompt_logprobs = step.prompt_logprobs or output.prompt_logprobs
         output.cumulative_logprob = step.sum_logprobs
         if step.num_trimmed:

@@ -118,7 +118,7 @@ _PROSE: dict[str, Any] = {
     "speculative_config": pydantic.InstanceOf[DecodingBaseConfig] | None,
     "load_format": LoadFormat,
 }
-TorchLlmArgs = make_model("TorchLlmArgs", _TorchRules, uncertain=SWITCHES.uncertain_llm_params, **_PROSE)
+TorchLlmArgs = make_model("TorchLlmArgs", _TorchRules, **_PROSE)
 LlmArgs = TorchLlmArgs
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from prometheus_client import Counter, Histogram
+from tensorrt_llm.metrics.enums import MetricNames
 
 _HISTOGRAMS = {
-    "e2e_request_latency_seconds": "e2e",
-    "time_to_first_token_seconds": "ttft",
-    "time_per_output_token_seconds": "tpot",
-    "request_queue_time_seconds": "request_queue_time",
+    "e2e_request_latency_seconds": MetricNames.E2E,
+    "time_to_first_token_seconds": MetricNames.TTFT,
+    "time_per_output_token_seconds": MetricNames.TPOT,
+    "request_queue_time_seconds": MetricNames.REQUEST_QUEUE_TIME,
 }
 
 
@@ -28,7 +29,7 @@ class MetricsCollector:
         self.histogram_tpot = Histogram("time_per_output_token_seconds", "Of a request.", labelnames=names)
         self.histogram_queue = Histogram("request_queue_time_seconds", "Of a request.", labelnames=names)
 
-    def log_metrics_dict(self, metrics_dict: dict[str, Any]) -> None:
+    def log_metrics_dict(self, metrics_dict: dict[MetricNames, Any]) -> None:
         """Measure one result."""
         self.counter_request_success.labels(**self.labels, finished_reason="unknown").inc()
         histograms = (self.histogram_e2e, self.histogram_ttft, self.histogram_tpot, self.histogram_queue)
