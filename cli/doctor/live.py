@@ -34,7 +34,7 @@ from services.topology.topology import Topology
 
 # Of the memory that is free when a worker starts. Two or three share a GPU here.
 _GPU_SHARE = 0.2
-_ENGINE = {"max_model_len": 1024, "max_batch_size": 4, "max_num_tokens": 1024}
+_ENGINE = {"max_batch_size": 4, "max_num_tokens": 1024}
 _NUM_TOKENS = 24
 _ANSWER_TIMEOUT_S = 120.0
 # What a process said last, of which its end is explained.
@@ -266,7 +266,7 @@ def _settings(plan: LivePlan, way: Way, directory: Path) -> dict[str, Any]:
     return {
         "namespace": "quartet-doctor",
         "model": {"path": str(plan.model), "name": "doctor"},
-        "engine": {"kind": plan.kind, "publish_events_and_metrics": False, **_ENGINE, **share},
+        "engine": {"kind": plan.kind, **_ENGINE, **share},
         "discovery": {"kind": "file", "file": {"directory": str(_made(directory / "records"))}},
         "router": {"port": 0, "overrides": {"policy": {"name": "round_robin"}}},
         "workers": [
