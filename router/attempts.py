@@ -278,9 +278,9 @@ class ChoiceRun:
             if self._request.media is not None:
                 self._learn_prompt(self._request.media, outcome)
             if outcome.prompt_logprobs is not None:
-                self._take_prompt_logprobs(outcome.prompt_logprobs)
+                self._report_prompt(outcome.prompt_logprobs)
             reason = self._take_first_token(outcome)
-        except ServingError:
+        except (ServingError, HopFailedError):
             self._drop(outcome.hand_off)
             raise
         if reason is not None:
@@ -319,12 +319,18 @@ class ChoiceRun:
             return
         media_ids = [item.media_id for item in media.items]
         if not outcome.prompt_token_ids or [span.media_id for span in outcome.media] != media_ids:
-            self._drop(outcome.hand_off)
             silent = WorkerUnavailableError("the prefill worker did not report what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
         if not media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
             media.learn(outcome.media)
         self._take_prompt(outcome.prompt_token_ids, outcome.media)
+
+    def _report_prompt(self, logprobs: PromptLogprobs) -> None:
+        """``_take_prompt_logprobs`` of a prefill worker. Raises ``HopFailedError``."""
+        try:
+            self._take_prompt_logprobs(logprobs)
+        except WorkerUnavailableError as error:
+            raise HopFailedError(Hop.PREFILL, error) from error
 
     def _take_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
         """Show those of the prompt. Raises ``WorkerUnavailableError``: they are of another prompt."""

@@ -148,7 +148,10 @@ class DecodeCall(WorkerCall):
         """Its prompt was computed, and this was asked for."""
         if not (self.is_over or self._is_cancelled):
             self.received_at = now
-            self._sink.take_prompt_logprobs(logprobs)
+            try:
+                self._sink.take_prompt_logprobs(logprobs)
+            except ServingError as error:
+                self.stop(error)
 
     def stop(self, error: Exception | None = None) -> None:
         """End this decode alone, unless it is over: the sink wants no more, or ``error`` says why."""

@@ -185,7 +185,11 @@ class DecodeSink(Protocol):
         ...
 
     def take_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
-        """Take those of its prompt, before its first token; once, if they were asked for."""
+        """Take those of its prompt, before its first token; once, if they were asked for.
+
+        Raises:
+            ServingError: they are of another prompt: the decode ends with it.
+        """
         ...
 
     def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:

@@ -147,8 +147,10 @@ async def test_tokens_sent_twice_after_a_migration_are_shown_once_with_their_log
 @pytest.mark.parametrize("prefill", [("prefill-0",), ()], ids=["disaggregated", "aggregated"])
 async def test_log_probabilities_of_the_prompt_come_once_before_the_first_token(prefill: tuple[str, ...]) -> None:
     fleet = Fleet(*prefill, "decode-0", "decode-1")
+    # The first attempt's are of another prompt, the second one has given tokens when it breaks.
+    fleet.hops.plan("prefill" if prefill else "decode", Plan(num_unreported=1))
     fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=5))
-    start = make_start(num_choices=2, output=OutputOptions(num_prompt_logprobs=1))
+    start = make_start(num_choices=1, output=OutputOptions(num_prompt_logprobs=1))
     parts = [part async for part in fleet.generate(start).parts()]
     [report] = [part for part in parts if isinstance(part, PromptLogprobs)]
     deltas = [part for part in parts if isinstance(part, Delta) and part.choice == 0]
@@ -161,7 +163,17 @@ async def test_log_probabilities_of_the_prompt_come_once_before_the_first_token(
     ]
     assert sum(finished.usage.num_attempts for finished in parts if isinstance(finished, ChoiceFinished)) == 3
     asked = [call.start.generation.output.num_prompt_logprobs for call in fleet.hops.calls]
-    assert asked.count(1) == 1, "no later attempt and no other choice computes them"
+    assert asked == [1, 1, *[None] * (len(asked) - 2)]
+    fleet.assert_nothing_left()
+
+
+async def test_only_one_choice_brings_log_probabilities_of_the_prompt() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    start = make_start(num_choices=3, output=OutputOptions(num_prompt_logprobs=0))
+    parts = [part async for part in fleet.generate(start).parts()]
+    assert len([part for part in parts if isinstance(part, PromptLogprobs)]) == 1
+    asked = [call.start.generation.output.num_prompt_logprobs for call in fleet.hops.calls]
+    assert asked.count(0) == 1 and set(asked) == {0, None}
     fleet.assert_nothing_left()
 
 
