@@ -160,6 +160,9 @@ class _Drop:
     def add(self, *_: object) -> None:
         pass
 
+    def add_prompt_logprobs(self, _: object) -> None:
+        pass
+
     def add_parsed(self, *_: object) -> None:
         pass
 

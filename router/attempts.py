@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -17,6 +17,7 @@ from quartet.api.output import ChoiceOutput
 from quartet.api.request import ChoicePlacement, prompt_field
 from quartet.discovery.base import Rank, Role, WorkerKey
 from quartet.engine.base import FinishReason, Generation
+from quartet.engine.sampling import OutputOptions, PromptLogprobs
 from quartet.errors import PromptTooLongError, ServingError, WorkerUnavailableError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
@@ -276,8 +277,10 @@ class ChoiceRun:
         try:
             if self._request.media is not None:
                 self._learn_prompt(self._request.media, outcome)
+            if outcome.prompt_logprobs is not None:
+                self._report_prompt(outcome.prompt_logprobs)
             reason = self._take_first_token(outcome)
-        except ServingError:
+        except (ServingError, HopFailedError):
             self._drop(outcome.hand_off)
             raise
         if reason is not None:
@@ -316,12 +319,25 @@ class ChoiceRun:
             return
         media_ids = [item.media_id for item in media.items]
         if not outcome.prompt_token_ids or [span.media_id for span in outcome.media] != media_ids:
-            self._drop(outcome.hand_off)
             silent = WorkerUnavailableError("the prefill worker did not report what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
         if not media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
             media.learn(outcome.media)
         self._take_prompt(outcome.prompt_token_ids, outcome.media)
+
+    def _report_prompt(self, logprobs: PromptLogprobs) -> None:
+        """``_take_prompt_logprobs`` of a prefill worker. Raises ``HopFailedError``."""
+        try:
+            self._take_prompt_logprobs(logprobs)
+        except WorkerUnavailableError as error:
+            raise HopFailedError(Hop.PREFILL, error) from error
+
+    def _take_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Show those of the prompt. Raises ``WorkerUnavailableError``: they are of another prompt."""
+        token_ids = self._request.prompt_token_ids
+        if len(logprobs.logprobs) != len(token_ids) - 1:
+            raise WorkerUnavailableError(f"the worker gave log probabilities of {len(logprobs.logprobs)} tokens")
+        self._output.take_prompt_logprobs(replace(logprobs, token_ids=token_ids))
 
     def _take_first_token(self, outcome: PrefillOutcome) -> FinishReason | None:
         """Show the first token at once, before the transfer."""
@@ -339,7 +355,14 @@ class ChoiceRun:
         media = self._take_media() if hand_off is None else ()
         is_handed_off = hand_off is not None
         book = partial(self._book, booking)
-        sink = BookedSink(self._output, book, self._request.num_prompt_tokens, is_handed_off, self._learn_length)
+        sink = BookedSink(
+            self._output,
+            book,
+            self._request.num_prompt_tokens,
+            is_handed_off,
+            self._learn_length,
+            self._take_prompt_logprobs,
+        )
         call = None
         try:
             start = self._start(booking, booking.send(), rank.data_parallel_rank, hand_off, media)
@@ -452,9 +475,16 @@ class ChoiceRun:
             cache_salt=request.cache_salt,
             data_parallel_rank=rank,
             media=spans,
-            output=start.output,
+            output=self._output_options(),
         )
         return WorkerStart(context=context, generation=generation, hand_off=hand_off, media=tuple(media))
+
+    def _output_options(self) -> OutputOptions:
+        """What workers report: of the prompt once, for the first choice."""
+        asked = self._request.start.output
+        if asked.num_prompt_logprobs is None or not (self._choice or self._output.has_prompt_logprobs):
+            return asked
+        return replace(asked, num_prompt_logprobs=None)
 
     def _take_media(self) -> Sequence[MediaInput]:
         """The media that computing the prompt needs; this attempt owns their hand-offs from now on."""
@@ -500,7 +530,16 @@ class BookedSink:
     ``take`` is the output's own, so that a token costs no call here.
     """
 
-    __slots__ = ("_book_tokens", "_is_handed_off", "_num_prompt_tokens", "_on_length", "_output", "has_started", "take")
+    __slots__ = (
+        "_book_tokens",
+        "_is_handed_off",
+        "_num_prompt_tokens",
+        "_on_length",
+        "_output",
+        "has_started",
+        "take",
+        "take_prompt_logprobs",
+    )
 
     def __init__(
         self,
@@ -509,6 +548,7 @@ class BookedSink:
         num_prompt_tokens: int,
         is_handed_off: bool,
         on_length: Callable[[int], None],
+        take_prompt_logprobs: Callable[[PromptLogprobs], None],
     ) -> None:
         """Start without tokens; ``is_handed_off``: another worker gave the first token.
 
@@ -517,6 +557,7 @@ class BookedSink:
         """
         self.has_started = False
         self.take = output.take
+        self.take_prompt_logprobs = take_prompt_logprobs
         self._output = output
         self._book_tokens = book
         self._num_prompt_tokens = num_prompt_tokens

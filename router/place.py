@@ -10,7 +10,7 @@ from quartet.api.output import ChoiceOutput, first_error
 from quartet.api.placement import PlacedChoice, PlacedParsing, PlacedRequest
 from quartet.api.request import ChoiceFinished, TextOptions
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
 from quartet.streams.messages import SignedPlacement
 from quartet.text.parsed import OutputParsing, Parsed
@@ -84,6 +84,10 @@ class PlaceRun:
         """Take a choice's first token, as ``DeltaSink`` says; the choice's output has the token itself."""
         self._choices[choice].logprobs.extend(logprobs)
 
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Never called: they are refused."""
+        raise AssertionError("nobody has asked for them")
+
     def add_parsed(
         self,
         choice: int,
@@ -103,6 +107,9 @@ class PlaceRun:
             self._context.untaken.check(asked.tenant, pool.key)
 
     async def _place(self, request: RouterRequest) -> PlacedRequest:
+        if request.start.output.num_prompt_logprobs is not None:
+            message = "placed requests have no log probabilities of their prompts; Generate gives them"
+            raise UnsupportedFieldError(message, field="output.num_prompt_logprobs")
         if request.media is not None:
             self._check_media(request.media, request.pool.key)
         await self._make_choices(request)

@@ -30,7 +30,7 @@ from quartet.api.request import (
     prompt_field,
 )
 from quartet.engine.guided.grammar import FIELD
-from quartet.engine.sampling import MAX_STOP_IDS, Sampling, check_fields
+from quartet.engine.sampling import MAX_STOP_IDS, Sampling, check_fields, check_output_fields
 from quartet.errors import (
     InvalidRequestError,
     PromptTooLongError,
@@ -417,18 +417,18 @@ class RouterRequest:
     @property
     def sampling_fields(self) -> frozenset[str]:
         """The fields of ``Sampling`` and ``OutputOptions`` that its workers have to honour."""
-        changed = self.sampling.changed_fields
-        if self.start.output.logprobs is not None:
-            changed |= {"logprobs"}
-        return changed | {"seed"} if _needs_seed(self.start) else changed
+        fields = self.sampling.changed_fields | self.start.output.fields
+        return fields | {"seed"} if _needs_seed(self.start) else fields
 
     def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:
         """Hashes of the full blocks of the prompt and of ``generated``, which follows it, as workers compute them.
 
-        Empty if the pool has no block size.
+        Empty if the pool has no block size, or if workers are to compute the prompt whatever they have cached.
         """
         if generated:
             return self._hashes([*self.prompt_token_ids, *generated])
+        if self.start.output.num_prompt_logprobs is not None:
+            return ()  # the prompt is computed whole
         if self._prompt_hashes is None:
             self._prompt_hashes = self._hashes(self.prompt_token_ids)
         return self._prompt_hashes
@@ -472,8 +472,7 @@ def check_pool(start: GenerateStart, pool: Pool) -> None:
     check_fields(start.sampling, pool.sampling_fields, "this model")
     if _must_call(start.prompt) and not pool.sampling_fields >= LLGUIDANCE_FIELDS:
         raise UnsupportedFieldError("this model's engine can't be made to call tools", field="chat.tool_choice")
-    if start.output.logprobs is not None and "logprobs" not in pool.sampling_fields:
-        raise UnsupportedFieldError("this model gives no log probabilities", field="output.logprobs")
+    check_output_fields(start.output, pool.sampling_fields, "this model")
     if _needs_seed(start) and "seed" not in pool.sampling_fields:
         raise UnsupportedFieldError("this model's engine pays no heed to seeds", field="seed")
     if start.adapter and start.adapter not in pool.adapters:
@@ -606,6 +605,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         request.forget_text()
     # Before any token is looked at.
     request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
+    start.output.check_prompt(len(token_ids), has_media=request.arrived is not None)
     if request.arrived is not None:
         await _prepare_media(request, request.arrived, context, token_ids, encodes=encodes)
     elif text.media is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Placed
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import StalledStreamError
 from quartet.streams.wakeable import Wakeable
 from quartet.text.parsed import Parsed, ParsedBuilder
@@ -31,6 +31,10 @@ class DeltaSink(Protocol):
         logprobs: Sequence[TokenLogprobs],
     ) -> None:
         """As ``add``, with reasoning or tool calls in ``parsed``; where there is only text, ``add`` is called."""
+        ...
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Take those of the prompt, before the first delta of choice 0; once, if they were asked for."""
         ...
 
 
@@ -68,6 +72,7 @@ class Answer(Wakeable):
         self._accepted: Accepted | None = None
         self._is_accepted = False
         self._placed: list[Placed] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._deltas: dict[int, Delta] = {}
         self._parsed: dict[int, ParsedBuilder] = {}  # by choice, what goes with these
         self._finished: dict[int, ChoiceFinished] = {}
@@ -91,6 +96,12 @@ class Answer(Wakeable):
         else:  # ``Accepted`` has not gone out yet and can include this placement
             choices = (*self._accepted.choices, placement)
             self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Take those of the prompt."""
+        self._prompt_logprobs.append(logprobs)
+        self._has_rare = True
+        self._has_news()
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -192,9 +203,9 @@ class Answer(Wakeable):
             deltas.clear()
             return parts
         parts = [] if self._accepted is None else [self._accepted]
-        parts += (*self._placed, *deltas.values(), *self._finished.values())
+        parts += (*self._placed, *self._prompt_logprobs, *deltas.values(), *self._finished.values())
         self._accepted, self._has_rare = None, False
-        for gathered in (self._placed, deltas, self._finished):
+        for gathered in (self._placed, self._prompt_logprobs, deltas, self._finished):
             gathered.clear()
         return parts
 

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from quartet.api.openai.answers import Answer, Head
 from quartet.api.request import ChoiceFinished
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.text.parsed import Parsed, ToolCallDelta
 
 
@@ -71,6 +71,10 @@ class BlockAnswer(Answer):
     def end_block(self, block: Block) -> None:
         """``block`` has ended."""
         raise NotImplementedError
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Never called: no such API asks for them."""
+        raise AssertionError("nobody has asked for them")
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

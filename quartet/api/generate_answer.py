@@ -9,7 +9,7 @@ from io import StringIO
 
 from quartet.api.convert.answer import put_delta, put_parsed, to_generate_response
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Placed
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.streams.wakeable import Wakeable
 from quartet.text.parsed import Parsed, ParsedBuilder
 from quartet.v1 import router_pb2
@@ -48,6 +48,10 @@ class GenerateAnswer(Wakeable):
         else:  # ``Accepted`` has not gone out yet and can include this placement
             choices = (*self._accepted.choices, placement)
             self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Take those of the prompt."""
+        self._send(to_generate_response(logprobs))
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

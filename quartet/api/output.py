@@ -14,7 +14,7 @@ from quartet.api.answer import AnswerSink, DeltaSink
 from quartet.api.parsing import ParsingSink
 from quartet.api.request import Accepted, ChoiceFinished, Resume, TextOptions, TimeBreakdown, Usage
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import InvalidRequestError, RequestCancelledError, ServingError, WorkerUnavailableError
 from quartet.streams.messages import DecodeStarted
 from quartet.text.parsed import OutputParsing
@@ -75,6 +75,7 @@ class ChoiceOutput:
     Attributes:
         token_ids: all tokens that came, including those not yet shown to the client.
         num_attempts: attempts begun.
+        has_prompt_logprobs: those of the prompt were shown, or a client that resumes has them.
     """
 
     __slots__ = (
@@ -107,6 +108,7 @@ class ChoiceOutput:
         "_times",
         "_transfer_bytes",
         "_transfer_way",
+        "has_prompt_logprobs",
         "num_attempts",
         "token_ids",
     )
@@ -122,6 +124,7 @@ class ChoiceOutput:
         """``sink`` takes all that may be shown; it is ``parsing`` if the text is parsed."""
         self.token_ids: list[int] = []
         self.num_attempts = 0
+        self.has_prompt_logprobs = False
         self._settings = settings
         self._choice = choice
         self._text = text
@@ -189,6 +192,12 @@ class ChoiceOutput:
             self._take_new(token_ids[num_known:], logprobs[num_known:], now)
         return not self._is_over
 
+    def take_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Take those of the prompt, with its tokens; drop them if an earlier attempt gave them."""
+        if not (self.has_prompt_logprobs or self._is_over):
+            self.has_prompt_logprobs = True
+            self._sink.add_prompt_logprobs(logprobs)
+
     def check_count(self, num_tokens: int) -> None:
         """Check that all tokens came: a worker that ended the choice counts ``num_tokens`` of all attempts.
 
@@ -209,7 +218,7 @@ class ChoiceOutput:
         parsing = self._parsing
         self.num_attempts = resume.attempt
         self.token_ids.extend(resume.generated_token_ids)
-        self._is_timed = bool(self.token_ids)
+        self._is_timed = self.has_prompt_logprobs = bool(self.token_ids)
         delta = yield from self._text.push_in_steps(self.token_ids)
         self._stop_string, self._is_over = delta.stop_string, delta.stop_string is not None
         # Text held back here, because it may begin a stop string, was shown if more tokens had come by then.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from quartet.api.answer import DeltaSink
 from quartet.api.request import Resume
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import InvalidRequestError
 from quartet.text.parse import CallArguments, Content, Event, Reasoning
 from quartet.text.parsed import GivenParts, OutputParsing, Parsed
@@ -20,7 +20,7 @@ _PIECE_LENGTH, _CHARACTER_WORK = 2_048, 6
 class ParsingSink:
     """A ``DeltaSink`` of one choice before another one. Tokens and their log probabilities pass at once."""
 
-    __slots__ = ("_add", "_add_parsed", "_choice", "_given", "_owed", "_push", "_text")
+    __slots__ = ("_add", "_add_parsed", "_choice", "_given", "_owed", "_push", "_text", "add_prompt_logprobs")
 
     def __init__(self, parsing: OutputParsing, choice: int, sink: DeltaSink) -> None:
         """``sink`` takes what may be shown."""
@@ -30,6 +30,7 @@ class ParsingSink:
         self._push = self._text.push
         self._add = sink.add
         self._add_parsed = sink.add_parsed
+        self.add_prompt_logprobs: Callable[[PromptLogprobs], None] = sink.add_prompt_logprobs
         self._given: GivenParts | None = None
         self._owed: Parsed | None = None
 

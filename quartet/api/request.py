@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 from quartet.api.chat import ChatPrompt, check_chat
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
+from quartet.engine.sampling import OutputOptions, PromptLogprobs, Sampling, TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError
 from quartet.media.items import MediaPart
 from quartet.streams.messages import is_request_id
@@ -407,7 +407,7 @@ class ChoiceFinished:
     stop_string: str | None = None
 
 
-AnswerPart: TypeAlias = Accepted | Placed | Delta | ChoiceFinished
+AnswerPart: TypeAlias = Accepted | Placed | PromptLogprobs | Delta | ChoiceFinished
 
 
 # Refusals of what no model can serve; each names the field of ``GenerateStart``.

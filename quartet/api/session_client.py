@@ -17,10 +17,10 @@ from quartet.api.convert.answer import (
     from_session_parsed,
 )
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, StalledStreamError
 from quartet.rpc.errors import from_failure
-from quartet.streams.convert.messages import from_token_logprobs
+from quartet.streams.convert.messages import from_prompt_logprobs, from_token_logprobs
 from quartet.streams.messages import split_tokens
 from quartet.streams.slots import SlotCall, SlotClient
 from quartet.text.parsed import Parsed
@@ -69,6 +69,11 @@ class SessionCall:
         """One more choice is placed."""
         if not self.is_over:
             self._answer.placed(placement)
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Those of its prompt have come."""
+        if not self.is_over:
+            self._answer.add_prompt_logprobs(logprobs)
 
     def finish(self, finished: ChoiceFinished) -> bool:
         """One choice has ended; returns whether it was the last. Raises ``ProtocolError`` if all had ended before."""
@@ -129,6 +134,8 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
             self._call(opened.slot).accept(from_accepted(opened.accepted))
         for later in response.placed:
             self._call(later.slot).placed(from_choice_placement(later.placement))
+        for report in response.prompt_logprobs:
+            self._call(report.slot).add_prompt_logprobs(from_prompt_logprobs(report.prompt_logprobs))
         self._receive_deltas(response)
         if response.parsed:
             self._receive_parsed(response)

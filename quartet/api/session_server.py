@@ -22,6 +22,7 @@ from quartet.api.convert.answer import (
     to_session_finished,
     to_session_parsed,
     to_session_placed,
+    to_session_prompt_logprobs,
     to_session_response,
 )
 from quartet.api.request import (
@@ -35,7 +36,7 @@ from quartet.api.request import (
 )
 from quartet.api.session_columns import Entry, ParsedEntry, SessionBacklog, joined, parsed_bytes, to_columns
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import (
     DrainingError,
     MessageTooLargeError,
@@ -58,7 +59,14 @@ logger = logging.getLogger(__name__)
 
 #: Begins a request whose answer goes to the sink; raises ``ServingError`` if it can't.
 Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
-SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
+SideT = TypeVar(
+    "SideT",
+    pb.SessionAccepted,
+    pb.SessionPlaced,
+    pb.SessionPromptLogprobs,
+    pb.SessionFinished,
+    pb.SessionFailure,
+)
 
 # After this time a client may try another router, or the next one at this address.
 _DRAINING_RETRY_DELAY_S = 1.0
@@ -255,6 +263,7 @@ class SessionOutbox(Wakeable):
         self._backlog = SessionBacklog()
         self._accepted: deque[pb.SessionAccepted] = deque()
         self._placed: deque[pb.SessionPlaced] = deque()
+        self._prompt_logprobs: deque[pb.SessionPromptLogprobs] = deque()
         self._finished: deque[pb.SessionFinished] = deque()
         self._failures: deque[pb.SessionFailure] = deque()
         self._ended: set[int] = set()
@@ -263,7 +272,15 @@ class SessionOutbox(Wakeable):
     @property
     def is_empty(self) -> bool:
         """Whether nothing is pending."""
-        return not (self.entries or self._backlog or self._accepted or self._placed or self._finished or self._failures)
+        return not (
+            self.entries
+            or self._backlog
+            or self._accepted
+            or self._placed
+            or self._prompt_logprobs
+            or self._finished
+            or self._failures
+        )
 
     @property
     def num_ended(self) -> int:
@@ -282,6 +299,11 @@ class SessionOutbox(Wakeable):
     def placed(self, slot: int, placement: ChoicePlacement) -> None:
         """One more choice of the request in ``slot`` is placed."""
         self._placed.append(to_session_placed(slot, placement))
+        self.wake()
+
+    def prompt_logprobs(self, slot: int, logprobs: PromptLogprobs) -> None:
+        """Those of the prompt of the request in ``slot``; they come before its deltas."""
+        self._prompt_logprobs.append(to_session_prompt_logprobs(slot, logprobs))
         self.wake()
 
     def finish(self, slot: int, finished: ChoiceFinished, *, is_last: bool) -> None:
@@ -352,10 +374,14 @@ class SessionOutbox(Wakeable):
             accepted, room = _first(self._accepted, (), room)
         if self._placed:
             placed, room = _first(self._placed, (), room)
+        reports: Sequence[pb.SessionPromptLogprobs] = ()
+        if self._prompt_logprobs:
+            reports, room = _first(self._prompt_logprobs, (), room)
         message, room = self._take_deltas(room)
-        if accepted or placed:
+        if accepted or placed or reports:
             message.accepted.extend(accepted)
             message.placed.extend(placed)
+            message.prompt_logprobs.extend(reports)
         if self._finished:
             finished, room = _first(self._finished, self._backlog, room)
             message.finished.extend(finished)
@@ -477,6 +503,11 @@ class _Request:
         """One more choice is placed."""
         if not self._is_over:
             self._outbox.placed(self._slot, placement)
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Take those of the prompt."""
+        if not self._is_over:
+            self._outbox.prompt_logprobs(self._slot, logprobs)
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

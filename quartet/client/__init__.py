@@ -17,7 +17,7 @@ from quartet.client.request import GenerateFields, RequestPath, read_media
 from quartet.client.stream import CompletedChoice, Completion, GenerateStream
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling, TokenLogprobs, guided_choice
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, PromptLogprobs, Sampling, TokenLogprobs, guided_choice
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.text.chat_message import ChatMessage, Tool, ToolCall
 from quartet.text.json_object import JsonObject
@@ -46,6 +46,7 @@ __all__ = [
     "MediaUrl",
     "Model",
     "Placed",
+    "PromptLogprobs",
     "QuartetClient",
     "Rank",
     "RankOption",

@@ -32,7 +32,7 @@ from quartet.client.request import check_size
 from quartet.client.routers import DEADLINE_GRACE_S, MAX_UNREAD, ClientClosedError, Router, Routers
 from quartet.client.workers import DecodeWorkers
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.rpc.channels import TlsConfig
 from quartet.streams import client
@@ -288,6 +288,9 @@ class _Sink:
 
     def started(self, started: DecodeStarted) -> None:
         self._output.note_started(started, is_handed_off=self._is_handed_off)
+
+    def take_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Never called: routers refuse them for placed requests."""
 
     def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         return self._output.take(offset, token_ids, logprobs, now)

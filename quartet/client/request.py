@@ -40,6 +40,8 @@ class GenerateFields(TypedDict, total=False):
         stop: strings that end the answer; they are not shown.
         num_choices: answers wanted, 1 to 64.
         logprobs: alternatives to report at each position, 0 to 20; ``None``: no log probabilities.
+        prompt_logprobs: the same at each position of the prompt but the first, for ``Completion.prompt_logprobs``; not
+            on the path ``DIRECT``.
         seed: unsigned 64 bit; ``None``: the router draws one and returns it.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         session_key: shared by the requests of one conversation, which routers may keep together; empty: none.
@@ -63,6 +65,7 @@ class GenerateFields(TypedDict, total=False):
     stop: Sequence[str]
     num_choices: int
     logprobs: int | None
+    prompt_logprobs: int | None
     seed: int | None
     timeout_s: float | None
     session_key: str
@@ -89,6 +92,7 @@ def make_start(
     stop: Sequence[str] = (),
     num_choices: int = 1,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     seed: int | None = None,
     timeout_s: float | None = None,
     session_key: str = "",
@@ -125,7 +129,7 @@ def make_start(
         model=model,
         sampling=sampling,
         seed=seed,
-        output=OutputOptions(logprobs=logprobs),
+        output=OutputOptions(logprobs=logprobs, num_prompt_logprobs=prompt_logprobs),
         text_options=TextOptions(
             stop_strings=tuple(stop),
             include_stop_string=include_stop_string,

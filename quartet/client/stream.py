@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Placed
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import ProtocolError
 from quartet.text.chat_message import ToolCall
 from quartet.text.json_object import JsonObject
@@ -35,6 +35,7 @@ class GenerateStream:
     """Iterate it once: ``Accepted``, then ``Delta``s, and a ``ChoiceFinished`` for each choice.
 
     For a choice that waited for room longer than the first, ``Placed`` comes before its first ``Delta``.
+    ``PromptLogprobs``, if they were asked for, come before the first ``Delta`` of choice 0.
 
     Dropping it, or ``aclose``, cancels the request; ``cancel`` lets each choice end normally. The request is sent when
     the first part is asked for. If a router can't be reached before the first part has come, another one takes over.
@@ -104,11 +105,13 @@ class Completion:
     Attributes:
         router: ``host:port`` of the router that took the request.
         accepted: with every placed choice, also those placed later.
+        prompt_logprobs: of the prompt's tokens, if they were asked for.
     """
 
     router: str
     accepted: Accepted
     choices: tuple[CompletedChoice, ...]
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def text(self) -> str:
@@ -130,6 +133,7 @@ class CompletionBuilder:
     def __init__(self) -> None:
         self._accepted: Accepted | None = None
         self._placed: list[ChoicePlacement] = []
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._answers: dict[int, _Answer] = {}
         self._finished: dict[int, ChoiceFinished] = {}
 
@@ -140,6 +144,8 @@ class CompletionBuilder:
                 self._accepted = part
             case Placed():
                 self._placed.append(part.placement)
+            case PromptLogprobs():
+                self._prompt_logprobs = part
             case ChoiceFinished():
                 self._finished[part.choice] = part
             case Delta():
@@ -158,7 +164,7 @@ class CompletionBuilder:
         choices = tuple(self._choice(choice) for choice in sorted(self._finished))
         placed = sorted((*self._accepted.choices, *self._placed), key=lambda placement: placement.choice)
         accepted = replace(self._accepted, choices=tuple(placed))
-        return Completion(router=router, accepted=accepted, choices=choices)
+        return Completion(router=router, accepted=accepted, choices=choices, prompt_logprobs=self._prompt_logprobs)
 
     def _choice(self, choice: int) -> CompletedChoice:
         answer = self._answers.get(choice, _Answer())

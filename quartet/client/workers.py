@@ -12,7 +12,7 @@ import grpc
 from quartet.api.placement import PlacedChoice
 from quartet.api.text_cache import MAX_FILES_BYTES
 from quartet.client.routers import ClientClosedError
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.streams.client import DecodeClient
@@ -136,6 +136,9 @@ class _Unwanted:
 
     def started(self, started: DecodeStarted) -> None:
         """Do nothing: it ends soon."""
+
+    def take_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Do nothing: nobody wants them."""
 
     def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         return False

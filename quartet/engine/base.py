@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
+from quartet.engine.sampling import OutputOptions, PromptLogprobs, Sampling, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.events.load import RankCounts
@@ -146,6 +146,7 @@ class Prefilled:
     num_tokens: int = 0
     opaque: bytes | None = field(default=None, repr=False)
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     laid_out: Generation | None = field(default=None, repr=False)
 
 
@@ -163,7 +164,8 @@ class StepOutput:
 
     ``token_ids`` is the concatenation over ``ids``: ``num_tokens[i]`` tokens for request ``ids[i]``, the first of which
     is output token number ``token_offsets[i]`` (counting from 0, ``generated_token_ids`` included). ``logprobs`` has an
-    entry for each request that asked for them. Every request gets exactly one of ``finished``, ``prefilled`` and
+    entry for each request that asked for them; ``prompt_logprobs`` has one for each prompt whose are complete, at the
+    latest with its first token. Every request gets exactly one of ``finished``, ``prefilled`` and
     ``failed``; after that its id never appears again. An empty output says that ``stats`` changed for waiting prompts.
 
     Attributes:
@@ -177,6 +179,7 @@ class StepOutput:
     token_offsets: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     logprobs: Sequence[StepLogprobs] = ()
+    prompt_logprobs: Sequence[StepPromptLogprobs] = ()
     started: Sequence[Started] = ()
     finished: Sequence[Finished] = ()
     prefilled: Sequence[Prefilled] = ()
@@ -191,6 +194,14 @@ class StepLogprobs:
 
     id: int
     tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class StepPromptLogprobs:
+    """Log probabilities of one request's prompt, once."""
+
+    id: int
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)

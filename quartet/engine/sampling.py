@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
@@ -13,6 +13,8 @@ from operator import attrgetter
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 
 _MAX_TOP_LOGPROBS = 20
+#: Log probabilities of one prompt, alternatives included: an answer has them in one message, at 9 bytes each.
+MAX_PROMPT_LOGPROBS = 100_000
 _MAX_LOGIT_BIAS = 1024
 # As much as the schemas of some hundred tools.
 _MAX_GRAMMAR_LEN = 200_000
@@ -166,6 +168,13 @@ def check_fields(sampling: Sampling, supported: frozenset[str], who: str) -> Non
         raise UnsupportedFieldError(f"{who} takes no {what}", field=f"sampling.{field}")
 
 
+def check_output_fields(output: OutputOptions, supported: frozenset[str], who: str) -> None:
+    """Refuse what ``who`` does not report. Raises ``UnsupportedFieldError`` naming the field."""
+    for name in sorted(output.fields - supported):
+        of_what = "" if name == "logprobs" else " of prompts"
+        raise UnsupportedFieldError(f"{who} gives no log probabilities{of_what}", field=f"output.{name}")
+
+
 def check_counts(logit_bias: Sized, stop_token_ids: Sized) -> None:
     """Refuse too many of either, without a look at any. Raises ``InvalidRequestError`` naming the field."""
     if len(logit_bias) > _MAX_LOGIT_BIAS:
@@ -181,14 +190,44 @@ class OutputOptions:
     Attributes:
         logprobs: alternatives to report at each position, 0 to 20, besides the chosen token's own log probability;
             ``None`` reports nothing.
+        num_prompt_logprobs: the same for each position of the prompt but the first; a prompt that is continued by
+            generated tokens has been reported before, and is not reported again.
     """
 
     logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, _MAX_TOP_LOGPROBS, prefix="output")
+        for name in ("logprobs", "num_prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 0, _MAX_TOP_LOGPROBS, prefix="output")
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of those that are asked for: the ones that an engine must honour."""
+        names = ("logprobs", "num_prompt_logprobs")
+        return frozenset([name for name in names if getattr(self, name) is not None])
+
+    def check_prompt(self, num_prompt_tokens: int, *, has_media: bool) -> None:
+        """Refuse to report a prompt that is too long for it, or that has media.
+
+        Raises:
+            InvalidRequestError, UnsupportedFieldError: field ``output.num_prompt_logprobs``.
+        """
+        if self.num_prompt_logprobs is None:
+            return
+        field = "output.num_prompt_logprobs"
+        if has_media:
+            raise UnsupportedFieldError("prompts with media have no log probabilities", field=field)
+        num_logprobs = num_prompt_tokens * (1 + self.num_prompt_logprobs)
+        if num_logprobs > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"{num_prompt_tokens} prompt tokens with {self.num_prompt_logprobs} alternatives each have "
+                f"{num_logprobs} log probabilities; {MAX_PROMPT_LOGPROBS} are allowed",
+                field=field,
+            )
 
 
 @dataclass(frozen=True)
@@ -202,6 +241,36 @@ class TokenLogprobs:
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log probabilities of a prompt's tokens as in ``TokenLogprobs``, each given those before it, in columns.
+
+    Attributes:
+        token_ids: the prompt's tokens, ``N`` of them; empty on the way from a worker, whose caller has them.
+        logprobs: ``N - 1``: the first token has none.
+        top_token_ids: ``N - 1`` times as many as there are alternatives, position by position, best first.
+        top_logprobs: aligned with ``top_token_ids``.
+    """
+
+    token_ids: Sequence[int] = field(default=(), repr=False)
+    logprobs: Sequence[float] = field(default=(), repr=False)
+    top_token_ids: Sequence[int] = field(default=(), repr=False)
+    top_logprobs: Sequence[float] = field(default=(), repr=False)
+
+    def tokens(self) -> list[TokenLogprobs | None]:
+        """One entry a token of the prompt; the first is ``None``."""
+        num_top = len(self.top_token_ids) // len(self.logprobs) if self.logprobs else 0
+        entries: list[TokenLogprobs | None] = [None]
+        for index, logprob in enumerate(self.logprobs):
+            top = slice(index * num_top, (index + 1) * num_top)
+            entries.append(
+                TokenLogprobs(
+                    self.token_ids[index + 1], logprob, tuple(self.top_token_ids[top]), tuple(self.top_logprobs[top])
+                )
+            )
+        return entries
 
 
 def _check_range(

@@ -31,6 +31,9 @@ from quartet.kvcache.block_hash import ExtraKey
 from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import PieceCopy, PieceRun
 
+#: Prompt tokens of a step whose log probabilities are reported: each takes a row of logits, as long as the vocabulary.
+MAX_REPORTED_TOKENS = 512
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -332,7 +335,8 @@ class Scheduler:
     def _is_short(self, running: RunningRequest, budget: int, min_priority: int) -> bool:
         if running.request.priority < min_priority:
             return False
-        return running.needs_pull or len(running.seq) - self._blocks.num_cached_tokens(running.seq) <= budget
+        num_cached_tokens = 0 if running.reports_prompt else self._blocks.num_cached_tokens(running.seq)
+        return running.needs_pull or len(running.seq) - num_cached_tokens <= budget
 
     def _prefill(self, schedule: Schedule, running: RunningRequest, budget: int) -> int:
         num_tokens = schedule.add_chunk(running, budget)
@@ -348,7 +352,7 @@ class Scheduler:
 
     def _allocate(self, running: RunningRequest) -> bool:
         try:
-            num_cached_tokens = self._blocks.allocate(running.seq)
+            num_cached_tokens = self._blocks.allocate(running.seq, shares=not running.reports_prompt)
         except OutOfBlocksError:
             return False
         if not running.is_admitted:
@@ -456,6 +460,7 @@ class Schedule:
     media_lost: list[RunningRequest] = field(default_factory=list)
     num_preempted: int = 0
     needs_read: bool = False
+    _num_reportable: int = MAX_REPORTED_TOKENS
 
     @property
     def is_idle(self) -> bool:
@@ -465,8 +470,15 @@ class Schedule:
     def add_chunk(self, running: RunningRequest, budget: int) -> int:
         """Let ``running`` compute its missing tokens, ``budget`` at most; returns how many."""
         num_missing = running.num_uncomputed_tokens
-        num_tokens = min(num_missing, budget)
-        chunk = ScheduledChunk(running, running.seq.num_computed_tokens, num_tokens, samples=num_tokens == num_missing)
+        num_tokens, reports = min(num_missing, budget), running.reports_prompt
+        if reports:
+            num_tokens = min(num_tokens, self._num_reportable + (num_missing == 1))
+            if not num_tokens:
+                return 0  # others have used up what the step reports
+        chunk = ScheduledChunk(
+            running, running.seq.num_computed_tokens, num_tokens, samples=num_tokens == num_missing, reports=reports
+        )
+        self._num_reportable -= chunk.num_reported
         self.chunks.append(chunk)
         if not running.is_started:
             running.is_started = True

@@ -25,6 +25,7 @@ from quartet.engine.base import (
     Started,
     StepLogprobs,
     StepOutput,
+    StepPromptLogprobs,
 )
 from quartet.engine.guided.masks import Guide
 from quartet.engine.runner import (
@@ -466,6 +467,8 @@ class OutputBuilder:
             self._token_ids.append(out.sampled.token_id)
             if out.sampled.logprobs is not None:
                 self._logprobs.append(StepLogprobs(id, (out.sampled.logprobs,)))
+            if out.sampled.prompt_logprobs is not None:
+                self._prompt_logprobs.append(StepPromptLogprobs(id, out.sampled.prompt_logprobs))
             if out.finished is not None:
                 del self._times[id]
                 self._finished.append(Finished(id, out.finished, out.offset + 1))
@@ -483,6 +486,7 @@ class OutputBuilder:
             token_offsets=self._offsets,
             token_ids=self._token_ids,
             logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
             started=self._started,
             finished=self._finished,
             prefilled=self._prefilled,
@@ -499,6 +503,7 @@ class OutputBuilder:
         self._offsets: list[int] = []
         self._token_ids: list[int] = []
         self._logprobs: list[StepLogprobs] = []
+        self._prompt_logprobs: list[StepPromptLogprobs] = []
         self._started: list[Started] = []
         self._finished: list[Finished] = []
         self._prefilled: list[Prefilled] = []
@@ -516,6 +521,7 @@ class OutputBuilder:
             block_ids=out.held_block_ids,
             num_tokens=out.num_held_tokens,
             logprobs=out.sampled.logprobs,
+            prompt_logprobs=out.sampled.prompt_logprobs,
         )
 
 

@@ -73,7 +73,9 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
         PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
         LayoutMismatchError: the hand-off is not one of KV blocks.
     """
-    _check_generation(request.generation, limits)
+    generation = request.generation
+    _check_generation(generation, limits)
+    generation.output.check_prompt(len(generation.prompt_token_ids), has_media=bool(generation.media))
     _check_length(request, limits)
     check_media(request, limits.media)
     if request.hand_off is not None:

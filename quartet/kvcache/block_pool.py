@@ -72,8 +72,10 @@ class BlockManager:
         name = self._names[block_id]
         return name.sequence_hash if name is not None and name.block_id == block_id else None
 
-    def allocate(self, seq: Sequence) -> int:
+    def allocate(self, seq: Sequence, *, shares: bool = True) -> int:
         """Give ``seq``, which has none, blocks for all its tokens, sharing its longest cached prefix.
+
+        ``shares``: false if it is to compute all its tokens itself.
 
         Returns:
             Number of cached tokens: a multiple of the block size, and less than the tokens, because the last one
@@ -83,7 +85,7 @@ class BlockManager:
             OutOfBlocksError: too few available blocks; nothing was changed.
         """
         assert not seq.block_table, "the sequence already has blocks"
-        shared = self._cached_prefix(seq)
+        shared = self._cached_prefix(seq) if shares else []
         # Sharing a cached block, which no sequence uses yet, spends an available block too.
         num_spent = len(self._cached.keys() & shared)
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)

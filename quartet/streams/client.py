@@ -16,7 +16,7 @@ from weakref import WeakSet
 import grpc
 
 from quartet import errors
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import MessageTooLargeError, RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
@@ -26,6 +26,7 @@ from quartet.streams.chunks import StartRest, take_chunks
 from quartet.streams.convert.messages import (
     from_engine_finish_reason,
     from_prefill_result,
+    from_prompt_logprobs,
     from_slot_started,
     from_token_logprobs,
     put_start,
@@ -143,6 +144,15 @@ class DecodeCall(WorkerCall):
             self.received_at = now
             self._sink.started(started)
 
+    def take_prompt_logprobs(self, logprobs: PromptLogprobs, now: float) -> None:
+        """Its prompt was computed, and this was asked for."""
+        if not (self.is_over or self._is_cancelled):
+            self.received_at = now
+            try:
+                self._sink.take_prompt_logprobs(logprobs)
+            except ServingError as error:
+                self.stop(error)
+
     def stop(self, error: Exception | None = None) -> None:
         """End this decode alone, unless it is over: the sink wants no more, or ``error`` says why."""
         if not self.is_over:
@@ -214,6 +224,8 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         now, calls = time.monotonic(), self._calls()
         for started in response.started:
             calls[started.slot].start(from_slot_started(started), now)
+        for report in response.prompt_logprobs:
+            calls[report.slot].take_prompt_logprobs(from_prompt_logprobs(report.prompt_logprobs), now)
         take_tokens(calls, response, now)
         for finished in response.finished:
             reason = from_engine_finish_reason(finished.reason)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from quartet.engine.base import FinishReason, Generation
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
@@ -146,6 +146,7 @@ class PrefillOutcome:
     compute_s: float
     prompt_token_ids: Sequence[int] = field(default=(), repr=False)
     media: tuple[MediaSpan, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(kw_only=True)
@@ -181,6 +182,14 @@ class DecodeSink(Protocol):
 
     def started(self, started: DecodeStarted) -> None:
         """It joined the running batch."""
+        ...
+
+    def take_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Take those of its prompt, before its first token; once, if they were asked for.
+
+        Raises:
+            ServingError: they are of another prompt: the decode ends with it.
+        """
         ...
 
     def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:

@@ -15,16 +15,28 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import Message
 
 from quartet.engine.base import Finished, Generation, Prefilled, Started
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import to_failure
-from quartet.streams.convert.messages import to_finish_reason, to_prefill_result, to_slot_logprobs, to_slot_started
+from quartet.streams.convert.messages import (
+    to_finish_reason,
+    to_prefill_result,
+    to_slot_logprobs,
+    to_slot_prompt_logprobs,
+    to_slot_started,
+)
 from quartet.v1 import decode_pb2, prefill_pb2
 
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
-EndT = TypeVar("EndT", decode_pb2.SlotStarted, decode_pb2.SlotFinished, decode_pb2.SlotFailure)
+EndT = TypeVar(
+    "EndT",
+    decode_pb2.SlotStarted,
+    decode_pb2.SlotPromptLogprobs,
+    decode_pb2.SlotFinished,
+    decode_pb2.SlotFailure,
+)
 
 # Upper bounds of serialized sizes.
 #: Bytes of a message without the tags and lengths of its packed columns.
@@ -83,6 +95,7 @@ class DecodeOutbox:
         self._tokens: dict[int, _PendingTokens] = {}  # those of several steps by slot
         self._tokens_size_bytes = 0
         self._started: dict[int, decode_pb2.SlotStarted] = {}
+        self._prompt_logprobs: dict[int, decode_pb2.SlotPromptLogprobs] = {}
         self._finished: dict[int, decode_pb2.SlotFinished] = {}
         self._failures: dict[int, decode_pb2.SlotFailure] = {}
 
@@ -128,6 +141,11 @@ class DecodeOutbox:
         self._started[slot] = to_slot_started(slot, started, num_prompt_tokens)
         self.ready.set()
 
+    def prompt_logprobs(self, slot: int, logprobs: PromptLogprobs) -> None:
+        """Add those of the prompt of ``slot``, before its first token."""
+        self._prompt_logprobs[slot] = to_slot_prompt_logprobs(slot, logprobs)
+        self.ready.set()
+
     def finished(self, slot: int, finished: Finished) -> None:
         """Give ``slot`` its good end, behind the tokens that are pending for it."""
         self._finished[slot] = decode_pb2.SlotFinished(
@@ -146,8 +164,13 @@ class DecodeOutbox:
         """No-op: the end of a decode holds nothing."""
 
     def take(self) -> decode_pb2.DecodeResponse | None:
-        """The next message: starts, then tokens up to the size limit, then ends of slots with nothing left."""
-        if not (self._step or self._tokens or self._started or self._finished or self._failures):
+        """The next message: starts, then tokens up to the size limit, then ends of slots with nothing left.
+
+        Log probabilities of prompts come between starts and tokens.
+        """
+        if not (
+            self._step or self._tokens or self._started or self._finished or self._failures or self._prompt_logprobs
+        ):
             self.ready.clear()
             return None
         message = decode_pb2.DecodeResponse()
@@ -158,6 +181,11 @@ class DecodeOutbox:
             message.started.extend(started)
             if self._started:
                 return message  # an end must not overtake a start
+        if self._prompt_logprobs:
+            reports, room = _first(self._prompt_logprobs, (), room)
+            message.prompt_logprobs.extend(reports)
+            if self._prompt_logprobs:
+                return message  # nor a token its prompt
         if self._step is not None or self._tokens:
             room = self._take_tokens(message, room)
         if self._finished:
@@ -170,7 +198,7 @@ class DecodeOutbox:
 
     def close(self) -> None:
         """The stream is gone: forget everything."""
-        for pending in (self._tokens, self._started, self._finished, self._failures):
+        for pending in (self._tokens, self._started, self._prompt_logprobs, self._finished, self._failures):
             pending.clear()
         self._step = None
         self._tokens_size_bytes = 0

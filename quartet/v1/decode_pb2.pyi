@@ -209,6 +209,7 @@ class DecodeResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that got tokens. Empty: none did."""
@@ -243,6 +244,12 @@ class DecodeResponse(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotFailure]:
         """Requests that ended badly. Empty: none did."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPromptLogprobs]:
+        """Log probabilities of prompts that were computed here, where asked for; before or with the request's first tokens.
+        Empty: no prompt's are complete.
+        """
+
     def __init__(
         self,
         *,
@@ -254,14 +261,43 @@ class DecodeResponse(_message.Message):
         started: _abc.Iterable[Global___SlotStarted] | None = ...,
         finished: _abc.Iterable[Global___SlotFinished] | None = ...,
         failures: _abc.Iterable[Global___SlotFailure] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___SlotPromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "slots", b"slots", "started", b"started", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "started", b"started", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class SlotPromptLogprobs(_message.Message):
+    """Log probabilities of one request's prompt, once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The request. Always set."""
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """As in PrefillResult. Always set."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotPromptLogprobs: _TypeAlias = SlotPromptLogprobs  # noqa: Y015
 
 @_typing.final
 class SlotLogprobs(_message.Message):

@@ -183,6 +183,7 @@ class PrefillResult(_message.Message):
     COMPUTE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token sampled after the last one given. The router shows it at once. Always set."""
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -213,6 +214,12 @@ class PrefillResult(_message.Message):
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaSpan]:
         """Where the items of that prompt lie. Empty: as `generation.media` has it."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Log probabilities of the prompt's tokens. Absent: not asked for, or `generated_token_ids` follow the prompt: an
+        earlier attempt has given them then.
+        """
+
     def __init__(
         self,
         *,
@@ -225,10 +232,11 @@ class PrefillResult(_message.Message):
         compute: _duration_pb2.Duration | None = ...,
         prompt_token_ids: _builtins.bytes = ...,
         media: _abc.Iterable[_types_pb2.MediaSpan] | None = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "hand_off", b"hand_off", "logprobs", b"logprobs", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "hand_off", b"hand_off", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "media", b"media", "num_cached_tokens", b"num_cached_tokens", "prompt_token_ids", b"prompt_token_ids", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "media", b"media", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -578,6 +578,7 @@ class GenerateResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted:
         """The request runs; comes first, once."""
@@ -594,6 +595,10 @@ class GenerateResponse(_message.Message):
     def placed(self) -> Global___ChoicePlacement:
         """A choice was placed after `accepted` had gone out; comes before its first delta."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Log probabilities of the prompt, where asked for: once, before the first delta of choice 0."""
+
     def __init__(
         self,
         *,
@@ -601,12 +606,13 @@ class GenerateResponse(_message.Message):
         delta: Global___Delta | None = ...,
         finished: Global___ChoiceFinished | None = ...,
         placed: Global___ChoicePlacement | None = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message", "placed", b"placed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message", "placed", b"placed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "delta", "finished", "placed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "delta", "finished", "placed", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1517,6 +1523,7 @@ class SessionResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
     PARSED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that got more; one may come several times, in order. Empty: none did."""
@@ -1569,6 +1576,12 @@ class SessionResponse(_message.Message):
         of their choice. Empty: there are none.
         """
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionPromptLogprobs]:
+        """Log probabilities of prompts, where asked for: once a request, after its `accepted` and before the first columns of
+        its choice 0. Empty: there are none.
+        """
+
     def __init__(
         self,
         *,
@@ -1584,14 +1597,43 @@ class SessionResponse(_message.Message):
         failures: _abc.Iterable[Global___SessionFailure] | None = ...,
         placed: _abc.Iterable[Global___SessionPlaced] | None = ...,
         parsed: _abc.Iterable[Global___SessionParsed] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___SessionPromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "parsed", b"parsed", "placed", b"placed", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "parsed", b"parsed", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionPromptLogprobs(_message.Message):
+    """Log probabilities of the prompt of a session's request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The request. Always set."""
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """As in GenerateResponse. Always set."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionPromptLogprobs: _TypeAlias = SessionPromptLogprobs  # noqa: Y015
 
 @_typing.final
 class SessionParsed(_message.Message):

@@ -46,7 +46,9 @@ class Completions:
             asked = await self._bodies.in_turns(read(body, caller), caller.tenant)
         del body  # a stream may live for long
         find_adapter(asked, self._context.table)
-        token_bytes = None if asked.num_logprobs is None else await self._token_bytes(asked.starts[0].model)
+        token_bytes = None
+        if asked.num_logprobs is not None or asked.echoes:
+            token_bytes = await self._token_bytes(asked.starts[0].model)
         if asked.streams:
             return await self._stream(request, asked, caller, token_bytes, dialect)
         return await self._answer(asked, caller, token_bytes, dialect)
@@ -59,7 +61,9 @@ class Completions:
             reply.head.set_request_id(runs.request_id)
             await runs.ended
         headers = _headers(caller, runs.request_id, dialect)
-        return web.Response(body=reply.body(), content_type="application/json", headers=headers)
+        # A long prompt's log probabilities take a second to write.
+        body = await asyncio.to_thread(reply.body) if asked.echoes else reply.body()
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _stream(
         self,

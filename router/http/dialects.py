@@ -93,7 +93,10 @@ def _first_choices(asked: Asked) -> range:
 
 def _whole_completion(asked: Asked, model: str, token_bytes: TokenBytes | None) -> WholeReply:
     head = Head(asked, model, token_bytes)
-    answers = [WholeAnswer(head, first) for first in _first_choices(asked)]
+    answers = [
+        WholeAnswer(head, first, start.prompt if asked.echoes else None)
+        for first, start in zip(_first_choices(asked), asked.starts, strict=True)
+    ]
     return WholeReply(head, answers, partial(whole_response, head, answers))
 
 

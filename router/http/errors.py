@@ -63,6 +63,7 @@ _PARAMETERS = {
     "text_options.stop_strings": "stop",
     "text_options.omit_text": "stop",
     "output.logprobs": "logprobs",
+    "output.num_prompt_logprobs": "echo",
     "sampling.guided": "response_format",
     "client_request_id": "request_id",
     "adapter": "model",

@@ -256,6 +256,10 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
             self._route_started(started)
         if self._num_signed_tokens:
             self._count_signed(step)
+        for report in step.prompt_logprobs:
+            running = self._running.get(report.id)
+            if running is not None and running.outbox is not None:
+                running.outbox.prompt_logprobs(running.slot, report.logprobs)
         if step.logprobs or not self._route_whole(step):
             self._route_parts(step)
         for finished in step.finished:

@@ -36,6 +36,7 @@ from tests.streams.strategies import (
     MEDIA_FILES,
     NAMES,
     OUTPUTS,
+    PROMPT_LOGPROBS,
     SAMPLINGS,
     TEXT,
     TOKEN_IDS,
@@ -172,7 +173,7 @@ FINISHED = st.builds(
     ),
     stop_string=st.none() | TEXT.filter(bool),
 )
-ANSWER_PARTS = ACCEPTED | st.builds(Placed, placement=PLACEMENTS) | DELTAS | FINISHED
+ANSWER_PARTS = ACCEPTED | st.builds(Placed, placement=PLACEMENTS) | PROMPT_LOGPROBS | DELTAS | FINISHED
 WORKER_STATUSES = st.builds(
     WorkerStatus,
     record=WORKER_RECORDS,

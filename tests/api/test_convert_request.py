@@ -173,6 +173,8 @@ def test_names_and_calls_of_a_message_are_bounded(message: ChatMessage, field: s
         router_pb2.GenerateResponse(),
         router_pb2.GenerateResponse(finished=router_pb2.ChoiceFinished()),
         router_pb2.GenerateResponse(delta=router_pb2.Delta(logprobs=[types_pb2.TokenLogprobs(top_token_ids=[1])])),
+        router_pb2.GenerateResponse(prompt_logprobs=types_pb2.PromptLogprobs(token_ids=[1], logprobs=[-1.0])),
+        router_pb2.GenerateResponse(prompt_logprobs=types_pb2.PromptLogprobs(top_token_ids=[1], top_logprobs=[-1.0])),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_the_routers_fault(message: router_pb2.GenerateResponse) -> None:

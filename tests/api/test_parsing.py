@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import Resume, TextOptions
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import InvalidRequestError
 from quartet.text.chat_message import Tool
 from quartet.text.model_text import ModelText
@@ -61,6 +61,9 @@ class Shown:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.text += text
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        raise AssertionError("nobody has asked for them")
 
     def add_parsed(
         self,

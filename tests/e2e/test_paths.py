@@ -28,7 +28,7 @@ from quartet.client import (
     TransferWay,
 )
 from quartet.client.sync import SyncClient
-from quartet.errors import QueueFullError, RequestTimeoutError, ServingError
+from quartet.errors import QueueFullError, RequestTimeoutError, ServingError, UnsupportedFieldError
 from tests import tiny
 from tests.e2e.conftest import StartStack
 from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
@@ -180,6 +180,39 @@ async def test_conversations_and_stop_strings_are_the_same_on_every_path(client:
             has_stopped = stop != ["\0"]
             assert (answers[0].choices[0].finished.reason is FinishReason.STOP_STRING) == has_stopped
             assert has_stopped == (len(answers[0].text) < len(text))
+
+
+@pytest.mark.parametrize("placement", [REMOTE_PREFILL, LOCAL_PREFILL])
+async def test_log_probabilities_of_a_prompt_come_from_where_it_is_computed(
+    paths_stack: Stack, placement: Settings
+) -> None:
+    router = "router-local" if placement is LOCAL_PREFILL else "router"
+    async with QuartetClient(paths_stack.processes[router].grpc_address) as client:
+        ask: GenerateFields = {"sampling": GREEDY, "prompt_logprobs": 2, "num_choices": 2}
+        plain = await client.complete(PROMPT, sampling=GREEDY)
+        for path in (RequestPath.GENERATE, RequestPath.SESSION):
+            answer = await client.complete(PROMPT, path=path, **ask)
+            assert (answer.accepted.choices[0].prefill is None) == (placement is LOCAL_PREFILL)
+            assert [choice.token_ids for choice in answer.choices] == [plain.choices[0].token_ids] * 2
+            assert answer.prompt_logprobs is not None
+            first, *entries = answer.prompt_logprobs.tokens()
+            assert first is None and len(entries) == plain.choices[0].finished.usage.num_prompt_tokens - 1
+            # What the model says of its own greedy output is known.
+            token_ids = [*answer.prompt_logprobs.token_ids, *answer.choices[0].token_ids]
+            whole = await client.complete(token_ids=token_ids, path=path, **ask)
+            told = await client.complete(PROMPT, sampling=GREEDY, logprobs=2)
+            assert whole.prompt_logprobs is not None
+            for ours, theirs in zip(
+                whole.prompt_logprobs.tokens()[len(entries) + 1 :], told.choices[0].logprobs, strict=True
+            ):
+                assert ours is not None
+                assert (ours.token_id, ours.top_token_ids) == (theirs.token_id, theirs.top_token_ids)
+                assert [ours.logprob, *ours.top_logprobs] == pytest.approx(
+                    [theirs.logprob, *theirs.top_logprobs], abs=1e-4
+                )
+        with pytest.raises(UnsupportedFieldError) as refused:
+            await client.complete(PROMPT, path=RequestPath.DIRECT, **ask)
+        assert refused.value.field == "output.num_prompt_logprobs"
 
 
 async def test_parts_come_in_order(client: QuartetClient, path: RequestPath) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled
 from quartet.engine.runner import ModelRunner, RequestState, RunningRequest, SampledToken, ScheduledChunk
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.engine.scheduler import Pull, SchedulerConfig
 from quartet.engine.step_loop import Cancel, Fetched, FetchFailed, Message, Release, StepLoop, StepReport, Submit
 from quartet.errors import TransferError
@@ -137,7 +137,7 @@ class Driver:
 
     Attributes:
         inbox: what the next turn takes in.
-        tokens, logprobs, finished, prefilled, failed: by request; tokens of earlier attempts left out.
+        tokens, logprobs, prompt_logprobs, finished, prefilled, failed: by request; tokens of earlier attempts left out.
         pulls: that were begun and have not ended, by request.
         stopped: requests whose pull was to be stopped.
     """
@@ -152,6 +152,7 @@ class Driver:
         self.requests: dict[int, EngineRequest] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         self.finished: dict[int, Finished] = {}
         self.prefilled: dict[int, Prefilled] = {}
         self.failed: dict[int, Failed] = {}
@@ -223,6 +224,7 @@ class Driver:
             self.tokens[id].append(token_id)
         for logprobs in output.logprobs:
             self.logprobs[logprobs.id] += logprobs.tokens
+        self.prompt_logprobs |= {report.id: report.logprobs for report in output.prompt_logprobs}
         ended: list[Finished | Prefilled | Failed] = [*output.finished, *output.prefilled, *output.failed]
         assert not any(self.has_ended(item.id) for item in ended), "one end a request"
         self.finished |= {item.id: item for item in output.finished}

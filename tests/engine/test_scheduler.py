@@ -4,8 +4,8 @@ import pytest
 
 from quartet.engine.base import EngineRequest, FinishReason, Generation, RequestKind
 from quartet.engine.runner import RequestState
-from quartet.engine.sampling import Sampling
-from quartet.engine.scheduler import Scheduler, SchedulerConfig
+from quartet.engine.sampling import OutputOptions, Sampling
+from quartet.engine.scheduler import MAX_REPORTED_TOKENS, Scheduler, SchedulerConfig
 from quartet.engine.validation import EngineLimits
 from quartet.kvcache.block_pool import BlockManager
 from tests.engine.fakes import expected_output, make_request, next_token
@@ -58,6 +58,24 @@ def test_only_the_chunk_with_the_last_token_samples() -> None:
     request = make_request(range(20), max_tokens=1)
     stepper.add(request)
     assert [len(stepper.step()) for _ in range(3)] == [0, 0, 1]
+
+
+def test_a_step_reports_at_most_so_many_prompt_tokens_and_others_go_with_them() -> None:
+    stepper = Stepper(num_blocks=512, max_num_batched_tokens=2048)
+    output = OutputOptions(num_prompt_logprobs=0)
+    stepper.add(*(make_request([n] * 200, max_tokens=1, output=output) for n in range(4)))
+    stepper.add(make_request([9] * 40, max_tokens=1))
+    stepper.run()
+    num_left = MAX_REPORTED_TOKENS - 2 * 199  # the token that samples is not reported
+    assert stepper.runner.chunk_sizes == [[200, 200, num_left, 40], [200 - num_left, 200]]
+
+
+def test_a_prompt_that_is_reported_shares_no_cached_block_and_others_share_its_own() -> None:
+    stepper = Stepper()
+    for output, size in ((None, 10), (OutputOptions(num_prompt_logprobs=0), 10), (None, 2)):
+        stepper.add(make_request(range(10), max_tokens=1, output=output))
+        stepper.run()
+        assert stepper.runner.chunk_sizes[-1] == [size]
 
 
 def test_higher_priority_goes_first_then_first_come_first_served() -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.sampling import Sampling
+from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.engine.validation import EngineLimits, MediaLimits, check_request, limits_of
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
@@ -49,6 +49,28 @@ def _blocks(num_tokens: int) -> HandOff:
 )
 def test_a_possible_request_passes(request_: EngineRequest) -> None:
     check_request(request_, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_top", "has_media", "passes"),
+    [
+        (100_000, 0, False, True),
+        (100_001, 0, False, False),
+        (4_761, 20, False, True),
+        (4_762, 20, False, False),
+        (2, 0, True, False),
+    ],
+)
+def test_reports_of_prompts_are_bounded_and_without_media(
+    num_tokens: int, num_top: int, has_media: bool, passes: bool
+) -> None:
+    options = OutputOptions(num_prompt_logprobs=num_top)
+    if passes:
+        options.check_prompt(num_tokens, has_media=has_media)
+        return
+    with pytest.raises(InvalidRequestError) as caught:
+        options.check_prompt(num_tokens, has_media=has_media)
+    assert caught.value.field == "output.num_prompt_logprobs"
 
 
 @pytest.mark.parametrize(("last", "passes"), [(63, True), (64, False), (2**32 - 1, False)])

@@ -19,7 +19,7 @@ from quartet.api.answer import Answer
 from quartet.api.request import Accepted, AnswerPart, AskedStart, ChoiceFinished, ChoicePlacement, Placed, Resume
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, EncodeStart, PrefillOutcome, WorkerStart
@@ -94,6 +94,7 @@ class Plan:
         gate: a prefill waits for it first.
         laid_out: what it says of the prompt, whatever came.
         num_cached_tokens: what a decode says of its cache.
+        num_unreported: tokens that its log probabilities of the prompt lack.
     """
 
     error: ServingError | None = None
@@ -106,6 +107,7 @@ class Plan:
     gate: asyncio.Event | None = None
     laid_out: LaidOut | None = None
     num_cached_tokens: int = 3
+    num_unreported: int = 0
 
 
 @dataclass
@@ -250,7 +252,21 @@ class FakePrefill:
             compute_s=0.02,
             prompt_token_ids=prompt if is_reported else (),
             media=media if is_reported else (),
+            prompt_logprobs=prompt_logprobs(self._start, self._plan.num_unreported),
         )
+
+
+def prompt_logprobs(start: WorkerStart, num_left_out: int = 0) -> PromptLogprobs | None:
+    """What a worker reports of the prompt, if it is asked: position ``i`` has ``-i``, each alternative half of it."""
+    generation, num_top = start.generation, start.generation.output.num_prompt_logprobs
+    if num_top is None or start.hand_off is not None or generation.generated_token_ids:
+        return None
+    token_ids = generation.prompt_token_ids[1 + num_left_out :]
+    return PromptLogprobs(
+        logprobs=[-1.0 - i for i in range(len(token_ids))],
+        top_token_ids=[token_id for token_id in token_ids for _ in range(num_top)],
+        top_logprobs=[-0.5 * (1 + i) for i in range(len(token_ids)) for _ in range(num_top)],
+    )
 
 
 class FakeDecode:
@@ -307,6 +323,9 @@ class FakeDecode:
     def _step(self) -> tuple[FinishReason | None, bool]:
         if self._num_given == 0:
             self._sink.started(self._take_hand_off())
+            report = prompt_logprobs(self._start, self._plan.num_unreported)
+            if report is not None:
+                self._sink.take_prompt_logprobs(report)
         first = len(self._token_ids)
         reason = None
         while reason is None and len(self._token_ids) < first + self._hops.tokens_per_step:

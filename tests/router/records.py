@@ -22,6 +22,7 @@ ALL_SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "num_prompt_logprobs",
 )
 
 _RECORD = WorkerRecord(

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet import errors
-from quartet.api.request import TextOptions
+from quartet.api.request import ChoiceFinished, Delta, TextOptions
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import OutputOptions, Sampling
+from quartet.engine.sampling import OutputOptions, PromptLogprobs, Sampling, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.streams.client import DecodeCall, DecodeSink
 from quartet.streams.messages import DecodeStarted, WorkerStart
@@ -141,6 +141,39 @@ async def test_tokens_sent_twice_after_a_migration_are_shown_once_with_their_log
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert [entry.token_id for entry in answer.logprobs[0]] == answer.token_ids[0]
     assert answer.finished[0].usage.num_attempts == 2
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("prefill", [("prefill-0",), ()], ids=["disaggregated", "aggregated"])
+async def test_log_probabilities_of_the_prompt_come_once_before_the_first_token(prefill: tuple[str, ...]) -> None:
+    fleet = Fleet(*prefill, "decode-0", "decode-1")
+    # The first attempt's are of another prompt, the second one has given tokens when it breaks.
+    fleet.hops.plan("prefill" if prefill else "decode", Plan(num_unreported=1))
+    fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=5))
+    start = make_start(num_choices=1, output=OutputOptions(num_prompt_logprobs=1))
+    parts = [part async for part in fleet.generate(start).parts()]
+    [report] = [part for part in parts if isinstance(part, PromptLogprobs)]
+    deltas = [part for part in parts if isinstance(part, Delta) and part.choice == 0]
+    assert parts.index(report) < parts.index(deltas[0])
+    first, *entries = report.tokens()
+    prompt = fleet.hops.calls[0].start.generation.prompt_token_ids
+    assert first is None
+    assert entries == [
+        TokenLogprobs(token_id, -1.0 - i, (token_id,), (-0.5 - 0.5 * i,)) for i, token_id in enumerate(prompt[1:])
+    ]
+    assert sum(finished.usage.num_attempts for finished in parts if isinstance(finished, ChoiceFinished)) == 3
+    asked = [call.start.generation.output.num_prompt_logprobs for call in fleet.hops.calls]
+    assert asked == [1, 1, *[None] * (len(asked) - 2)]
+    fleet.assert_nothing_left()
+
+
+async def test_only_one_choice_brings_log_probabilities_of_the_prompt() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    start = make_start(num_choices=3, output=OutputOptions(num_prompt_logprobs=0))
+    parts = [part async for part in fleet.generate(start).parts()]
+    assert len([part for part in parts if isinstance(part, PromptLogprobs)]) == 1
+    asked = [call.start.generation.output.num_prompt_logprobs for call in fleet.hops.calls]
+    assert asked.count(0) == 1 and set(asked) == {0, None}
     fleet.assert_nothing_left()
 
 

@@ -128,6 +128,7 @@ async def test_an_impossible_request_is_refused(
         ({"sampling": Sampling(logit_bias={1: 1.0})}, "sampling.logit_bias"),
         ({"output": OutputOptions(logprobs=0)}, "output.logprobs"),
         ({"seed": 7}, "seed"),
+        ({"output": OutputOptions(num_prompt_logprobs=0)}, "output.num_prompt_logprobs"),
     ],
 )
 async def test_a_field_that_a_pool_lacks_is_refused_not_ignored(changes: dict[str, object], field: str) -> None:

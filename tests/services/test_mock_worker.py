@@ -62,7 +62,7 @@ async def test_it_offers_all_that_the_torch_engine_does_but_log_probabilities() 
         await engine.start()
         capabilities = engine.capabilities
         assert capabilities.kinds == {RequestKind.PREFILL}
-        assert capabilities.sampling_fields == ALL_SAMPLING_FIELDS - {"logprobs"}
+        assert capabilities.sampling_fields == ALL_SAMPLING_FIELDS - {"logprobs", "num_prompt_logprobs"}
         assert (capabilities.num_blocks, capabilities.block_size, capabilities.max_model_len) == (8, 32, 100)
     finally:
         await engine.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quartet.discovery.base import Role
 from quartet.engine.base import FinishReason, Generation, Prefilled, Started
-from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
+from quartet.engine.sampling import OutputOptions, PromptLogprobs, Sampling, TokenLogprobs
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import (
     DTYPE_SIZE_BYTES,
@@ -55,7 +55,8 @@ SAMPLINGS = st.builds(
     stop_token_ids=st.lists(U32, max_size=5).map(tuple),
     ignore_eos=st.booleans(),
 )
-OUTPUTS = st.builds(OutputOptions, logprobs=st.none() | st.integers(0, 20))
+_NUM_TOP = st.none() | st.integers(0, 20)
+OUTPUTS = st.builds(OutputOptions, logprobs=_NUM_TOP, num_prompt_logprobs=_NUM_TOP)
 MEDIA_IDS = st.binary(min_size=32, max_size=32)
 MEDIA = st.builds(MediaSpan, MEDIA_IDS, st.integers(0, 2**31), st.integers(1, 2**31))
 GENERATIONS = st.builds(
@@ -135,6 +136,22 @@ LOGPROBS = st.lists(st.tuples(U32, LOGPROB), max_size=5).flatmap(
 
 
 @st.composite
+def _prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
+    num_positions = draw(st.integers(0, 3))
+    num_tops = num_positions * draw(st.integers(0, 3))
+    token_ids = st.just([]) | st.lists(U32, min_size=num_positions + 1, max_size=num_positions + 1)
+    return PromptLogprobs(
+        array("I", draw(token_ids)),
+        array("f", draw(st.lists(LOGPROB, min_size=num_positions, max_size=num_positions))),
+        array("I", draw(st.lists(U32, min_size=num_tops, max_size=num_tops))),
+        array("f", draw(st.lists(LOGPROB, min_size=num_tops, max_size=num_tops))),
+    )
+
+
+PROMPT_LOGPROBS = _prompt_logprobs()
+
+
+@st.composite
 def _worker_starts(draw: st.DrawFn) -> WorkerStart:
     context, generation = draw(CONTEXTS), draw(GENERATIONS)
     # The choice is said once on the wire, in the context.
@@ -160,6 +177,7 @@ PREFILLED = st.builds(
     compute_s=SECONDS,
     finished=st.none() | st.sampled_from([FinishReason.STOP_ID, FinishReason.LENGTH]),
     logprobs=st.none() | LOGPROBS,
+    prompt_logprobs=st.none() | PROMPT_LOGPROBS,
 )
 NAMES = st.lists(TEXT, max_size=4).map(tuple)
 WORKER_RECORDS = worker_records(

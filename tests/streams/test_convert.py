@@ -159,6 +159,7 @@ def test_a_prefills_outcome_survives(prefilled: Prefilled, hand_off: HandOff | N
     assert rebuilt.queue_s == pytest.approx(prefilled.queue_s)
     assert rebuilt.compute_s == pytest.approx(prefilled.compute_s)
     assert (rebuilt.hand_off is None) == (hand_off is None)
+    assert rebuilt.prompt_logprobs == prefilled.prompt_logprobs
 
 
 @given(strategies.WORKER_RECORDS)

@@ -24,12 +24,14 @@ from quartet.api.request import (
 )
 from quartet.api.session_columns import Columns
 from quartet.discovery.base import Rank
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.rpc.errors import put_duration, to_duration, to_failure, to_seconds
 from quartet.streams.convert.messages import (
     from_finish_reason,
+    from_prompt_logprobs,
     from_token_logprobs,
+    put_prompt_logprobs,
     to_finish_reason,
     to_token_logprobs,
 )
@@ -57,6 +59,8 @@ def to_generate_response(part: AnswerPart) -> router_pb2.GenerateResponse:
         put_choice_finished(message.finished, part)
     elif isinstance(part, Placed):
         put_choice_placement(message.placed, part.placement)
+    elif isinstance(part, PromptLogprobs):
+        put_prompt_logprobs(message.prompt_logprobs, part)
     else:
         put_accepted(message.accepted, part)
     return message
@@ -67,6 +71,8 @@ def from_generate_response(message: router_pb2.GenerateResponse) -> AnswerPart:
     match message.WhichOneof("message"):
         case "accepted":
             return from_accepted(message.accepted)
+        case "prompt_logprobs":
+            return from_prompt_logprobs(message.prompt_logprobs)
         case "placed":
             return Placed(placement=from_choice_placement(message.placed))
         case "delta":
@@ -296,6 +302,13 @@ def to_session_placed(slot: int, placement: ChoicePlacement) -> pb.SessionPlaced
     """The side message."""
     message = pb.SessionPlaced(slot=slot)
     put_choice_placement(message.placement, placement)
+    return message
+
+
+def to_session_prompt_logprobs(slot: int, logprobs: PromptLogprobs) -> pb.SessionPromptLogprobs:
+    """The side message."""
+    message = pb.SessionPromptLogprobs(slot=slot)
+    put_prompt_logprobs(message.prompt_logprobs, logprobs)
     return message
 
 

@@ -7,16 +7,17 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 from quartet.api.openai.json_parts import JsonParts
 from quartet.api.openai.requests import Asked
-from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Usage
+from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Prompt, TextPrompt, TokenPrompt, Usage
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.text.parsed import Parsed, ParsedBuilder, ToolCallDelta
 
 #: The bytes that a token adds to a text.
@@ -66,6 +67,13 @@ class Head:
     def set_request_id(self, request_id: str) -> None:
         """The request has got its id, before any part of the answer comes."""
         self.id = f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{request_id}"
+
+    def text_of(self, prompt: Prompt) -> str:
+        """The text of a prompt that is no chat."""
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        assert isinstance(prompt, TokenPrompt), "chats are not echoed"
+        return b"".join(map(self.token_bytes, prompt.token_ids)).decode(errors="replace")
 
     def response(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A response, or a part of one."""
@@ -130,6 +138,10 @@ class Answer:
             for choice in sorted(self.placements.keys() | self.finished.keys())
         ]
 
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Never called: only whole answers have them."""
+        raise AssertionError("nobody has asked for them")
+
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended."""
         self.finished[finished.choice] = finished
@@ -170,8 +182,11 @@ def _end_json(finished: ChoiceFinished | None) -> dict[str, Any]:
 class WholeAnswer(Answer):
     """An ``AnswerSink`` that gathers an answer."""
 
-    def __init__(self, head: Head, first_choice: int = 0) -> None:
+    def __init__(self, head: Head, first_choice: int = 0, prompt: Prompt | None = None) -> None:
+        """``prompt`` is what each choice begins with; ``None``: with the output."""
         super().__init__(head, first_choice)
+        self._echoed = prompt
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._texts: dict[int, list[str]] = {}
         # Lists that may be long, as JSON: parts of each, by choice; of log probabilities also by field.
         self._token_ids: dict[int, list[str]] = {}
@@ -183,12 +198,23 @@ class WholeAnswer(Answer):
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         """Take more of one choice."""
+        if self._head.asked.hides_output:
+            return
         if text:
             self._texts.setdefault(choice, []).append(text)
         if self._head.asked.shows_token_ids and token_ids:
             self._token_ids.setdefault(choice, []).append(", ".join(map(str, token_ids)))
         if logprobs:
             self._add_logprobs(choice, logprobs)
+
+    @cached_property
+    def _prompt(self) -> str:
+        """The text that each choice begins with; only once the prompt has passed all checks."""
+        return "" if self._echoed is None else self._head.text_of(self._echoed)
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
+        """Take those of the prompt."""
+        self._prompt_logprobs = logprobs
 
     def add_parsed(
         self,
@@ -206,10 +232,16 @@ class WholeAnswer(Answer):
 
     def choices(self, parts: JsonParts) -> list[dict[str, Any]]:
         """Its choices, for the response, with places of ``parts`` for long lists."""
-        return [self._choice(finished, parts) for _, finished in sorted(self.finished.items())]
+        prompt = {} if self._prompt_logprobs is None else _echoed_json(self._head, self._prompt, self._prompt_logprobs)
+        return [self._choice(finished, parts, prompt) for _, finished in sorted(self.finished.items())]
+
+    def usages(self) -> list[Usage]:
+        """What its choices used, in order; a token that is hidden is not counted."""
+        usages = super().usages()
+        return [replace(usage, num_output_tokens=0) for usage in usages] if self._head.asked.hides_output else usages
 
     def _add_logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        offset = self._offsets.get(choice, 0)
+        offset = self._offsets.get(choice, len(self._prompt))
         shown = logprobs_json(self._head, logprobs, offset) or {}
         fields = self._logprobs.setdefault(choice, {})
         for name, items in shown.items():
@@ -217,21 +249,26 @@ class WholeAnswer(Answer):
                 fields.setdefault(name, []).append(json.dumps(items)[1:-1])
         self._offsets[choice] = offset + sum(map(len, shown.get("tokens", ())))
 
-    def _choice(self, finished: ChoiceFinished, parts: JsonParts) -> dict[str, Any]:
+    def _choice(self, finished: ChoiceFinished, parts: JsonParts, prompt: Mapping[str, str]) -> dict[str, Any]:
+        """``prompt`` has the log probabilities that come first, by field, as JSON."""
         number, asked = finished.choice, self._head.asked
         text = "".join(self._texts.get(number, ()))
         shown: dict[str, Any] = {"index": self._first_choice + number}
         if asked.is_chat:
             shown["message"] = self._message(text, self._parsed.get(number))
         else:
-            shown["text"] = text
+            shown["text"] = self._prompt + text
         shown["logprobs"] = None
-        if fields := self._logprobs.get(number):
+        fields = self._logprobs.get(number, {})
+        if prompt:
+            fields = {name: [first, *fields.get(name, ())] for name, first in prompt.items()}
+        if fields:
             shown["logprobs"] = {name: parts.place(items) for name, items in fields.items()}
             if asked.is_chat:
                 shown["logprobs"]["refusal"] = None
-        shown["finish_reason"] = _FINISH_REASONS[finished.reason]
-        shown["stop_reason"] = finished.stop_string
+        reason = FinishReason.LENGTH if asked.hides_output else finished.reason
+        shown["finish_reason"] = _FINISH_REASONS[reason]
+        shown["stop_reason"] = None if asked.hides_output else finished.stop_string
         if asked.shows_token_ids:
             shown["token_ids"] = parts.place(self._token_ids.get(number, ()))
         return shown
@@ -460,12 +497,33 @@ def logprobs_json(head: Head, logprobs: Sequence[TokenLogprobs], offset: int = 0
     return {
         "tokens": tokens,
         "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [
-            {_token_text(head, token_id): logprob for token_id, logprob in _top(entry)} if entry.top_token_ids else None
-            for entry in logprobs
-        ],
+        "top_logprobs": [_tops_json(head, entry) for entry in logprobs],
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
     }
+
+
+def _echoed_json(head: Head, prompt: str, logprobs: PromptLogprobs) -> Mapping[str, str]:
+    """Log probabilities of ``prompt`` as completions have them: each field's items, as JSON."""
+    entries = logprobs.tokens()
+    tokens = [_token_text(head, token_id) for token_id in logprobs.token_ids]
+    lengths = list(map(len, tokens))
+    # Text gets tokens around it that are not in it, such as the one that begins every prompt.
+    offsets = accumulate(lengths[:-1], initial=len(prompt) - sum(lengths))
+    fields: Mapping[str, list[Any]] = {
+        "tokens": tokens,
+        "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+        "top_logprobs": [None if entry is None else _tops_json(head, entry) for entry in entries],
+        "text_offset": [max(offset, 0) for offset in offsets],
+    }
+    return {name: json.dumps(items)[1:-1] for name, items in fields.items()}
+
+
+def _tops_json(head: Head, entry: TokenLogprobs) -> dict[str, float] | None:
+    """The alternatives by text; ``None``: there are none."""
+    tops: dict[str, float] = {}
+    for token_id, logprob in _top(entry):
+        tops.setdefault(_token_text(head, token_id), logprob)  # of tokens with one text, the likeliest
+    return tops or None
 
 
 def _chat_logprob(head: Head, entry: TokenLogprobs) -> dict[str, Any]:

@@ -101,6 +101,8 @@ class Asked:
         shows_token_ids: token ids stand beside the text.
         shows_placement: the answer says where each choice ran, and where its time went.
         num_logprobs: alternatives at each position; ``None``: no log probabilities.
+        echoes: each choice begins with its prompt.
+        hides_output: there is nothing after it: the one token that workers give is left out.
         names: of fields that the client called by another name than others do.
         field_names: of all fields, in an API that is not OpenAI's of completions.
         repeated: what the answer repeats of the request, by field.
@@ -116,6 +118,8 @@ class Asked:
     shows_token_ids: bool = False
     shows_placement: bool = False
     num_logprobs: int | None = None
+    echoes: bool = False
+    hides_output: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     field_names: FieldNames | None = None
     repeated: Mapping[str, Any] = field(default_factory=dict)
@@ -396,7 +400,7 @@ _COMMON: Mapping[str, Reader] = {
     "bad_words": empty("use logit_bias or stop"),
     **_refused(
         {
-            "prompt_logprobs": "no worker keeps the probabilities of prompts",
+            "prompt_logprobs": "completions have echo with logprobs",
             "truncate_prompt_tokens": "a prompt that is too long is an error",
             "allowed_token_ids vllm_xargs": "no engine here takes it",
             "logits_processors": "clients bring no code",
@@ -415,6 +419,8 @@ _COMMON: Mapping[str, Reader] = {
 _COMPLETION: Mapping[str, Reader] = {
     **_COMMON,
     "prompt": anything,
+    "echo": boolean,
+    "max_tokens": _COUNT,
     "logprobs": integer(0, _MAX_LOGPROBS),
     "suffix": only(""),
     **_refused({"prompt_embeds": "send text, token ids, or a chat with pictures"}),
@@ -484,8 +490,20 @@ def read_completion(body: Mapping[str, Any], caller: Caller) -> Generator[int, N
     if len(prompts) * num_choices > MAX_CHOICES:
         message = f"prompt: prompts times n must be at most {MAX_CHOICES}"
         raise InvalidRequestError(message, field="prompt" if num_choices <= MAX_CHOICES else "n")
-    starts = [_start(found, prompt, caller, num_logprobs) for prompt in prompts]
-    return _asked(found, starts, num_logprobs, is_chat=False)
+    echoes, hides_output = found.get("echo", False), found["max_tokens"] == 0
+    if echoes and found.get("stream"):
+        raise UnsupportedFieldError("echo: true is not supported with stream: true", field="echo")
+    if hides_output:
+        if not echoes:
+            raise InvalidRequestError("max_tokens: must be at least 1, or 0 with echo: true", field="max_tokens")
+        found["max_tokens"] = 1  # engines sample a token after each prompt
+    output = OutputOptions(
+        logprobs=None if hides_output else num_logprobs, num_prompt_logprobs=num_logprobs if echoes else None
+    )
+    starts = [_start(found, prompt, caller, output) for prompt in prompts]
+    asked = _asked(found, starts, num_logprobs, is_chat=False)
+    asked.echoes, asked.hides_output = echoes, hides_output
+    return asked
 
 
 def read_chat(body: Mapping[str, Any], caller: Caller) -> Generator[int, None, Asked]:
@@ -539,7 +557,8 @@ def ask_chat(
         parallel_tool_calls=found.get("parallel_tool_calls", True),
         template_arguments=_template_arguments(found),
     )
-    return _asked(found, [_start(found, prompt, caller, num_logprobs)], num_logprobs, is_chat=True, names=names)
+    start = _start(found, prompt, caller, OutputOptions(logprobs=num_logprobs))
+    return _asked(found, [start], num_logprobs, is_chat=True, names=names)
 
 
 def _template_arguments(found: Mapping[str, Any]) -> JsonObject | None:
@@ -582,7 +601,7 @@ def _asked(
     )
 
 
-def _start(found: Mapping[str, Any], prompt: Prompt, caller: Caller, num_logprobs: int | None) -> GenerateStart:
+def _start(found: Mapping[str, Any], prompt: Prompt, caller: Caller, output: OutputOptions) -> GenerateStart:
     sampling = {name: found[name] for name in _SAMPLING if name in found}
     if found.get("nvext", {}).get("ignore_eos"):
         sampling["ignore_eos"] = True
@@ -595,7 +614,7 @@ def _start(found: Mapping[str, Any], prompt: Prompt, caller: Caller, num_logprob
         model=found.get("model", ""),
         sampling=Sampling(**sampling, max_tokens=found.get("max_tokens"), guided=guided or other),
         seed=found.get("seed"),
-        output=OutputOptions(logprobs=num_logprobs),
+        output=output,
         text_options=TextOptions(
             stop_strings=tuple([stop for stop in found.get("stop", ()) if stop]),
             include_stop_string=found.get("include_stop_str_in_output", False),

@@ -29,7 +29,7 @@ from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 #: What requests may ask for: all but log probabilities, as no logits are computed.
-SAMPLING_FIELDS = ALL_SAMPLING_FIELDS - {"logprobs"}
+SAMPLING_FIELDS = ALL_SAMPLING_FIELDS - {"logprobs", "num_prompt_logprobs"}
 
 _MS_PER_S = 1e3
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,8 @@ _Ids = npt.NDArray[np.int64]
 _MAX_PADDING = 1.5
 
 _NUM_PROBE_TOKENS = 8
+
+_NO_ROWS: _Ids = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,9 @@ class FlatBatch:
         positions: ``[1, T]`` int64.
         slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``); empty,
             as ``segments`` and those of ``sampled``, where kernels attend, which have inputs of their own.
-        last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
-        sampled: the same rows as a batch of their own; ``None``: they are all rows.
+        last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks; then the
+            rows of tokens that chunks report, chunk by chunk.
+        sampled: the same rows as a batch of their own; ``None``: they are all rows, or some chunk reports its own.
         media: replaces the embeddings of some tokens; ``None``: all is text.
     """
 
@@ -199,6 +202,7 @@ def build_batch(
     positions = np.arange(ends[-1]) + np.repeat(first_positions - ends + sizes, sizes)
     last_row_of = dict(zip(order, (ends - 1).tolist(), strict=True))
     last_rows = np.array([last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples], dtype=np.int64)
+    reported = _reported_rows(chunks, last_row_of)
     token_ids = _tensor(_token_ids(ordered), device)
     if unread is not None:
         fill_unread(token_ids, ordered, ends - 1, unread)
@@ -206,7 +210,7 @@ def build_batch(
         token_ids=token_ids[None],
         positions=_tensor(positions, device)[None],
         slots=_slots(_blocks_of_tokens(ordered, tables, positions, layout), positions, layout, device),
-        last_rows=_tensor(last_rows, device),
+        last_rows=_tensor(np.concatenate((last_rows, reported)), device),
         segments=tuple(
             Segment(
                 begin=int(ends[first] - sizes[first]),
@@ -218,7 +222,9 @@ def build_batch(
             )
             for first, end in _group(first_positions, sizes, layout.block_size)
         ),
-        sampled=None if len(last_rows) == ends[-1] else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
+        sampled=None
+        if len(reported) or len(last_rows) == ends[-1]
+        else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
         media=None if embeddings is None else media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
     )
 
@@ -263,6 +269,16 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> _Ids:
         first = chunk.first_position
         token_ids += chunk.running.seq.token_ids[first : first + chunk.num_tokens]
     return np.array(token_ids, dtype=np.int64)
+
+
+def _reported_rows(chunks: Sequence[ScheduledChunk], last_row_of: Mapping[int, int]) -> _Ids:
+    """The rows of the tokens that chunks report, chunk by chunk; ``last_row_of`` has the last row of each."""
+    rows = [
+        np.arange(chunk.num_reported, dtype=np.int64) + (last_row_of[i] + 1 - chunk.num_tokens)
+        for i, chunk in enumerate(chunks)
+        if chunk.num_reported
+    ]
+    return np.concatenate(rows) if rows else _NO_ROWS
 
 
 def _blocks_of_tokens(

@@ -126,7 +126,7 @@ class DecodeGraphs:
             Logits ``[S, V]``, valid until the next run.
         """
         num_rows = len(inputs.contexts)
-        if not (inputs.num_singles == num_rows == len(inputs.last_rows)):
+        if inputs.num_reported or not (inputs.num_singles == num_rows == len(inputs.last_rows)):
             return None
         size = self._size_for(num_rows)
         if size is None:

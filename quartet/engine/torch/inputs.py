@@ -40,12 +40,14 @@ class Tokens:
         first_position: of the first of them.
         blocks: of the sequence.
         samples: whether the logits of the last one are wanted.
+        num_reported: of how many of the first ones they are wanted as well.
     """
 
     token_ids: Sequence[int]
     first_position: int
     blocks: _Ints
     samples: bool
+    num_reported: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class HostInputs:
         token_ids: ``[T]``.
         positions: ``[T]``.
         slots: ``[T]``: ``block * block_size + offset`` of each token.
-        last_rows: ``[R]``: rows whose logits are wanted, in the order in which the sequences were given.
+        last_rows: ``[R]``: rows whose logits are wanted, in the order in which the sequences were given: first those
+            that sample, then those that are reported.
         contexts: ``[S]``: tokens of each sequence before the step.
         table_begins: ``[S]``: where in ``blocks`` each one's begin.
         blocks: ``[N]``.
         query_begins: ``[S + 1]``: row of each sequence's first token, and ``T``.
         num_singles: sequences of a single token.
+        num_reported: rows at the end of ``last_rows`` that are reported.
     """
 
     order: list[int]
@@ -75,6 +79,7 @@ class HostInputs:
     blocks: _Ints
     query_begins: _Ints
     num_singles: int
+    num_reported: int = 0
 
     @property
     def longest(self) -> int:
@@ -128,17 +133,24 @@ def lay_out(sequences: Sequence[Tokens], block_size: int) -> HostInputs:
     block_of = blocks[np.repeat(begins, sizes) + positions // block_size].astype(np.int64)
     last_row = np.empty_like(ends)
     last_row[order] = ends - 1
+    sampled = last_row[[tokens.samples for tokens in sequences]]
+    reported = [
+        np.arange(tokens.num_reported, dtype=np.int64) + (last + 1 - len(tokens.token_ids))
+        for tokens, last in zip(sequences, last_row.tolist(), strict=True)
+        if tokens.num_reported
+    ]
     return HostInputs(
         order=order,
         token_ids=np.array([id for tokens in ordered for id in tokens.token_ids], dtype=np.int64),
         positions=positions,
         slots=block_of * block_size + positions % block_size,
-        last_rows=last_row[[tokens.samples for tokens in sequences]],
+        last_rows=np.concatenate((sampled, *reported)),
         contexts=contexts.astype(np.int32),
         table_begins=begins.astype(np.int32),
         blocks=blocks,
         query_begins=np.concatenate(([0], ends)).astype(np.int32),
         num_singles=int((sizes == 1).sum()),
+        num_reported=sum(map(len, reported)),
     )
 
 
@@ -156,7 +168,8 @@ class SequenceTables:
         if table is None:
             table = self._tables[running] = _Table()
         token_ids = running.seq.token_ids[first : first + chunk.num_tokens]
-        return Tokens(token_ids, first, table.blocks_of(running.seq.block_table), chunk.samples)
+        blocks = table.blocks_of(running.seq.block_table)
+        return Tokens(token_ids, first, blocks, chunk.samples, chunk.num_reported)
 
 
 class _Table:

@@ -183,7 +183,8 @@ class StepBuilder:
             )
         )
         token_ids, positions, slots, last_rows, order, contexts, begins, blocks, query_begins, *others = parts
-        has_all = len(sampled) == len(inputs.token_ids)
+        # Rows that are reported attend with their chunk, as in the layers before.
+        has_all = inputs.num_reported > 0 or len(sampled) == len(inputs.token_ids)
         return KernelStep(
             pool=self.pool,
             batch=FlatBatch(

@@ -23,6 +23,7 @@ from quartet.engine.torch.copies import record_event
 from quartet.engine.torch.decoder import Decoder, fuse
 from quartet.engine.torch.loader import LoadedModel, check_device, load_model
 from quartet.engine.torch.pool import KvPool, num_pool_blocks, reserve_embeddings
+from quartet.engine.torch.prompt_logprobs import LaunchedReport, PromptReports
 from quartet.engine.torch.sampler import LaunchedTokens, create_sampler
 from quartet.engine.torch.support import refusal
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
@@ -50,7 +51,9 @@ class _Forward(Protocol):
         ...
 
     def __call__(self, chunks: Sequence[ScheduledChunk], unread: torch.Tensor | None) -> torch.Tensor:
-        """Write the chunks' KV; logits of those that sample, in their order, valid until the next call.
+        """Write the chunks' KV; logits of those that sample, in their order, then those of tokens that chunks report.
+
+        They are valid until the next call.
 
         ``unread``: as for ``build_batch``.
         """
@@ -105,6 +108,7 @@ class TorchRunner:
         self.embeddings = self._reserve_embeddings(config, loaded)
         self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
         self._masks = MaskThread(self.vocab_size)
+        self._reports = PromptReports()
         self._sampler = create_sampler(loaded.model, self.vocab_size, self._device)
         launches = self._device.type == "cuda" and not config.disable_overlap_scheduler
         self.launcher: StepLauncher | None = self if launches else None
@@ -131,13 +135,14 @@ class TorchRunner:
         requests = [chunk.running for chunk in chunks if chunk.samples]
         pending = self._masks.begin(requests)
         with torch.inference_mode():
-            logits = self._forward(chunks, self._unread)
-            masks = None if pending is None else pending.read()
             # Some models pad the vocabulary of their output layer: those tokens do not exist.
-            tokens = self._sampler.launch(logits[:, : self.vocab_size], requests, masks) if requests else None
+            logits = self._forward(chunks, self._unread)[:, : self.vocab_size]
+            masks = None if pending is None else pending.read()
+            report = self._reports.launch(logits[len(requests) :], chunks)
+            tokens = self._sampler.launch(logits[: len(requests)], requests, masks) if requests else None
         if self.launcher is not None:
             self._unread = None if tokens is None else tokens.token_ids
-        return _LaunchedStep(tokens, record_event(self._device))
+        return _LaunchedStep(tokens, report, record_event(self._device))
 
     def close(self) -> None:
         """Free the model and the pools, when the device has done what it was told."""
@@ -269,9 +274,10 @@ class _SegmentForward:
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step that the device computes; ``tokens`` that it samples, if any, and an event at its end."""
+    """A step that the device computes; ``tokens`` that it samples, if any, what it reports, and an event at its end."""
 
     tokens: LaunchedTokens | None
+    report: LaunchedReport | None
     end: torch.cuda.Event | None
 
     @property
@@ -284,7 +290,7 @@ class _LaunchedStep:
         sampled = [] if self.tokens is None else self.tokens.read()
         if self.end is not None:
             self.end.synchronize()
-        return sampled
+        return sampled if self.report is None else self.report.add_to(sampled)
 
 
 class _Modules:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet.engine.base import Generation, RequestKind
-from quartet.engine.sampling import GrammarKind, Sampling, check_fields, guided_fields
+from quartet.engine.sampling import GrammarKind, Sampling, check_fields, check_output_fields, guided_fields
 from quartet.engine.trtllm.arguments import LlmArguments
 from quartet.engine.trtllm.package import COMPLETE_SAMPLER_LINE, Package
 
@@ -48,6 +48,7 @@ def _kinds_of(backend: str) -> Sequence[GrammarKind]:
 def check_sampling_fields(generation: Generation, supported: frozenset[str]) -> None:
     """Refuse a field that the engine would ignore. Raises ``UnsupportedFieldError``, which names it."""
     check_fields(generation.sampling, supported, "this engine")
+    check_output_fields(generation.output, supported, "this engine")
 
 
 def stop_ids_of(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from quartet.engine.sampling import (
     GrammarKind,
     GuidedDecoding,
     OutputOptions,
+    PromptLogprobs,
     Sampling,
     TokenLogprobs,
     check_counts,
@@ -160,6 +161,8 @@ def put_generation(into: types_pb2.Generation, generation: Generation) -> None:
     into.output.SetInParent()
     if generation.output.logprobs is not None:
         into.output.logprobs = generation.output.logprobs
+    if generation.output.num_prompt_logprobs is not None:
+        into.output.num_prompt_logprobs = generation.output.num_prompt_logprobs
 
 
 def from_generation(message: types_pb2.Generation, *, choice: int = 0) -> Generation:
@@ -227,12 +230,13 @@ def check_sampling_counts(message: types_pb2.Sampling) -> None:
 
 def to_output_options(output: OutputOptions) -> types_pb2.OutputOptions:
     """The message."""
-    return types_pb2.OutputOptions(logprobs=output.logprobs)
+    return types_pb2.OutputOptions(logprobs=output.logprobs, num_prompt_logprobs=output.num_prompt_logprobs)
 
 
 def from_output_options(message: types_pb2.OutputOptions) -> OutputOptions:
     """The options. Raises ``InvalidRequestError`` with ``field`` ``output.NAME``."""
-    return OutputOptions(logprobs=message.logprobs) if message.HasField("logprobs") else _NO_LOGPROBS
+    given = {field.name: value for field, value in message.ListFields()}
+    return OutputOptions(**given) if given else _NO_LOGPROBS
 
 
 def to_media_span(span: MediaSpan) -> types_pb2.MediaSpan:
@@ -297,6 +301,36 @@ def from_token_logprobs(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
     )
 
 
+def to_slot_prompt_logprobs(slot: int, logprobs: PromptLogprobs) -> decode_pb2.SlotPromptLogprobs:
+    """The message."""
+    message = decode_pb2.SlotPromptLogprobs(slot=slot)
+    put_prompt_logprobs(message.prompt_logprobs, logprobs)
+    return message
+
+
+def put_prompt_logprobs(into: types_pb2.PromptLogprobs, logprobs: PromptLogprobs) -> None:
+    """Set ``into``, which is empty."""
+    into.SetInParent()
+    into.token_ids.extend(logprobs.token_ids)
+    into.logprobs.extend(logprobs.logprobs)
+    into.top_token_ids.extend(logprobs.top_token_ids)
+    into.top_logprobs.extend(logprobs.top_logprobs)
+
+
+def from_prompt_logprobs(message: types_pb2.PromptLogprobs) -> PromptLogprobs:
+    """The log probabilities. Raises ``ProtocolError`` where the columns are not aligned."""
+    num_tokens, num_positions, num_top = len(message.token_ids), len(message.logprobs), len(message.top_token_ids)
+    is_aligned = num_top == len(message.top_logprobs) and not (num_top % num_positions if num_positions else num_top)
+    if not is_aligned or (num_tokens and num_tokens != num_positions + 1):
+        raise ProtocolError("the columns of prompt_logprobs are not aligned")
+    return PromptLogprobs(
+        array("I", message.token_ids[:]),
+        array("f", message.logprobs[:]),
+        array("I", message.top_token_ids[:]),
+        array("f", message.top_logprobs[:]),
+    )
+
+
 def to_prefill_result(
     prefilled: Prefilled, hand_off: HandOff | None, expanded: Generation | None = None
 ) -> prefill_pb2.PrefillResult:
@@ -316,6 +350,8 @@ def to_prefill_result(
         queue=to_duration(prefilled.queue_s),
         compute=to_duration(prefilled.compute_s),
     )
+    if prefilled.prompt_logprobs is not None:
+        put_prompt_logprobs(result.prompt_logprobs, prefilled.prompt_logprobs)
     if expanded is not None:
         result.prompt_token_ids = pack_token_ids(expanded.prompt_token_ids)
         result.media.extend(map(to_media_span, expanded.media))
@@ -336,6 +372,9 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         compute_s=to_seconds(message.compute),
         prompt_token_ids=unpack_token_ids(packed, "prompt_token_ids") if packed else (),
         media=tuple(map(from_media_span, message.media)),
+        prompt_logprobs=(
+            from_prompt_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, StepOutput
 from quartet.engine.guided.compiler import GrammarCompiler
 from quartet.engine.runner import ModelRunner
-from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
@@ -28,6 +28,7 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     finished: Finished | None = None
     prefilled: Prefilled | None = None
     failed: Failed | None = None
@@ -99,6 +100,9 @@ def _collect(step: StepOutput, outcomes: dict[int, Outcome]) -> None:
         first += num_tokens
     for report in step.logprobs:
         outcomes[report.id].logprobs += report.tokens
+    for prompt in step.prompt_logprobs:
+        assert not (outcomes[prompt.id].prompt_logprobs or outcomes[prompt.id].token_ids[1:]), "once, and no later"
+        outcomes[prompt.id].prompt_logprobs = prompt.logprobs
     for name in ("finished", "prefilled", "failed"):
         for item in getattr(step, name):
             setattr(outcomes[item.id], name, item)

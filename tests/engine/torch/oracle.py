@@ -64,6 +64,13 @@ class Oracle:
         losses: list[float] = (logits.max(-1).values - chosen).tolist()
         return losses
 
+    def prompt_logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Log probabilities of all tokens at each position of the prompt but the first: ``[len(prompt) - 1, V]``."""
+        with torch.no_grad():
+            [logits] = self._model(torch.tensor([list(prompt)])).logits
+        logprobs: torch.Tensor = logits[:-1].log_softmax(-1)
+        return logprobs
+
     def _generate(self, prompt: tuple[int, ...], num_tokens: int) -> Continuation:
         output = self._model.generate(
             torch.tensor([prompt]),

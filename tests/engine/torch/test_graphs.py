@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,7 @@ def test_steps_that_no_graph_fits_are_left(no_cuda: None) -> None:
     assert not is_run(three), "more rows than the largest"
     assert not is_run([make_chunk([5, 7], 3, 2, True)]), "a prompt"
     assert not is_run([make_chunk([5, 7], 3, 1, False)]), "nothing sampled"
+    assert not is_run([replace(make_chunk([5, 7], 3, 1, False), reports=True), one[0]]), "a prompt's own token"
     graphs = graphs_module.DecodeGraphs(model._builder, model._compute, bounds(4, pads=False))
     graphs.capture()
     assert not is_run(three), "not padded"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,13 +55,15 @@ def make_chunks() -> list[ScheduledChunk]:
     [
         *((name, False) for name in ("llama", "qwen3", "llama by modules", "qwen3_moe", "gemma2", "gemma3", "gpt_oss")),
         ("gpt_oss", True),
+        ("qwen3 with reports", False),
+        ("gemma3 with reports", False),
     ],
 )
 def test_a_mixed_step_yields_the_same_logits(
     family: str, copies: bool, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, _, by_modules = family.partition(" ")
-    if by_modules:
+    family, _, how = family.partition(" ")
+    if how == "by modules":
         monkeypatch.setattr(runner_module, "fuse", lambda *_: None)
     config = TorchEngineConfig(
         model_path=str(checkpoint(family)), dtype="float32", num_blocks=24, block_size=BLOCK_SIZE, num_threads=1
@@ -72,6 +75,8 @@ def test_a_mixed_step_yields_the_same_logits(
     pool.tensor.normal_()
     before = pool.tensor.clone()
     chunks = make_chunks()
+    if how == "with reports":
+        chunks = [replace(chunk, reports=chunk.num_tokens > 1) for chunk in chunks]
     with torch.inference_mode():
         expected = compute(PagedStep(pool, build_batch(chunks, runner.layout, torch.device("cpu"))))
         after = pool.tensor.clone()
@@ -81,6 +86,7 @@ def test_a_mixed_step_yields_the_same_logits(
         builder._copied_span = 32 * copies
         with interpreted():
             logits = compute(builder.make(builder.lay_out(chunks), copies=copies))
+    assert len(logits) == sum(chunk.samples + chunk.num_reported for chunk in chunks)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(pool.tensor, after, rtol=1e-5, atol=1e-5)
     runner.close()

@@ -98,6 +98,30 @@ async def test_log_probabilities_have_the_form_of_each_endpoint() -> None:
         assert [event["choices"][0]["logprobs"]["text_offset"] for event in events[:3]] == [[0], [1], [2]]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+async def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(max_tokens: int) -> None:
+    async with open_face("prefill-0", "decode-0") as face:
+        body = {"prompt": ["say hi", [43, 76]], "n": 2, "seed": 5, "echo": True, "max_tokens": max_tokens}
+        _, answer = await face.post("/v1/completions", {**body, "logprobs": 1})
+        # Text gets a token before it.
+        for one, prompt in zip(answer["choices"], [["<s>", *"say hi"]] * 2 + [["H", "i"]] * 2, strict=True):
+            output = text_of(expected_tokens(5, one["index"] % 2, len(prompt), max_tokens))
+            text = "".join(prompt).removeprefix("<s>") + output
+            logprobs, num_before = one["logprobs"], len(prompt) + max_tokens - len(text)
+            assert (one["text"], logprobs["tokens"]) == (text, [*prompt, *output])
+            assert logprobs["text_offset"] == [0] * num_before + list(range(len(text)))
+            own = [-1.0 - i for i in range(len(prompt) - 1)]
+            assert logprobs["token_logprobs"] == [None, *own, *[-1.0] * max_tokens]
+            tops = [{token: -0.5 - 0.5 * i} for i, token in enumerate(prompt[1:])]
+            assert logprobs["top_logprobs"] == [None, *tops, *[None] * max_tokens]
+            assert one["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 4 * max_tokens
+        _, plain = await face.post("/v1/completions", body)
+        assert [one["text"] for one in plain["choices"]] == [one["text"] for one in answer["choices"]]
+        assert plain["choices"][0]["logprobs"] is None
+        face.fleet.assert_nothing_left()
+
+
 async def test_a_stop_string_ends_the_answer_and_is_named() -> None:
     async with open_face() as face:
         text = chat_text(12)
