@@ -20,6 +20,7 @@ from quartet.engine.trtllm.inputs import InputBuilder, create_input_builder
 from quartet.engine.trtllm.metrics import ResultMetrics
 from quartet.engine.trtllm.model_facts import ModelFacts
 from quartet.engine.trtllm.package import Package
+from quartet.engine.trtllm.watchdog import shut_down
 from quartet.errors import ConfigError
 from quartet.events.kv import RankEvents
 
@@ -122,7 +123,8 @@ def loaded_llm(
             logger.warning("%s", warning)
         keywords = build_objects(arguments)
         package = Package()
-        llm = stack.enter_context(package.LLM(**keywords))
+        llm = package.LLM(**keywords)
+        stack.callback(shut_down, llm)
         book = RequestBook(
             num_ranks=arguments.num_ranks,
             block_size=arguments.block_size,

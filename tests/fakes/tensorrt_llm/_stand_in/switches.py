@@ -18,6 +18,7 @@ class Switches:
         uncertain_llm_params: `LLM` takes what only sources after the cut have.
         disagg_request_id, mrope_handles: `DisaggregatedParams` has these fields.
         check_health: `LLM._check_health` exists.
+        fatal_error: the executor notes an error that ended it as ``_fatal_error``; else as the first of a queue.
         kv_event_form: how events and statistics are fetched.
         kv_event_lists: an iterator of events yields lists of them.
         mm_keys: events of stored blocks name pictures under this key.
@@ -41,6 +42,7 @@ class Switches:
     disagg_request_id: bool = False
     mrope_handles: bool = True
     check_health: bool = False
+    fatal_error: bool = False
     kv_event_form: Literal["queue", "rpc"] = "rpc"
     kv_event_lists: bool = False
     mm_keys: bool = False
