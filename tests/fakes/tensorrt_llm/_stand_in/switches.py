@@ -19,6 +19,7 @@ class Switches:
         disagg_request_id, mrope_handles: `DisaggregatedParams` has these fields.
         check_health: `LLM._check_health` exists.
         fatal_error: the executor notes an error that ended it as ``_fatal_error``; else as the first of a queue.
+        kv_cache_capacity: `LLM.get_kv_cache_capacity` exists.
         kv_event_form: how events and statistics are fetched.
         kv_event_lists: an iterator of events yields lists of them.
         mm_keys: events of stored blocks name pictures under this key.
@@ -43,6 +44,7 @@ class Switches:
     mrope_handles: bool = True
     check_health: bool = False
     fatal_error: bool = False
+    kv_cache_capacity: bool = False
     kv_event_form: Literal["queue", "rpc"] = "rpc"
     kv_event_lists: bool = False
     mm_keys: bool = False
