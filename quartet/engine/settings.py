@@ -127,6 +127,8 @@ class EngineSettings:
         gpus_per_node: GPUs of a host; ``None``: those that it sees.
         backend: of ``trtllm``; ``None``: ``pytorch``.
         connector: what loads and stores KV blocks beyond the GPU; ``None``: nothing but the engine itself.
+        logits_processors: names of functions or classes that change the logits of every request; see
+            ``quartet.engine.trtllm.logits``.
         extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``; they replace those from the fields here.
         override_engine_args: arguments that replace those of the file, too.
         scheduler: bounds of a step of ``torch`` and ``mock``.
@@ -161,6 +163,7 @@ class EngineSettings:
     gpus_per_node: int | None = None
     backend: Backend | None = None
     connector: Connector | None = None
+    logits_processors: tuple[str, ...] = ()
     extra_engine_args: Path | None = None
     override_engine_args: Mapping[str, object] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -324,6 +327,7 @@ _TRTLLM_ONLY = (
     "gpus_per_node",
     "backend",
     "connector",
+    "logits_processors",
     "extra_engine_args",
     "override_engine_args",
 )

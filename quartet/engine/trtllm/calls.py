@@ -134,6 +134,8 @@ class CallBuilder:
         )
         # Not every 1.2 measures requests, even if the engine's arguments ask for it.
         arguments["sampling_params"].return_perf_metrics = self._loaded.arguments.has_perf_metrics
+        if (processors := self._loaded.processors.for_request()) is not None:
+            arguments["sampling_params"].logits_processor = processors
         given = {name: value for name, value in arguments.items() if value is not None}
         return Call(arguments=given, cursor=cursor, is_handing_off=is_handing_off, inputs=built)
 

@@ -17,6 +17,7 @@ from quartet.engine.trtllm.book import RequestBook
 from quartet.engine.trtllm.feeds import Feeds, LlmRankStats
 from quartet.engine.trtllm.hand_off import CacheIdentity
 from quartet.engine.trtllm.inputs import InputBuilder, create_input_builder
+from quartet.engine.trtllm.logits import LogitsProcessors
 from quartet.engine.trtllm.metrics import ResultMetrics
 from quartet.engine.trtllm.model_facts import ModelFacts
 from quartet.engine.trtllm.package import Package
@@ -39,6 +40,7 @@ class LoadedLlm:
 
     Attributes:
         has_reported: set when ``feeds`` have something new.
+        processors: change the logits of every request.
         num_pool_blocks: KV blocks of a rank as the LLM says once it is loaded; ``None``: this release does not.
     """
 
@@ -51,6 +53,7 @@ class LoadedLlm:
     feeds: Feeds
     metrics: ResultMetrics | None
     has_reported: threading.Event
+    processors: LogitsProcessors
     num_pool_blocks: int | None = None
 
     @property
@@ -142,6 +145,7 @@ def loaded_llm(
         _check_tokenizer(arguments, inputs)
         for warning in arguments.warnings:
             logger.warning("%s", warning)
+        processors = LogitsProcessors(spec.engine.logits_processors)
         keywords = build_objects(arguments)
         package = Package()
         llm = package.LLM(**keywords)
@@ -189,5 +193,6 @@ def loaded_llm(
             feeds=feeds,
             metrics=metrics,
             has_reported=has_reported,
+            processors=processors,
             num_pool_blocks=pool_blocks_of(llm, arguments.block_size),
         )

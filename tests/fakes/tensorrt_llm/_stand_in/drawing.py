@@ -14,8 +14,16 @@ Guide = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 class Drawer:
     """Draws the tokens of one sequence, which has its own random numbers."""
 
-    def __init__(self, params: Any, index: int, prompt: Sequence[int], guide: Guide | None) -> None:
-        self._params, self._prompt, self._guide = params, list(prompt), guide
+    def __init__(
+        self,
+        params: Any,
+        index: int,
+        prompt: Sequence[int],
+        guide: Guide | None,
+        process: Callable[[torch.Tensor, list[int]], None],
+    ) -> None:
+        """``process`` changes the logits after so many tokens, in place."""
+        self._params, self._prompt, self._guide, self._process = params, list(prompt), guide, process
         self._generator = torch.Generator()
         self._generator.manual_seed((params.seed if params.seed is not None else torch.seed()) + index)
         given = (params.temperature, params.top_k, params.top_p)
@@ -24,7 +32,9 @@ class Drawer:
     def draw(self, logits: torch.Tensor, generated: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Return the next token and the log-probabilities (of the model, before any of the parameters)."""
         log_probs = torch.log_softmax(logits.float(), dim=-1)
-        scores = self._penalized(logits.float().clone(), generated)
+        scores = logits.float().clone()
+        self._process(scores, [*self._prompt, *generated])
+        scores = self._penalized(scores, generated)
         self._ban(scores, generated)
         if self._guide is not None:
             scores = self._guide(generated, scores)

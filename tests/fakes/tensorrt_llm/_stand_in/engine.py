@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,8 @@ class StandInEngine(EngineLoop):
     def _make_sequences(self, request: Request) -> None:
         ids = request.prompt.token_ids
         request.sequences = [
-            Sequence(index, Drawer(request.params, index, ids, request.guide)) for index in range(request.params.n)
+            Sequence(index, Drawer(request.params, index, ids, request.guide, partial(_process, request)))
+            for index in range(request.params.n)
         ]
 
     def _prefill(self, request: Request) -> None:
@@ -242,3 +244,8 @@ class StandInEngine(EngineLoop):
 
     def _drain_stats(self) -> list[dict[str, Any]]:
         return [self._stats.popleft() for _ in range(len(self._stats))]
+
+
+def _process(request: Request, logits: torch.Tensor, token_ids: list[int]) -> None:
+    for processor in request.processors:
+        processor(request.request_id, logits.view(1, 1, -1), [token_ids], None, None)

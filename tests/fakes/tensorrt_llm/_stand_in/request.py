@@ -62,6 +62,7 @@ class Request:
     adapter_path: str | None
     guide: Guide | None
     stop_words: list[tuple[int | str, list[int]]]
+    processors: list[Any]
     state: RequestState = RequestState.QUEUED
     sequences: list[Sequence] = field(default_factory=list)
     is_aborted: bool = False
