@@ -72,7 +72,7 @@ class CallBuilder:
         has_params = is_handing_off or inputs.disaggregated
         params = self._package.DisaggregatedParams
         return self._made(
-            generation,
+            request,
             num_known=0,
             is_handing_off=is_handing_off,
             built=inputs,
@@ -94,7 +94,7 @@ class CallBuilder:
         generation = request.generation
         before = generation.generated_token_ids[:-1]
         return self._made(
-            generation,
+            request,
             num_known=1,
             inputs={"prompt_token_ids": [*generation.prompt_token_ids, *before]},
             streaming=True,
@@ -110,13 +110,16 @@ class CallBuilder:
 
     def _made(
         self,
-        generation: Generation,
+        request: EngineRequest,
         *,
         num_known: int,
         is_handing_off: bool = False,
         built: LlmInputs | None = None,
         **arguments: Any,
     ) -> Call:
+        generation = request.generation
+        if request.traceparent:
+            arguments["trace_headers"] = {"traceparent": request.traceparent}
         if generation.cache_salt:
             arguments["cache_salt"] = generation.cache_salt
         if generation.adapter:
