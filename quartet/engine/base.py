@@ -80,6 +80,7 @@ class EngineRequest:
             request fails (``MediaLostError``).
         media_inputs: for an engine that ``reads_media``, each item's file or the state of its opaque hand-off; ``None``
             for items of ``media_blocks``, which has nothing for the others.
+        traceparent: W3C trace context, for an engine that traces by itself; not checked; empty: no trace.
     """
 
     id: int
@@ -89,6 +90,7 @@ class EngineRequest:
     priority: int = 0
     media_blocks: tuple[tuple[int, ...], ...] = ()
     media_inputs: tuple[MediaFile | bytes | None, ...] = field(default=(), repr=False)
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ class LoadFormat(StrEnum):
     RANDOM = "random"  # a seed: to run the shape of a model whose weights are not here
 
 
+class Connector(StrEnum):
+    """What keeps KV blocks beyond the GPU, for TensorRT-LLM."""
+
+    KVBM = "kvbm"  # NVIDIA Dynamo's block manager
+    LMCACHE = "lmcache"
+
+
 class Backend(StrEnum):
     """What runs the model within TensorRT-LLM."""
 
@@ -119,6 +126,9 @@ class EngineSettings:
         max_beam_width: 1: no request can ask for beams, so other values are refused.
         gpus_per_node: GPUs of a host; ``None``: those that it sees.
         backend: of ``trtllm``; ``None``: ``pytorch``.
+        connector: what loads and stores KV blocks beyond the GPU; ``None``: nothing but the engine itself.
+        logits_processors: names of functions or classes that change the logits of every request; see
+            ``quartet.engine.trtllm.logits``.
         extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``; they replace those from the fields here.
         override_engine_args: arguments that replace those of the file, too.
         scheduler: bounds of a step of ``torch`` and ``mock``.
@@ -152,6 +162,8 @@ class EngineSettings:
     max_beam_width: int = 1
     gpus_per_node: int | None = None
     backend: Backend | None = None
+    connector: Connector | None = None
+    logits_processors: tuple[str, ...] = ()
     extra_engine_args: Path | None = None
     override_engine_args: Mapping[str, object] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -314,6 +326,8 @@ _TRTLLM_ONLY = (
     "max_beam_width",
     "gpus_per_node",
     "backend",
+    "connector",
+    "logits_processors",
     "extra_engine_args",
     "override_engine_args",
 )

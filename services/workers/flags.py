@@ -18,7 +18,7 @@ from pathlib import Path
 from quartet.config import Value, load_yaml, override, with_value
 from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryKind
-from quartet.engine.settings import Backend, EngineKind, Modality
+from quartet.engine.settings import Backend, Connector, EngineKind, Modality
 from quartet.errors import ConfigError
 
 
@@ -69,12 +69,16 @@ class Pasted:
         help: what does here what the flag does there.
         allowed: the values with which nothing is lost; empty: any; ``None``: no value, the flag is refused.
         instead: what to use in place of other values.
+        field: dotted path in ``WorkerConfig`` that a value of ``values`` sets; empty: none does.
+        values: such values.
     """
 
     names: tuple[str, ...]
     help: str
     allowed: tuple[str, ...] | None = None
     instead: str = ""
+    field: str = ""
+    values: tuple[str, ...] = ()
 
 
 #: Every flag that sets one field.
@@ -245,6 +249,8 @@ PASTED = (
         "blocks go from Prefill to Decode by the engine's own ways: transfer.ways, cache_transceiver_config",
         ("none", "null", "nixl"),
         "name it to TensorRT-LLM: --override-engine-args '{\"kv_connector_config\": {...}}'",
+        field="engine.connector",
+        values=tuple(Connector),
     ),
     Pasted(
         ("--load-format",),
@@ -339,6 +345,9 @@ class CommandLine:
             settings = with_value(settings, flag.field, _value(flag, given))
             if flag.name == "--namespace":
                 settings = with_value(settings, f"discovery.{_discovery_kind(settings)}.namespace", given)
+        for _, pasted, value in self._pasted():
+            if value in pasted.values:
+                settings = with_value(settings, pasted.field, value)
         for assignment in self._given.set:
             settings = override(settings, assignment)
         if "model_path" not in settings:
@@ -347,19 +356,25 @@ class CommandLine:
 
     def notes(self) -> list[str]:
         """A line for each flag that was given and sets nothing."""
-        return [f"{name}: sets nothing here: {flag.help}" for name, flag, _ in self._pasted()]
+        return [
+            f"{name}: sets nothing here: {flag.help}"
+            for name, flag, value in self._pasted()
+            if value not in flag.values
+        ]
 
     def named(self, message: str) -> str:
         """``message``, which begins with a field's name, preceded by the flag that set this field."""
-        for flag in self._flags():
+        given = [(flag.name, flag.field) for flag in self._flags()]
+        given += [(name, flag.field) for name, flag, value in self._pasted() if value in flag.values]
+        for flag_name, path in given:
             # Errors from outside the configuration give the field's last name only.
-            section, _, name = flag.field.rpartition(".")
-            fields = [(flag.field, ""), (name, f"{section}." if section else "")]
+            section, _, name = path.rpartition(".")
+            fields = [(path, ""), (name, f"{section}." if section else "")]
             # A flag may set one value of a mapping, which is refused as a whole.
             fields += [(section, "")] if "." in section else []
             for field, where in fields:
                 if message.startswith((f"{field}:", f"{field}.", f"{field}[")):
-                    return f"{flag.name}: {where}{message}"
+                    return f"{flag_name}: {where}{message}"
         return message
 
     def _flags(self) -> dict[Flag, object]:
@@ -405,7 +420,7 @@ def _add_pasted(parser: argparse.ArgumentParser) -> None:
                 # Some have a value, others are switches.
                 parser.add_argument(name, dest=name, nargs="*", help=argparse.SUPPRESS)
             else:
-                metavar = "|".join(flag.allowed) or "VALUE"
+                metavar = "|".join((*flag.allowed, *flag.values)) or "VALUE"
                 taken.add_argument(name, dest=name, metavar=metavar, help=flag.help)
 
 
@@ -418,8 +433,9 @@ def _check_pasted(name: str, flag: Pasted, value: str, role: Role) -> None:
             raise ConfigError(f"{name}: {value!r} is not what a worker of role {role} does: {start}")
     elif flag.allowed is None:
         raise ConfigError(f"{name}: is refused: {flag.help}")
-    elif flag.allowed and value not in flag.allowed:
-        raise ConfigError(f"{name}: must be one of {', '.join(flag.allowed)}, not {value!r}: {flag.instead}")
+    elif flag.allowed and value not in (*flag.allowed, *flag.values):
+        known = ", ".join((*flag.allowed, *flag.values))
+        raise ConfigError(f"{name}: must be one of {known}, not {value!r}: {flag.instead}")
 
 
 def _discovery_kind(settings: dict[str, Value]) -> str:

@@ -30,6 +30,8 @@ WORKERS = {
     "disagg": {"prefill-0", "decode-0"},
 }
 ALL_GONE_WITHIN_S = 8.0
+#: The shortest prompt is no longer.
+LOCAL_MAX_TOKENS = 50
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,18 @@ def start(directory: Path, name: str, python: Path) -> Up:
     choices = ("--engine", "trtllm", "--model", str(tiny.CHECKPOINT), "--router-port", "0")
     # The stand-in has no MPI that could fail when several workers begin at once.
     stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}", "--set", "trtllm_start_interval_s=0")
-    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, python=python)
+    # A rule by length alone, whatever the load is.
+    overrides = f"router.overrides.policy={{name: least_loaded, local_prefill_max_tokens: {LOCAL_MAX_TOKENS}}}"
+    policy = ("--set", overrides) if name == "disagg" else ()
+    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, *policy, python=python)
+
+
+async def ask_twice_for_two(client: QuartetClient, prompt: tuple[int, ...]) -> list[Completion]:
+    sampling = Sampling(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [
+        await client.complete(token_ids=prompt, sampling=sampling, seed=7, num_choices=2, timeout_s=120)
+        for _ in range(2)
+    ]
 
 
 async def ask(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
@@ -63,11 +76,17 @@ async def test_greedy_ids_of_text_are_those_of_transformers(
             one_by_one = [await ask(client, prompt) for prompt in PROMPTS]
             # Their prefixes are cached by now, and each may go elsewhere.
             together = await asyncio.gather(*(ask(client, prompt) for prompt in PROMPTS))
+            pairs = [await ask_twice_for_two(client, prompt) for prompt in PROMPTS[:2]]
         for completions in (one_by_one, together):
             assert [completion.choices[0].token_ids for completion in completions] == expected
-        if name == "disagg":
-            [placement] = one_by_one[0].accepted.choices
-            assert placement.prefill is not None
+        for prompt, completion in zip(PROMPTS, one_by_one, strict=True):
+            [placement] = completion.accepted.choices
+            assert (placement.prefill is not None) == (name == "disagg" and len(prompt) > LOCAL_MAX_TOKENS)
+        for first, second in pairs:
+            assert len(first.accepted.choices) == 2, "each choice is a request of its own to the engine"
+            one, other = [choice.token_ids for choice in first.choices]
+            assert len(one) == len(other) == NUM_TOKENS and one != other
+            assert [choice.token_ids for choice in second.choices] == [one, other]
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
     assert "Traceback" not in up.log
 

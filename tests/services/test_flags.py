@@ -13,7 +13,7 @@ import pytest
 
 from quartet.config import build
 from quartet.discovery.base import Role
-from quartet.engine.settings import Backend, EngineKind, Modality
+from quartet.engine.settings import Backend, Connector, EngineKind, Modality
 from quartet.errors import ConfigError, DiscoveryError, InvalidRequestError, ServingError, WorkerReplacedError
 from services.workers import process as command
 from services.workers.config import WorkerConfig
@@ -244,6 +244,15 @@ def test_a_flag_that_sets_nothing_is_taken_or_says_what_to_use_instead(pasted: P
         elif pasted.allowed:
             said = refusal(["--model", "m", name, "other"])
             assert said.startswith(f"{name}: must be one of ") and said.endswith(f", not 'other': {pasted.instead}")
+
+
+@pytest.mark.parametrize("connector", Connector)
+def test_a_pasted_flag_with_a_value_that_has_a_field_sets_it(connector: Connector) -> None:
+    line = CommandLine(Role.DECODE, [*TRTLLM, "--model", "m", "--connector", connector])
+    assert read([*TRTLLM, "--model", "m", "--connector", connector]).engine.connector is connector
+    assert line.notes() == []
+    assert line.named("engine.connector: is wrong") == "--connector: engine.connector: is wrong"
+    assert refusal(["--model", "m", "--connector", connector]).startswith("--connector: engine.connector: the engine")
 
 
 def test_the_namespace_is_also_that_of_discovery(tmp_path: Path) -> None:

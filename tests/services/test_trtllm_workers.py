@@ -80,14 +80,16 @@ async def test_a_prefill_is_pulled_and_released(tmp_path: Path) -> None:
             await collect(decodes(decode).start(again))
 
 
-async def test_a_dead_engine_ends_its_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["die", "lose_rank"])
+async def test_a_dead_engine_ends_its_worker(tmp_path: Path, way: str) -> None:
     with pytest.raises(EngineError):
         async with serving(tmp_path, Role.DECODE) as decode:
             control_of(0).steps.close()
             call = decodes(decode).start(greedy_start(64))
             await until(lambda: control_of(0).num_running == 1)
-            control_of(0).die()
-            control_of(0).steps.open()
+            getattr(control_of(0), way)()
+            if way == "die":
+                control_of(0).steps.open()
             with pytest.raises(ServingError):
                 await collect(call)
             await until(decode.running.done)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quartet.config import load_yaml
 from quartet.engine.settings import Backend, EngineSettings
 from quartet.engine.trtllm import schema
+from quartet.engine.trtllm.connector import check_connector, use_connector
 from quartet.engine.trtllm.schema import DECODING_CLASSES, ConfigTable, check_arguments
 from quartet.errors import ConfigError
 
@@ -91,6 +92,7 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     if backend is Backend.AUTODEPLOY:
         return _autodeploy_arguments(spec, use, arguments)
     _keep_results_whole(arguments)
+    use_connector(arguments, spec.engine.connector)
     arguments.set_default("scheduler_config", _DEFAULT_SCHEDULER)
     timeout_s = prepare_prefill(arguments) if use is Use.PREFILL else prepare_decode(arguments)
     publishes = spec.engine.publish_events_and_metrics
@@ -134,6 +136,8 @@ _AUTODEPLOY_MAX_BATCH_SIZE, _AUTODEPLOY_MAX_SEQ_LEN = 8, 512
 def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> LlmArguments:
     if use is Use.PREFILL:
         raise ConfigError("backend: _autodeploy hands no KV blocks over, so it serves on decode workers only")
+    if spec.engine.connector is not None:
+        raise ConfigError("connector: the backend _autodeploy takes none")
     keep_safe_for_autodeploy(arguments)
     has_events = spec.engine.publish_events_and_metrics and publish_events(arguments)
     cache = arguments.section(KV_CACHE)
@@ -152,6 +156,8 @@ def _encoder_arguments(spec: EngineSpec, arguments: Arguments, backend: Backend)
     if backend is Backend.AUTODEPLOY:
         raise ConfigError("backend: _autodeploy encodes no media")
     keep_fit_for_encoder(arguments)
+    if spec.engine.connector is not None:
+        arguments.warnings.append("connector: left out, an encode worker has no use for it")
     arguments.set_default("max_batch_size", spec.encoder.max_batch_size)
     values = {"model": spec.model_path, **arguments.values}
     return LlmArguments(
@@ -497,6 +503,7 @@ _CLASSES = {
     "moe_config": "MoeConfig",
     "attention_dp_config": "AttentionDpConfig",
     "nvfp4_gemm_config": "Nvfp4GemmConfig",
+    "kv_connector_config": "KvCacheConnectorConfig",
 }
 
 
@@ -518,6 +525,8 @@ def _build(llm_args: Any, name: str, value: object) -> object:
     if name == "lora_config":
         return _made(name, _module("tensorrt_llm.lora_helper").LoraConfig, fields)
     kind = getattr(llm_args, _CLASSES.get(name, ""), None)
+    if name == "kv_connector_config":
+        check_connector(fields, kind, _version())
     return fields if kind is None else _made(name, kind, fields)
 
 

@@ -125,6 +125,8 @@ class CallBuilder:
         if self._package.takes_priority:
             # Not among the symbols that are relied on: the doctor asks for it as a fact of a later line.
             arguments |= {"priority": _priority(request.priority)}
+        if request.traceparent:
+            arguments["trace_headers"] = {"traceparent": request.traceparent}
         if generation.cache_salt:
             arguments["cache_salt"] = generation.cache_salt
         if generation.adapter:
@@ -142,6 +144,8 @@ class CallBuilder:
         )
         # Not every 1.2 measures requests, even if the engine's arguments ask for it.
         arguments["sampling_params"].return_perf_metrics = self._loaded.arguments.has_perf_metrics
+        if (processors := self._loaded.processors.for_request()) is not None:
+            arguments["sampling_params"].logits_processor = processors
         given = {name: value for name, value in arguments.items() if value is not None}
         return Call(arguments=given, cursor=cursor, is_handing_off=is_handing_off, inputs=built)
 

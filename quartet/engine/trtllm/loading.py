@@ -17,9 +17,11 @@ from quartet.engine.trtllm.book import RequestBook
 from quartet.engine.trtllm.feeds import Feeds, LlmRankStats
 from quartet.engine.trtllm.hand_off import CacheIdentity
 from quartet.engine.trtllm.inputs import InputBuilder, create_input_builder
+from quartet.engine.trtllm.logits import LogitsProcessors
 from quartet.engine.trtllm.metrics import ResultMetrics
 from quartet.engine.trtllm.model_facts import ModelFacts
 from quartet.engine.trtllm.package import Package
+from quartet.engine.trtllm.watchdog import shut_down
 from quartet.errors import ConfigError
 from quartet.events.kv import RankEvents
 
@@ -38,6 +40,8 @@ class LoadedLlm:
 
     Attributes:
         has_reported: set when ``feeds`` have something new.
+        processors: change the logits of every request.
+        num_pool_blocks: KV blocks of a rank as the LLM says once it is loaded; ``None``: this release does not.
     """
 
     llm: Any
@@ -49,6 +53,8 @@ class LoadedLlm:
     feeds: Feeds
     metrics: ResultMetrics | None
     has_reported: threading.Event
+    processors: LogitsProcessors
+    num_pool_blocks: int | None = None
 
     @property
     def is_gone(self) -> bool:
@@ -78,12 +84,31 @@ class LoadedLlm:
 
     def num_blocks(self) -> int:
         """KV blocks of a rank; a guess if TensorRT-LLM doesn't say."""
-        known = self.feeds.figures(0).num_blocks
-        return guess_num_blocks(self.arguments, self.facts.max_model_len) if known is None else known
+        for known in (self.feeds.figures(0).num_blocks, self.num_pool_blocks):
+            if known is not None:
+                return known
+        return guess_num_blocks(self.arguments, self.facts.max_model_len)
+
+
+def pool_blocks_of(llm: Any, block_size: int) -> int | None:
+    """KV blocks of ``block_size`` tokens of a rank, as a loaded LLM says; ``None``: this release has no word for it."""
+    capacity_of = getattr(llm, "get_kv_cache_capacity", None)
+    if capacity_of is None:
+        return None
+    try:
+        capacity = capacity_of()
+        num_tokens = int(capacity["maxNumBlocks"]) * int(capacity["tokensPerBlock"])
+    except Exception as error:  # noqa: BLE001 - the engine works without this figure, for which there is a guess
+        logger.warning("the size of the KV cache can't be read: %r", error)
+        return None
+    if num_tokens < block_size:
+        logger.warning("the size of the KV cache can't be: %r", capacity)
+        return None
+    return num_tokens // block_size
 
 
 def guess_num_blocks(arguments: LlmArguments, max_model_len: int) -> int:
-    """Guess the KV blocks of a rank: without statistics and events TensorRT-LLM does not report them.
+    """Guess the KV blocks of a rank, where TensorRT-LLM says nothing of them: 1.2 without statistics and events.
 
     Routers fill these blocks, and refuse requests that never fit. So the guess has room for the longest request, and
     for a full batch of requests of usual length. Room for a full batch of the longest requests would fit any number of
@@ -120,9 +145,11 @@ def loaded_llm(
         _check_tokenizer(arguments, inputs)
         for warning in arguments.warnings:
             logger.warning("%s", warning)
+        processors = LogitsProcessors(spec.engine.logits_processors)
         keywords = build_objects(arguments)
         package = Package()
-        llm = stack.enter_context(package.LLM(**keywords))
+        llm = package.LLM(**keywords)
+        stack.callback(shut_down, llm)
         book = RequestBook(
             num_ranks=arguments.num_ranks,
             block_size=arguments.block_size,
@@ -166,4 +193,6 @@ def loaded_llm(
             feeds=feeds,
             metrics=metrics,
             has_reported=has_reported,
+            processors=processors,
+            num_pool_blocks=pool_blocks_of(llm, arguments.block_size),
         )

@@ -27,6 +27,7 @@ from quartet.engine.trtllm.inputs import host_name
 from quartet.engine.trtllm.media_model import MediaModel
 from quartet.engine.trtllm.media_state import PictureState, num_handle_tokens, write_state
 from quartet.engine.trtllm.times import TrtllmTimes
+from quartet.engine.trtllm.watchdog import fatal_error_of, shut_down
 from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, ServingError, WorkerUnavailableError
 from quartet.media.image_file import decode
 from quartet.media.items import MediaFile, MediaKind
@@ -301,7 +302,7 @@ class EncoderThread:
         if encoder is None:
             return False
         executor = getattr(encoder, "_executor", None)  # there is no public way to ask
-        return executor is None or executor.is_shutdown()
+        return executor is None or executor.is_shutdown() or fatal_error_of(encoder) is not None
 
     @property
     def is_overdue(self) -> bool:
@@ -341,7 +342,7 @@ class EncoderThread:
         finally:
             encoder, self._encoder = self._encoder, None
             if encoder is not None:
-                encoder.shutdown()
+                shut_down(encoder)
 
     def _turn(self) -> bool:
         """Drop posted handles and encode one batch, or a blank picture after a quiet while. False: end the thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.requests import LlmRequests, OutputCollector
 from quartet.engine.trtllm.times import TrtllmTimes
+from quartet.engine.trtllm.watchdog import Watchdog
 from quartet.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -49,13 +51,15 @@ class LlmSession:
             times: bounds of its waits.
             on_ready: the LLM has answered its first request.
             on_output: there is new output.
-            on_lost: the LLM is unusable from now on; called once.
+            on_lost: the LLM is unusable from now on; called once, on whatever thread noticed it.
         """
         self.loaded = loaded
         self.num_blocks = loaded.num_blocks()
         self._times = times
         self._on_ready, self._on_output, self._on_lost = on_ready, on_output, on_lost
         self._is_lost = False
+        self._loss_lock = threading.Lock()
+        self._watchdog = Watchdog(loaded.llm, self._lose, times.watchdog_interval_s)
         self._outputs = OutputCollector(self._deliver)
         self._canary = Canary(loaded, times, self._num_moves)
         self.requests = LlmRequests(loaded, sampling_fields, self._outputs, times, self._lose)
@@ -76,6 +80,13 @@ class LlmSession:
         Raises:
             EngineError: the LLM did not warm up in time.
         """
+        self._watchdog.start()
+        try:
+            await self._run(stop)
+        finally:
+            self._watchdog.stop()
+
+    async def _run(self, stop: asyncio.Event) -> None:
         try:
             await self._canary.warm_up()
         except TimeoutError:
@@ -119,10 +130,13 @@ class LlmSession:
         self._on_output(output)
 
     def _lose(self, error: Exception) -> None:
-        if not self._is_lost:
+        """Any thread may call it: the event loop's may be blocked in the engine that is lost."""
+        with self._loss_lock:
+            if self._is_lost:
+                return
             self._is_lost = True
-            self.loaded.feeds.stop()
-            self._on_lost(error)
+        self.loaded.feeds.stop()
+        self._on_lost(error)
 
 
 class Canary:

@@ -15,6 +15,7 @@ class TrtllmTimes:
         canary_interval_s: after this long without output, the adapter sends a canary, a request of its own.
         canary_timeout_s: for the canary to come back, counted anew from any other output.
         encode_timeout_s: for a batch of pictures; an encoder that takes longer counts as hanging.
+        watchdog_interval_s: between looks whether the executor has noted that it failed for good.
         check_interval_s: between checks whether the engine has died without a sign.
         abort_timeout_s: for the end of a request that was aborted.
         transfer_timeout_s: for the KV blocks of a cancelled request to come, where the arguments name no time.
@@ -26,6 +27,7 @@ class TrtllmTimes:
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 30.0
     encode_timeout_s: float = 120.0
+    watchdog_interval_s: float = 0.05
     check_interval_s: float = 1.0
     abort_timeout_s: float = 30.0
     transfer_timeout_s: float = 60.0

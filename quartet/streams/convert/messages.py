@@ -118,7 +118,12 @@ def to_signed_decode_start(slot: int, signed: SignedPlacement) -> decode_pb2.Sig
 def to_engine_request(id: int, kind: RequestKind, start: WorkerStart) -> EngineRequest:
     """What the engine is asked for; ``id`` is the caller's, unique in the life of the engine."""
     return EngineRequest(
-        id=id, kind=kind, generation=start.generation, hand_off=start.hand_off, priority=start.context.priority
+        id=id,
+        kind=kind,
+        generation=start.generation,
+        hand_off=start.hand_off,
+        priority=start.context.priority,
+        traceparent=start.context.traceparent,
     )
 
 

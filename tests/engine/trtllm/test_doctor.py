@@ -106,6 +106,7 @@ def test_a_missing_parameter_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
         "scheduling_params": "attention data parallelism",
         "lora_request": "LoRA adapters",
         "cache_salt": "cache salts",
+        "trace_headers": "spans of requests in TensorRT-LLM's own traces",
     }
     [default] = report.other_defaults
     assert default == OtherDefault(

@@ -339,6 +339,18 @@ async def test_kinds_of_grammars_are_announced_as_its_backend_follows_them(
     assert params["guided_decoding"] == {"structural_tag": tag.text}
 
 
+async def test_a_trace_reaches_the_engine(package: Any) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with running() as decode, running(RequestKind.PREFILL) as prefill:
+        first = replace(asked(STORY, kind=RequestKind.PREFILL), traceparent=trace)
+        prefilled = await prefill.end_of(first)
+        assert prefill.last_call["trace_headers"] == {"traceparent": trace}
+        await decode.end_of(replace(decode_of(first, prefilled), traceparent=trace))
+        assert decode.last_call["trace_headers"] == {"traceparent": trace}
+        await decode.end_of(asked(STORY, 1))
+        assert decode.last_call["trace_headers"] is None
+
+
 async def test_a_rank_a_salt_and_the_load_are_each_rank_s_own(package: Any) -> None:
     settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_attention_dp": True, "max_batch_size": 6}
     async with running(**settings) as decode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from quartet.engine.base import EngineRequest, Failed
 from quartet.engine.sampling import Sampling
 from quartet.engine.trtllm.model_facts import ModelFacts
+from quartet.errors import EngineError
 from tests.engine.trtllm.engines import TIMES, WAIT_S, Running, asked, running, stand_in
 from tests.fakes.driving import STORY
 
@@ -107,3 +109,42 @@ async def test_a_canary_shares_no_blocks_with_the_dummy_request_of_an_idle_rank(
 
 def _ranks_of(calls: Any) -> list[int]:
     return [call.arguments["scheduling_params"].attention_dp_rank for call in calls]
+
+
+@pytest.mark.parametrize("fatal_error", [False, True])
+async def test_a_rank_that_died_ends_all_though_the_llms_thread_is_blocked_and_is_not_waited_for(
+    fatal_error: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the stand-in's switch: where the executor notes it."""
+    may_go_on, is_blocked = threading.Event(), threading.Event()
+    # Nothing but the watchdog could notice it.
+    times = replace(TIMES, check_interval_s=3_600.0)
+    with stand_in(fatal_error=fatal_error) as module:
+        shutdowns: list[Any] = []
+        async with running(times=times) as decode:
+            monkeypatch.setattr(module.LLM, "shutdown", lambda llm: shutdowns.append(llm))
+            decode.control.steps.close()
+            requests = [asked(STORY, 64), asked(STORY, 8)]
+            for request in requests:
+                decode.engine.submit(request)
+            await asyncio.to_thread(decode.control.steps.wait_reached)
+
+            def block() -> None:
+                is_blocked.set()
+                may_go_on.wait(WAIT_S)
+
+            decode.engine._thread.post(block)
+            assert await asyncio.to_thread(is_blocked.wait, WAIT_S)
+            decode.control.lose_rank()
+            for request in requests:
+                end = await decode.consumer.wait_terminal(request)
+                assert isinstance(end, Failed)
+                assert isinstance(end.error, EngineError)
+            with pytest.raises(EngineError, match="RuntimeError"):
+                await decode.consumer.wait_end()
+            assert not decode.engine.is_alive
+            may_go_on.set()
+            await decode.engine.close()
+            assert await asyncio.to_thread(decode.engine._thread.wait_ended, WAIT_S)
+        assert not shutdowns
+        monkeypatch.undo()

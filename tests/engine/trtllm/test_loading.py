@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 
 from quartet.engine.base import RequestKind
 from quartet.engine.settings import Modality
 from quartet.engine.trtllm.engine import TrtllmEngine
-from quartet.engine.trtllm.loading import guess_num_blocks
+from quartet.engine.trtllm.loading import guess_num_blocks, pool_blocks_of
 from quartet.errors import ConfigError
 from tests.engine.trtllm.engines import TIMES, OpaquePuller, running, stand_in
 from tests.engine.trtllm.specs import arguments, spec_of
@@ -43,6 +46,26 @@ async def test_a_reported_pool_size_is_not_guessed() -> None:
             loaded = silent.engine._session.loaded  # type: ignore[union-attr]
             guess = guess_num_blocks(loaded.arguments, loaded.facts.max_model_len)
             assert silent.engine.capabilities.num_blocks == guess != 512
+
+
+async def test_a_release_that_says_how_large_its_pool_is_is_believed_without_statistics() -> None:
+    with stand_in(kv_cache_capacity=True, num_kv_blocks=77):
+        async with running(publish_events_and_metrics=False, block_size=16) as silent:
+            assert silent.engine.capabilities.num_blocks == 77
+            assert silent.engine.stats()[0].num_total_blocks == 77
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_blocks"),
+    [
+        ({"maxNumBlocks": 123, "tokensPerBlock": 64, "maxNumTokens": 7872}, 246),
+        ({"maxNumBlocks": 0, "tokensPerBlock": 64, "maxNumTokens": 0}, None),
+        ({}, None),
+        (NotImplementedError("not on this executor"), None),
+    ],
+)
+def test_a_capacity_that_makes_no_sense_is_left_alone(capacity: Any, num_blocks: int | None) -> None:
+    assert pool_blocks_of(mock.Mock(**{"get_kv_cache_capacity.side_effect": [capacity]}), 32) == num_blocks
 
 
 @pytest.mark.parametrize("modality", [Modality.TEXT, Modality.MULTIMODAL])

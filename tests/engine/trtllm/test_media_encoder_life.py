@@ -101,6 +101,12 @@ async def test_an_idle_encoder_is_probed_again_and_again_and_keeps_no_item() -> 
         await until(lambda: tower().num_held == 1)
 
 
+async def test_a_rank_that_died_ends_an_encoder_that_has_nothing_to_do() -> None:
+    async with running_encoder(QUIET) as encoder:
+        tower().lose_rank()
+        await until(lambda: not encoder.is_alive)
+
+
 async def test_an_unreadable_handle_fails_only_its_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_encoder(QUIET) as encoder:
         with monkeypatch.context() as patched:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorrt_llm._stand_in.schema import StandInError, make_dataclass
+from tensorrt_llm._stand_in.schema import NAMES, StandInError, make_dataclass
+
+
+class LogitsProcessor:
+    """The base of what changes a request's logits, in place."""
+
+    def __call__(
+        self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None
+    ) -> None:
+        raise NotImplementedError
+
+
+NAMES["LogitsProcessor"] = LogitsProcessor
 
 
 class _Guides:

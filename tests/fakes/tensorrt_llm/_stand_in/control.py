@@ -154,6 +154,10 @@ class EngineControl:
             death=error or Exception("Executor worker returned error: CUDA error: an illegal memory access")
         )
 
+    def lose_rank(self, error: BaseException | None = None) -> None:
+        """A rank's process has died: the executor notes that it is done for, and its requests hang."""
+        self._engine.note_death_of_rank(error or RuntimeError("MPI worker rank 0 exited unexpectedly"))
+
     def fail_next_request(self, message: str = "KV cache transfer failed") -> None:
         """The next request that starts fails; later ones don't."""
         self._engine.faults.failures.append(message)

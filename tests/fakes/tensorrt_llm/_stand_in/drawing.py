@@ -16,11 +16,23 @@ class Drawer:
     """Draws the tokens of one sequence, which has its own random numbers."""
 
     def __init__(
-        self, params: Any, index: int, prompt: Sequence[int], guide: Guide | None, *, honours_all: bool
+        self,
+        params: Any,
+        index: int,
+        prompt: Sequence[int],
+        guide: Guide | None,
+        process: Callable[[torch.Tensor, list[int]], None],
+        *,
+        honours_all: bool,
     ) -> None:
-        """``honours_all``: penalties, ``min_p`` and the seed count, too."""
+        """Draw.
+
+        Args:
+            process: changes the logits after so many tokens, in place.
+            honours_all: penalties, ``min_p`` and the seed count, too.
+        """
         params = params if honours_all else _plain(params)
-        self._params, self._prompt, self._guide = params, list(prompt), guide
+        self._params, self._prompt, self._guide, self._process = params, list(prompt), guide, process
         self._generator = torch.Generator()
         self._generator.manual_seed((params.seed if params.seed is not None else torch.seed()) + index)
         given = (params.temperature, params.top_k, params.top_p)
@@ -29,7 +41,9 @@ class Drawer:
     def draw(self, logits: torch.Tensor, generated: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Return the next token and the log-probabilities (of the model, before any of the parameters)."""
         log_probs = torch.log_softmax(logits.float(), dim=-1)
-        scores = self._penalized(logits.float().clone(), generated)
+        scores = logits.float().clone()
+        self._process(scores, [*self._prompt, *generated])
+        scores = self._penalized(scores, generated)
         self._ban(scores, generated)
         if self._guide is not None:
             scores = self._guide(generated, scores)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,10 @@ class StandInEngine(EngineLoop):
         # TorchSampler, the default of 1.2, accepts penalties, min_p and a seed, and ignores them.
         honours_all = SWITCHES.is_1_4 or self._args.sampler_type == "TRTLLMSampler"
         request.sequences = [
-            Sequence(index, Drawer(request.params, index, ids, request.guide, honours_all=honours_all))
+            Sequence(
+                index,
+                Drawer(request.params, index, ids, request.guide, partial(_process, request), honours_all=honours_all),
+            )
             for index in range(request.params.n)
         ]
 
@@ -248,3 +252,8 @@ class StandInEngine(EngineLoop):
 
     def _drain_stats(self) -> list[dict[str, Any]]:
         return [self._stats.popleft() for _ in range(len(self._stats))]
+
+
+def _process(request: Request, logits: torch.Tensor, token_ids: list[int]) -> None:
+    for processor in request.processors:
+        processor(request.request_id, logits.view(1, 1, -1), [token_ids], None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 from tensorrt_llm._stand_in.control import Faults, Gate
 from tensorrt_llm._stand_in.request import Request, RequestState
+from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm.executor.result import Step
 
 _logger = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ class EngineLoop:
         self._requests: list[Request] = []
         self._is_closing = self._is_shut_down = self._has_news = False
         self.transfers.listen(self.wake)
+        self._error_queue: queue.Queue[BaseException] = queue.Queue()
+        if SWITCHES.fatal_error:
+            self._fatal_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -69,6 +74,13 @@ class EngineLoop:
         """End a request at the next round; one that ended stays as it is."""
         request.is_aborted = True
         self.wake()
+
+    def note_death_of_rank(self, error: BaseException) -> None:
+        """Note what the end of a rank's process says, as a thread of the executor does; no request gets it."""
+        if SWITCHES.fatal_error:
+            self._fatal_error = error
+        else:
+            self._error_queue.put(error)
 
     def inject(self, **faults: Any) -> None:
         """Set faults, and wake the thread for them."""

@@ -63,6 +63,7 @@ class Request:
     adapter_path: str | None
     guide: Guide | None
     stop_words: list[tuple[int | str, list[int]]]
+    processors: list[Any] = field(default_factory=list)
     state: RequestState = RequestState.QUEUED
     sequences: list[Sequence] = field(default_factory=list)
     is_aborted: bool = False

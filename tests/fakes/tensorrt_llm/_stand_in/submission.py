@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +26,6 @@ _DUMMY_PROMPT = [1]
 #: Ids below are an engine's own.
 MIN_GLOBAL_ID = 1 << 42
 _NOT_IMITATED_PARAMS = (
-    "logits_processor",
     "lookahead_config",
     "beam_width_array",
     "additional_model_outputs",
@@ -77,6 +78,7 @@ def make_request(
         adapter_path=_adapter(given["lora_request"], args),
         guide=_guide(params, args, tokenizer),
         stop_words=stop_words,
+        processors=_processors(params),
     )
     if args.enable_attention_dp and not request.salt and prompt.token_ids == _DUMMY_PROMPT:
         # Upstream it finds the dummy's blocks in the cache, and its rank ends.
@@ -145,6 +147,17 @@ def _complete(params: Any, args: Any, tokenizer: Any, disagg: Any) -> list[tuple
     if stops and tokenizer is None:
         raise ValueError("stop words need a tokenizer")
     return words + [(stop, list(tokenizer.encode(stop, add_special_tokens=False))) for stop in stops]
+
+
+def _processors(params: Any) -> list[Any]:
+    """Copies, as the rank's process gets them."""
+    given = params.logits_processor
+    given = given if isinstance(given, list) else [] if given is None else [given]
+    for processor in given:
+        if len(inspect.signature(processor).parameters) not in (4, 5):
+            raise ValueError("a logits processor takes 4 or 5 arguments")
+    copied: list[Any] = pickle.loads(pickle.dumps(given))
+    return copied
 
 
 def _decoder(tokenizer: Any, params: Any) -> Any:

@@ -18,6 +18,9 @@ class Switches:
         num_kv_blocks: blocks of KV on the GPU, unless ``KvCacheConfig.max_tokens`` says less.
         disagg_request_id, first_gen_log_probs, mrope_handles: `DisaggregatedParams` has these fields.
         check_health: `LLM._check_health` exists.
+        fatal_error: the executor notes an error that ended it as ``_fatal_error``; else as the first of a queue.
+        kv_cache_capacity: `LLM.get_kv_cache_capacity` exists.
+        connector_names: `KvCacheConnectorConfig` takes the name of a connector, in place of a module and classes.
         kv_event_form: how events and statistics are fetched.
         kv_event_lists: an iterator of events yields lists of them.
         mm_keys: events of stored blocks name pictures under this key.
@@ -42,6 +45,9 @@ class Switches:
     first_gen_log_probs: bool = True
     mrope_handles: bool = True
     check_health: bool = False
+    fatal_error: bool = False
+    kv_cache_capacity: bool = False
+    connector_names: bool = False
     kv_event_form: Literal["queue", "rpc"] = "rpc"
     kv_event_lists: bool = False
     mm_keys: bool = False

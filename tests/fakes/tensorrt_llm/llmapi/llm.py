@@ -159,6 +159,19 @@ class LLM(BaseLLM):
         """Return steps' statistics."""
         return self._stats.fetch(timeout)
 
+    if SWITCHES.kv_cache_capacity:
+
+        def get_kv_cache_capacity(self) -> dict[str, int]:
+            """Return how much the KV cache of a rank holds."""
+            engine: Any = self._executor
+            stats = engine.ranks[0].kv_stats()
+            num_blocks, block_size = stats["maxNumBlocks"], stats["tokensPerBlock"]
+            return {
+                "maxNumBlocks": num_blocks,
+                "tokensPerBlock": block_size,
+                "maxNumTokens": num_blocks * block_size,
+            }
+
     if SWITCHES.check_health:
 
         def _check_health(self) -> bool:

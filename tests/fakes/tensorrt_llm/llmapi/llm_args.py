@@ -64,7 +64,11 @@ MoeConfig = make_model("MoeConfig")
 AttentionDpConfig = make_model("AttentionDpConfig")
 TorchCompileConfig = make_model("TorchCompileConfig")
 Nvfp4GemmConfig = make_model("Nvfp4GemmConfig")
-KvCacheConnectorConfig = make_model("KvCacheConnectorConfig")
+_CONNECTOR_FIELDS = ("connector", "connector_module", "connector_scheduler_class", "connector_worker_class")
+KvCacheConnectorConfig = make_model(
+    "KvCacheConnectorConfig",
+    own=dict.fromkeys(_CONNECTOR_FIELDS, (str | None, None)) if SWITCHES.connector_names else None,
+)
 PeftCacheConfig = make_model("PeftCacheConfig", _PeftCacheRules)
 
 
