@@ -45,10 +45,12 @@ def start(directory: Path, name: str, python: Path) -> Up:
     choices = ("--engine", "trtllm", "--model", str(tiny.CHECKPOINT), "--router-port", "0")
     # The stand-in has no MPI that could fail when several workers begin at once.
     stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}", "--set", "trtllm_start_interval_s=0")
+    # The default sampler pays no heed to seeds.
+    sampler = () if name.startswith("epd") else ("--set", "engine.override_engine_args={sampler_type: TRTLLMSampler}")
     # A rule by length alone, whatever the load is.
     overrides = f"router.overrides.policy={{name: least_loaded, local_prefill_max_tokens: {LOCAL_MAX_TOKENS}}}"
     policy = ("--set", overrides) if name == "disagg" else ()
-    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, *policy, python=python)
+    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, *sampler, *policy, python=python)
 
 
 async def ask_twice_for_two(client: QuartetClient, prompt: tuple[int, ...]) -> list[Completion]:

@@ -43,7 +43,8 @@ def trtllm_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFacto
         "heartbeat_timeout_s": 3.0,
     }
     transceiver = {"cache_transceiver_config": {"kv_transfer_timeout_ms": int(TRANSFER_TIMEOUT_S * 1000)}}
-    role: Settings = {"engine.override_engine_args": transceiver}
+    # Requests with pictures have penalties, which the default sampler ignores.
+    role: Settings = {"engine.override_engine_args": {**transceiver, "sampler_type": "TRTLLMSampler"}}
     config = StackConfig(
         num_encode=1,
         num_prefill=2,
