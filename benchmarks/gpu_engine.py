@@ -56,7 +56,7 @@ _BATCH_TIMEOUT_S = 120.0
 # Where Triton keeps what it has compiled.
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 _IDS = IntRange(16, 1023)
-# Of the free memory, as in configs/gpu.
+# Of the free memory.
 _SHARE = 0.9
 # No answer to it ends before its bound of tokens.
 _SCHEMA = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,7 +26,15 @@ _LEAST_CAPABILITY = (8, 0)
 class KernelForward:
     """Writes a step's KV to the pool and returns logits, without waiting for the GPU."""
 
-    def __init__(self, pool: KvPool, compute: Compute, num_heads: int, embeddings: EmbeddingPoolView | None) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        compute: Compute,
+        num_heads: int,
+        embeddings: EmbeddingPoolView | None,
+        *,
+        copies: bool = True,
+    ) -> None:
         """No graphs yet.
 
         Args:
@@ -34,10 +42,12 @@ class KernelForward:
             compute: the model.
             num_heads: query heads of a layer.
             embeddings: the pool with the chunks' media; ``None``: the model takes none.
+            copies: whether chunks may attend to copies of keys and values.
         """
         self.pool = pool
         self._num_heads = num_heads
-        self._builder = StepBuilder(pool, num_heads)
+        self._copies = copies
+        self._builder = StepBuilder(pool, num_heads, copies=copies)
         self._compute = compute
         self._embeddings = embeddings
         self._graphs: DecodeGraphs | None = None
@@ -66,7 +76,7 @@ class KernelForward:
 
     def over(self, pool: KvPool) -> KernelForward:
         """The same over another pool, without graphs."""
-        return KernelForward(pool, self._compute, self._num_heads, self._embeddings)
+        return KernelForward(pool, self._compute, self._num_heads, self._embeddings, copies=self._copies)
 
     @staticmethod
     def graph_bounds(config: TorchEngineConfig, max_model_len: int) -> GraphBounds | None:
@@ -104,13 +114,26 @@ class KernelForward:
         ``None``, with a warning: the kernels don't work here.
         """
         try:
-            found = [probe_logits(self._builder, self._compute, token_ids, splits) for splits in SPLITS]
-            if self._builder.can_copy:
-                found.append(probe_logits(self._builder, self._compute, token_ids, copies=True))
-            return found
+            return [probe_logits(self._builder, self._compute, token_ids, splits) for splits in SPLITS]
         except Exception:  # noqa: BLE001  # such as a machine without a C compiler, which Triton needs
             _LOG.warning("attention runs without kernels: they can't be run here", exc_info=True)
             return None
+
+    def try_copies(self, token_ids: Sequence[int], is_right: Callable[[torch.Tensor], bool]) -> None:
+        """Compute as ``probe`` with copies of keys and values; do without from now on, with a warning, if that fails.
+
+        ``is_right`` judges the logits.
+        """
+        if not self._builder.can_copy:
+            return
+        try:
+            if is_right(probe_logits(self._builder, self._compute, token_ids, copies=True)):
+                return
+            _LOG.warning("keys and values of prompts are read in their blocks: copies of them give other logits here")
+        except Exception:  # noqa: BLE001  # such as a GPU with less shared memory than it says
+            _LOG.warning("keys and values of prompts are read in their blocks: copies fail here", exc_info=True)
+        self._copies = False
+        self._builder = StepBuilder(self.pool, self._num_heads, copies=False)
 
 
 def can_compute(dtype: torch.dtype, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from quartet.engine.torch.batch import FlatBatch, MediaRows, SampledRows, media_
 from quartet.engine.torch.inputs import HostInputs, SequenceTables, Staging, Tokens, lay_out
 from quartet.engine.torch.kernels import attention as kernels
 from quartet.engine.torch.kernels.attention import BlockTables, Chunks, Scores
-from quartet.engine.torch.kernels.gather import Copies
+from quartet.engine.torch.kernels.gather import Copies, Room
 from quartet.engine.torch.pool import KeysValues, KvPool
 
 # Where there is no GPU, kernels are interpreted: as on a Hopper.
@@ -26,8 +26,6 @@ _NUM_SMS = 132
 _MIN_COPIED_QUERIES = 180
 # A longer step's keys and values, of one layer, are read where they are.
 _MAX_COPIED_SIZE_BYTES = 256 << 20
-# Copies have a multiple of so many rows: what one step frees fits the next one.
-_ROWS_ROUNDED = 4096
 
 _NO_INTS = np.empty(0, dtype=np.int32)
 
@@ -118,15 +116,15 @@ Compute: TypeAlias = Callable[[KernelStep], torch.Tensor]
 class StepBuilder:
     """Makes the steps of one pool, by way of one stream."""
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
-        """``num_heads`` are the query heads of a layer."""
+    def __init__(self, pool: KvPool, num_heads: int, *, copies: bool = True) -> None:
+        """``num_heads`` are the query heads of a layer. ``copies``: chunks may attend to copies of keys and values."""
         self.pool = pool
         self.device = pool.tensor.device
         self.staging = Staging(self.device)
         self._tables = SequenceTables()
         self._tile_queries = kernels.queries_per_tile(num_heads, pool.tensor)
-        self._copied_span = kernels.copied_span(num_heads, pool.tensor) or 0
-        self._max_copied_tokens = _MAX_COPIED_SIZE_BYTES // pool.tensor[0, 0, :, 0].nbytes
+        self._copied_span = (kernels.copied_span(num_heads, pool.tensor) or 0) if copies else 0
+        self._room = Room(pool.tensor, _MAX_COPIED_SIZE_BYTES)
         is_cuda = self.device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if is_cuda else _NUM_SMS
 
@@ -158,7 +156,10 @@ class StepBuilder:
         ``copies``: whether chunks attend to copies of their keys and values; ``None``: if that takes less.
         """
         tile_seqs, tile_begins = inputs.tiles(self._tile_queries)
-        span = self._span(inputs, len(tile_seqs)) if copies is None else self._copied_span * copies
+        num_splits = kernels.num_chunk_splits(
+            max(len(tile_seqs), 1), self.pool.layout.num_kv_heads, inputs.longest, self._num_sms
+        )
+        span = self._span(inputs, num_splits) if copies is None else self._copied_span * copies
         span_seqs, span_begins = inputs.spans(span) if span else (_NO_INTS, _NO_INTS)
         sampled = inputs.last_rows
         seqs = inputs.seqs_of(sampled)
@@ -198,46 +199,30 @@ class StepBuilder:
             ),
             slots=slots,
             singles=self._singles(BlockTables(blocks, begins, contexts), inputs.num_singles, inputs.longest),
-            chunks=self._chunks(inputs, query_begins, others[:5], span) if len(tile_seqs) else None,
+            chunks=self._chunks(inputs, num_splits, query_begins, others[:5], span) if len(tile_seqs) else None,
             sampled=None
             if has_all
             else self._singles(BlockTables(blocks, others[6], others[5]), len(sampled), inputs.longest),
         )
 
-    def _span(self, inputs: HostInputs, num_tiles: int) -> int:
+    def _span(self, inputs: HostInputs, num_splits: int) -> int:
         """``Copies.span``, if attending to copies takes less; else 0."""
         span = self._copied_span
-        if not span or not num_tiles or self._num_chunk_splits(inputs, num_tiles) > 1:
+        if not span or num_splits > 1 or inputs.num_singles == len(inputs.contexts):
             return 0
         lengths = inputs.chunk_lengths.astype(np.int64)
         contexts = inputs.contexts[inputs.num_singles :]
         # Each of a chunk's own tokens is read by half of its queries.
         num_reads = (lengths - contexts) * (lengths + contexts) // 2
         is_worth_it = num_reads.sum() >= _MIN_COPIED_QUERIES * lengths.sum()
-        return span if is_worth_it and lengths.sum() <= self._max_copied_tokens else 0
-
-    def _num_chunk_splits(self, inputs: HostInputs, num_tiles: int) -> int:
-        return kernels.num_chunk_splits(num_tiles, self.pool.layout.num_kv_heads, inputs.longest, self._num_sms)
+        return span if is_worth_it and self._room.holds(int((-(-lengths // span)).sum()) * span) else 0
 
     def _chunks(
-        self, inputs: HostInputs, query_begins: torch.Tensor, parts: Sequence[torch.Tensor], span: int
+        self, inputs: HostInputs, num_splits: int, query_begins: torch.Tensor, parts: Sequence[torch.Tensor], span: int
     ) -> Chunks:
         tile_seqs, tile_begins, span_seqs, span_begins, copy_begins = parts
-        num_splits = self._num_chunk_splits(inputs, tile_seqs.shape[0])
-        chunks = Chunks(self._tile_queries, inputs.num_singles, num_splits, query_begins, tile_seqs, tile_begins)
-        rows = self._rows_for_copies(span_seqs.shape[0] * span) if span else None
-        if rows is None:
-            return chunks
-        return replace(chunks, num_splits=1, copies=Copies(rows, span, copy_begins, span_seqs, span_begins))
-
-    def _rows_for_copies(self, num_rows: int) -> torch.Tensor | None:
-        """``Copies.rows``, uninitialised; ``None``: there is no memory."""
-        pool = self.pool.tensor
-        num_rows = -(-num_rows // _ROWS_ROUNDED) * _ROWS_ROUNDED
-        try:
-            return pool.new_empty(2, num_rows, pool.shape[4] * pool.shape[5])
-        except torch.OutOfMemoryError:
-            return None
+        copies = Copies(self._room, span, copy_begins, span_seqs, span_begins) if span else None
+        return Chunks(self._tile_queries, inputs.num_singles, num_splits, query_begins, tile_seqs, tile_begins, copies)
 
     def _singles(self, tables: BlockTables, num_rows: int, longest: int) -> Singles:
         return Singles(tables, num_rows, self.num_splits(num_rows, longest))

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
@@ -232,6 +233,7 @@ class TorchRunner:
             kernels = KernelForward(pool, compute, loaded.model.config.num_attention_heads, self._embedding_view)
             found = kernels.probe(token_ids)
             if found is not None and all(_is_alike(logits, expected) for logits in found):
+                kernels.try_copies(token_ids, partial(_is_alike, expected=expected))
                 return kernels
             if found is not None:
                 name = type(loaded.model).__name__

@@ -92,9 +92,12 @@ class Pool:
     def copies(self, first: int, span: int) -> gather.Copies:
         """For sequences from ``first`` on; whatever is not written is no number."""
         spans = [(i, begin) for i in range(first, len(self.lengths)) for begin in range(0, self.lengths[i], span)]
-        shape = (2, span * (len(spans) + 1), self.heads.kv * self.heads.dim)
+        room = gather.Room(self.tensor, 1 << 30)
+        rows = room.rows(span * len(spans))
+        assert rows is not None
+        rows.fill_(math.nan)
         return gather.Copies(
-            torch.full(shape, math.nan, device=self.device).to(self.tensor.dtype),
+            room,
             span,
             self.ints([span * sum(seq < i for seq, _ in spans) for i in range(len(self.lengths))]),
             self.ints([seq for seq, _ in spans]),

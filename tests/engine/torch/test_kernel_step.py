@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,8 @@ from tests.engine.torch.checkpoints import VOCAB_SIZE
 from tests.triton_kernels import interpreted
 
 kernel_step = pytest.importorskip("quartet.engine.torch.kernel_step", reason="Triton is not installed")
+kernel_forward = pytest.importorskip("quartet.engine.torch.kernel_forward", reason="Triton is not installed")
+gather = pytest.importorskip("quartet.engine.torch.kernels.gather", reason="Triton is not installed")
 
 Checkpoints = Callable[[str], Path]
 
@@ -102,8 +106,10 @@ def test_a_mixed_step_yields_the_same_logits(
         ([(4000, 250), (5000, 50)], 1 << 22, False),
         ([(0, 1000), (5000, 10)], 1 << 22, False),
         ([(4000, 4000), (5000, 10)], 1 << 22, True),
-        ([(4000, 600)], 4599 * 2 * 4 * 16 * 2, False),
-        ([(4000, 600)], 4600 * 2 * 4 * 16 * 2, True),
+        # In whole spans of 128.
+        ([(4000, 600)], 36 * 128 * 2 * 4 * 16 * 2 - 1, False),
+        ([(4000, 600)], 36 * 128 * 2 * 4 * 16 * 2, True),
+        ([(4000, 600), (5, 2)], 36 * 128 * 2 * 4 * 16 * 2, False),
     ],
 )
 def test_keys_that_many_queries_read_are_copied_within_a_bound(
@@ -116,23 +122,77 @@ def test_keys_that_many_queries_read_are_copied_within_a_bound(
     builder = kernel_step.StepBuilder(KvPool(layout, 1, torch.device("cpu")), num_heads=16)
     step = builder.make(builder.lay_out([make_chunk([0] * 2500, first, num, True) for first, num in chunks]))
     assert (step.chunks.copies is not None) == is_copied
+    if is_copied:
+        first = step.chunks.first_row
+        spans = [0, *itertools.accumulate(-(-(context + num) // 128) for context, num in chunks if num > 1)][:-1]
+        assert step.chunks.copies.begins[first:].tolist() == [128 * begin for begin in spans]
 
 
-def test_a_step_whose_copies_find_no_memory_reads_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def new_empty(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError
+def test_room_grows_up_to_its_bound_and_is_given_up_where_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = torch.empty(1, 1, 2, BLOCK_SIZE, 4, 16)
+    row_size = 2 * 4 * 16 * 4
+    room = gather.Room(pool, 5000 * row_size)
+    first = room.rows(100)
+    assert first is not None and first.shape == (2, 100, 64)
+    again = room.rows(4096)
+    assert again is not None and again.data_ptr() == first.data_ptr()
+    most = room.rows(5000)
+    assert most is not None and most.shape[1] == 5000
+    assert room.rows(5001) is None
+    assert not room.holds(5001)
 
-    layout = KvLayout(
-        model_fingerprint="", dtype="bfloat16", num_layers=1, num_kv_heads=4, head_dim=16, block_size=BLOCK_SIZE
-    )
-    builder = kernel_step.StepBuilder(KvPool(layout, 1, torch.device("cpu")), num_heads=16)
-    inputs = builder.lay_out([make_chunk([0] * 300, 0, 1200, True)])
-    assert builder.make(inputs).chunks.copies is not None
+    def new_empty(_like: torch.Tensor, *shape: int) -> torch.Tensor:
+        if shape[1]:
+            raise torch.OutOfMemoryError
+        return torch.empty(shape)
+
+    room = gather.Room(pool, 5000 * row_size)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    assert builder.make(inputs).chunks.copies is None
+    assert room.rows(100) is None
+    monkeypatch.undo()
+    assert room.rows(100) is None, "it is not tried again"
 
 
-def test_spans_are_of_whole_sequences_and_begin_where_copies_do() -> None:
+def test_a_step_whose_copies_find_no_memory_reads_blocks(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TorchEngineConfig(
+        model_path=str(checkpoint("llama")), dtype="float32", num_blocks=24, block_size=BLOCK_SIZE, num_threads=1
+    )
+    runner = TorchRunner(config)
+    with torch.inference_mode(), interpreted():
+        builder = kernel_step.StepBuilder(runner._pool, num_heads=4)
+        builder._copied_span = 32
+        inputs = builder.lay_out(make_chunks())
+        expected = runner._compute(builder.make(inputs, copies=False))
+        monkeypatch.setattr(gather.Room, "rows", lambda *_: None)
+        assert torch.equal(runner._compute(builder.make(inputs, copies=True)), expected)
+    runner.close()
+
+
+@pytest.mark.parametrize("fault", ["other logits", "an error"])
+def test_copies_that_fail_here_leave_all_else_as_it_is(fault: str, checkpoint: Checkpoints, caplog: Any) -> None:
+    config = TorchEngineConfig(
+        model_path=str(checkpoint("llama")), dtype="bfloat16", num_blocks=2, block_size=BLOCK_SIZE, num_threads=1
+    )
+    runner = TorchRunner(config)
+
+    def judge(_logits: torch.Tensor) -> bool:
+        if fault == "an error":
+            raise RuntimeError("out of resource: shared memory")
+        return False
+
+    forward = kernel_forward.KernelForward(runner._pool, runner._compute, 4, None)
+    assert forward._builder.can_copy
+    with torch.inference_mode(), interpreted():
+        forward.try_copies([1, 2, 3, 4], judge)
+    assert not forward._builder.can_copy
+    assert not forward.over(runner._pool)._builder.can_copy
+    assert "read in their blocks" in caplog.text
+    runner.close()
+
+
+def test_spans_are_of_whole_sequences() -> None:
     blocks = [np.arange(8, dtype=np.int32)] * 3
     inputs = lay_out(
         [Tokens([1, 2], 4, blocks[0], True), Tokens([3], 9, blocks[1], True), Tokens([4, 5, 6], 7, blocks[2], True)],

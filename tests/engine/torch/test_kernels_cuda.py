@@ -36,6 +36,7 @@ pytestmark = [
 ]
 
 attention = pytest.importorskip("quartet.engine.torch.kernels.attention", reason="Triton is not installed")
+kernel_step = pytest.importorskip("quartet.engine.torch.kernel_step", reason="Triton is not installed")
 gpu_decoder = pytest.importorskip("quartet.engine.torch.gpu_decoder", reason="Triton is not installed")
 if TYPE_CHECKING:
     from quartet.engine.torch.kernels import attention
@@ -138,11 +139,16 @@ def test_attention_to_copies_is_that_of_the_reference(heads: Heads, how: dict[st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "copies"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_tokens_are_as_good_as_the_exact_ones(
-    family: str, dtype: str, checkpoint: Checkpoints, oracle: Oracles
+    family: str, dtype: str, copies: bool, checkpoint: Checkpoints, oracle: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By graphs where decode steps fit one; each token is the best one, or nearly, by logits in float64 on the CPU."""
+    """By graphs where decode steps fit one; each token is the best one, or nearly, by logits in float64 on the CPU.
+
+    ``copies``: all chunks attend to copies of keys and values, where their layer has no window.
+    """
+    if copies:
+        monkeypatch.setattr(kernel_step, "_MIN_COPIED_QUERIES", 0)
     prompts = ragged_prompts()
     outputs = generate(checkpoint(family), [greedy(prompt) for prompt in prompts], dtype=dtype)
     num_exact, widest = 0, 0.0

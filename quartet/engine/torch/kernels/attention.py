@@ -19,11 +19,13 @@ among programs (Flash-Decoding). The queries of one KV head's group are rows of 
 # No `from __future__ import annotations`: Triton's interpreter would not know the constants any more.
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quartet.engine.torch.kernels.gather import Copies, gather
 
@@ -214,10 +216,11 @@ def attend_chunks(
     tile = chunk_tile(shape, _shared_size_bytes(query.device))
     assert tile.num_queries == chunks.num_queries, "tiles are cut for layers with other heads"
     if chunks.copies is not None and scores.window is None:
-        gather(pool, layer, tables, chunks, chunks.copies)
-        tile = replace(tile, num_keys=chunks.copies.span, num_stages=_NUM_COPIED_STAGES)
-        _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks, copies=chunks.copies)
-        return
+        copied = gather(pool, layer, tables, chunks, chunks.copies)
+        if copied is not None:
+            tile = replace(tile, num_keys=chunks.copies.span, num_stages=_NUM_COPIED_STAGES)
+            _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks, copied=copied)
+            return
     parts = _Parts.empty(query, chunks.num_splits)
     _launch(shape, tile, num_tiles, query, output, pool, layer, tables, scores, chunks=chunks, parts=parts)
     if parts is not None:
@@ -379,10 +382,10 @@ def _launch(
     *,
     chunks: Chunks | None = None,
     parts: _Parts | None = None,
-    copies: Copies | None = None,
+    copied: Sequence[TensorDescriptor] | None = None,
 ) -> None:
     unused = tables.contexts
-    copied_keys, copied_values = (None, None) if copies is None else copies.descriptors(shape.head_dim)
+    copied_keys, copied_values = (None, None) if copied is None else copied
     splits = 1 if parts is None else parts.num_splits
     # With a softcap, the factor of base 2 comes after it.
     scale = scores.scale if scores.softcap else scores.scale * _LOG2_E
@@ -401,7 +404,7 @@ def _launch(
         unused if scores.sinks is None else scores.sinks,
         copied_keys,
         copied_values,
-        None if copies is None else copies.begins,
+        None if copied is None or chunks is None or chunks.copies is None else chunks.copies.begins,
         float(scale),
         float(scores.softcap or 1.0),
         layer * pool.stride(1),
