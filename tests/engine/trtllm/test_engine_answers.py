@@ -245,6 +245,13 @@ async def test_what_other_samplers_honour_is_announced_and_decides(
             assert decode.tokens_of(request) != greedy(STORY, 12)
 
 
+async def test_log_probabilities_of_prompts_are_neither_announced_nor_taken() -> None:
+    async with running() as decode:
+        assert "num_prompt_logprobs" not in decode.engine.capabilities.sampling_fields
+        request = asked(STORY, 4, output=OutputOptions(num_prompt_logprobs=1))
+        assert (await decode.end_of(request)).error.field == "output.num_prompt_logprobs"
+
+
 async def test_log_probabilities_are_refused_where_a_hand_off_does_not_carry_them() -> None:
     options = OutputOptions(logprobs=1)
     with stand_in(first_gen_log_probs=False):
