@@ -245,7 +245,7 @@ async def test_what_other_samplers_honour_is_announced_and_decides(
             assert decode.tokens_of(request) != greedy(STORY, 12)
 
 
-async def test_log_probabilities_of_prompts_are_neither_announced_nor_taken() -> None:
+async def test_log_probabilities_of_prompts_are_neither_announced_nor_taken(package: Any) -> None:
     async with running() as decode:
         assert "num_prompt_logprobs" not in decode.engine.capabilities.sampling_fields
         request = asked(STORY, 4, output=OutputOptions(num_prompt_logprobs=1))
