@@ -52,7 +52,7 @@ def test_blocks_are_booked_for_the_prompt_as_the_worker_laid_it_out() -> None:
         booked.append(num_tokens)
         return num_tokens
 
-    sink = BookedSink(output, book, 100, False, lambda _num_tokens: None)  # type: ignore[arg-type]
+    sink = BookedSink(output, book, 100, False, lambda _num_tokens: None, lambda _report: None)  # type: ignore[arg-type]
     for num_prompt_tokens in (0, 40):  # 0: as the router has it
         sink.started(
             DecodeStarted(

@@ -31,8 +31,8 @@ _RANK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_ID")
 #: Programs of the package, which are run and never imported: to import them is to run them.
 PROGRAMS = _LEADER, _OTHER = "tensorrt_llm.llmapi.mgmn_leader_node", "tensorrt_llm.llmapi.mgmn_worker_node"
 
-# Arguments whose product is the number of ranks that a model takes.
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+# Arguments whose product is the number of ranks that a model takes; the backend _autodeploy has the last one alone.
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "world_size")
 
 
 def set_log_level(level: LogLevel, variables: MutableMapping[str, str]) -> None:

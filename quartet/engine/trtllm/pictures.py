@@ -429,6 +429,12 @@ class EncoderThread:
         except (ValueError, TypeError) as error:
             _LOG.warning("TensorRT-LLM does not take a picture: %s", type(error).__name__)
             return InvalidMediaError("TensorRT-LLM does not take the picture", field="file")
+        except (AssertionError, NotImplementedError, LookupError) as error:
+            # It checks a result where the picture's own handle reads it, so the others go on if the encoder does.
+            if self.is_shut_down:
+                raise
+            _LOG.warning("TensorRT-LLM failed at a picture: %s", type(error).__name__)
+            return EngineError("TensorRT-LLM could not encode the picture")
 
     def _begin(self, job: PictureJob) -> tuple[Any, int, int]:
         try:

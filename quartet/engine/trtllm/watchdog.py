@@ -14,15 +14,13 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN = object()
-
 
 def fatal_error_of(llm: Any) -> BaseException | None:
     """The error by which the executor of ``llm`` has failed for good; ``None``: none is noted. Any thread may ask."""
     executor = getattr(llm, "_executor", None)
-    noted = getattr(executor, "_fatal_error", _UNKNOWN)
-    if noted is not _UNKNOWN:
-        return noted if isinstance(noted, BaseException) else None
+    noted = getattr(executor, "_fatal_error", None)
+    if isinstance(noted, BaseException):
+        return noted
     # Releases without that field queue what ended one of their threads or ranks. The next call would raise it and shut
     # the executor down, but without a call it lies there.
     try:

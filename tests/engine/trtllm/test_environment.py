@@ -53,6 +53,7 @@ def test_a_rank_of_the_launcher_other_than_0_does_not_serve(variables: dict[str,
         ({"tensor_parallel_size": 2, "context_parallel_size": 2, "pipeline_parallel_size": None}, LAUNCHED),
         ({"tensor_parallel_size": 4}, {**LAUNCHED, "tllm_mpi_size": "1"}),
         ({"tensor_parallel_size": 4}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}),
+        ({"backend": "_autodeploy", "world_size": 4}, LAUNCHED),
         ({}, {"SLURM_PROCID": "3"}),  # workers of one GPU each, started by srun
     ],
 )

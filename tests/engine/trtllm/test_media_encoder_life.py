@@ -117,6 +117,22 @@ async def test_an_unreadable_handle_fails_only_its_picture(monkeypatch: pytest.M
         assert encoder.is_alive
 
 
+@pytest.mark.parametrize("error", [AssertionError(), NotImplementedError("Only one mm_handle"), IndexError()], ids=repr)
+async def test_a_result_that_contradicts_itself_fails_only_its_picture(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    async with running_encoder(QUIET) as encoder:
+        with monkeypatch.context() as patched:
+            patched.setattr(pictures.EncoderThread, "_result", fail)
+            with pytest.raises(EngineError, match="could not encode the picture"):
+                await kept(encoder, 1, picture())
+        await kept(encoder, 2, picture())
+        assert encoder.is_alive
+
+
 async def test_the_packages_messages_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with running_encoder(QUIET) as encoder:
