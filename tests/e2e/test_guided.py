@@ -240,7 +240,8 @@ async def test_a_pattern_that_explodes_fails_by_name_and_leaves_nothing(
     bomb = guided({"type": "string", "pattern": "^(([a-z]{1,40}){1,40}){1,40}(x.*y.*z){20}$"})
     other = asyncio.create_task(client.complete("hi", sampling=Sampling(max_tokens=60, ignore_eos=True)))
     with pytest.raises(Exception, match="can't be followed any further"):
-        await client.complete("hi", sampling=Sampling(guided=bomb, max_tokens=100))
+        # Not every sampled answer meets the explosion.
+        await client.complete("hi", sampling=Sampling(guided=bomb, max_tokens=100, temperature=0.0))
     assert len((await other).choices[0].token_ids) == 60
     await asyncio.to_thread(guided_stack.wait_blocks_returned, timeout_s=WAIT_S)
 

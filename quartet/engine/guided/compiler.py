@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import PriorityQueue
 from typing import TypeAlias
@@ -14,6 +17,7 @@ import llguidance
 
 from quartet.engine.guided.grammar import LIMITS, llguidance_grammar, refusal
 from quartet.engine.guided.masks import Guide
+from quartet.engine.guided.threads import deep_stacks
 from quartet.engine.sampling import GuidedDecoding
 from quartet.errors import EngineError, ServingError
 
@@ -24,9 +28,25 @@ Compiled: TypeAlias = Guide | ServingError
 
 #: A grammar of so many characters compiles in some tens of milliseconds.
 SHORT_LENGTH = 8192
-_STACK_SIZE = 16 << 20
 _NUM_KEPT = 64
 _NUM_KEPT_CHARACTERS = 1 << 20
+
+
+@dataclass
+class _Start:
+    """A grammar's start, of which each guide has a copy.
+
+    The copies share what llguidance's lexer has found out, which is quick, but it only grows: at its limits all of them
+    fail, whichever led there.
+
+    Attributes:
+        compile_s: CPU time that it took to compile.
+        num_copies: how many there have been.
+    """
+
+    matcher: llguidance.LLMatcher
+    compile_s: float
+    num_copies: int = 0
 
 
 class GrammarCompiler:
@@ -52,7 +72,7 @@ class GrammarCompiler:
             tokenizer_json, n_vocab=vocab_size, eos_token=sorted(token_id for token_id in eos_token_ids)
         )
         self._short, self._long = _Line("quartet-grammars"), _Line("quartet-long-grammars")
-        self._kept: OrderedDict[GuidedDecoding, llguidance.LLMatcher | ServingError] = OrderedDict()
+        self._kept: OrderedDict[GuidedDecoding, _Start | ServingError] = OrderedDict()
         self._num_kept_characters = 0
         self._lock = threading.Lock()
 
@@ -63,7 +83,10 @@ class GrammarCompiler:
             if known is None:
                 return None
             self._kept.move_to_end(guided)
-        return known if isinstance(known, ServingError) else Guide(known.deep_copy())
+            if isinstance(known, ServingError):
+                return known
+            known.num_copies += 1
+        return Guide(known.matcher.deep_copy(), partial(self._start_alone, guided, known))
 
     def compile(
         self, guided: GuidedDecoding, on_end: Callable[[Compiled], None], is_wanted: Callable[[], bool]
@@ -98,24 +121,44 @@ class GrammarCompiler:
                 logger.exception("a grammar could not be compiled")
         on_end(EngineError("the grammar could not be compiled") if found is None else found)
 
-    def _start_of(self, guided: GuidedDecoding) -> llguidance.LLMatcher | ServingError:
+    def _start_of(self, guided: GuidedDecoding) -> _Start | ServingError:
         try:
             grammar = llguidance_grammar(guided, self._special_token)
         except ServingError as error:
             return error
+        began = time.thread_time()
         # It drops the GIL meanwhile.
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        return refusal(guided.kind, matcher.get_error()) if matcher.is_error() else matcher
+        if matcher.is_error():
+            return refusal(guided.kind, matcher.get_error())
+        return _Start(matcher, time.thread_time() - began)
 
-    def _keep(self, guided: GuidedDecoding, start: llguidance.LLMatcher | ServingError) -> None:
+    def _start_alone(self, guided: GuidedDecoding, spent: _Start, budget_s: float) -> llguidance.LLMatcher | None:
+        """Compile ``guided`` for one guide, as its copy of ``spent`` has failed; requests to come get another start.
+
+        ``None``: it has failed by itself, or compiling takes more CPU time than ``budget_s``.
+        """
+        with self._lock:
+            if self._kept.get(guided) is spent:
+                self._drop(guided)
+            is_own_failure = spent.num_copies == 1
+        if is_own_failure or spent.compile_s > budget_s:
+            return None
+        start = self._start_of(guided)
+        return start.matcher if isinstance(start, _Start) else None
+
+    def _keep(self, guided: GuidedDecoding, start: _Start | ServingError) -> None:
         with self._lock:
             self._kept[guided] = start
             self._num_kept_characters += len(guided.text)
             while len(self._kept) > _NUM_KEPT or (
                 self._num_kept_characters > _NUM_KEPT_CHARACTERS and len(self._kept) > 1
             ):
-                oldest, _ = self._kept.popitem(last=False)
-                self._num_kept_characters -= len(oldest.text)
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, guided: GuidedDecoding) -> None:
+        del self._kept[guided]
+        self._num_kept_characters -= len(guided.text)
 
     def _special_token(self, text: str) -> int | None:
         token_ids = self._tokenizer.tokenize_str(text, parse_special=True)
@@ -145,12 +188,8 @@ class _Line:
 
 
 def _thread_with_deep_stack(run: Callable[[], None], name: str) -> threading.Thread:
-    """A running thread with several times the stack that a router's check has for the same grammar."""
-    usual = threading.stack_size(_STACK_SIZE)
-    try:
-        # A daemon: a process does not wait for a grammar at its end.
-        thread = threading.Thread(target=run, name=name, daemon=True)
+    # A daemon: a process does not wait for a grammar at its end.
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    with deep_stacks():
         thread.start()
-    finally:
-        threading.stack_size(usual)
     return thread

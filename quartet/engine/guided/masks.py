@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
 from quartet.engine.guided.grammar import FIELD
+from quartet.engine.guided.threads import deep_stacks
 from quartet.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -26,24 +27,40 @@ _WORD_BITS = 32
 _FREE_S, _MASK_S = 0.15, 0.005
 
 
+#: Makes a matcher at the grammar's start that shares nothing with others, for so many seconds of CPU time at most.
+StartAlone: TypeAlias = Callable[[float], llguidance.LLMatcher | None]
+
+
 class Guide:
     """Where one output stands in its grammar. It knows only the tokens that it was given, so it can go on anywhere.
 
     Attributes:
+        matcher: at the last token that it was given.
         error: why the grammar can't be followed any further; ``None``: it can. The request ends with it.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        """``matcher`` is at the grammar's start, and belongs to this guide alone."""
+    def __init__(self, matcher: llguidance.LLMatcher, start_alone: StartAlone = lambda _budget_s: None) -> None:
+        """``matcher`` is at the grammar's start. It fails for reasons of its own, or of others with which it shares.
+
+        Args:
+            matcher: for this guide alone, but for what ``deep_copy`` shares.
+            start_alone: asked once ``matcher`` fails; with ``None`` the failure is this guide's own.
+        """
         self.matcher = matcher
-        self.num_tokens = 0
+        self._start_alone: StartAlone | None = start_alone
+        self._token_ids: list[int] = []
         self._num_masks, self._spent_s = 0, 0.0
         self.error: InvalidRequestError | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """How many it was given."""
+        return len(self._token_ids)
+
     def take(self, token_ids: Sequence[int]) -> None:
         """These tokens follow those that came before. A token that the grammar does not allow sets ``error``."""
-        self.num_tokens += len(token_ids)
-        if token_ids and self.error is None and not self.matcher.consume_tokens(list(token_ids)):
+        self._token_ids += token_ids
+        if token_ids and self.error is None and not self._consume(token_ids) and not self._begin_again():
             self.fail()
 
     def compute(self, address: int, num_bytes: int) -> None:
@@ -51,24 +68,53 @@ class Guide:
 
         All requests of a step wait for the slowest mask.
         """
-        began = time.thread_time()
-        try:
-            self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
-        except BaseException:  # a panic in Rust is no Exception, and only this request may end with it
-            logger.exception("a mask could not be computed")
-            self.fail("its mask could not be computed")
-        self._spent_s += time.thread_time() - began
+        is_written = self._write(address, num_bytes) or (self._begin_again() and self._write(address, num_bytes))
         self._num_masks += 1
-        if self.matcher.is_error():
-            self.fail()
-        elif self._spent_s > _FREE_S + _MASK_S * self._num_masks:
+        if not is_written:
+            self.fail(self.matcher.get_error() or "its mask could not be computed")
+        elif self._budget_s < 0:
             self.fail("its masks take too long")
 
     def fail(self, why: str = "") -> None:
         """The matcher has failed, or ``why`` says what has."""
         if self.error is None:
-            why = why or self.matcher.get_error().split("\n")[0] or "no token may come next"
-            self.error = InvalidRequestError(f"the grammar can't be followed any further: {why}", field=FIELD)
+            why = why or self.matcher.get_error() or "no token may come next"
+            line = why.split("\n")[0]
+            self.error = InvalidRequestError(f"the grammar can't be followed any further: {line}", field=FIELD)
+
+    @property
+    def _budget_s(self) -> float:
+        return _FREE_S + _MASK_S * self._num_masks - self._spent_s
+
+    def _begin_again(self) -> bool:
+        """Whether another matcher, which shares nothing, is where this one should be."""
+        if self._start_alone is None:
+            return False
+        began = time.thread_time()
+        matcher, self._start_alone = self._start_alone(self._budget_s), None
+        if matcher is not None:
+            self.matcher = matcher
+        is_there = matcher is not None and self._consume(self._token_ids)
+        self._spent_s += time.thread_time() - began
+        return is_there
+
+    def _consume(self, token_ids: Sequence[int]) -> bool:
+        try:
+            return self.matcher.consume_tokens(list(token_ids))
+        except BaseException:  # a panic in Rust is no Exception, and only this request may end with it
+            logger.exception("tokens could not be followed")
+            return False
+
+    def _write(self, address: int, num_bytes: int) -> bool:
+        began = time.thread_time()
+        try:
+            self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        except BaseException:  # as above
+            logger.exception("a mask could not be computed")
+            return False
+        finally:
+            self._spent_s += time.thread_time() - began
+        return not self.matcher.is_error()
 
 
 @dataclass(frozen=True)
@@ -114,7 +160,8 @@ class MaskThread:
             return None
         jobs = [_Job.of(running) for _, running in guided]
         masks = TokenMasks([row for row, _ in guided], np.empty((len(jobs), self._num_words), np.int32))
-        return PendingMasks(masks, self._thread.submit(self._fill, jobs, masks.bits))
+        with deep_stacks():  # the first one begins the thread
+            return PendingMasks(masks, self._thread.submit(self._fill, jobs, masks.bits))
 
     def close(self) -> None:
         """End the thread."""

@@ -156,6 +156,48 @@ def test_a_pattern_that_explodes_is_that_guides_error_alone(compiler: GrammarCom
     assert "can't be followed any further" in bomb.guide.error.message and len(bomb.guide.error.message) < 300
 
 
+def followed(masks: MaskThread, request: RunningRequest, seed: int) -> int:
+    """How many tokens, drawn by ``seed``, it can be given before its guide has an error."""
+    rng = random.Random(seed)
+    for num_tokens in range(100):
+        [ids] = allowed(masks, request)
+        assert request.guide is not None
+        if request.guide.error is not None:
+            return num_tokens
+        request.seq.append(rng.choice(sorted(ids - {tiny.EOS_ID})))
+    raise AssertionError("it never fails")
+
+
+def test_a_guide_that_fails_leaves_others_of_its_grammar_as_they_were(masks: MaskThread) -> None:
+    source = (tiny.CHECKPOINT / "tokenizer.json").read_text()
+    alone = list[int]()
+    for seed in range(3):
+        compiler = GrammarCompiler(source, tiny.VOCAB_SIZE, [tiny.EOS_ID])
+        alone.append(followed(masks, running(guide_of(compiler, BOMB)), seed))
+        compiler.close()
+    assert min(alone) > 1
+    compiler = GrammarCompiler(source, tiny.VOCAB_SIZE, [tiny.EOS_ID])
+    # They share a lexer, and the first one brings it to its limits.
+    first, second = running(guide_of(compiler, BOMB)), running(guide_of(compiler, BOMB))
+    assert [followed(masks, first, 0), followed(masks, second, 1)] == alone[:2]
+    assert compiler.find(BOMB) is None, "those that come later begin anew"
+    assert followed(masks, running(guide_of(compiler, BOMB)), 2) == alone[2]
+    compiler.close()
+
+
+def test_a_grammar_that_takes_long_to_compile_is_not_compiled_beside_a_step(
+    compiler: GrammarCompiler, masks: MaskThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.engine.guided.masks._FREE_S", 0.0)
+    monkeypatch.setattr("quartet.engine.guided.masks._MASK_S", 0.0)
+    grammar = guided({"type": "string", "pattern": "^[0-9]{1,9}$"})
+    guides = [guide_of(compiler, grammar) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr("quartet.engine.guided.compiler.llguidance.LLMatcher", None)  # compiling would fail loudly
+        guides[0].take([tiny.EOS_ID])
+    assert guides[0].error is not None and guides[1].error is None
+
+
 def test_a_grammar_whose_masks_take_too_long_is_that_guides_error_alone(
     compiler: GrammarCompiler, masks: MaskThread
 ) -> None:
