@@ -52,7 +52,7 @@ test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about
 test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 3 minutes
 	$(PYTEST) -m chaos tests/chaos
 
-test-trtllm: setup tools  ## Start each topology for TensorRT-LLM on its stand-in, as 1.2 and as 1.4; about 2 minutes
+test-trtllm: setup tools  ## Start each topology for TensorRT-LLM on its stand-in, as 1.2 and as 1.4; about 3 minutes
 	$(PYTEST) --dist load -m trtllm tests/e2e/test_trtllm_topologies.py tests/cli/doctor/test_live.py
 
 test-clients: setup tools  ## Drive HTTP with aiperf and guidellm, in environments of their own (7 GB); about 2 minutes
