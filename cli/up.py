@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -17,15 +18,18 @@ from cli.output import reporting_errors
 from cli.up_display import LaunchDisplay, print_plan
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
+from quartet.discovery.base import Role
 from quartet.engine.settings import EngineKind
 from quartet.errors import ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
 from quartet.telemetry.provenance import count_usable_cores, usable_cpus
 from router.config import RouterConfig
+from router.policy.create import PolicyName
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
+from services.workers.config import WorkerConfig
 
 _RUN_PARENT = Path(".run")
 _POLL_INTERVAL_S = 0.2
@@ -112,7 +116,7 @@ def up(
         chosen = choose(read_settings(file, assignments or (), os.environ, choices), choices)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
-        for note in chosen.notes:
+        for note in chain(chosen.notes, _notes_on_events(chosen.topology, num_cores)):
             display.progress(note)
         if is_dry_run:
             print_plan(chosen.topology, num_cores=num_cores)
@@ -140,6 +144,19 @@ async def wait_ready(
                 reported = message
             await asyncio.sleep(_POLL_INTERVAL_S)
         return await client.list_workers()
+
+
+def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
+    """A line where the router goes by caches of which workers say nothing. Raises ``ConfigError``."""
+    if not build(RouterConfig, plan_router(topology).settings, "router.overrides").policy.reads_caches:
+        return
+    plans = [plan for plan in plan_workers(topology, num_cores=num_cores) if plan.role is not Role.ENCODE]
+    silent = [plan.name for plan in plans if not build(WorkerConfig, plan.settings).engine.publish_events_and_metrics]
+    if silent:
+        yield (
+            f"router.policy: {PolicyName.KV_AWARE} goes by what workers have cached, and {', '.join(silent)} announce "
+            "none of it: set engine.publish_events_and_metrics=true for them"
+        )
 
 
 def _environment(topology: Topology, num_cores: int) -> Environment:

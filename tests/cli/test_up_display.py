@@ -231,6 +231,41 @@ def test_workers_are_changed_by_name_and_values_name_variables(monkeypatch: pyte
     assert {"engine.extra_engine_args: d.yaml", "model_path: /models/mine"} <= set(rows["decode-2"])
 
 
+KV_AWARE, EVENTS = "router.overrides.policy.name=kv_aware", "engine.publish_events_and_metrics"
+
+
+@in_empty_directory
+@pytest.mark.parametrize(
+    ("name", "assignments", "silent"),
+    [
+        ("agg", [KV_AWARE], "decode-0"),
+        ("disagg", [KV_AWARE], "prefill-0, decode-0"),
+        ("e_pd", ["router.overrides.policy.prefill_name=kv_aware"], "decode-0"),
+        ("disagg_router", [f"workers.decode-1.{EVENTS}=false"], "decode-1"),
+        ("agg", ["router.overrides.policy={}"], "decode-0"),
+        ("disagg", [], ""),
+        ("disagg", [KV_AWARE, f"{EVENTS}=true"], ""),
+        ("disagg", ["router.overrides.policy.decode_name=kv_aware"], ""),
+        ("disagg_router", [f"{EVENTS}=false", "router.overrides.policy.name=least_loaded"], ""),
+        ("disagg_router", [], ""),
+    ],
+)
+def test_workers_that_announce_nothing_are_named_where_the_router_goes_by_caches(
+    name: str, assignments: list[str], silent: str
+) -> None:
+    options = [part for assignment in assignments for part in ("--set", assignment)]
+    notes = [line for line in shown(CONFIGS / f"trtllm/{name}.yaml", *options).splitlines() if "announce none" in line]
+    assert [note.partition(" cached, and ")[2] for note in notes] == (
+        [f"{silent} announce none of it: set {EVENTS}=true for them"] if silent else []
+    )
+
+
+@in_empty_directory
+def test_other_engines_announce_what_they_have_cached() -> None:
+    text = shown(CONFIGS / "trtllm/disagg.yaml", "--engine", "torch", "--set", KV_AWARE)
+    assert "announce none" not in text
+
+
 _DOCUMENTED = [
     (dict(item.split("=", 1) for item in variables.split()), shlex.split(arguments, comments=True))
     for variables, arguments in re.findall(
