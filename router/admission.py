@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from quartet.api.reuse import ExpectedReuse
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
 from quartet.streams.wakeable import result_if_done
 from quartet.supervision import vital
@@ -151,6 +152,25 @@ class Admission:
         self._look_up(queued, now)
         snapshot = self._table.snapshot(queued.standing.pool, now)
         return with_way(queued, snapshot), snapshot
+
+    def expected_reuse(self, queued: QueuedRequest, num_matched_tokens: int, now: float) -> ExpectedReuse:
+        """What is known of its cached tokens, if so many match where it goes."""
+        pool = queued.standing.pool
+        block_size = self._table.block_size(pool, now)
+        num_most_tokens = (queued.num_tokens - 1) // block_size * block_size if block_size else 0
+        num_held_tokens = num_foreign_tokens = 0
+        for rank, num_tokens in queued.matches.items():  # those that have most first
+            if self._table.is_of(rank, pool):
+                num_held_tokens = num_tokens
+                break
+            num_foreign_tokens = max(num_foreign_tokens, num_tokens)
+        # The last token is always computed.
+        num_held_tokens = min(max(num_held_tokens, num_matched_tokens), num_most_tokens)
+        return ExpectedReuse(
+            num_held_tokens=num_held_tokens,
+            num_matched_tokens=min(num_matched_tokens, num_most_tokens),
+            num_foreign_tokens=max(min(num_foreign_tokens, num_most_tokens) - num_held_tokens, 0),
+        )
 
     async def admit(self, queued: QueuedRequest) -> Reservation:
         """Wait for a placement; the caller must release the reservation. Leaves nothing behind when cancelled.
@@ -313,6 +333,8 @@ class Admission:
         return list(islice(self._queue.in_order(is_kept, pool), MAX_ASSIGNED_TOGETHER))
 
     def _commit(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
+        if queued.sequence_hashes:
+            placement.expected = self.expected_reuse(queued, placement.num_cached_tokens, now)
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         self._metrics.admissions.labels(AdmissionOutcome.PLACED).inc()

@@ -229,6 +229,7 @@ class ChoiceRun:
         self._num_begun += 1
         self._on_placed(self._choice, reservation.placement)
         self._output.begin_attempt()
+        self._output.note_expected(reservation.placement.expected)
         self._context.metrics.queue_time.observe(reservation.waited_s)
         self._context.metrics.attempts.labels(cause).inc()
 
@@ -307,7 +308,7 @@ class ChoiceRun:
             self._output.add_time("prefill_s", time.monotonic() - began)
             if outcome is None:
                 self._drop_media(media)
-        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s)
+        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s, outcome.num_evicted_tokens)
         return outcome
 
     def _learn_prompt(self, media: RequestMedia, outcome: PrefillOutcome) -> None:
@@ -790,4 +791,5 @@ def to_choice_placement(choice: int, placement: Placement) -> ChoicePlacement:
         decode=placement.decode,
         num_matched_tokens=placement.num_cached_tokens,
         cost=placement.cost,
+        num_held_tokens=0 if placement.expected is None else placement.expected.num_held_tokens,
     )

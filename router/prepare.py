@@ -426,17 +426,21 @@ class RouterRequest:
         Empty if the pool has no block size, or if workers are to compute the prompt whatever they have cached.
         """
         if generated:
-            return self._hashes([*self.prompt_token_ids, *generated])
+            return self._hashes([*self.prompt_token_ids, *generated], self.cache_salt)
         if self.start.output.num_prompt_logprobs is not None:
             return ()  # the prompt is computed whole
         if self._prompt_hashes is None:
-            self._prompt_hashes = self._hashes(self.prompt_token_ids)
+            self._prompt_hashes = self._hashes(self.prompt_token_ids, self.cache_salt)
         return self._prompt_hashes
 
-    def _hashes(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def unsalted_hashes(self) -> Sequence[int]:
+        """``sequence_hashes`` of the prompt as they would be if the client had given no salt."""
+        return self._hashes(self.prompt_token_ids, salt_in_domain(self.trust_domain, ""))
+
+    def _hashes(self, token_ids: Sequence[int], salt: str) -> Sequence[int]:
         if not self.pool.block_size:
             return ()
-        adapter, salt = self.start.adapter, self.cache_salt
+        adapter = self.start.adapter
         extra_key = ExtraKey(adapter=adapter, cache_salt=salt) if adapter or salt else NO_EXTRA_KEY
         if self.media is not None and not self.spans:
             # The position of the tokens after the first item is unknown.

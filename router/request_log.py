@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import TIMES, ChoiceFinished, TimeBreakdown, Usage
+from quartet.api.reuse import Reuse
 from quartet.errors import ServingError
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import RouterMetrics
@@ -92,6 +93,10 @@ class RequestLog:
             line.tokenize_s = request.tokenize_s
         if used is not None:
             self._count_use(used, usages, () if num_given_to_client else times)
+            if (reuse := _reuse(outputs)) is not None:
+                self._count_reuse(reuse)
+                line.num_held_tokens, line.num_matched_tokens = reuse.num_held_tokens, reuse.num_matched_tokens
+                line.num_evicted_tokens = reuse.num_evicted_tokens
             line.num_prompt_tokens, line.num_cached_tokens = used.num_prompt_tokens, used.num_cached_tokens
             line.num_output_tokens, line.num_attempts = used.num_output_tokens, used.num_attempts
         if self.placement is not None:
@@ -111,6 +116,18 @@ class RequestLog:
         for spent in times:
             model.duration.observe(spent.total_s or 0.0)
 
+    def _count_reuse(self, reuse: Reuse) -> None:
+        """Count what became of the prompt's tokens, once, whatever the number of choices."""
+        for part, counter in self._metrics.reuse.items():
+            if num_tokens := getattr(reuse, f"num_{part}_tokens"):
+                counter.inc(num_tokens)
+
+
+def _reuse(outputs: Collection[ChoiceOutput]) -> Reuse | None:
+    """Of the choice that found most cached, as ``_summed`` has it."""
+    known = [output.reuse for output in outputs if output.reuse is not None]
+    return max(known, key=attrgetter("num_cached_tokens"), default=None)
+
 
 def outcome_of(error: BaseException) -> str:
     """The outcome of a request that ended with ``error``, as one word."""
@@ -128,6 +145,7 @@ def _summed(usages: Sequence[Usage]) -> Usage | None:
         num_cached_tokens=max(usage.num_cached_tokens for usage in usages),
         num_output_tokens=sum(usage.num_output_tokens for usage in usages),
         num_attempts=max(usage.num_attempts for usage in usages),
+        num_evicted_tokens=max(usage.num_evicted_tokens for usage in usages),
     )
 
 

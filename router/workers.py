@@ -262,6 +262,11 @@ class WorkerTable:
         known = self._pools_by_key(now).get(pool)
         return known is not None and known.num_ready_decode > 0
 
+    def is_of(self, rank: Rank, pool: PoolKey) -> bool:
+        """Whether ``rank`` is of a worker of ``pool`` that computes prompts or decodes."""
+        workers = [self._workers.get(WorkerKey(role, rank.worker_id)) for role in _MODEL_ROLES]
+        return any(worker is not None and worker.pool == pool for worker in workers)
+
     def block_size(self, pool: PoolKey, now: float) -> int:
         """``Pool.block_size`` of ``pool``; 0 also if the pool is gone."""
         known = self._pools_by_key(now).get(pool)

@@ -276,6 +276,7 @@ class ChoicePlacement:
         num_matched_tokens: prompt tokens that the router expects to be cached where it is prefilled.
         cost: the cost there by the router's policy, in the unit that Explain reports; ``None``: the policy has no
             costs.
+        num_held_tokens: the most prompt tokens that any one rank of the model had cached, as the router knew it.
     """
 
     choice: int
@@ -283,6 +284,7 @@ class ChoicePlacement:
     decode: Rank
     num_matched_tokens: int = 0
     cost: float | None = None
+    num_held_tokens: int = 0
 
 
 @dataclass(kw_only=True)
@@ -343,6 +345,7 @@ class Usage:
         num_output_tokens: tokens that were shown.
         num_attempts: attempts made; at least 1 if there was any.
         num_media_tokens: prompt tokens that media fill; 0 also if the worker that encoded the media did not report it.
+        num_evicted_tokens: prompt tokens that were expected to be cached, and were evicted before the request came.
     """
 
     num_prompt_tokens: int
@@ -350,6 +353,7 @@ class Usage:
     num_output_tokens: int
     num_attempts: int
     num_media_tokens: int = 0
+    num_evicted_tokens: int = 0
 
 
 @dataclass(kw_only=True)

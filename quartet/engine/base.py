@@ -104,6 +104,7 @@ class Started:
         transfer_bytes: bytes pulled.
         transfer_way: how they were moved; ``None``: nothing was, or the engine moved them by itself.
         num_prompt_tokens: of a prompt with media that the engine laid out itself, else 0.
+        num_evicted_tokens: tokens after the cached ones whose KV was in the cache lately; 0 also where that is unknown.
     """
 
     id: int
@@ -113,6 +114,7 @@ class Started:
     transfer_bytes: int = 0
     transfer_way: TransferWay | None = None
     num_prompt_tokens: int = 0
+    num_evicted_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Prefilled:
         opaque: state of an engine that moves its own cache, else ``None``.
         laid_out: the generation with a prompt that the engine laid out itself, because of its media; the spans' media
             ids are zeros.
+        num_evicted_tokens: as in ``Started``.
     """
 
     id: int
@@ -150,6 +153,7 @@ class Prefilled:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     laid_out: Generation | None = field(default=None, repr=False)
+    num_evicted_tokens: int = 0
 
 
 @dataclass(frozen=True)

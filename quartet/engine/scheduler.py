@@ -358,6 +358,8 @@ class Scheduler:
         if not running.is_admitted:
             running.is_admitted = True
             running.num_cached_tokens = num_cached_tokens
+            if not (running.needs_pull or running.reports_prompt):
+                running.num_evicted_tokens = self._blocks.num_evicted_tokens(running.seq)
         return True
 
     def _pull(self, running: RunningRequest) -> Pull:

@@ -446,6 +446,7 @@ class OutputBuilder:
                     times.transfer_s,
                     times.transfer_bytes,
                     times.transfer_way,
+                    num_evicted_tokens=running.num_evicted_tokens,
                 )
             )
 
@@ -515,6 +516,7 @@ class OutputBuilder:
             id=out.running.id,
             token_id=out.sampled.token_id,
             num_cached_tokens=out.running.num_cached_tokens,
+            num_evicted_tokens=out.running.num_evicted_tokens,
             queue_s=times.queue_s,
             compute_s=now - times.started_at,
             finished=out.finished,

@@ -56,6 +56,8 @@ class BlockManager:
         self._by_key: dict[_Key, _Name] = {}
         self._copies: dict[_Name, set[int]] = {}
         self._log = EventLog() if has_events else None
+        # Public names of the blocks that were evicted last, oldest first; empty without events.
+        self._evicted: OrderedDict[int, None] = OrderedDict()
 
     @property
     def counts(self) -> BlockCounts:
@@ -99,6 +101,19 @@ class BlockManager:
     def num_cached_tokens(self, seq: Sequence) -> int:
         """Tokens of ``seq`` that ``allocate`` would not have to compute, as things stand."""
         return len(self._cached_prefix(seq)) * self.block_size
+
+    def num_evicted_tokens(self, seq: Sequence) -> int:
+        """Tokens of ``seq`` that follow those that it shares, and whose blocks were evicted lately.
+
+        As many evicted blocks are remembered as the pool has; none without ``has_events``.
+        """
+        first = index = seq.num_named_blocks
+        if not self._evicted:
+            return 0
+        end = (len(seq) - 1) // self.block_size
+        while index < end and seq.sequence_hash(index) in self._evicted:
+            index += 1
+        return (index - first) * self.block_size
 
     def extend(self, seq: Sequence, num_tokens: int = 1) -> None:
         """Make room for ``num_tokens`` more tokens than ``seq`` has; the caller appends them afterwards.
@@ -241,6 +256,10 @@ class BlockManager:
         self._names[block_id] = None
         if self._log is not None:
             self._log.remove(name.sequence_hash)
+            self._evicted.pop(name.sequence_hash, None)  # it is the last one now
+            self._evicted[name.sequence_hash] = None
+            if len(self._evicted) > self.num_blocks:
+                self._evicted.popitem(last=False)
         return block_id
 
     def _use(self, block_id: int) -> None:

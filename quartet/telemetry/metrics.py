@@ -143,6 +143,7 @@ class RouterTotals:
         ttft_bounds_s: upper bounds of the buckets of ``ttft_counts``, which has one more, without a bound.
         num_queued: requests that wait for room now.
         num_running: requests between arrival and end now.
+        reuse: prompt tokens by what became of them.
     """
 
     num_requests: int
@@ -154,6 +155,7 @@ class RouterTotals:
     ttft_counts: Sequence[int]
     num_queued: int
     num_running: int
+    reuse: Mapping[str, int]
 
 
 class AdmissionOutcome(StrEnum):
@@ -164,6 +166,19 @@ class AdmissionOutcome(StrEnum):
     EXPIRED = "expired"  # its time in the queue, or its own, was over
     UNAVAILABLE = "unavailable"  # no decode worker was ready for too long
     CANCELLED = "cancelled"
+
+
+class ReusePart(StrEnum):
+    """What became of a prompt's tokens that might have been found cached, as ``quartet.api.reuse.Reuse`` has them."""
+
+    HELD = "held"
+    MATCHED = "matched"
+    CACHED = "cached"
+    EVICTED = "evicted"
+    ELSEWHERE = "elsewhere"
+    MISSING = "missing"
+    UNANNOUNCED = "unannounced"
+    FOREIGN = "foreign"
 
 
 class SnapshotOutcome(StrEnum):
@@ -188,6 +203,7 @@ class RouterMetrics:
         queue_time: seconds that a choice waited for room.
         tokenize_time: seconds in which a prompt was laid out and tokenized.
         admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
+        reuse: prompt tokens of placed requests, by what became of them, for each ``ReusePart``.
         matched_tokens: prompt tokens of placed choices that the router expects to be cached on their rank.
         snapshots: snapshots of a worker's blocks that ended, by outcome.
         malformed_events: events of workers that the router could not read.
@@ -231,6 +247,14 @@ class RouterMetrics:
             registry,
             known=SnapshotOutcome,
         )
+        reuse = FastCounter(
+            "quartet_router_reuse_tokens",
+            "Prompt tokens that might have been found cached, by what became of them.",
+            "part",
+            registry,
+            known=ReusePart,
+        )
+        self.reuse = {part: reuse.labels(part) for part in ReusePart}
         self.queue_time, self.tokenize_time = (
             FastHistogram(name, text, None, _WAIT_BUCKETS_S, registry).labels()
             for name, text in (
@@ -287,6 +311,7 @@ class RouterMetrics:
             ttft_counts=[sum(counts) for counts in zip(*[model.ttft.counts for model in models], strict=True)],
             num_queued=self._num_queued(),
             num_running=self._num_running(),
+            reuse={part.value: int(counter.value) for part, counter in self.reuse.items()},
         )
 
     def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:

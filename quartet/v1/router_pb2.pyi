@@ -675,6 +675,7 @@ class ChoicePlacement(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     NUM_MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
+    NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Its number, from 0. Always set."""
     num_matched_tokens: _builtins.int
@@ -682,6 +683,10 @@ class ChoicePlacement(_message.Message):
     cost: _builtins.float
     """What the request costs on the rank that prefills, by the router's policy, in the unit of `RankOption.cost`.
     Absent: the policy has no costs.
+    """
+    num_held_tokens: _builtins.int
+    """The most prompt tokens that any one rank of the model had cached, as the router knew it. 0: none, or it could not
+    be known.
     """
     @_builtins.property
     def prefill(self) -> _types_pb2.Rank:
@@ -699,10 +704,11 @@ class ChoicePlacement(_message.Message):
         decode: _types_pb2.Rank | None = ...,
         num_matched_tokens: _builtins.int = ...,
         cost: _builtins.float | None = ...,
+        num_held_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "choice", b"choice", "cost", b"cost", "decode", b"decode", "num_matched_tokens", b"num_matched_tokens", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "choice", b"choice", "cost", b"cost", "decode", b"decode", "num_held_tokens", b"num_held_tokens", "num_matched_tokens", b"num_matched_tokens", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
@@ -859,6 +865,7 @@ class Usage(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
     NUM_MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt. 0: it was cancelled before they were counted."""
     num_cached_tokens: _builtins.int
@@ -869,6 +876,10 @@ class Usage(_message.Message):
     """Attempts it took. 0: it was cancelled before the first began."""
     num_media_tokens: _builtins.int
     """Of the prompt's tokens, those that media fill. 0: none, or the worker that encoded them did not report it."""
+    num_evicted_tokens: _builtins.int
+    """Prompt tokens that were expected to be cached, and were evicted before the request came. 0: none, or the worker
+    does not say.
+    """
     def __init__(
         self,
         *,
@@ -877,10 +888,11 @@ class Usage(_message.Message):
         num_output_tokens: _builtins.int = ...,
         num_attempts: _builtins.int = ...,
         num_media_tokens: _builtins.int = ...,
+        num_evicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "num_media_tokens", b"num_media_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_media_tokens", b"num_media_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1005,6 +1017,9 @@ class ExplainResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FOREIGN_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_UNSALTED_TOKENS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """The policy that places requests. Always set."""
     model: _builtins.str
@@ -1015,6 +1030,14 @@ class ExplainResponse(_message.Message):
     """Tokens of the prompt. Always set."""
     num_waiting: _builtins.int
     """Choices queued in the router for this model; `options` are as if there were none. 0: none."""
+    num_held_tokens: _builtins.int
+    """The most prompt tokens that any one rank of the model has cached. 0: none."""
+    num_foreign_tokens: _builtins.int
+    """Prompt tokens beyond those that a rank of another model has cached: of no use here. 0: none."""
+    num_unsalted_tokens: _builtins.int
+    """Prompt tokens beyond those that a rank of the model has cached without the request's `cache_salt`. 0: none, or it
+    has none.
+    """
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankOption]:
         """Every rank of the model, also those that can't take the request; the chosen ones first, then by cost. Empty: all
@@ -1038,10 +1061,13 @@ class ExplainResponse(_message.Message):
         num_waiting: _builtins.int = ...,
         options: _abc.Iterable[Global___RankOption] | None = ...,
         wait: _duration_pb2.Duration | None = ...,
+        num_held_tokens: _builtins.int = ...,
+        num_foreign_tokens: _builtins.int = ...,
+        num_unsalted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_waiting", b"num_waiting", "options", b"options", "policy", b"policy", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_foreign_tokens", b"num_foreign_tokens", "num_held_tokens", b"num_held_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_unsalted_tokens", b"num_unsalted_tokens", "num_waiting", b"num_waiting", "options", b"options", "policy", b"policy", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

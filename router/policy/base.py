@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quartet.api.reuse import ExpectedReuse
 from quartet.discovery.base import Rank
 from quartet.events.load import StepTime
 
@@ -181,12 +182,14 @@ class Placement:
         num_cached_tokens: its leading tokens that should be cached where it is prefilled.
         cost: its expected cost where it is prefilled, as ``Policy.explain`` gives it; ``None``: the policy computes no
             cost.
+        expected: what the router knew of its cached tokens, set by ``Admission``; ``None``: nothing.
     """
 
     prefill: Rank | None
     decode: Rank
     num_cached_tokens: int = 0
     cost: float | None = None
+    expected: ExpectedReuse | None = None
 
     @property
     def prefills_at(self) -> Rank:

@@ -114,6 +114,7 @@ def put_choice_placement(into: router_pb2.ChoicePlacement, placement: ChoicePlac
         put_rank(into.prefill, placement.prefill)
     put_rank(into.decode, placement.decode)
     into.num_matched_tokens = placement.num_matched_tokens
+    into.num_held_tokens = placement.num_held_tokens
     if placement.cost is not None:
         into.cost = placement.cost
 
@@ -126,6 +127,7 @@ def from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacemen
         decode=from_rank(message.decode),
         num_matched_tokens=message.num_matched_tokens,
         cost=message.cost if message.HasField("cost") else None,
+        num_held_tokens=message.num_held_tokens,
     )
 
 
@@ -212,6 +214,7 @@ def put_choice_finished(into: router_pb2.ChoiceFinished, finished: ChoiceFinishe
     used.num_output_tokens = usage.num_output_tokens
     used.num_attempts = usage.num_attempts
     used.num_media_tokens = usage.num_media_tokens
+    used.num_evicted_tokens = usage.num_evicted_tokens
     _put_time_breakdown(into.time, finished.time)
 
 
@@ -233,6 +236,7 @@ def _from_usage(message: router_pb2.Usage) -> Usage:
         num_output_tokens=message.num_output_tokens,
         num_attempts=message.num_attempts,
         num_media_tokens=message.num_media_tokens,
+        num_evicted_tokens=message.num_evicted_tokens,
     )
 
 

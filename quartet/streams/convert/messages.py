@@ -264,6 +264,7 @@ def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> 
         transfer_bytes=started.transfer_bytes,
         num_prompt_tokens=num_prompt_tokens,
         transfer_way=to_transfer_way(started.transfer_way),
+        num_evicted_tokens=started.num_evicted_tokens,
     )
 
 
@@ -276,6 +277,7 @@ def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
         transfer_bytes=message.transfer_bytes,
         transfer_way=from_transfer_way(message.transfer_way),
         num_prompt_tokens=message.num_prompt_tokens,
+        num_evicted_tokens=message.num_evicted_tokens,
     )
 
 
@@ -354,6 +356,7 @@ def to_prefill_result(
         num_cached_tokens=prefilled.num_cached_tokens,
         queue=to_duration(prefilled.queue_s),
         compute=to_duration(prefilled.compute_s),
+        num_evicted_tokens=prefilled.num_evicted_tokens,
     )
     if prefilled.prompt_logprobs is not None:
         put_prompt_logprobs(result.prompt_logprobs, prefilled.prompt_logprobs)
@@ -380,6 +383,7 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         prompt_logprobs=(
             from_prompt_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
         ),
+        num_evicted_tokens=message.num_evicted_tokens,
     )
 
 
