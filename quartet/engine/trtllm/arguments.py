@@ -1,4 +1,4 @@
-"""From a worker's settings to the arguments of TensorRT-LLM 1.2; needs neither the package nor a GPU.
+"""From a worker's settings to the arguments of TensorRT-LLM; needs neither the package nor a GPU.
 
 ``merge_layers`` lays a file's arguments over those of our own fields, and ``override_engine_args`` over both. The
 ``prepare_``, ``keep_`` and ``publish_`` functions set what a worker's role needs if no layer sets it, and refuse other
@@ -82,7 +82,7 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     function sets what the role needs if no layer has set it.
 
     Raises:
-        ConfigError: names the setting (and key) that TensorRT-LLM 1.2, or the role, does not allow.
+        ConfigError: names the setting (and key) that TensorRT-LLM, or the role, does not allow.
     """
     arguments, backend = merge_layers(spec.engine)
     if use is Use.ENCODE:
@@ -225,8 +225,10 @@ class Arguments:
         self.values[name] = value
 
     def keep_only(self, names: Container[str]) -> list[str]:
-        """Remove all other arguments; return the message names of those that were not ``None``."""
+        """Remove all other arguments and what was warned of them; return the names of those that were not ``None``."""
         others = [name for name in self.values if name not in names]
+        dropped = tuple(f"{self.origin(name)}{end}" for name in others for end in ":.")
+        self.warnings = [warning for warning in self.warnings if not warning.startswith(dropped)]
         return [self.origin(name) for name in others if self.values.pop(name) is not None]
 
 
@@ -234,7 +236,7 @@ def merge_layers(settings: EngineSettings) -> tuple[Arguments, Backend]:
     """Merge the layers of ``settings`` into arguments of ``LLM``, without ``model``; check each layer by itself.
 
     Raises:
-        ConfigError: names the layer and the key that TensorRT-LLM 1.2 does not take.
+        ConfigError: names the layer and the key that TensorRT-LLM does not take: 1.2, or what is installed, if later.
     """
     layers = _read_layers(settings)
     backend = _backend(settings, layers)
@@ -249,6 +251,9 @@ def merge_layers(settings: EngineSettings) -> tuple[Arguments, Backend]:
     for name, values in layers:
         _lay_over(merged, name, values)
     merged.values.pop("backend", None)
+    for name in schema.gone_arguments():
+        # What was said that asks for more than holds anyway was refused.
+        merged.values.pop(name, None)
     return merged, backend
 
 
@@ -518,7 +523,11 @@ def _build(llm_args: Any, name: str, value: object) -> object:
         return value
     fields = dict(value)
     if name == "speculative_config":
-        class_name = DECODING_CLASSES[str(fields.pop("decoding_type"))]
+        if (decoding_type := str(fields["decoding_type"])) not in DECODING_CLASSES:
+            # Only a line after 1.2 passes with these, and it chooses the class itself.
+            return fields
+        del fields["decoding_type"]
+        class_name = DECODING_CLASSES[decoding_type]
         if not hasattr(llm_args, class_name):
             raise ConfigError(f"{name}.decoding_type: the TensorRT-LLM installed here{_version()} does not have it")
         return _made(name, getattr(llm_args, class_name), fields)

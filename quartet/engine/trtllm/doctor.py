@@ -236,10 +236,10 @@ OTHER_VERSIONS: Mapping[str, str] = {
     "1.1": "lacks what came with 1.2, such as several answers and beam search on the PyTorch backend",
     "1.3": (
         "its hand-offs need a disagg_request_id, which Quartet gives, and its KV events may have hashes of text, "
-        "salts and media, which Quartet reads; arguments that came with it are passed on unchecked; penalties, min_p "
-        "and seeds count with TRTLLMSampler alone"
+        "salts and media, which Quartet reads; arguments that 1.2 does not know are passed on unchecked; penalties, "
+        "min_p and seeds count with TRTLLMSampler alone, or if it has no sampler_type any more"
     ),
-    "1.4": ("as 1.3; its one sampler honours penalties, min_p and seeds, and sampler_type: TRTLLMSampler is gone"),
+    "1.4": "as 1.3; its one sampler honours penalties, min_p and seeds, and sampler_type is gone",
 }
 
 

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
 
-#: The first line whose one sampler honours penalties, ``min_p`` and seeds.
-COMPLETE_SAMPLER_LINE = (1, 4)
+#: The first line of which every release has one sampler, which honours penalties, ``min_p`` and seeds.
+_ONE_SAMPLER_LINE = (1, 4)
 
 _LINE = re.compile(r"(\d+)\.(\d+)")
 
@@ -23,6 +23,8 @@ class Package:
     Attributes:
         line: the first two parts of its version; (0, 0) if it has none that can be read.
         takes_priority: whether a call may name a priority; 1.2 knows none.
+        has_one_sampler: whether there is no ``sampler_type`` to choose, as from late releases of 1.3 on. The one
+            sampler honours penalties, ``min_p`` and seeds.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class Package:
             from tensorrt_llm.executor.result import Logprob
             from tensorrt_llm.executor.utils import RequestError
             from tensorrt_llm.llmapi import DisaggregatedParams, GuidedDecodingParams
+            from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
             from tensorrt_llm.scheduling_params import SchedulingParams
 
         self.LLM, self.SamplingParams, self.SchedulingParams = LLM, SamplingParams, SchedulingParams
@@ -41,6 +44,7 @@ class Package:
         parameters = inspect.signature(LLM.generate_async).parameters
         self.takes_priority = "priority" in parameters
         self.line = line_of(str(__version__))
+        self.has_one_sampler = self.line >= _ONE_SAMPLER_LINE or "sampler_type" not in TorchLlmArgs.model_fields
         self.RequestError: type[Exception] = RequestError
 
     def has_disaggregated_field(self, name: str) -> bool:
@@ -59,12 +63,12 @@ def line_of(text: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def installed_line() -> tuple[int, int]:
-    """The line of the installed package, without importing it; (0, 0) without one."""
+def installed_version() -> str | None:
+    """The version of the installed package, such as ``1.4.0rc1``, without importing it; ``None`` without one."""
     try:
-        return line_of(version("tensorrt_llm"))
+        return version("tensorrt_llm")
     except PackageNotFoundError:
-        return (0, 0)
+        return None
 
 
 def check_installed() -> None:

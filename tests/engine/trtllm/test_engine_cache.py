@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from quartet.engine.base import StepOutput
 from quartet.events.kv import Stored
 from quartet.kvcache.block_hash import sequence_hashes
-from tests.engine.trtllm.engines import WAIT_S, Running, asked, running, stand_in
+from tests.engine.trtllm.engines import WAIT_S, Running, asked, running
 from tests.fakes.driving import STORY, token_ids_of
 
 BLOCK_SIZE = 4
-
-
-@pytest.fixture
-def package() -> Iterator[Any]:
-    with stand_in() as module:
-        yield module
 
 
 class Listener:

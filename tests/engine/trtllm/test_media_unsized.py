@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from quartet.engine.trtllm import media_model
 from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaFile
 from tests.engine.fakes import make_request
-from tests.engine.trtllm.engines import decode_of, greedily, running, stand_in
+from tests.engine.trtllm.engines import decode_of, greedily, running
 from tests.engine.trtllm.media import NUM_TOKENS, PLACEHOLDER_ID, image_file, rows_file
 from tests.engine.trtllm.test_media_engine import picture_request
 from tests.fakes.driving import LOOK, encoder, greedy, picture, token_ids_of
@@ -28,11 +28,9 @@ MAX_TOKENS = 12
 
 
 @pytest.fixture(autouse=True)
-def unsized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unsized(monkeypatch: pytest.MonkeyPatch, package: Any) -> None:
     """The tiny model as one of a type that is not counted."""
     monkeypatch.setattr(media_model, "SIZED_MODEL_TYPES", ())
-    with stand_in():
-        yield
 
 
 def with_files(kind: RequestKind, *files: MediaFile, text: str = LOOK, **changes: object) -> EngineRequest:

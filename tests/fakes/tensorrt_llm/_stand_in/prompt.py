@@ -13,10 +13,12 @@ import torch
 class PreparedPrompt:
     """Tokens, with each picture's placeholder expanded, and one way to what goes in its place.
 
-    As upstream, an item's tokens are ids beyond the vocabulary: none of them is the id that stood in the prompt.
+    An item's tokens are ids beyond the vocabulary, none of them the id that stood in the prompt; or, in later releases,
+    that very id.
 
     Attributes:
         vocab_size: ids from here on are items'; ``None``: the prompt has none.
+        placeholder: the id within the vocabulary that is items', too, if any.
         pixel_values: [num_pictures, 3, height, width], for the vision tower.
         features: [tokens of items, hidden size], ready.
         handles: of an encoder's results, one a picture.
@@ -27,6 +29,7 @@ class PreparedPrompt:
     text: str | None
     token_ids: list[int]
     vocab_size: int | None = None
+    placeholder: int | None = None
     pixel_values: torch.Tensor | None = None
     features: torch.Tensor | None = None
     handles: list[dict[str, Any]] = field(default_factory=list)
@@ -40,7 +43,7 @@ class PreparedPrompt:
 
     def is_item(self, token_id: int) -> bool:
         """Whether ``token_id`` stands for a part of an item."""
-        return self.vocab_size is not None and token_id >= self.vocab_size
+        return token_id == self.placeholder or (self.vocab_size is not None and token_id >= self.vocab_size)
 
     def _marks(self) -> Iterator[int]:
         for item_hash, num_tokens in zip(self.item_hashes, self.item_tokens, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensorrt_llm._stand_in.prompt import PreparedPrompt
 from tensorrt_llm._stand_in.schema import API, StandInError
+from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm._stand_in.weights import Weights, load_image_processor
 
 
@@ -95,7 +96,7 @@ class PromptReader:
         place: Any = self._weights.image_token_id
         if token_ids.count(place) != num_items:
             raise ValueError(f"{token_ids.count(place)} placeholders in the prompt, but {num_items} pictures")
-        if len(handles) > 1:
+        if len(handles) > 1 and not SWITCHES.several_handles:
             raise NotImplementedError("Only one mm_handle is supported for LlavaNext for now")
         if handles and len(handles) != num_items:
             raise ValueError(f"{len(handles)} embedding handles, but {num_items} pictures")
@@ -112,6 +113,7 @@ class PromptReader:
             parts.get("prompt"),
             expanded,
             vocab_size=self._weights.vocab_size,
+            placeholder=place if SWITCHES.ids_in_vocabulary else None,
             pixel_values=None if handles or features is not None else pixels,
             features=None if handles or features is None else torch.cat(features),
             handles=handles,
@@ -121,6 +123,9 @@ class PromptReader:
 
     def _item_ids(self, item_tokens: Sequence[int], *, are_embeddings: bool) -> Iterator[list[int]]:
         """The ids of each item, as LLaVA's input processor makes them: one and the same, or of embeddings a count."""
+        if SWITCHES.ids_in_vocabulary:
+            yield from ([self._weights.image_token_id] * num_tokens for num_tokens in item_tokens)
+            return
         first = self._weights.vocab_size
         for num_tokens in item_tokens:
             yield [*range(first, first + num_tokens)] if are_embeddings else [first + 1] * num_tokens
