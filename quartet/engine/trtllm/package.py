@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import re
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
 
 #: The first line whose one sampler honours penalties, ``min_p`` and seeds.
 COMPLETE_SAMPLER_LINE = (1, 4)
+
+#: The first line whose KV events may say whose salted blocks and media are.
+NAMING_LINE = (1, 3)
 
 _LINE = re.compile(r"(\d+)\.(\d+)")
 
@@ -23,6 +28,7 @@ class Package:
     Attributes:
         line: the first two parts of its version; (0, 0) if it has none that can be read.
         takes_priority: whether a call may name a priority; 1.2 knows none.
+        takes_media_ids: whether a prompt may name its media, and KV events repeat the names; 1.2's don't.
     """
 
     def __init__(self) -> None:
@@ -41,6 +47,8 @@ class Package:
         parameters = inspect.signature(LLM.generate_async).parameters
         self.takes_priority = "priority" in parameters
         self.line = line_of(str(__version__))
+        prompt_keys = getattr(_later("tensorrt_llm.inputs", "TextPrompt"), "__annotations__", ())
+        self.takes_media_ids = self.line >= NAMING_LINE and "multi_modal_uuids" in prompt_keys
         self.RequestError: type[Exception] = RequestError
 
     def has_disaggregated_field(self, name: str) -> bool:
@@ -51,6 +59,11 @@ class Package:
     def hands_logprobs_over(self) -> bool:
         """Whether a hand-off carries the log probabilities of its token; without them a decode can't report any."""
         return self.has_disaggregated_field("first_gen_log_probs")
+
+
+def _later(module: str, name: str) -> Any:
+    """What only a later line may have; ``None``: this one does not."""
+    return getattr(importlib.import_module(module), name, None)
 
 
 def line_of(text: str) -> tuple[int, int]:
