@@ -449,7 +449,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question("calls take a priority", _parameter("tensorrt_llm", "LLM.generate_async", "priority"), is_later=True),
     Question(
-        "calls take a conversation, which Quartet does not name",
+        "calls take a conversation",
         _parameter("tensorrt_llm", "LLM.generate_async", "conversation_params"),
         is_later=True,
     ),

@@ -29,6 +29,7 @@ class Package:
         line: the first two parts of its version; (0, 0) if it has none that can be read.
         takes_priority: whether a call may name a priority; 1.2 knows none.
         takes_media_ids: whether a prompt may name its media, and KV events repeat the names; 1.2's don't.
+        ConversationParams: what tells a call its conversation; ``None``: calls take none.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,8 @@ class Package:
         self.line = line_of(str(__version__))
         prompt_keys = getattr(_later("tensorrt_llm.inputs", "TextPrompt"), "__annotations__", ())
         self.takes_media_ids = self.line >= NAMING_LINE and "multi_modal_uuids" in prompt_keys
+        takes_conversation = "conversation_params" in parameters
+        self.ConversationParams = _later("tensorrt_llm.llmapi", "ConversationParams") if takes_conversation else None
         self.RequestError: type[Exception] = RequestError
 
     def has_disaggregated_field(self, name: str) -> bool:
