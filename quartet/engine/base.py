@@ -81,6 +81,7 @@ class EngineRequest:
         media_inputs: for an engine that ``reads_media``, each item's file or the state of its opaque hand-off; ``None``
             for items of ``media_blocks``, which has nothing for the others.
         traceparent: W3C trace context, for an engine that traces by itself; not checked; empty: no trace.
+        session_key: requests of one conversation share it; empty: none.
     """
 
     id: int
@@ -91,6 +92,7 @@ class EngineRequest:
     media_blocks: tuple[tuple[int, ...], ...] = ()
     media_inputs: tuple[MediaFile | bytes | None, ...] = field(default=(), repr=False)
     traceparent: str = ""
+    session_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

@@ -402,6 +402,10 @@ def _parameter(module: str, name: str, parameter: str) -> Callable[[], bool]:
     return lambda: parameter in inspect.signature(_get(module, name)).parameters
 
 
+def _annotation(module: str, name: str, key: str) -> Callable[[], bool]:
+    return lambda: key in _get(module, name).__annotations__
+
+
 def _takes_lower_case() -> bool:
     # Only one part of the arguments: making it reads no GPU, while making all of them would.
     try:
@@ -445,7 +449,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question("calls take a priority", _parameter("tensorrt_llm", "LLM.generate_async", "priority"), is_later=True),
     Question(
-        "calls take a conversation, which Quartet does not name",
+        "calls take a conversation",
         _parameter("tensorrt_llm", "LLM.generate_async", "conversation_params"),
         is_later=True,
     ),
@@ -457,6 +461,11 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "hashes in KV events may be text (kv_cache_event_hash_algo)",
         _field(_ARGS, "KvCacheConfig", "kv_cache_event_hash_algo"),
+        is_later=True,
+    ),
+    Question(
+        "prompts name their pictures (multi_modal_uuids), which KV events repeat",
+        _annotation("tensorrt_llm.inputs", "TextPrompt", "multi_modal_uuids"),
         is_later=True,
     ),
     Question("it has a gRPC server", _has("tensorrt_llm.grpc", "__name__"), is_later=True),

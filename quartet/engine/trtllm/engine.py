@@ -23,7 +23,6 @@ from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.environment import check_ranks
 from quartet.engine.trtllm.errors import loss_of, start_error_of, trace_of
 from quartet.engine.trtllm.hand_off import CacheIdentity, PromptState
-from quartet.engine.trtllm.kv_events import UNANNOUNCED_BLOCKS
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.sampling import sampling_fields
@@ -189,7 +188,7 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
             placeholder_id=loaded.inputs.placeholder_id,
             reads_media=loaded.inputs.reads_media,
             metrics=None if loaded.metrics is None else loaded.metrics.collect,
-            unannounced_blocks=UNANNOUNCED_BLOCKS,
+            unannounced_blocks=loaded.unannounced_blocks,
         )
 
     def _on_loop(self, callback: Callable[..., None]) -> Callable[..., None]:

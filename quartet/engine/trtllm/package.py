@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import re
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
 
 #: The first line of which every release has one sampler, which honours penalties, ``min_p`` and seeds.
 _ONE_SAMPLER_LINE = (1, 4)
+
+#: The first line whose KV events may say whose salted blocks and media are.
+NAMING_LINE = (1, 3)
 
 _LINE = re.compile(r"(\d+)\.(\d+)")
 
@@ -25,6 +30,8 @@ class Package:
         takes_priority: whether a call may name a priority; 1.2 knows none.
         has_one_sampler: whether there is no ``sampler_type`` to choose, as from late releases of 1.3 on. The one
             sampler honours penalties, ``min_p`` and seeds.
+        takes_media_ids: whether a prompt may name its media, and KV events repeat the names; 1.2's don't.
+        ConversationParams: what tells a call its conversation; ``None``: calls take none.
     """
 
     def __init__(self) -> None:
@@ -45,6 +52,10 @@ class Package:
         self.takes_priority = "priority" in parameters
         self.line = line_of(str(__version__))
         self.has_one_sampler = self.line >= _ONE_SAMPLER_LINE or "sampler_type" not in TorchLlmArgs.model_fields
+        prompt_keys = getattr(_later("tensorrt_llm.inputs", "TextPrompt"), "__annotations__", ())
+        self.takes_media_ids = self.line >= NAMING_LINE and "multi_modal_uuids" in prompt_keys
+        takes_conversation = "conversation_params" in parameters
+        self.ConversationParams = _later("tensorrt_llm.llmapi", "ConversationParams") if takes_conversation else None
         self.RequestError: type[Exception] = RequestError
 
     def has_disaggregated_field(self, name: str) -> bool:
@@ -55,6 +66,11 @@ class Package:
     def hands_logprobs_over(self) -> bool:
         """Whether a hand-off carries the log probabilities of its token; without them a decode can't report any."""
         return self.has_disaggregated_field("first_gen_log_probs")
+
+
+def _later(module: str, name: str) -> Any:
+    """What only a later line may have; ``None``: this one does not."""
+    return getattr(importlib.import_module(module), name, None)
 
 
 def line_of(text: str) -> tuple[int, int]:

@@ -124,6 +124,7 @@ def to_engine_request(id: int, kind: RequestKind, start: WorkerStart) -> EngineR
         hand_off=start.hand_off,
         priority=start.context.priority,
         traceparent=start.context.traceparent,
+        session_key=start.context.session_key,
     )
 
 

@@ -14,6 +14,14 @@ from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm._stand_in.weights import Weights, load_image_processor
 
 
+def _names(given: Any, num_items: int) -> list[str | None]:
+    if given is None:
+        return [None] * num_items
+    if len(given) != num_items or not all(name is None or isinstance(name, str) for name in given):
+        raise ValueError(f"multi_modal_uuids must name each of {num_items} items, or say None")
+    return list(given)
+
+
 class PromptReader:
     """Reads one model's prompts."""
 
@@ -54,7 +62,8 @@ class PromptReader:
         if not isinstance(inputs, dict) or not ("prompt" in inputs) ^ ("prompt_token_ids" in inputs):
             raise TypeError(f"The inputs must be type str or list of int or a prompt dict, but got {type(inputs)}")
         kind = "text_prompt" if "prompt" in inputs else "tokens_prompt"
-        if unknown := set(inputs) - set(API["shapes"][kind]) | ({"query_token_ids"} & set(inputs)):
+        later = {"multi_modal_uuids"} if SWITCHES.is_1_4 else set()
+        if unknown := set(inputs) - set(API["shapes"][kind]) - later | ({"query_token_ids"} & set(inputs)):
             raise StandInError(f"keys of a prompt that would be ignored, or that are not imitated: {sorted(unknown)}")
         if others := set(inputs.get("multi_modal_data") or {}) - {"image"}:
             raise ValueError(f"the model doesn't take {sorted(others)}")
@@ -109,6 +118,7 @@ class PromptReader:
         items = self._item_ids(item_tokens, are_embeddings=features is not None and not handles)
         expanded = [new for old in token_ids for new in (next(items) if old == place else [old])]
         given = disagg.multimodal_hashes if disagg else None
+        names = _names((parts.get("multi_modal_uuids") or {}).get("image"), num_items)
         return PreparedPrompt(
             parts.get("prompt"),
             expanded,
@@ -119,6 +129,7 @@ class PromptReader:
             handles=handles,
             item_hashes=given or [hash_of(item) for item in (features if features is not None else pixels)],  # type: ignore[union-attr]
             item_tokens=item_tokens,
+            item_names=names,
         )
 
     def _item_ids(self, item_tokens: Sequence[int], *, are_embeddings: bool) -> Iterator[list[int]]:

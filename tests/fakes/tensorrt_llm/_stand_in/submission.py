@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from tensorrt_llm._stand_in.conversation import check_conversation
 from tensorrt_llm._stand_in.engine import StandInEngine
 from tensorrt_llm._stand_in.guide import make_guide
 from tensorrt_llm._stand_in.prompts import PromptReader
@@ -56,6 +57,7 @@ def make_request(
             raise StandInError(f"{name} is not imitated")
     recorded = {**given, "sampling_params": copy.deepcopy(given["sampling_params"])}
     _check_params(params)
+    check_conversation(given.get("conversation_params"))
     if disagg is not None:
         check_types("DisaggregatedParams", disagg)
         _check_disagg(disagg, given["inputs"], params, args, reader)
