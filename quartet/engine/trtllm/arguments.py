@@ -95,6 +95,8 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     use_connector(arguments, spec.engine.connector)
     arguments.set_default("scheduler_config", _DEFAULT_SCHEDULER)
     timeout_s = prepare_prefill(arguments) if use is Use.PREFILL else prepare_decode(arguments)
+    if spec.engine.logits_processors:
+        prepare_processors(arguments, use)
     publishes = spec.engine.publish_events_and_metrics
     has_events = publishes and publish_events(arguments)
     has_stats = publishes and publish_metrics(arguments, "enable_iter_perf_stats")
@@ -138,6 +140,8 @@ def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> L
         raise ConfigError("backend: _autodeploy hands no KV blocks over, so it serves on decode workers only")
     if spec.engine.connector is not None:
         raise ConfigError("connector: the backend _autodeploy takes none")
+    if spec.engine.logits_processors:
+        raise ConfigError("logits_processors: the backend _autodeploy takes no argument that lets them see every token")
     keep_safe_for_autodeploy(arguments)
     has_events = spec.engine.publish_events_and_metrics and publish_events(arguments)
     cache = arguments.section(KV_CACHE)
@@ -437,6 +441,27 @@ def prepare_decode(arguments: Arguments) -> float | None:
         timeout_ms = config["kv_transfer_timeout_ms"] = _DEFAULT_TRANSFER_TIMEOUT_MS
     arguments.values[_TRANSCEIVER] = config
     return timeout_ms / 1000
+
+
+def prepare_processors(arguments: Arguments, use: Use) -> None:
+    """Set what logits processors need to see every token of their own request.
+
+    Raises:
+        ConfigError: a layer sets a value that makes this impossible.
+    """
+    if arguments.values.get("speculative_config") is not None:
+        raise ConfigError(
+            f"{arguments.origin('speculative_config')}: must be unset with logits_processors, "
+            "which would be given the scores of others"
+        )
+    if not arguments.values.get("disable_overlap_scheduler", True):
+        raise ConfigError(
+            f"{arguments.origin('disable_overlap_scheduler')}: must be true with logits_processors, "
+            "which would not see the latest token"
+        )
+    arguments.set_default("disable_overlap_scheduler", True)
+    if use is Use.PREFILL:
+        arguments.warnings.append("logits_processors: NVIDIA does not support them where prompts are handed on")
 
 
 def _warn_of_small_buffer(arguments: Arguments) -> None:

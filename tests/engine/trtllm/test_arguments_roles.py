@@ -63,6 +63,26 @@ def test_prefill_switches_the_overlap_scheduler_off_and_refuses_it() -> None:
         arguments(Use.PREFILL, {"disable_overlap_scheduler": False})
 
 
+def test_logits_processors_see_every_token_or_are_refused() -> None:
+    processors = {"logits_processors": ("brand_names",)}
+    decode, prefill = arguments(Use.DECODE, **processors), arguments(Use.PREFILL, **processors)
+    assert decode.values["disable_overlap_scheduler"] is prefill.values["disable_overlap_scheduler"] is True
+    assert arguments(Use.DECODE, {"disable_overlap_scheduler": True}, **processors).warnings == decode.warnings == ()
+    assert prefill.warnings == ("logits_processors: NVIDIA does not support them where prompts are handed on",)
+    with pytest.raises(
+        ConfigError, match=r"^override_engine_args: disable_overlap_scheduler: must be true with logits"
+    ):
+        arguments(Use.DECODE, {"disable_overlap_scheduler": False}, **processors)
+    speculative = {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}
+    assert arguments(Use.DECODE, speculative).values["speculative_config"] == speculative["speculative_config"]
+    for use in (Use.PREFILL, Use.DECODE):
+        with pytest.raises(ConfigError, match=r"^override_engine_args: speculative_config: must be unset with logits"):
+            arguments(use, speculative, **processors)
+    assert arguments(Use.DECODE, {"speculative_config": None}, **processors).warnings == ()
+    with pytest.raises(ConfigError, match=r"^logits_processors: the backend _autodeploy"):
+        arguments(**processors, **AUTODEPLOY)
+
+
 def test_room_for_beams_is_refused_by_the_layer_that_asks_for_it() -> None:
     for use in (Use.PREFILL, Use.DECODE):
         with pytest.raises(ConfigError, match=r"^max_beam_width: must be 1, not 2"):
