@@ -99,7 +99,6 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         **OVERLAP,
         **graph(256, enable_padding=True),
     },
-    "llama4-scout/encode": {"tensor_parallel_size": 1, **bounds(8192, 16), **NO_OVERLAP, **UCX},
     "llama4-scout/agg": {**_SCOUT, **bounds(4096, 8), "moe_expert_parallel_size": 1, **CHUNKS},
     "llama4-scout/prefill": {**_SCOUT, **bounds(8192, 16), **NO_OVERLAP},
     "llama4-scout/decode": {**_SCOUT, **bounds(8192, 16), **OVERLAP},
