@@ -25,7 +25,16 @@ from quartet.telemetry.provenance import count_usable_cores, usable_cpus
 from router.config import RouterConfig
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
-from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
+from services.topology.topology import (
+    ROUTER,
+    Choices,
+    Topology,
+    check_engines,
+    choose,
+    plan_router,
+    plan_workers,
+    read_settings,
+)
 
 _RUN_PARENT = Path(".run")
 _POLL_INTERVAL_S = 0.2
@@ -115,6 +124,8 @@ def up(
         for note in chosen.notes:
             display.progress(note)
         if is_dry_run:
+            for warning in check_engines(plan_workers(chosen.topology, num_cores=num_cores)):
+                display.progress(warning)
             print_plan(chosen.topology, num_cores=num_cores)
             return
         restarts = None if is_failing_fast else RestartConfig()
@@ -144,7 +155,7 @@ async def wait_ready(
 
 def _environment(topology: Topology, num_cores: int) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
-    plan_workers(topology, num_cores=num_cores)
+    check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
     build(RouterConfig, plan_router(topology).settings, "router.overrides")
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(

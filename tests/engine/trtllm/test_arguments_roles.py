@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quartet.engine.settings import Backend
 from quartet.engine.trtllm import schema
-from quartet.engine.trtllm.arguments import Use
+from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.errors import ConfigError
 from quartet.transfer.config import TransferConfig
-from tests.engine.trtllm.specs import arguments
+from tests.engine.trtllm.specs import arguments, spec_of
+from tests.tiny import MAX_MODEL_LEN
 
 AUTODEPLOY = {"backend": Backend.AUTODEPLOY, "dtype": "auto"}
 
@@ -101,6 +103,29 @@ def test_prefill_warns_of_a_buffer_that_longest_prompts_do_not_fit() -> None:
     [warning] = warnings(Use.PREFILL, 99)
     assert warning.startswith("override_engine_args: cache_transceiver_config.max_tokens_in_buffer: ")
     assert warnings(Use.PREFILL, 100) == warnings(Use.DECODE, 99) == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "longest"),
+    [
+        ({}, MAX_MODEL_LEN),  # as the model's files say
+        ({"max_seq_len": 9_000}, 8_192),  # what a step computes by default
+        ({"max_num_tokens": 500}, 500),
+        ({"max_num_tokens": 500, "enable_chunked_prefill": True}, MAX_MODEL_LEN),
+    ],
+)
+def test_the_longest_prompt_is_known_without_a_bound_of_its_own(override: dict[str, Any], longest: int) -> None:
+    for num_tokens, is_warned in ((longest - 1, True), (longest, False)):
+        config = {"cache_transceiver_config": {"max_tokens_in_buffer": num_tokens}}
+        warnings = arguments(Use.PREFILL, {**config, **override}).warnings
+        assert bool(warnings) is is_warned
+        assert all(f"up to {longest} tokens" in warning for warning in warnings)
+
+
+def test_a_model_that_is_not_here_yet_has_no_known_length() -> None:
+    config = {"cache_transceiver_config": {"max_tokens_in_buffer": 4}}
+    spec = replace(spec_of(override_engine_args=config), model_path="nobody/nothing")
+    assert llm_arguments(spec, Use.PREFILL).warnings == ()
 
 
 def test_only_an_encode_worker_loads_the_vision_part_alone() -> None:
