@@ -28,7 +28,16 @@ from router.config import RouterConfig
 from router.policy.create import PolicyName
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
-from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
+from services.topology.topology import (
+    ROUTER,
+    Choices,
+    Topology,
+    check_engines,
+    choose,
+    plan_router,
+    plan_workers,
+    read_settings,
+)
 from services.workers.config import WorkerConfig
 
 _RUN_PARENT = Path(".run")
@@ -119,6 +128,8 @@ def up(
         for note in chain(chosen.notes, _notes_on_events(chosen.topology, num_cores)):
             display.progress(note)
         if is_dry_run:
+            for warning in check_engines(plan_workers(chosen.topology, num_cores=num_cores)):
+                display.progress(warning)
             print_plan(chosen.topology, num_cores=num_cores)
             return
         restarts = None if is_failing_fast else RestartConfig()
@@ -161,7 +172,7 @@ def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
 
 def _environment(topology: Topology, num_cores: int) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
-    plan_workers(topology, num_cores=num_cores)
+    check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
     build(RouterConfig, plan_router(topology).settings, "router.overrides")
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(

@@ -18,6 +18,7 @@ from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
+from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
@@ -432,6 +433,25 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
     return plans
 
 
+def check_engines(plans: Sequence[ProcessPlan]) -> list[str]:
+    """Check the arguments that workers of ``plans`` give to TensorRT-LLM, engine files included, without the package.
+
+    An engine file that is not here is no error: a plan may be made on another host than it is for.
+
+    Returns:
+        What these workers will warn of, and files that are not here; each begins with the worker's name.
+
+    Raises:
+        ConfigError: naming the worker, the layer and the key.
+    """
+    warnings: list[str] = []
+    for plan in plans:
+        config = build(WorkerConfig, plan.settings)
+        if config.engine.kind is EngineKind.TRTLLM:
+            warnings += [f"{plan.name}: {warning}" for warning in _check_trtllm(plan, config)]
+    return warnings
+
+
 def plan_router(topology: Topology) -> ProcessPlan:
     """The router to start. The router itself checks its overrides: only it knows ``RouterConfig``."""
     base = {
@@ -558,6 +578,16 @@ def _switch_model(settings: Settings, model: Path) -> Iterator[str]:
         for setting in _OF_A_MODEL:
             if found(holder, "overrides").pop(setting, None) is not None:
                 yield f"{where}.overrides.{setting}: left out, as it is another model's"
+
+
+def _check_trtllm(plan: ProcessPlan, config: WorkerConfig) -> Sequence[str]:
+    file = config.engine.extra_engine_args
+    if file is not None and not file.is_file():
+        return [f"extra_engine_args: {file} is not here, so TensorRT-LLM's arguments were not checked"]
+    try:
+        return llm_arguments(config.engine_spec, Use(str(plan.role))).warnings
+    except ConfigError as error:
+        raise ConfigError(f"{plan.name}: {error}") from error
 
 
 def _group_config(topology: Topology, number: int) -> WorkerConfig:

@@ -70,7 +70,7 @@ TOPOLOGIES = {
     # Prompts may be computed where they are decoded, if that costs less.
     "disagg_router": Expected(workers=FOUR, announces=True),
     "e_pd": Expected(workers={"encode-0", *DECODE}, takes_media=True, encodes=MEDIA),
-    "epd_disagg": Expected(workers=TRIPLE, always_hands_off=True, takes_media=True, encodes={EMBEDDINGS}),
+    "epd_disagg": Expected(workers=PAIR, always_hands_off=True, takes_media=True),
     "epd_multimodal_image": Expected(workers=TRIPLE, always_hands_off=True, takes_media=True, encodes=MEDIA),
     "epd_multimodal_image_and_embeddings": Expected(
         workers=TRIPLE, always_hands_off=True, takes_media=True, encodes=MEDIA

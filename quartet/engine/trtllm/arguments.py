@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quartet.config import load_yaml
@@ -19,7 +20,8 @@ from quartet.engine.settings import Backend, EngineSettings
 from quartet.engine.trtllm import schema
 from quartet.engine.trtllm.connector import check_connector, use_connector
 from quartet.engine.trtllm.schema import DECODING_CLASSES, ConfigTable, check_arguments
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ModelFilesError
+from quartet.text import model_files
 
 if TYPE_CHECKING:
     from quartet.engine.settings import EngineSpec
@@ -95,6 +97,10 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     use_connector(arguments, spec.engine.connector)
     arguments.set_default("scheduler_config", _DEFAULT_SCHEDULER)
     timeout_s = prepare_prefill(arguments) if use is Use.PREFILL else prepare_decode(arguments)
+    if use is Use.PREFILL:
+        _warn_of_small_buffer(arguments, spec.model_path)
+    if spec.engine.logits_processors:
+        prepare_processors(arguments, use)
     publishes = spec.engine.publish_events_and_metrics
     has_events = publishes and publish_events(arguments)
     has_stats = publishes and publish_metrics(arguments, "enable_iter_perf_stats")
@@ -138,6 +144,8 @@ def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> L
         raise ConfigError("backend: _autodeploy hands no KV blocks over, so it serves on decode workers only")
     if spec.engine.connector is not None:
         raise ConfigError("connector: the backend _autodeploy takes none")
+    if spec.engine.logits_processors:
+        raise ConfigError("logits_processors: the backend _autodeploy takes no argument that lets them see every token")
     keep_safe_for_autodeploy(arguments)
     has_events = spec.engine.publish_events_and_metrics and publish_events(arguments)
     cache = arguments.section(KV_CACHE)
@@ -418,7 +426,6 @@ def prepare_prefill(arguments: Arguments) -> float:
     timeout_s = prepare_decode(arguments)
     if timeout_s is None:
         raise ConfigError(f"{arguments.origin(_TRANSCEIVER)}: a prefill worker cannot do without its backend")
-    _warn_of_small_buffer(arguments)
     return timeout_s
 
 
@@ -444,14 +451,46 @@ def prepare_decode(arguments: Arguments) -> float | None:
     return timeout_ms / 1000
 
 
-def _warn_of_small_buffer(arguments: Arguments) -> None:
+def prepare_processors(arguments: Arguments, use: Use) -> None:
+    """Set what logits processors need to see every token of their own request.
+
+    Raises:
+        ConfigError: a layer sets a value that makes this impossible.
+    """
+    if arguments.values.get("speculative_config") is not None:
+        raise ConfigError(
+            f"{arguments.origin('speculative_config')}: must be unset with logits_processors, "
+            "which would be given the scores of others"
+        )
+    if not arguments.values.get("disable_overlap_scheduler", True):
+        raise ConfigError(
+            f"{arguments.origin('disable_overlap_scheduler')}: must be true with logits_processors, "
+            "which would not see the latest token"
+        )
+    arguments.set_default("disable_overlap_scheduler", True)
+    if use is Use.PREFILL:
+        arguments.warnings.append("logits_processors: NVIDIA does not support them where prompts are handed on")
+
+
+def _warn_of_small_buffer(arguments: Arguments, model_path: str) -> None:
     num_tokens = arguments.section(_TRANSCEIVER).get("max_tokens_in_buffer")
-    longest = arguments.values.get("max_seq_len")
-    if isinstance(num_tokens, int) and isinstance(longest, int) and num_tokens < longest:
+    longest = _value(arguments.values, "max_seq_len", int) or _length_of_model(model_path)
+    if longest is not None and not arguments.values.get("enable_chunked_prefill"):
+        longest = min(longest, _value(arguments.values, "max_num_tokens", int) or _MAX_NUM_TOKENS)
+    if isinstance(num_tokens, int) and longest is not None and num_tokens < longest:
         arguments.warnings.append(
-            f"{arguments.origin(_TRANSCEIVER)}.max_tokens_in_buffer: longer prompts, up to max_seq_len, "
+            f"{arguments.origin(_TRANSCEIVER)}.max_tokens_in_buffer: longer prompts, up to {longest} tokens, "
             "may fail to be handed on"
         )
+
+
+def _length_of_model(model_path: str) -> int | None:
+    """Tokens of a sequence that the model was made for; ``None``: not known, such as of one to be fetched yet."""
+    try:
+        files = {model_files.CONFIG: (Path(model_path) / model_files.CONFIG).read_bytes()}
+        return model_files.max_position_embeddings(files)
+    except (OSError, ModelFilesError):
+        return None  # what is wrong is said where the model is read
 
 
 def publish_events(arguments: Arguments) -> bool:

@@ -320,7 +320,7 @@ class Claims:
 
         Raises:
             NoHandOffError: this engine takes no hand-offs.
-            LayoutMismatchError: it is of another engine, or of one with another model, dtype or block size.
+            LayoutMismatchError: it is of another engine, or of one whose blocks can't come here.
             HandOffStateError: it was used before.
             InvalidRequestError: it is not of this request's tokens.
         """
@@ -329,8 +329,8 @@ class Claims:
             raise NoHandOffError("this engine takes no hand-offs", field="hand_off")
         hand_off = request.hand_off
         state = PromptState.from_bytes(_opaque_state(hand_off))
-        if state.cache != cache:
-            raise LayoutMismatchError("the hand-off is of another model, dtype or block size", field="hand_off")
+        if (refusal := cache.refusal_of(state.cache)) is not None:
+            raise LayoutMismatchError(refusal, field="hand_off")
         generation = request.generation
         num_given = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
         if state.num_tokens != num_given - 1 or not generation.generated_token_ids:

@@ -311,6 +311,9 @@ class _ItemReader:
     def _item(self, span: MediaSpan | None, given: MediaFile | bytes | None, block_ids: Sequence[int]) -> MediaItem:
         if isinstance(given, bytes) and span is not None:
             return MediaItem(state=self._state(span, given))
+        is_picture = isinstance(given, MediaFile) and given.kind is MediaKind.IMAGE
+        if not is_picture and MediaKind.EMBEDDINGS not in self._model.kinds:
+            raise UnsupportedFieldError("this model takes no embeddings with TensorRT-LLM")
         if not isinstance(given, MediaFile):
             if not block_ids or span is None:
                 raise MediaLostError("the embeddings of the prompt's media are not here")

@@ -69,7 +69,12 @@ class LoadedLlm:
     @property
     def cache(self) -> CacheIdentity:
         """What must be the same in an engine that goes on with this engine's prompts."""
-        return CacheIdentity(model_fingerprint=self.facts.fingerprint, block_size=self.arguments.block_size)
+        transceiver = self.arguments.values.get("cache_transceiver_config")
+        return CacheIdentity.of_arguments(
+            self.facts.fingerprint,
+            self.arguments.block_size,
+            transceiver if isinstance(transceiver, Mapping) else None,
+        )
 
     @property
     def unannounced_blocks(self) -> tuple[str, ...]:

@@ -248,6 +248,23 @@ async def test_an_engine_with_another_cache_does_not_pull(package: Any) -> None:
         assert not decode.puller.claims
 
 
+async def test_an_engine_with_another_transceiver_does_not_pull(package: Any) -> None:
+    def by(backend: str) -> dict[str, Any]:
+        return {"override_engine_args": {"cache_transceiver_config": {"backend": backend}}}
+
+    async with running(PREFILL) as prefill, running(**by("UCX")) as other, running(**by("DEFAULT")) as unknown:
+        request = asked(STORY, kind=PREFILL)
+        prefilled = await prefill.end_of(request)
+        error = await error_of(other, decode_of(request, prefilled))
+        assert isinstance(error, LayoutMismatchError)
+        assert (error.field, error.message) == (
+            "hand_off",
+            "the hand-off goes by cache_transceiver_config.backend NIXL, here it is UCX",
+        )
+        assert not other.puller.claims
+        assert not isinstance(await unknown.end_of(decode_of(request, prefilled)), Failed), "variables decide there"
+
+
 async def test_prompts_as_they_come_from_the_wire_are_taken(package: Any) -> None:
     async with running() as decode:
         request = asked(STORY, 3)

@@ -74,12 +74,13 @@ def test_each_of_the_eleven_comes_for_a_laptop_and_for_gpus_with_the_same_worker
     laptop, host = (
         plan_workers(load_topology(CONFIGS / part / f"{name}.yaml"), num_cores=4) for part in ("", "trtllm")
     )
-    assert [plan.name for plan in laptop] == [plan.name for plan in host]
+    # Llama 4 takes no ready embeddings, and its pictures are encoded by Prefill.
+    only_laptop = {"encode-0"} if name == "epd_disagg" else set()
+    assert [plan.name for plan in laptop if plan.name not in only_laptop] == [plan.name for plan in host]
     kinds = [[build(WorkerConfig, plan.settings).engine.kind.value for plan in plans] for plans in (laptop, host)]
     assert kinds == [["torch"] * len(laptop), ["trtllm"] * len(host)]
     assert not any(plan.gpus for plan in laptop)
-    # Only what loads no model needs none.
-    assert all(plan.gpus or "embeddings" in str(plan.settings["encoder"]) for plan in host)
+    assert all(plan.gpus for plan in host)
 
 
 ON_GPUS = {

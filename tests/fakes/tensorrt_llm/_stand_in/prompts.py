@@ -99,8 +99,9 @@ class PromptReader:
     ) -> PreparedPrompt:
         if not self._weights.has_vision:
             raise ValueError("the model has no vision tower")
-        features = None if embeddings is None else [item.float() for item in _as_list(embeddings)]
-        pixels = None if pictures is None else self.pixels(_as_list(pictures), parts.get("mm_processor_kwargs") or {})
+        features = None if embeddings is None else [_rows(item) for item in _as_list(embeddings)]
+        options = (parts.get("mm_processor_kwargs") or {}) if SWITCHES.reads_processor_options else {}
+        pixels = None if pictures is None else self.pixels(_as_list(pictures), options)
         num_items = len(features if features is not None else pixels)  # type: ignore[arg-type]
         place: Any = self._weights.image_token_id
         if token_ids.count(place) != num_items:
@@ -160,6 +161,15 @@ class PromptReader:
                 picture = picture.numpy()
             made.append(processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
         return torch.cat(made)
+
+
+def _rows(item: Any) -> torch.Tensor:
+    if isinstance(item, dict):
+        raise StandInError("embeddings with special tokens are not imitated")
+    if SWITCHES.embeddings_need_special_tokens:
+        raise ValueError("embeddings must say which special tokens go where among them")
+    rows: torch.Tensor = item.float()
+    return rows
 
 
 def hash_of(item: torch.Tensor) -> list[int]:

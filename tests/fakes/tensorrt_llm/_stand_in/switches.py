@@ -38,6 +38,8 @@ class Switches:
         single_use_state: an opaque state is gone once pulled.
         abort_pins_state: aborting a pull leaves prefill's blocks held until their time is over.
         support_mm_disagg: the model's input processor takes embeddings of an encoder.
+        embeddings_need_special_tokens: embeddings are mappings that say where special tokens go, as Llama 4 has them.
+        reads_processor_options: the model's input processor reads `mm_processor_kwargs`; LLaVA's does not.
         autodeploy_from_torch: AutoDeploy's arguments derive from the PyTorch backend's.
     """
 
@@ -67,6 +69,8 @@ class Switches:
     single_use_state: bool = True
     abort_pins_state: bool = True
     support_mm_disagg: bool = True
+    embeddings_need_special_tokens: bool = False
+    reads_processor_options: bool = False
     autodeploy_from_torch: bool = False
 
     @property
