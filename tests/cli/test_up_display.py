@@ -260,7 +260,8 @@ def test_workers_that_announce_nothing_are_named_where_the_router_goes_by_caches
     name: str, assignments: list[str], silent: str
 ) -> None:
     options = [part for assignment in assignments for part in ("--set", assignment)]
-    notes = [line for line in shown(CONFIGS / f"trtllm/{name}.yaml", *options).splitlines() if "announce none" in line]
+    printed = dry_run(CONFIGS / f"trtllm/{name}.yaml", *options).stderr
+    notes = [line for line in printed.splitlines() if "announce none" in line]
     assert [note.partition(" cached, and ")[2] for note in notes] == (
         [f"{silent} announce none of it: set {EVENTS}=true for them"] if silent else []
     )

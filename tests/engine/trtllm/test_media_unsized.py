@@ -15,7 +15,7 @@ from quartet.engine.trtllm import media_model
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.media.items import MediaFile
 from tests.engine.fakes import make_request
-from tests.engine.trtllm.engines import decode_of, greedily, running
+from tests.engine.trtllm.engines import decode_of, greedily, running, stand_in
 from tests.engine.trtllm.media import NUM_TOKENS, PLACEHOLDER_ID, image_file, rows_file
 from tests.engine.trtllm.test_media_engine import picture_request
 from tests.fakes.driving import LOOK, encoder, greedy, picture, token_ids_of
