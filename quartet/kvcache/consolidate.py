@@ -90,8 +90,8 @@ class Consolidator:
         return _changed((number, rank.take()) for number, rank in self._ranks.items())
 
     def num_blocks(self, source: str | None = None) -> int:
-        """Blocks of all ranks that ``source`` has; ``None``: that any of them has."""
-        return sum(rank.num_blocks(source) for rank in self._ranks.values())
+        """Blocks of all ranks that ``source`` has; ``None``: that any of them has. Any thread may ask."""
+        return sum(rank.num_blocks(source) for rank in list(self._ranks.values()))
 
 
 @dataclass(slots=True)

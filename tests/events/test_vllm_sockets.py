@@ -16,9 +16,7 @@ from quartet.events.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from quartet.events.vllm_listener import VllmListener
 from quartet.events.vllm_publisher import VllmPublisher
 from tests.events import vllm_reader
-
-_TIMEOUT_S = 60.0
-_END = b"\xff" * 8
+from tests.events.vllm_reader import END, TIMEOUT_S, replay_of
 
 
 def stored(block_hash: int) -> BlockStored:
@@ -50,7 +48,7 @@ class Heard:
 
     async def until(self, *said: int | None) -> None:
         """Wait until exactly this was said."""
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while self.said[-len(said) :] != list(said):
                 self._news.clear()
                 await self._news.wait()
@@ -68,7 +66,7 @@ class RawSource:
         self.replay_port = self.router.bind_to_random_port("tcp://127.0.0.1")
 
     async def subscribed(self) -> None:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S):
             assert await self.pub.recv() == b"\1"
 
     async def publish(self, *numbers: int) -> None:
@@ -77,7 +75,7 @@ class RawSource:
 
     async def asked(self) -> tuple[bytes, int]:
         """Who asks, and from which number on."""
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S):
             reader, empty, number = await self.router.recv_multipart()
         assert empty == b""
         return reader, int.from_bytes(number, "big")
@@ -85,7 +83,7 @@ class RawSource:
     async def answer(self, reader: bytes, *numbers: int) -> None:
         for number in numbers:
             await self.router.send_multipart([reader, b"", number.to_bytes(8, "big"), payload(number)])
-        await self.router.send_multipart([reader, b"", _END, b""])
+        await self.router.send_multipart([reader, b"", END, b""])
 
 
 def payload(number: int) -> bytes:
@@ -126,26 +124,6 @@ async def publisher() -> AsyncIterator[VllmPublisher]:
     publisher.close()
 
 
-async def replay_of(port: int, first_number: int) -> list[tuple[int, bytes]]:
-    """All that a ROUTER replays, as bare sockets get it."""
-    context = zmq.asyncio.Context()
-    try:
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(f"tcp://127.0.0.1:{port}")
-        await dealer.send_multipart([b"", first_number.to_bytes(8, "big")])
-        batches: list[tuple[int, bytes]] = []
-        async with asyncio.timeout(_TIMEOUT_S):
-            while True:
-                empty, number, content = await dealer.recv_multipart()
-                assert empty == b""
-                if number == _END:
-                    assert content == b""
-                    return batches
-                batches.append((int.from_bytes(number, "big"), content))
-    finally:
-        context.destroy(linger=0)
-
-
 async def test_a_reader_made_from_the_format_hears_what_is_published() -> None:
     publisher = VllmPublisher("127.0.0.1", setting="here", topic="kv-events", form=EventForm.ARRAY)
     context = zmq.asyncio.Context()
@@ -154,7 +132,7 @@ async def test_a_reader_made_from_the_format_hears_what_is_published() -> None:
         sub.subscribe(b"kv-events")
         sub.connect(f"tcp://127.0.0.1:{publisher.port}")
         heard = asyncio.ensure_future(sub.recv_multipart())
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while not heard.done():  # a message sent before the connection is up is lost
                 publisher.publish([stored(7)], 2)
                 await asyncio.wait([heard], timeout=0.02)

@@ -6,9 +6,16 @@ and one for those that are arrays.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.asyncio
+
+TIMEOUT_S = 60.0
+#: Stands for a number after the last batch of a replay.
+END = b"\xff" * 8
 
 ExternalBlockHash = bytes | int
 
@@ -102,3 +109,23 @@ def read_maps(payload: bytes) -> MapBatch:
 def read_arrays(payload: bytes) -> ArrayBatch:
     """A batch whose events are arrays."""
     return msgspec.msgpack.decode(payload, type=ArrayBatch)
+
+
+async def replay_of(port: int, first_number: int) -> list[tuple[int, bytes]]:
+    """All that a ROUTER replays, as bare sockets get it."""
+    context = zmq.asyncio.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        await dealer.send_multipart([b"", first_number.to_bytes(8, "big")])
+        batches: list[tuple[int, bytes]] = []
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                empty, number, content = await dealer.recv_multipart()
+                assert empty == b""
+                if number == END:
+                    assert content == b""
+                    return batches
+                batches.append((int.from_bytes(number, "big"), content))
+    finally:
+        context.destroy(linger=0)
