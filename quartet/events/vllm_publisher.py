@@ -30,7 +30,8 @@ from quartet.supervision import vital
 #: Batches that are kept for replays, and their bytes; the oldest go first.
 MAX_KEPT_BATCHES, MAX_KEPT_BYTES = 10_000, 64 << 20
 
-_MAX_PENDING_MESSAGES = 10_000
+# For each reader; of a replay few, because it goes on when these are taken.
+_MAX_PENDING_MESSAGES, _MAX_PENDING_REPLAYED = 10_000, 64
 # Longer batches are halved; readers take several times as much.
 _LONG_BATCH_BYTES = 2 << 20
 # Replays under way; of more, the first ones end without an end.
@@ -119,7 +120,7 @@ class VllmPublisher:
         self, kind: int, host: str, port: int, key: EventsKey | None, setting: str
     ) -> tuple[zmq.Socket[bytes], int]:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, _MAX_PENDING_MESSAGES)
+        socket.setsockopt(zmq.SNDHWM, _MAX_PENDING_REPLAYED if kind == zmq.ROUTER else _MAX_PENDING_MESSAGES)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         if kind == zmq.ROUTER:
@@ -154,12 +155,14 @@ class VllmPublisher:
                 self._take_request(router.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
+        num_stalled = 0
         for _ in range(_MAX_MESSAGES_A_TURN):
-            if not self._replays:
+            if num_stalled == len(self._replays):
                 break
-            if not self._send_next(router):
-                self._retry_after(_RETRY_S)
-                return
+            num_stalled = 0 if self._send_next(router) else num_stalled + 1
+        if num_stalled:
+            self._retry_after(_RETRY_S)
+            return
         # The descriptor is edge-triggered, and any call on the socket may swallow an edge.
         if self._replays or int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._serve)

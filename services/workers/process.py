@@ -198,6 +198,8 @@ class WorkerProcess:
     def _make_parts(self) -> Parts:
         encoder_factory = self._encoder_factory or create_media_encoder
         if self._role is Role.ENCODE:
+            if self._config.vllm_events is not None:
+                raise ConfigError("vllm_events: an Encode worker has no KV blocks")
             return EncodeParts(self._surroundings, encoder_factory)
         return EngineParts(self._surroundings, self._engine_factory or create_engine, encoder_factory)
 
@@ -348,8 +350,6 @@ class WorkerProcess:
         feed = self._config.vllm_events
         if feed is None:
             return None
-        if self._role is Role.ENCODE:
-            raise ConfigError("vllm_events: an Encode worker has no KV blocks")
         publisher = VllmPublisher(
             feed.listening.host,
             feed.listening.port,

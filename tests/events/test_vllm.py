@@ -142,6 +142,12 @@ def test_events_of_tensorrt_llm_as_dynamo_publishes_them_are_read() -> None:
     assert (read.block_hashes, read.parent_hash) == ([(1 << 64) - 1], (1 << 64) - 2)
 
 
+def test_an_array_with_room_for_media_in_the_form_of_dynamo_is_read() -> None:
+    [read] = decoded([["BlockStored", [3], None, [1], 1, None, "GPU", None, None, [None], 0]]).events
+    assert isinstance(read, BlockStored)
+    assert read.group_idx == 0
+
+
 def test_a_batch_may_be_a_map() -> None:
     batch = decode_batch(msgspec.msgpack.encode({"ts": 2, "events": [["AllBlocksCleared"]], "data_parallel_rank": 1}))
     assert batch == VllmBatch(time_s=2.0, events=[AllBlocksCleared()], data_parallel_rank=1)

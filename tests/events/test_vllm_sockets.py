@@ -318,6 +318,27 @@ async def test_an_address_in_use_is_named(publisher: VllmPublisher) -> None:
         VllmPublisher("127.0.0.1", publisher.port, setting="consolidator")
 
 
+async def test_a_reader_that_takes_nothing_holds_up_no_other_and_misses_nothing(publisher: VllmPublisher) -> None:
+    # More than the sockets of one connection take.
+    num_batches, num_tokens = 400, 16_000
+    big = BlockStored(block_hashes=[1], parent_hash=None, token_ids=[1 << 20] * num_tokens, block_size=num_tokens)
+    for _ in range(num_batches):
+        publisher.publish([big], 0)
+    context = zmq.asyncio.Context()
+    try:
+        slow = context.socket(zmq.DEALER)
+        slow.setsockopt(zmq.RCVHWM, 1)
+        slow.connect(f"tcp://127.0.0.1:{publisher.replay_port}")
+        await slow.send_multipart([b"", bytes(8)])
+        wanted = list(range(num_batches))
+        assert [number for number, _ in await replay_of(publisher.replay_port, 0)] == wanted
+        async with asyncio.timeout(TIMEOUT_S):
+            numbers = [(await slow.recv_multipart())[1] for _ in range(num_batches + 1)]
+        assert numbers == [*(number.to_bytes(8, "big") for number in wanted), END]
+    finally:
+        context.destroy(linger=0)
+
+
 def hostile_requests() -> Sequence[list[bytes]]:
     return [[b""], [b"", b"\0" * 9], [b"x", b"\0" * 8], [b"", b"", b"\0" * 8], [b"\0" * 7]]
 
@@ -328,8 +349,10 @@ async def test_requests_of_another_form_are_ignored(publisher: VllmPublisher) ->
     try:
         dealer = context.socket(zmq.DEALER)
         dealer.connect(f"tcp://127.0.0.1:{publisher.replay_port}")
-        for frames in hostile_requests():
+        for frames in [*hostile_requests(), [b"", bytes(8)], [b"", (9).to_bytes(8, "big")]]:
             await dealer.send_multipart(frames)
-        assert [number for number, _ in await replay_of(publisher.replay_port, 0)] == [0]
+        async with asyncio.timeout(TIMEOUT_S):
+            answers = [(await dealer.recv_multipart())[1] for _ in range(3)]
+        assert answers == [bytes(8), END, END]
     finally:
         context.destroy(linger=0)

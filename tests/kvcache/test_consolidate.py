@@ -11,7 +11,7 @@ GPU, HOST = "GPU", "CPU_TIER1"
 def stored(*hashes: int, parent: int | None = None, tokens: list[int], medium: str | None = GPU) -> BlockStored:
     """Blocks of one token each."""
     return BlockStored(
-        block_hashes=hashes, parent_hash=parent, token_ids=tokens, block_size=1, medium=medium, group_idx=0
+        block_hashes=list(hashes), parent_hash=parent, token_ids=tokens, block_size=1, medium=medium, group_idx=0
     )
 
 
@@ -175,6 +175,14 @@ def test_extra_keys_go_with_their_blocks() -> None:
         block_hashes=[1, 2], parent_hash=None, token_ids=[5, 6], block_size=1, medium=GPU, extra_keys=[["salt"], None]
     )
     assert scene.apply("engine", event) == [event]
+
+
+def test_only_what_goes_on_is_joined() -> None:
+    scene = Scene()
+    sequences = [stored(1, tokens=[5]), stored(2, 3, tokens=[6, 7]), stored(4, parent=3, tokens=[8], medium=HOST)]
+    assert scene.apply("engine", *sequences) == sequences
+    removed = [BlockRemoved(block_hashes=[4], medium=HOST), BlockRemoved(block_hashes=[3, 2], medium=GPU)]
+    assert scene.apply("engine", *removed) == removed
 
 
 def test_ignored_events_are_counted() -> None:
