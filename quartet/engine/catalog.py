@@ -94,6 +94,7 @@ def _step_engine(
         kinds=frozenset({kind}),
         sampling_fields=sampling_fields,
         grammars=grammars,
+        tells_contents=spec.tells_contents,
     )
 
 

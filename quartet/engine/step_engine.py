@@ -80,6 +80,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         kinds: frozenset[RequestKind] = frozenset(RequestKind),
         sampling_fields: frozenset[str] = ALL_SAMPLING_FIELDS,
         grammars: GrammarsFactory | None = None,
+        tells_contents: bool = False,
         close_timeout_s: float = 10.0,
     ) -> None:
         """Nothing is loaded before ``start``.
@@ -92,6 +93,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             sampling_fields: what the runner's sampler honours, apart from grammars.
             grammars: for a runner whose sampler follows guides, called in a thread of its own once the model is loaded;
                 ``None``: requests with grammars are refused.
+            tells_contents: KV events say what stored blocks hold, too.
             close_timeout_s: bounds the wait for transfers in ``close``, and then that for the last step.
         """
         self._pulls = Pulls(puller, self._end_pull) if puller is not None else None
@@ -100,7 +102,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         listener = ThreadListener(
             on_ready=self._take_ready, on_report=self._on_report, on_lost=self._on_lost, on_end=self._thread_end.set
         )
-        self._thread = EngineThread(runner_factory, config, listener)
+        self._thread = EngineThread(runner_factory, config, listener, tells_contents=tells_contents)
         self._puller = puller
         self._kinds = kinds
         self._sampling_fields = sampling_fields
@@ -292,10 +294,16 @@ class EngineThread:
     """Drives a ``StepLoop`` until ``stop``. A model whose step failed stays open until then: transfers may use it."""
 
     def __init__(
-        self, runner_factory: Callable[[], ModelRunner], config: SchedulerConfig, listener: ThreadListener
+        self,
+        runner_factory: Callable[[], ModelRunner],
+        config: SchedulerConfig,
+        listener: ThreadListener,
+        *,
+        tells_contents: bool = False,
     ) -> None:
         self._runner_factory = runner_factory
         self._config = config
+        self._tells_contents = tells_contents
         self._listener = listener
         self._inbox: deque[Message] = deque()
         self._wake_up = threading.Event()
@@ -344,7 +352,7 @@ class EngineThread:
         try:
             runner = self._runner_factory()
             on_begin = partial(self._notify, self._listener.on_report)
-            steps = self._steps = StepLoop(runner, self._config, on_begin=on_begin)
+            steps = self._steps = StepLoop(runner, self._config, on_begin=on_begin, tells_contents=self._tells_contents)
             self._notify(self._listener.on_ready, runner)
             self._step_until_stopped(steps)
         except Exception as error:  # the thread's work ends here; the listener fails the live requests

@@ -146,6 +146,8 @@ class StepLoop:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[StepReport], None] = lambda _report: None,
+        *,
+        tells_contents: bool = False,
     ) -> None:
         """Nothing is computed before the first ``step``.
 
@@ -156,9 +158,12 @@ class StepLoop:
             on_begin: called when a step begins, with the snapshot replaced and before anything is computed, if there
                 are pulls; also, with an empty output, if the step has prompt tokens and none was left to begin before
                 it, or none is left after it.
+            tells_contents: KV events say what stored blocks hold, too.
         """
         self._runner = runner
-        self._blocks = BlockManager(runner.num_blocks, runner.layout.block_size, has_events=True)
+        self._blocks = BlockManager(
+            runner.num_blocks, runner.layout.block_size, has_events=True, tells_contents=tells_contents
+        )
         self._scheduler = Scheduler(config, self._blocks, limits_of(runner), runner.eos_token_ids)
         self._outputs = OutputBuilder(clock)
         self._clock = StepClock(clock)

@@ -52,19 +52,7 @@ class EventSubscriber:
         self._endpoints: set[str] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        for option, value in (
-            (zmq.RCVHWM, max_pending_messages),
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.LINGER, 0),
-            (zmq.IPV6, 1),
-            (zmq.HEARTBEAT_IVL, _PING_INTERVAL_MS),
-            (zmq.HEARTBEAT_TIMEOUT, _PING_TIMEOUT_MS),
-            (zmq.RECONNECT_IVL, _MIN_RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS),
-        ):
-            self._socket.setsockopt(option, value)
-        if key is not None:
-            key.dial_with(self._socket)
+        prepare_to_dial(self._socket, key, max_pending_messages=max_pending_messages, max_message_bytes=MAX_FRAME_BYTES)
         # In this order: a worker whose load arrives has known at least as long that its batches are wanted too.
         for topic in (KV_TOPIC, LOAD_TOPIC) if on_kv is not None else (LOAD_TOPIC,):
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
@@ -134,3 +122,25 @@ class EventSubscriber:
         except Exception:  # noqa: BLE001 - the message ends here; else nothing is read any more, and all look silent
             self._failure_log.exception("could not take what a worker published")
             self._on_malformed()
+
+
+def prepare_to_dial(
+    socket: zmq.Socket[bytes], key: EventsKey | None, *, max_pending_messages: int, max_message_bytes: int
+) -> None:
+    """Bound what waits in ``socket`` and one message, notice dead peers, and dial them again. Before it connects.
+
+    ``key``: only peers that serve with it are reached; ``None``: only those that serve in the clear.
+    """
+    for option, value in (
+        (zmq.RCVHWM, max_pending_messages),
+        (zmq.MAXMSGSIZE, max_message_bytes),
+        (zmq.LINGER, 0),
+        (zmq.IPV6, 1),
+        (zmq.HEARTBEAT_IVL, _PING_INTERVAL_MS),
+        (zmq.HEARTBEAT_TIMEOUT, _PING_TIMEOUT_MS),
+        (zmq.RECONNECT_IVL, _MIN_RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS),
+    ):
+        socket.setsockopt(option, value)
+    if key is not None:
+        key.dial_with(socket)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from quartet.errors import OutOfBlocksError
-from quartet.events.kv import Cleared, KvEvent, Removed, Stored, Tier
+from quartet.events.kv import Cleared, Contents, KvEvent, Removed, Stored, Tier
+from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey
 from quartet.kvcache.sequence import Sequence
 
 
@@ -38,10 +39,13 @@ class BlockCounts:
 class BlockManager:
     """Hands out the blocks of one pool, shares equal prefixes, evicts the least recently used leaf."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, has_events: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, has_events: bool = False, tells_contents: bool = False
+    ) -> None:
         """Manage blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each, all free.
 
-        ``has_events``: take note of what can be shared, for ``take_events`` and ``stored_blocks``.
+        ``has_events``: take note of what can be shared, for ``take_events`` and ``stored_blocks``; with
+        ``tells_contents`` events say what stored blocks hold, too.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -58,6 +62,7 @@ class BlockManager:
         self._log = EventLog() if has_events else None
         # Public names of the blocks that were evicted last, oldest first; empty without events.
         self._evicted: OrderedDict[int, None] = OrderedDict()
+        self._tells_contents = tells_contents
 
     @property
     def counts(self) -> BlockCounts:
@@ -224,7 +229,11 @@ class BlockManager:
         if name is None:
             name = self._by_key[key] = _Name(key, seq.sequence_hash(index), block_id)
             if self._log is not None:
-                self._log.store(name.sequence_hash, parent.sequence_hash if isinstance(parent, _Name) else None)
+                parent_hash = parent.sequence_hash if isinstance(parent, _Name) else None
+                if self._tells_contents:
+                    self._log.store(name.sequence_hash, parent_hash, content=key[1], extra_key=seq.extra_key)
+                else:
+                    self._log.store(name.sequence_hash, parent_hash)
         elif name.block_id in self._cached:
             # That block may be evicted: if it kept the name, this sequence's later blocks would outlive their parent.
             del self._cached[name.block_id]
@@ -313,24 +322,47 @@ class EventLog:
         self._stored: list[int] | None = None
         self._removed: list[int] | None = None
         self._tier = Tier.DEVICE
+        self._contents: list[bytes] | None = None
 
     def num_blocks(self, tier: Tier) -> int:
         """Hashes that are there."""
         return len(self._parents[tier])
 
-    def store(self, sequence_hash: int, parent_hash: int | None, tier: Tier = Tier.DEVICE) -> None:
-        """A name came, or came to that tier; its block follows the one with ``parent_hash``."""
+    def store(
+        self,
+        sequence_hash: int,
+        parent_hash: int | None,
+        tier: Tier = Tier.DEVICE,
+        *,
+        content: bytes | None = None,
+        extra_key: ExtraKey = NO_EXTRA_KEY,
+    ) -> None:
+        """A name came, or came to that tier; its block follows the one with ``parent_hash``.
+
+        ``content`` is what the block says, as ``Contents`` has it, with the extra key of its sequence; ``None``: it is
+        not told.
+        """
         parents = self._parents[tier]
         if sequence_hash in parents:
             num_more = self._num_more[tier]
             num_more[sequence_hash] = num_more.get(sequence_hash, 0) + 1
             return
         parents[sequence_hash] = parent_hash
-        if self._stored is not None and self._stored[-1] == parent_hash and self._tier is tier:
+        contents = self._contents
+        if (
+            self._stored is not None
+            and self._stored[-1] == parent_hash
+            and self._tier is tier
+            and (contents is None) is (content is None)
+        ):
             self._stored.append(sequence_hash)
+            if contents is not None and content is not None:
+                contents.append(content)
             return
         self._stored, self._removed, self._tier = [sequence_hash], None, tier
-        self._events.append(Stored(parent_hash, self._stored, tier))
+        self._contents = None if content is None else [content]
+        told = None if self._contents is None else Contents(self._contents, extra_key.adapter, extra_key.cache_salt)
+        self._events.append(Stored(parent_hash, self._stored, tier, told))
 
     def remove(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> None:
         """A name that is there went."""
