@@ -6,7 +6,7 @@ come with them. A rank that has not reported how long its steps take gets its re
 be foreseen.
 
 In reading order: the configuration, the policy, the choice of the requests to plan (``choose_planned``), of the ranks
-to plan for if there are very many (``shortlist``), and how several routers share ranks (``PeerWaits``).
+to plan for if there are very many (``shortlist``), and how several routers share ranks (``PeerWaits``, ``PeerTurns``).
 """
 
 from __future__ import annotations
@@ -45,18 +45,22 @@ _MIN_POLL_S = 0.0005
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
-    """How far several routers keep out of each other's way (see ``PeerWaits``).
+    """How far several routers keep out of each other's way (see ``PeerWaits`` and ``PeerTurns``).
 
     Attributes:
         report_s: after so long a placement is in the load that all routers know.
         doubt_s: a rank of another router is forecast to be free so much later than it looks.
         saving_share: a prompt does not wait for another router's rank on which at least this share less is missing than
             on the best of the router's own ranks.
+        turn_s: routers that tell each other what they place have each rank in turn, for so long,
+        open_s: and send to it only in so much of the turn: in the rest of it the others are told.
     """
 
     report_s: float = 0.06
     doubt_s: float = 0.15
     saving_share: float = 0.25
+    turn_s: float = 0.004
+    open_s: float = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +224,7 @@ class KvAwarePolicy:
         ]
 
     def _jobs(self, planned: Sequence[Planned], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
-        everybody = (*snapshot.prefill, *snapshot.decode)
-        waits = PeerWaits([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
+        waits = self._peer_waits([route.candidate for route in routes], snapshot)
         jobs: list[Job] = []
         due_by = snapshot.now - self._config.overtaken_s
         last_due = max([number for number, one in enumerate(planned) if _is_due(one.pending, due_by)], default=-1)
@@ -240,18 +243,29 @@ class KvAwarePolicy:
                     0 if other is one else pending.num_shared_tokens(other.pending, routes[0].candidate.block_size)
                     for other in planned
                 ],
-                deferral=waits.defer(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
+                deferral=self._deferral(waits, num_missing, routes, age_s),
             )
             jobs.append(job)
         return jobs
 
-    def _gather_s(self, num_missing: Sequence[int | None], routes: Sequence[_Route], age_s: float) -> float:
-        """For how much longer the request waits for others that may come with it."""
-        if age_s >= self._config.gather_s:
-            return 0.0
+    def _peer_waits(self, candidates: Sequence[Candidate], snapshot: Snapshot) -> PeerWaits | PeerTurns:
+        everybody, peers = (*snapshot.prefill, *snapshot.decode), snapshot.peers
+        if peers.num_routers > 1 and peers.tell_bookings:
+            return PeerTurns(candidates, everybody, peers, self._config.peers, snapshot.now)
+        return PeerWaits(candidates, everybody, peers, self._config.peers)
+
+    def _deferral(
+        self, waits: PeerWaits | PeerTurns, num_missing: Sequence[int | None], routes: Sequence[_Route], age_s: float
+    ) -> Deferral:
         pairs = zip(routes, num_missing, strict=True)
-        least_s = min([route.candidate.step_time.prefill_s(count) for route, count in pairs if count], default=0.0)
-        gather_s = self._config.gather_share * (least_s - _SHORT_PREFILL_S)
+        prefill_s = min([route.candidate.step_time.prefill_s(count) for route, count in pairs if count], default=0.0)
+        if isinstance(waits, PeerTurns) and prefill_s < _SHORT_PREFILL_S:
+            return AT_ONCE  # to meet another router's request costs less than to plan twice
+        return waits.defer(num_missing, age_s, self._gather_s(prefill_s, age_s))
+
+    def _gather_s(self, prefill_s: float, age_s: float) -> float:
+        """For how much longer a request with a prefill of ``prefill_s`` waits for others that may come with it."""
+        gather_s = self._config.gather_share * (prefill_s - _SHORT_PREFILL_S)
         return max(min(gather_s, self._config.gather_s) - age_s, 0.0)
 
     def _num_missing(self, one: Planned, routes: Sequence[_Route]) -> list[int | None]:
@@ -445,6 +459,43 @@ class PeerWaits:
             until_s.append(least_s if is_free else max(wait_s - age_s, least_s))
             starts_in_s.append(until_s[-1] if is_free else until_s[-1] + self._config.doubt_s)
         return Deferral(until_s, starts_in_s)
+
+
+class PeerTurns:
+    """When routers that tell each other what they place may send to each rank: in turn.
+
+    Routers that see the same free rank at the same moment would all send to it before they are told of each other. So
+    each rank is one router's at a time, by their common clock, and each router has other ranks at the same time.
+    What others placed in their turns a router knows in its own, so it needs no further doubt.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        everybody: Iterable[Candidate],
+        peers: Peers,
+        config: PeerConfig,
+        now: float,
+    ) -> None:
+        """``candidates`` are known by their position from here on; the order of ranks is as in ``PeerWaits``."""
+        self._config = config
+        in_order = peers.ranks or sorted(candidate.rank for candidate in everybody)
+        # Of more routers than ranks, some have no rank at a time; they are spread evenly among the others.
+        step = max(peers.num_routers / max(len(in_order), 1), 1.0)
+        begins = {rank: peers.number - int(position * step) for position, rank in enumerate(in_order)}
+        self._cycle_s = config.turn_s * peers.num_routers
+        time_s = (now + peers.clock_ahead_s) % self._cycle_s
+        self._since_s = [time_s - begins[candidate.rank] * config.turn_s for candidate in candidates]
+
+    def defer(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Deferral:
+        """For how long a prompt is not sent to each rank; arguments as in ``PeerWaits.defer``."""
+        until_s = [self._until_s(since_s + least_s) + least_s for since_s in self._since_s]
+        return Deferral(until_s, until_s)
+
+    def _until_s(self, since_s: float) -> float:
+        """Seconds until the router may send to a rank whose turn began ``since_s`` ago, or some cycles before that."""
+        passed_s = since_s % self._cycle_s
+        return 0.0 if passed_s < self._config.open_s else self._cycle_s - passed_s
 
 
 def _is_due(pending: Pending, due_by: float) -> bool:
