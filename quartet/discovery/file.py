@@ -252,7 +252,8 @@ class _Reader:
         except FileNotFoundError:
             names = []  # No worker has registered yet.
         paths = [directory / name for name in names if name.endswith(_SUFFIX)]
-        records = sorted(filter(None, map(self._read_file, paths)), key=attrgetter("key"))
+        found = [record for record in map(self._read_file, paths) if record is not None]
+        records = sorted(found, key=attrgetter("key"))
         self._parsed = {path: self._parsed[path] for path in paths if path in self._parsed}
         return records
 
