@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, quantiles
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 import yaml
@@ -32,7 +32,7 @@ from quartet.client import Delta, QuartetClient, Sampling
 from quartet.config import build
 from quartet.discovery.create import DiscoveryConfig, create_registry
 from services.topology.launch import free_port
-from services.topology.topology import ROUTER, ProcessPlan, Topology
+from services.topology.topology import ProcessPlan, Topology
 
 _NUM_WORKERS, _BLOCK_SIZE = 8, 32
 _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 16, 2047
@@ -55,15 +55,16 @@ class Workload:
     Attributes:
         bursts: how many bursts count; one more goes before them.
         burst_size: requests of a burst, ``interval_s`` after the last burst.
-        min_tokens, max_tokens: of a prompt.
+        prompt_tokens: least and most of a prompt.
+        speed_up: of the mock engine: prompts take long, and processes little of the machine's CPU.
     """
 
     bursts: int = 40
     burst_size: int = 8
-    interval_s: float = 1.2
-    min_tokens: int = 1_000
-    max_tokens: int = 12_000
-    num_output_tokens: int = 8
+    interval_s: float = 1.5
+    prompt_tokens: tuple[int, int] = (400, 3_000)
+    num_output_tokens: int = 4
+    speed_up: float = 0.1
     seed: int = 0
 
 
@@ -111,42 +112,46 @@ def main() -> None:
 async def measure(workload: Workload, numbers: Sequence[int]) -> Results:
     """Measure each of ``numbers`` of routers; the first one's mean time to first token is the measure of the others."""
     found: list[FleetResult] = []
-    own = dict[str, Any]()  # settings of the topology's own router, with the etcd that it has
+    discovery = dict[str, Any]()  # as the workers have it in the end: etcd may be started with them
 
     def adapt(plan: ProcessPlan) -> ProcessPlan:
-        if plan.name == ROUTER:
-            own.update(plan.settings)
+        discovery.update(cast(Mapping[str, Any], plan.settings["discovery"]))
         return plan
 
     with LiveLine() as line:
-        async with Stack(_topology(), _LOG, line.say, adapt=adapt):
+        async with Stack(_topology(workload), _LOG, line.say, adapt=adapt):
             for number in numbers:
                 for is_silent in (False, True) if number > 1 else (False,):
-                    async with _routers(own, number, is_silent=is_silent) as routers:
+                    async with _routers(discovery, number, is_silent=is_silent) as routers:
                         base_ms = found[0].ttft_ms_mean if found else None
-                        found.append(await _load(workload, routers, base_ms, is_silent=is_silent))
+                        prompts = make_prompts(workload, len(found))
+                        found.append(await _load(workload, prompts, routers, base_ms, is_silent=is_silent))
                     last = found[-1]
                     line.say(
-                        f"{number} {'silent ' if is_silent else ''}routers: first token after {last.ttft_ms_mean:.0f} ms "
-                        f"({last.ttft_ratio:.2f}), {last.router_cpu_ms:.2f} ms of CPU a request"
+                        f"{number} {'silent ' if is_silent else ''}routers: first token after "
+                        f"{last.ttft_ms_mean:.0f} ms ({last.ttft_ratio:.2f}), {last.router_cpu_ms:.2f} ms of CPU"
                     )
     return Results(workload=workload, num_workers=_NUM_WORKERS, fleets=found)
 
 
 async def _load(
-    workload: Workload, routers: Mapping[str, int], base_ms: float | None, *, is_silent: bool
+    workload: Workload,
+    prompts: Sequence[Sequence[list[int]]],
+    routers: Mapping[str, int],
+    base_ms: float | None,
+    *,
+    is_silent: bool,
 ) -> FleetResult:
-    rng = random.Random(workload.seed)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(QuartetClient(address)) for address in routers]
-        await _burst(workload, clients, rng)
+        await _burst(workload, clients, prompts[0])
         began_cpu_s = sum(map(process_cpu_s, routers.values()))
         bursts = []
         began = time.monotonic()
-        for number in range(workload.bursts):
+        for number, burst in enumerate(prompts[1:]):
             await asyncio.sleep(max(began + number * workload.interval_s - time.monotonic(), 0.0))
-            bursts.append(asyncio.create_task(_burst(workload, clients, rng)))
-        outcomes = [each for burst in bursts for each in await burst]
+            bursts.append(asyncio.create_task(_burst(workload, clients, burst)))
+        outcomes = [each for task in bursts for each in await task]
         cpu_s = sum(map(process_cpu_s, routers.values())) - began_cpu_s
     ttft_ms = [1e3 * ttft_s for ttft_s in outcomes if ttft_s is not None]
     percentiles = quantiles(ttft_ms, n=100)
@@ -164,13 +169,26 @@ async def _load(
     )
 
 
-async def _burst(workload: Workload, clients: Sequence[QuartetClient], rng: random.Random) -> list[float | None]:
+def make_prompts(workload: Workload, fleet: int) -> list[list[list[int]]]:
+    """The prompts of all bursts, the one that does not count first.
+
+    Each ``fleet`` gets the same lengths, and tokens that the workers have cached for no other.
+    """
+    lengths, tokens = random.Random(workload.seed), random.Random(fleet)
+    return [
+        [
+            tokens.choices(range(_FIRST_TOKEN_ID, _LAST_TOKEN_ID + 1), k=lengths.randint(*workload.prompt_tokens))
+            for _ in range(workload.burst_size)
+        ]
+        for _ in range(workload.bursts + 1)
+    ]
+
+
+async def _burst(
+    workload: Workload, clients: Sequence[QuartetClient], prompts: Sequence[list[int]]
+) -> list[float | None]:
     """By request of a burst that comes now, seconds to its first token; ``None``: it failed."""
     due = time.monotonic()
-    prompts = []
-    for _ in range(workload.burst_size):
-        num_tokens = rng.randint(workload.min_tokens, workload.max_tokens)
-        prompts.append([rng.randint(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(num_tokens)])
     asked = (_ask(clients[number % len(clients)], prompt, workload, due) for number, prompt in enumerate(prompts))
     return await asyncio.gather(*asked)
 
@@ -186,7 +204,7 @@ async def _ask(client: QuartetClient, token_ids: list[int], workload: Workload, 
 
 
 @asynccontextmanager
-async def _routers(own: Mapping[str, Any], number: int, *, is_silent: bool) -> AsyncIterator[Mapping[str, int]]:
+async def _routers(discovery: Mapping[str, Any], number: int, *, is_silent: bool) -> AsyncIterator[Mapping[str, int]]:
     """So many routers beside the topology's own, which gets nothing: their process ids, by address."""
     command = ["-c", _SILENT] if is_silent else ["-m", "router"]
     processes, addresses = [], []
@@ -194,15 +212,22 @@ async def _routers(own: Mapping[str, Any], number: int, *, is_silent: bool) -> A
         try:
             for each in range(number):
                 address = f"127.0.0.1:{free_port()}"
+                settings = {
+                    "server": {"address": address},
+                    "http_address": f"127.0.0.1:{free_port()}",
+                    "discovery": discovery,
+                    "drain_timeout_s": 1.0,
+                    "log": {"level": "warning"},
+                }
                 file = _DIRECTORY / f"benchmark-router-{each}.yaml"
-                file.write_text(yaml.safe_dump(_settings(own, address)), encoding="utf-8")
+                file.write_text(yaml.safe_dump(settings), encoding="utf-8")
                 processes.append(
                     await asyncio.create_subprocess_exec(
                         sys.executable, *command, "--config", str(file), stdout=log, stderr=log
                     )
                 )
                 addresses.append(address)
-            await _await_listed(own, set(addresses))
+            await _await_listed(discovery, set(addresses))
             yield {address: process.pid for address, process in zip(addresses, processes, strict=True)}
         finally:
             for process in processes:
@@ -210,15 +235,9 @@ async def _routers(own: Mapping[str, Any], number: int, *, is_silent: bool) -> A
             await asyncio.gather(*(process.wait() for process in processes))
 
 
-def _settings(own: Mapping[str, Any], address: str) -> dict[str, Any]:
-    server = {**own["server"], "address": address}
-    metrics = f"127.0.0.1:{free_port()}"
-    return {**own, "server": server, "http_address": metrics, "http": {"port": 0}, "drain_timeout_s": 1.0}
-
-
-async def _await_listed(own: Mapping[str, Any], addresses: set[str]) -> None:
+async def _await_listed(discovery: Mapping[str, Any], addresses: set[str]) -> None:
     """Until discovery lists these routers and no others but the topology's, and each knows all workers."""
-    registry = create_registry(build(DiscoveryConfig, own["discovery"]))
+    registry = create_registry(build(DiscoveryConfig, {**discovery}))
     try:
         async with asyncio.timeout(_READY_TIMEOUT_S):
             async for routers in registry.watch_routers():
@@ -234,7 +253,7 @@ async def _await_listed(own: Mapping[str, Any], addresses: set[str]) -> None:
         await registry.close()
 
 
-def _topology() -> Topology:
+def _topology(workload: Workload) -> Topology:
     quiet = {"log": {"level": "warning"}}
     settings = {
         "namespace": f"benchmark-routers-{os.getpid()}",
@@ -243,6 +262,7 @@ def _topology() -> Topology:
             "block_size": _BLOCK_SIZE,
             "num_blocks": 16_384,
             "max_model_len": 16_384,
+            "mock": {"speed_up": workload.speed_up},
             "scheduler": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
         },
         "router": {"overrides": quiet},

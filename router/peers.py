@@ -15,6 +15,7 @@ from quartet.events.publisher import BookingsPublisher
 from quartet.rpc.channels import ListenAddress
 from router.config import RouterConfig
 from router.fleet import Fleet
+from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +24,15 @@ _ANNOUNCE_AGAIN_S = 1.0
 
 
 class PeerBookings:
-    """Publishes the starts of one turn of the event loop together, and none while no other router is known."""
+    """Publishes the starts of one turn of the event loop together."""
 
     def __init__(self, publisher: BookingsPublisher) -> None:
-        """Tell nothing yet; ``publisher`` stays the caller's."""
-        self.has_peers = False
+        """``publisher`` stays the caller's."""
         self._publisher = publisher
         self._starts: list[BookedStart] = []
 
     def note(self, start: BookedStart) -> None:
-        """A start goes to a worker now. Costs nothing while there is no other router."""
-        if not self.has_peers:
-            return
+        """A start goes to a worker now."""
         if not self._starts:
             asyncio.get_running_loop().call_soon(self._flush)
         self._starts.append(start)
@@ -50,7 +48,6 @@ class Peering:
     Attributes:
         start_id: what workers know it by: new at each start, so their reports don't include what an earlier process of
             this router placed.
-        bookings: tells the others what it sends.
     """
 
     def __init__(self, config: RouterConfig, key: EventsKey | None) -> None:
@@ -61,21 +58,25 @@ class Peering:
         self.start_id = f"{self._router_id}-{self._epoch:x}" if config.router_id else self._router_id
         listening = ListenAddress.parse(config.events_address, "events_address")
         self._publisher = BookingsPublisher(listening.host, listening.port, router_id=self.start_id, key=key)
-        self.bookings = PeerBookings(self._publisher)
+        self._bookings = PeerBookings(self._publisher)
         self._registration: Registration | None = None
         self._is_withdrawn = False
 
-    async def follow(self, watch: RouterWatch, fleet: Fleet) -> None:
-        """Be told by all other routers that discovery lists, in a version known here, until ``watch`` is closed."""
+    async def follow(self, watch: RouterWatch, fleet: Fleet, table: WorkerTable) -> None:
+        """Be told by all other routers that discovery lists, in a version known here, until ``watch`` is closed.
+
+        While there are some, tell them what ``table`` sends; without any, a start costs no more than before.
+        """
         async for routers in watch:
             others = [
                 record
                 for record in routers
                 if record.router_id != self._router_id and record.contract_version in SPOKEN_VERSIONS
             ]
-            if bool(others) is not self.bookings.has_peers:
+            on_sent = self._bookings.note if others else None
+            if on_sent != table.on_sent:
                 logger.info("other routers that are known: %d", len(others))
-            self.bookings.has_peers = bool(others)
+            table.on_sent = on_sent
             fleet.listen_to_routers(frozenset(record.events_address for record in others if record.events_address))
 
     async def announce(self, registry: Registry, *, grpc_port: int, http_port: int, metrics_port: int) -> None:

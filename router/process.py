@@ -105,7 +105,6 @@ class RouterProcess:
             peering = Peering(config, self._events_key)
             stack.callback(peering.close)
             table = WorkerTable(peering.start_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
-            table.on_sent = peering.bookings.note
             index = PrefixIndex()
             kv = KvJoins(index, count=lambda outcome: self._metrics.snapshots.labels(outcome).inc())
             self._metrics.watch_index(
@@ -134,7 +133,7 @@ class RouterProcess:
             readiness = self._readiness = Readiness(table, config.required_roles)
             async with Supervisor(self._fail, expected=(WorkerReplacedError,)) as tasks:
                 tasks.start("discovery", fleet.watch(registry.watch()))
-                tasks.start("peers", peering.follow(registry.watch_routers(), fleet))
+                tasks.start("peers", peering.follow(registry.watch_routers(), fleet, table))
                 ports = {"grpc_port": grpc_port, "http_port": self._openai_port, "metrics_port": http_port}
                 tasks.start("registration", peering.announce(registry, **ports))
                 tasks.start("tend", fleet.tend())

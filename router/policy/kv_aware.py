@@ -39,6 +39,9 @@ from router.policy.room import (
 # In seconds. Requests with a prefill this short would feel the wait for others.
 _SHORT_PREFILL_S = 0.05
 
+# A turn that began longer ago is over, however late the router comes.
+_LATE_S = 1.0
+
 # Timers count milliseconds, and forecasts are not more exact.
 _MIN_POLL_S = 0.0005
 
@@ -116,6 +119,7 @@ class KvAwarePolicy:
         """``rng`` breaks ties."""
         self._rng = rng
         self._config = config or KvAwareConfig()
+        self._turn_at: dict[Rank, float] = {}  # of ranks that it would send to but for the turn: when that begins
 
     @property
     def name(self) -> str:
@@ -139,7 +143,8 @@ class KvAwarePolicy:
         for forecast, route, plan in zip(forecasts, routes, assignment.plans, strict=True):
             if not plan.groups:
                 continue
-            num_bound, poll_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s)
+            deferred_s = self._deferred_s(route.candidate.rank, forecast, plan, snapshot)
+            num_bound, poll_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s, deferred_s)
             next_poll_s, num_spare = min(next_poll_s, poll_in_s), route.candidate.num_spare_tokens
             for position, group in enumerate(plan.groups):
                 for job in group:
@@ -177,6 +182,22 @@ class KvAwarePolicy:
             obstacle = "" if is_able else obstacle or JUST_FAILED
             options.append(_option(forecast, job, pending, route, obstacle))
         return options
+
+    def _deferred_s(self, rank: Rank, forecast: PrefillForecast, plan: Plan, snapshot: Snapshot) -> float:
+        """For how long the first of ``plan`` is not sent; a router that comes late to its turn takes it all the same.
+
+        An event loop that lags would else miss one turn after the other.
+        """
+        deferred_s, now = forecast.deferred_s(plan.groups[0]), snapshot.now
+        if not snapshot.peers.tell_bookings:
+            return deferred_s
+        turn_at = self._turn_at.pop(rank, math.inf)
+        if not deferred_s or forecast.free_in_s > self._config.margin_s:
+            return deferred_s
+        if turn_at <= now < turn_at + _LATE_S:
+            return 0.0
+        self._turn_at[rank] = turn_at if now < turn_at < math.inf else now + deferred_s
+        return deferred_s
 
     def _busy_s(self, queued: Sequence[Pending], routes: Sequence[_Route], now: float) -> float:
         """For so many seconds no rank that may prefill ``queued`` is given anything, whatever the plan; 0: who knows.
@@ -514,11 +535,13 @@ def _without_full(able: list[bool], routes: Sequence[_Route]) -> list[bool]:
     return free if has_free else able
 
 
-def _num_bound(candidate: Candidate, forecast: PrefillForecast, plan: Plan, margin_s: float) -> tuple[int, float]:
+def _num_bound(
+    candidate: Candidate, forecast: PrefillForecast, plan: Plan, margin_s: float, deferred_s: float
+) -> tuple[int, float]:
     """How many groups of ``plan`` are bound now, and in how many seconds the next one may be."""
     if not candidate.is_measured:
         return len(plan.groups), math.inf  # when the rank runs out of prompts can't be foreseen
-    wait_s = max(forecast.free_in_s - margin_s, forecast.deferred_s(plan.groups[0]))
+    wait_s = max(forecast.free_in_s - margin_s, deferred_s)
     if wait_s > 0.0:
         return 0, wait_s
     return 1, plan.first_token_in_s[0] - margin_s if len(plan.groups) > 1 else math.inf

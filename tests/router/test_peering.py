@@ -17,6 +17,7 @@ from router import peers
 from router.config import RouterConfig
 from router.http.config import HttpConfig
 from router.peers import PeerBookings, Peering
+from router.workers import WorkerTable
 from tests.discovery.records import make_router
 from tests.fakes.memory_registry import MemoryRegistration, MemoryRegistry
 
@@ -67,11 +68,9 @@ async def peering() -> AsyncIterator[Peering]:
     peering.close()
 
 
-async def test_starts_of_one_turn_are_told_together_and_none_while_nobody_listens() -> None:
+async def test_starts_of_one_turn_are_told_together() -> None:
     publisher = FakePublisher()
     bookings = PeerBookings(publisher)  # type: ignore[arg-type]
-    bookings.note(start(1))
-    bookings.has_peers = True
     bookings.note(start(2))
     bookings.note(start(3))
     await asyncio.sleep(0)
@@ -83,8 +82,9 @@ async def test_starts_of_one_turn_are_told_together_and_none_while_nobody_listen
 async def test_a_router_listens_to_all_others_of_its_version_and_tells_only_while_there_are_some(
     peering: Peering,
 ) -> None:
-    registry, fleet = MemoryRegistry(), FakeFleet()
-    following = asyncio.create_task(peering.follow(registry.watch_routers(), fleet))  # type: ignore[arg-type]
+    registry, fleet, table = MemoryRegistry(), FakeFleet(), WorkerTable("r-1-1", heartbeat_timeout_s=30.0)
+    watch = registry.watch_routers()
+    following = asyncio.create_task(peering.follow(watch, fleet, table))  # type: ignore[arg-type]
     async with asyncio.timeout(TIMEOUT_S):
         assert await fleet.endpoints.get() == frozenset()
         record = peering.record(**PORTS)
@@ -93,13 +93,13 @@ async def test_a_router_listens_to_all_others_of_its_version_and_tells_only_whil
         assert await fleet.endpoints.get() == frozenset()
         await registry.register(make_router("old", contract_version="quartet.v0"))
         assert await fleet.endpoints.get() == frozenset()
-        assert not peering.bookings.has_peers
+        assert table.on_sent is None
         other = await registry.register(make_router("other", contract_version=record.contract_version))
         assert await fleet.endpoints.get() == {"tcp://127.0.0.1:50049"}
-        assert peering.bookings.has_peers
+        assert table.on_sent is not None
         await other.close()
         assert await fleet.endpoints.get() == frozenset()
-        assert not peering.bookings.has_peers
+        assert table.on_sent is None
         await registry.close()
         await following
 

@@ -158,9 +158,23 @@ def test_routers_with_clocks_that_differ_agree_by_the_common_one() -> None:
 def test_a_short_prompt_waits_for_no_turn() -> None:
     peers = Peers(number=0, num_routers=2, tell_bookings=True)
     closed = 0.003  # no rank is open to any router
-    [short, long] = [
+    [[short], [long]] = [
         policy().assign([pending(num_tokens)], Snapshot([], candidates(2), now=closed, peers=peers)).placements
         for num_tokens in (100, 9000)
     ]
-    assert short
-    assert long == [None]
+    assert short is not None
+    assert long is None
+
+
+def test_a_router_that_comes_late_to_its_turn_takes_it() -> None:
+    peers = Peers(number=1, num_routers=4, tell_bookings=True)
+    late = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, peers=TURNS))
+
+    def send(now: float) -> bool:
+        [placement] = late.assign([pending(9000)], Snapshot([], candidates(1), now=now, peers=peers)).placements
+        return placement is not None
+
+    # Its turn is from 4 to 6 ms.
+    assert [send(now) for now in (0.001, 0.002, 0.011)] == [False, False, True]
+    assert not send(0.012), "that turn is taken"
+    assert not send(9.999), "and one that was missed long ago is over"
