@@ -1,7 +1,7 @@
 """Several routers on one live fleet: how soon do first tokens come, and what does it cost that routers tell each other?
 
 Real processes: routers, and eight Decode workers with the mock engine, which takes the time that its model says.
-Bursts of prompts that have nothing in common come at once, a prompt for each router in turn. Each number of routers is
+Bursts of prompts that have nothing in common come at once, each to a router drawn at random. Each number of routers is
 measured twice: as they are, and silent, with nothing told, as routers that share nothing.
 
     python -m benchmarks.routers --json FILE [--routers 1,2,4,8] [--bursts 40]
@@ -189,7 +189,8 @@ async def _burst(
 ) -> list[float | None]:
     """By request of a burst that comes now, seconds to its first token; ``None``: it failed."""
     due = time.monotonic()
-    asked = (_ask(clients[number % len(clients)], prompt, workload, due) for number, prompt in enumerate(prompts))
+    rng = random.Random(len(prompts[0]))
+    asked = (_ask(rng.choice(clients), prompt, workload, due) for prompt in prompts)
     return await asyncio.gather(*asked)
 
 
