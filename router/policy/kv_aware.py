@@ -142,6 +142,7 @@ class KvAwarePolicy:
         tally, next_poll_s = Tally(), math.inf
         for forecast, route, plan in zip(forecasts, routes, assignment.plans, strict=True):
             if not plan.groups:
+                self._turn_at.pop(route.candidate.rank, None)  # it needs no turn there
                 continue
             deferred_s = self._deferred_s(route.candidate.rank, forecast, plan, snapshot)
             num_bound, poll_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s, deferred_s)

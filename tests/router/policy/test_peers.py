@@ -178,3 +178,16 @@ def test_a_router_that_comes_late_to_its_turn_takes_it() -> None:
     assert [send(now) for now in (0.001, 0.002, 0.011)] == [False, False, True]
     assert not send(0.012), "that turn is taken"
     assert not send(9.999), "and one that was missed long ago is over"
+
+
+def test_a_turn_that_was_not_needed_is_over() -> None:
+    peers = Peers(number=1, num_routers=4, tell_bookings=True)
+    kept = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, peers=TURNS))
+    wanted, other = candidates(2)
+    to_wanted = pending(9000, cached={"00": 8000})
+    to_other = pending(9000, cached={"01": 8000})
+    snapshots = [Snapshot([], [wanted, other], now=now, peers=peers) for now in (0.0061, 0.0075, 0.0265)]
+    first, _, last = (
+        kept.assign([one], at) for one, at in zip((to_wanted, to_other, to_wanted), snapshots, strict=True)
+    )
+    assert first.placements == last.placements == [None]
