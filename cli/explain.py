@@ -39,7 +39,7 @@ def explain(
 
 
 async def _ask(router: RouterOptions, prompt: str | None, fields: GenerateFields) -> Explanation:
-    async with router.client() as client:
+    async with await router.client() as client:
         return await client.explain(prompt, **fields)
 
 

@@ -57,7 +57,7 @@ async def _run(
     shows_time: bool,
     as_json: bool,
 ) -> None:
-    async with router.client() as client:
+    async with await router.client() as client:
         if as_json:
             print(json.dumps(_to_json(await client.complete(prompt, path=path, **fields)), ensure_ascii=False))
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -13,7 +12,7 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 from quartet.discovery.create import create_registry
-from quartet.errors import DrainingError
+from quartet.errors import DrainingError, WorkerReplacedError
 from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
 from quartet.rpc.message_limits import MessageLimits
@@ -38,6 +37,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
+from router.peers import Peering
 from router.policy.create import create_policy
 from router.prepare import max_message_bytes
 from router.prompt_memory import PromptMemory
@@ -84,6 +84,7 @@ class RouterProcess:
         self._loop_watch = LoopWatch()
         self._readiness: Readiness | None = None
         self._is_leaving = False
+        self._openai_port = 0  # of HTTP, once it is served
         #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
 
@@ -101,9 +102,9 @@ class RouterProcess:
             telemetry = TelemetryServer(config.http_address, self._registry, self._probes())
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
-            # New at each start, so workers' reports do not include what an earlier process of this router placed.
-            router_id = f"router-{secrets.token_hex(8)}"
-            table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
+            peering = Peering(config, self._events_key)
+            stack.callback(peering.close)
+            table = WorkerTable(peering.start_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()
             kv = KvJoins(index, count=lambda outcome: self._metrics.snapshots.labels(outcome).inc())
             self._metrics.watch_index(
@@ -120,7 +121,8 @@ class RouterProcess:
             pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing, grammars)
             servicer = self._servicer(pipeline, table, fleet)
             server = self._server(servicer, table, fleet)
-            self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
+            grpc_port = await server.start()
+            self.address = f"{config.server.address.rpartition(':')[0]}:{grpc_port}"
             stack.push_async_callback(server.drain, 0)
             http = await self._start_http(pipeline)
             if http is not None:
@@ -129,8 +131,11 @@ class RouterProcess:
             registry = create_registry(config.discovery)
             stack.push_async_callback(registry.close)
             readiness = self._readiness = Readiness(table, config.required_roles)
-            async with Supervisor(self._fail) as tasks:
+            async with Supervisor(self._fail, expected=(WorkerReplacedError,)) as tasks:
                 tasks.start("discovery", fleet.watch(registry.watch()))
+                tasks.start("peers", peering.follow(registry.watch_routers(), fleet, table))
+                ports = {"grpc_port": grpc_port, "http_port": self._openai_port, "metrics_port": http_port}
+                tasks.start("registration", peering.announce(registry, **ports))
                 tasks.start("tend", fleet.tend())
                 tasks.start("index-upkeep", keep_up(index))
                 tasks.start("lag", monitor_event_loop_lag(ProcessMetrics(self._registry)))
@@ -140,7 +145,7 @@ class RouterProcess:
                 tasks.start("readiness", self._report_readiness(readiness, server, http_address))
                 await tasks.run_until(stop)
                 fleet.drain()
-                await self._drain(server, servicer, pipeline, http)
+                await asyncio.gather(peering.withdraw(), self._drain(server, servicer, pipeline, http))
 
     async def _start_http(self, pipeline: Pipeline) -> HttpServer | None:
         config = self._config
@@ -154,7 +159,7 @@ class RouterProcess:
             stall_timeout_s=config.stall_timeout_s,
             is_ready=self._probes().is_ready,
         )
-        port = await server.start()
+        port = self._openai_port = await server.start()
         scheme = "http" if config.http.tls is None else "https"
         logger.info("OpenAI's API listens on %s://%s:%d/v1", scheme, config.http.host, port)
         return server

@@ -153,15 +153,21 @@ class Candidate:
 class Peers:
     """The routers that place requests on the same ranks. Each learns of the others' placements from load reports.
 
+    Routers that tell each other learn of them at once, and have a clock in common.
+
     Attributes:
         number: this router's number among them, from 0.
         num_routers: how many there are, this one included.
         ranks: the ranks that they share, in order; empty: those of the snapshot.
+        tell_bookings: all of them tell each other what they place.
+        clock_ahead_s: so much is the clock that they have in common ahead of that of ``Snapshot.now``.
     """
 
     number: int = 0
     num_routers: int = 1
     ranks: Sequence[Rank] = ()
+    tell_bookings: bool = False
+    clock_ahead_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet.events.bookings import BookedStart, RouterBookings
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, StepTime, TransferTotal, WorkerLoad
 from quartet.events.wire import (
+    BOOKINGS_TOPIC,
     KV_TOPIC,
     LOAD_TOPIC,
+    MAX_BOOKED_STARTS,
     MAX_EVENTS,
     MAX_FRAME_BYTES,
     MAX_LOAD_BYTES,
@@ -22,8 +25,10 @@ from quartet.events.wire import (
     MAX_ROUTERS,
     MAX_WAYS,
     MalformedFrameError,
+    decode_bookings,
     decode_kv,
     decode_load,
+    encode_bookings,
     encode_kv,
     encode_load,
     split_events,
@@ -290,3 +295,27 @@ def test_a_negative_or_infinite_time_is_refused(bad: float) -> None:
         frames = encode_load(load, 0)
         with pytest.raises(MalformedFrameError, match="seconds"):
             decode_load(frames)
+
+
+_STARTS = [BookedStart("decode-0", 2**64 - 1, 3, 2**40, 100_000, 2**20), BookedStart("decode-1", 1, 0, 1, 0, 0)]
+
+
+def test_bookings_survive_their_frames() -> None:
+    bookings = RouterBookings("router-a", _STARTS)
+    frames = encode_bookings(bookings, 7)
+    assert frames[0] == BOOKINGS_TOPIC
+    assert decode_bookings(frames) == bookings
+
+
+def test_the_longest_bookings_are_read_and_longer_ones_are_refused() -> None:
+    longest = replace(_STARTS[0], worker_id="w" * 64)
+    assert len(decode_bookings(encode_bookings(RouterBookings("r", [longest] * MAX_BOOKED_STARTS), 1)).starts) > 1
+    for starts in (
+        [],
+        [longest] * (MAX_BOOKED_STARTS + 1),
+        [replace(longest, worker_id="w" * 300)] * MAX_BOOKED_STARTS,
+    ):
+        with pytest.raises(MalformedFrameError):
+            decode_bookings(encode_bookings(RouterBookings("r", starts), 1))
+    with pytest.raises(MalformedFrameError):
+        decode_bookings(encode_bookings(RouterBookings("", _STARTS), 1))
