@@ -307,7 +307,7 @@ class ChoiceRun:
             self._output.add_time("prefill_s", time.monotonic() - began)
             if outcome is None:
                 self._drop_media(media)
-        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s)
+        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s, outcome.onboard_s)
         return outcome
 
     def _learn_prompt(self, media: RequestMedia, outcome: PrefillOutcome) -> None:

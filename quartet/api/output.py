@@ -256,14 +256,18 @@ class ChoiceOutput:
         """A worker reported how many tokens the prompt has, and how many of them media fill."""
         self._num_prompt_tokens, self._num_media_tokens = num_prompt_tokens, num_media_tokens
 
-    def note_prefilled(self, num_cached_tokens: int, queue_s: float) -> None:
+    def note_prefilled(self, num_cached_tokens: int, queue_s: float, onboard_s: float = 0.0) -> None:
         """A prefill hop ended well."""
         self.add_time("prefill_queue_s", queue_s)
+        if onboard_s:
+            self.add_time("onboard_s", onboard_s)
         self._note_cached(num_cached_tokens)
 
     def note_started(self, started: DecodeStarted, *, is_handed_off: bool) -> None:
         """A decode worker began the choice."""
         self.add_time("decode_queue_s", started.queue_s)
+        if started.onboard_s:
+            self.add_time("onboard_s", started.onboard_s)
         if started.num_prompt_tokens:
             settings = self._settings
             num_grown = started.num_prompt_tokens - settings.num_prompt_tokens

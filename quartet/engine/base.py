@@ -217,6 +217,7 @@ class TierCounts:
 
     Attributes:
         blocks: by state, as ``quartet.kvcache.tiers`` has them.
+        block_size_bytes: of one.
         num_stored: blocks that came to it from the tier above, ever.
         num_loaded: blocks that requests loaded from it, ever.
         num_dropped: blocks that should have come to it, and were lost: no room, or too much was on its way.
@@ -225,6 +226,7 @@ class TierCounts:
 
     tier: Tier
     blocks: BlockCounts
+    block_size_bytes: int
     num_stored: int = 0
     num_loaded: int = 0
     num_dropped: int = 0

@@ -175,7 +175,9 @@ class Tiering:
     def counts(self) -> tuple[TierCounts, ...]:
         """The tiers now, for statistics."""
         tables = (self.lower.host,) if self._disk is None else (self.lower.host, self.lower.disk)
-        return tuple(TierCounts(table.tier, table.counts, **vars(table.totals)) for table in tables)
+        return tuple(
+            TierCounts(table.tier, table.counts, self._host.block_size_bytes, **vars(table.totals)) for table in tables
+        )
 
     def choose(self, seq: TokenSequence) -> None:
         """Leave of ``seq.blocks_below`` those that are loaded sooner than computed, and let the others go.

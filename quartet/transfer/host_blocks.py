@@ -28,9 +28,11 @@ class HostBlocks(Protocol):
 
     Attributes:
         num_blocks: of the pool.
+        block_size_bytes: of one.
     """
 
     num_blocks: int
+    block_size_bytes: int
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Saving:
         """Begin to copy blocks of the pool into slots; on the engine's thread, between steps.
@@ -65,7 +67,7 @@ class PlainHostBlocks:
         Memory of a slot is taken when it is first used.
         """
         pool = np.frombuffer(memory.view, np.uint8).reshape(memory.num_blocks, memory.piece_size_bytes)
-        self.num_blocks = num_blocks
+        self.num_blocks, self.block_size_bytes = num_blocks, memory.piece_size_bytes
         self._pool = pool[first_block : first_block + num_blocks]
         self._slots = np.empty((num_slots, memory.piece_size_bytes), np.uint8)
 

@@ -264,6 +264,7 @@ def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> 
         transfer_bytes=started.transfer_bytes,
         num_prompt_tokens=num_prompt_tokens,
         transfer_way=to_transfer_way(started.transfer_way),
+        onboard=to_duration(started.onboard_s) if started.onboard_s else None,
     )
 
 
@@ -276,6 +277,7 @@ def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
         transfer_bytes=message.transfer_bytes,
         transfer_way=from_transfer_way(message.transfer_way),
         num_prompt_tokens=message.num_prompt_tokens,
+        onboard_s=to_seconds(message.onboard),
     )
 
 
@@ -354,6 +356,7 @@ def to_prefill_result(
         num_cached_tokens=prefilled.num_cached_tokens,
         queue=to_duration(prefilled.queue_s),
         compute=to_duration(prefilled.compute_s),
+        onboard=to_duration(prefilled.onboard_s) if prefilled.onboard_s else None,
     )
     if prefilled.prompt_logprobs is not None:
         put_prompt_logprobs(result.prompt_logprobs, prefilled.prompt_logprobs)
@@ -380,6 +383,7 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         prompt_logprobs=(
             from_prompt_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
         ),
+        onboard_s=to_seconds(message.onboard),
     )
 
 
