@@ -13,7 +13,7 @@ from quartet.engine.guided.compiler import GrammarCompiler
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
 from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
-from quartet.engine.settings import EngineKind, EngineSettings, EngineSpec, Modality, no_hand_offs
+from quartet.engine.settings import EngineKind, EngineSettings, EngineSpec, Modality
 from quartet.engine.step_engine import ALL_SAMPLING_FIELDS, GrammarsFactory, StepEngine
 from quartet.engine.tiers import Link, Tiering, TierMessage, open_tiers
 from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
@@ -22,8 +22,11 @@ from quartet.events.kv import Tier
 from quartet.media.items import MediaKind
 from quartet.text import model_files
 from quartet.transfer.base import EmbeddingMemory, PoolMemory, Puller
+from quartet.transfer.cuda.driver import CudaError
+from quartet.transfer.cuda.host_slots import PinnedHostBlocks
+from quartet.transfer.cuda.memory import DeviceMemory
 from quartet.transfer.disk_blocks import DiskBlocks
-from quartet.transfer.host_blocks import PlainHostBlocks
+from quartet.transfer.host_blocks import HostBlocks, PlainHostBlocks
 
 
 def create_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
@@ -109,18 +112,30 @@ def _open_tiers(
     settings: EngineSettings, rank: int, runner: ModelRunner, post: Callable[[TierMessage], None]
 ) -> Tiering:
     """The tiers below the pool of ``rank``. Raises ``InvalidRequestError`` for settings that are impossible here."""
-    cache, layout, memory = settings.cache, runner.layout, runner.memory
-    if not isinstance(memory, PoolMemory):
-        raise InvalidRequestError(no_hand_offs(settings), field="cache.host")
+    cache, layout = settings.cache, runner.layout
     try:
         plan, disk_plan = cache.plans(layout.piece_size_bytes)
-        first_block = rank * runner.num_blocks
-        host = PlainHostBlocks(memory, plan.num_blocks, first_block=first_block, num_blocks=runner.num_blocks)
+        host = _host_blocks(runner, rank, plan.num_blocks)
         disk = None if cache.disk.path is None or disk_plan is None else DiskBlocks(cache.disk.path, layout)
         return open_tiers(plan, disk_plan, host, disk, post, links=_links(settings))
     except ConfigError as error:
         name, _, text = str(error).partition(": ")
         raise InvalidRequestError(text, field=name) from error
+
+
+def _host_blocks(runner: ModelRunner, rank: int, num_slots: int) -> HostBlocks:
+    """Slots below the pool of ``rank``. Raises ``ConfigError``: there can be none."""
+    memory = runner.memory
+    if isinstance(memory, PoolMemory):
+        first_block = rank * runner.num_blocks
+        return PlainHostBlocks(memory, num_slots, first_block=first_block, num_blocks=runner.num_blocks)
+    if not isinstance(memory, DeviceMemory):
+        raise ConfigError("cache.host: the GPU's driver gives this pool no host memory to copy to")
+    try:
+        return PinnedHostBlocks(memory, num_slots)
+    except CudaError as error:
+        size = f"{num_slots * memory.piece_size_bytes >> 20} MiB"
+        raise ConfigError(f"cache.host: {size} of host memory can't be pinned: {error}") from error
 
 
 def _links(settings: EngineSettings) -> dict[Tier, Link]:

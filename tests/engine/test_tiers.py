@@ -20,7 +20,7 @@ from quartet.kvcache.block_hash import sequence_hashes
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
 from quartet.transfer.base import PoolMemory
-from quartet.transfer.host_blocks import PlainHostBlocks
+from quartet.transfer.host_blocks import PlainHostBlocks, Saving
 from tests.engine.consumer import Consumer, StartEngine
 from tests.engine.fakes import WAIT_S, FakePuller, FakeRunner, expected_output, make_request
 from tests.engine.launching import LaunchingRunner
@@ -30,14 +30,33 @@ from tests.kvcache.replica import TierReplica
 PROMPT, OTHER = range(40), range(63, 23, -1)  # ten blocks each, of a pool of twelve
 
 
+class GatedSaving:
+    """A copy that is under way until ``event`` is set, as on a GPU."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        assert self._event.wait(WAIT_S)
+
+
 class GatedHostBlocks(PlainHostBlocks):
-    """Loads wait until ``may_load`` is set, and then fail if ``fails``."""
+    """Loads wait until ``may_load`` is set, and then fail if ``fails``; copies end once ``may_save`` is set."""
 
     def __init__(self, memory: PoolMemory, num_slots: int, num_blocks: int) -> None:
         super().__init__(memory, num_slots, num_blocks=num_blocks)
-        self.may_load, self.began = threading.Event(), threading.Event()
+        self.may_load, self.may_save, self.began = threading.Event(), threading.Event(), threading.Event()
         self.fails = False
         self.may_load.set()
+        self.may_save.set()
+
+    def save(self, block_ids: Items[int], slots: Items[int]) -> Saving:
+        super().save(block_ids, slots)
+        return GatedSaving(self.may_save)
 
     def load(self, slots: Items[int], block_ids: Items[int]) -> None:
         self.began.set()
@@ -123,6 +142,37 @@ async def test_a_request_that_is_cancelled_while_it_loads_keeps_its_blocks_until
     assert isinstance(terminal.error, RequestCancelledError)
     assert engine.stats()[0].num_in_use_blocks == 0
     assert tier(engine, Tier.HOST).blocks.in_use == 0
+
+
+async def test_a_pull_begins_once_what_it_overwrites_is_copied(start_engine: StartEngine) -> None:
+    host, puller = Host(), FakePuller()
+    engine = await start_engine(FakeRunner(num_blocks=14), puller=puller, tiers=make_tiers(20, host=host.make))
+    consumer = Consumer(engine)
+    await answer(engine, consumer, PROMPT)
+    host.blocks.may_save.clear()
+    generated = expected_output(make_request(OTHER, max_tokens=1).generation)
+    pulling = make_request(OTHER, generated=generated, hand_off=puller.offer_prefix([*OTHER, *generated]))
+    engine.submit(pulling)
+    await answer(engine, consumer, [1, 2], max_tokens=2)
+    assert not puller.fetch_began.is_set()
+    host.blocks.may_save.set()
+    assert isinstance(await consumer.wait_terminal(pulling), Finished)
+    assert consumer.tokens[pulling.id] == expected_output(pulling.generation)[1:]
+    request = await answer(engine, consumer, PROMPT)
+    assert consumer.started[request.id].num_cached_tokens == 36
+
+
+async def test_blocks_are_lost_where_too_many_are_on_their_way(start_engine: StartEngine) -> None:
+    host = Host()
+    plan = TierPlan(num_blocks=20, max_concurrent_transfers=2, max_batch_size=2)
+    engine = await start_engine(FakeRunner(num_blocks=12), tiers=make_tiers(20, host=host.make, host_plan=plan))
+    consumer = Consumer(engine)
+    await answer(engine, consumer, PROMPT)
+    host.blocks.may_save.clear()
+    await answer(engine, consumer, OTHER)
+    assert (tier(engine, Tier.HOST).num_stored, tier(engine, Tier.HOST).num_dropped) == (4, 4)
+    host.blocks.may_save.set()
+    await answer(engine, consumer, PROMPT)
 
 
 async def test_what_one_request_loads_is_shared_with_those_that_come_meanwhile(start_engine: StartEngine) -> None:

@@ -22,6 +22,7 @@ def make_tiers(
     host: Callable[[PoolMemory, int, int], PlainHostBlocks] = lambda memory, num_slots, num_blocks: PlainHostBlocks(
         memory, num_slots, num_blocks=num_blocks
     ),
+    host_plan: TierPlan | None = None,
 ) -> TiersFactory:
     """What ``StepEngine`` takes. All that is found is loaded: a fake computes in no time."""
 
@@ -29,7 +30,7 @@ def make_tiers(
         assert isinstance(runner.memory, PoolMemory)
         disk = None if path is None else DiskBlocks(path, runner.layout)
         tiers = open_tiers(
-            TierPlan(num_blocks=num_host_blocks),
+            host_plan or TierPlan(num_blocks=num_host_blocks),
             None if path is None else TierPlan(num_blocks=num_disk_blocks, policy=OffloadPolicy.PRESENCE),
             host(runner.memory, num_host_blocks, runner.num_blocks),
             disk,
