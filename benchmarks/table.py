@@ -675,6 +675,33 @@ _ENGINE_COLUMNS: Columns = {
 }
 
 
+def tiers_tables(report: Report) -> str:
+    """What a hit of each tier saves, and what tiers cost."""
+    hits = _table(_TIER_COLUMNS, [{"tier": tier, **report[tier]} for tier in ("host", "disk")])
+    cost = report["cost"]
+    row = {"ratio": cost["ratio"], "without": median(cost["without"]), "with_tiers": median(cost["with_tiers"])}
+    return f"{hits}\n{_table(_TIER_COST_COLUMNS, [{'num_alternations': len(cost['without']), **row}])}"
+
+
+_TIER_COLUMNS: Columns = {
+    "2,000 tokens, all but the last block from": "{tier}",
+    "first token after, ms": lambda row: f"{1e3 * row['loaded_s']:.1f}",
+    "computed, ms": lambda row: f"{1e3 * row['computed_s']:.0f}",
+    "ratio": "{ratio:.3f}",
+    "wanted": lambda row: "<= 1/6" if row["tier"] == "host" else "",
+    "GB/s": "{gb_per_s:.2f}",
+    "rounds": lambda row: len(row["hits"]),
+}
+_TIER_COST_COLUMNS: Columns = {
+    "tokens a CPU second, nothing evicted": "",
+    "without tiers": "{without:.0f}",
+    "with": "{with_tiers:.0f}",
+    "ratio": "{ratio:.3f}",
+    "wanted": ">= 0.97",
+    "alternations": "{num_alternations}",
+}
+
+
 _NONE = "-"
 
 
@@ -1175,6 +1202,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "gpu_hand_off": gpu_hand_off_tables,
     "encode": encode_tables,
     "engine": engine_tables,
+    "tiers": tiers_tables,
     "routing": routing_tables,
     "prefixes": prefixes_tables,
     "routers": routers_tables,

@@ -308,7 +308,12 @@ class ChoiceRun:
             self._output.add_time("prefill_s", time.monotonic() - began)
             if outcome is None:
                 self._drop_media(media)
-        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s, outcome.num_evicted_tokens)
+        self._output.note_prefilled(
+            outcome.num_cached_tokens,
+            outcome.queue_s,
+            num_evicted_tokens=outcome.num_evicted_tokens,
+            onboard_s=outcome.onboard_s,
+        )
         return outcome
 
     def _learn_prompt(self, media: RequestMedia, outcome: PrefillOutcome) -> None:

@@ -83,6 +83,7 @@ class RequestLog:
             prefill_queue_s=longest.prefill_queue_s,
             decode_queue_s=longest.decode_queue_s,
             transfer_s=longest.transfer_s,
+            onboard_s=longest.onboard_s,
             first_token_s=longest.first_token_s,
             total_s=time.monotonic() - request.arrived_at,
         )

@@ -266,14 +266,20 @@ class ChoiceOutput:
         """What the router expects of the attempt that begins; ``None``: it knows nothing."""
         self._expected = expected
 
-    def note_prefilled(self, num_cached_tokens: int, queue_s: float, num_evicted_tokens: int = 0) -> None:
+    def note_prefilled(
+        self, num_cached_tokens: int, queue_s: float, *, num_evicted_tokens: int = 0, onboard_s: float = 0.0
+    ) -> None:
         """A prefill hop ended well."""
         self.add_time("prefill_queue_s", queue_s)
+        if onboard_s:
+            self.add_time("onboard_s", onboard_s)
         self._note_cached(num_cached_tokens, num_evicted_tokens)
 
     def note_started(self, started: DecodeStarted, *, is_handed_off: bool) -> None:
         """A decode worker began the choice."""
         self.add_time("decode_queue_s", started.queue_s)
+        if started.onboard_s:
+            self.add_time("onboard_s", started.onboard_s)
         if started.num_prompt_tokens:
             settings = self._settings
             num_grown = started.num_prompt_tokens - settings.num_prompt_tokens

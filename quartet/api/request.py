@@ -366,10 +366,13 @@ class TimeBreakdown:
         tokenize_s: template and tokenizer.
         router_queue_s: waiting in the router for room.
         prefill_s: the prefill hop, the worker's queue (``prefill_queue_s``) included.
-        decode_queue_s: waiting in the decode worker, without ``transfer_s``, the time to move blocks there.
+        decode_queue_s: waiting in the decode worker, without ``transfer_s``, the time to move blocks there, and
+            ``onboard_s``.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
         media_s: fetching media, and encoding them at an encode worker, before ``router_queue_s``.
+        onboard_s: loading cached blocks from the memory or the disk of a worker's host; at a prefill, part of
+            ``prefill_s``.
         transfer_bytes: what was moved in ``transfer_s``, of all attempts together.
         transfer_way: how the last attempt that moved any moved them; ``None``: none did, or the worker does not say.
     """
@@ -383,6 +386,7 @@ class TimeBreakdown:
     first_token_s: float | None = None
     total_s: float | None = None
     media_s: float | None = None
+    onboard_s: float | None = None
     transfer_bytes: int = 0
     transfer_way: TransferWay | None = None
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from quartet.engine.sampling import OutputOptions, PromptLogprobs, Sampling, TokenLogprobs
 from quartet.errors import ServingError
-from quartet.events.kv import RankEvents, StoredBlocks
+from quartet.events.kv import RankEvents, StoredBlocks, Tier
 from quartet.events.load import RankCounts
 from quartet.kvcache.block_hash import MediaSpan
+from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.media.items import MediaFile
 from quartet.transfer.base import BlockMemory, EmbeddingMemory, TransferWay
@@ -101,12 +102,13 @@ class Started:
 
     Attributes:
         num_cached_tokens: tokens whose KV was in the cache.
-        queue_s: seconds from ``submit`` until it was scheduled, without ``transfer_s``.
+        queue_s: seconds from ``submit`` until it was scheduled, without ``transfer_s`` and ``onboard_s``.
         transfer_s: seconds spent pulling blocks, 0 without a hand-off.
         transfer_bytes: bytes pulled.
         transfer_way: how they were moved; ``None``: nothing was, or the engine moved them by itself.
         num_prompt_tokens: of a prompt with media that the engine laid out itself, else 0.
         num_evicted_tokens: tokens after the cached ones whose KV was in the cache lately; 0 also where that is unknown.
+        onboard_s: seconds in which cached blocks came from tiers below the device.
     """
 
     id: int
@@ -117,6 +119,7 @@ class Started:
     transfer_way: TransferWay | None = None
     num_prompt_tokens: int = 0
     num_evicted_tokens: int = 0
+    onboard_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Prefilled:
         laid_out: the generation with a prompt that the engine laid out itself, because of its media; the spans' media
             ids are zeros.
         num_evicted_tokens: as in ``Started``.
+        onboard_s: as of ``Started``; neither ``queue_s`` nor ``compute_s`` has it.
     """
 
     id: int
@@ -156,6 +160,7 @@ class Prefilled:
     prompt_logprobs: PromptLogprobs | None = None
     laid_out: Generation | None = field(default=None, repr=False)
     num_evicted_tokens: int = 0
+    onboard_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,28 @@ class StepPromptLogprobs:
     logprobs: PromptLogprobs
 
 
+@dataclass(frozen=True)
+class TierCounts:
+    """A tier below the device.
+
+    Attributes:
+        blocks: by state, as ``quartet.kvcache.tiers`` has them.
+        block_size_bytes: of one.
+        num_stored: blocks that came to it from the tier above, ever.
+        num_loaded: blocks that requests loaded from it, ever.
+        num_dropped: blocks that should have come to it, and were lost: no room, or too much was on its way.
+        num_failed: reads and writes that failed.
+    """
+
+    tier: Tier
+    blocks: BlockCounts
+    block_size_bytes: int
+    num_stored: int = 0
+    num_loaded: int = 0
+    num_dropped: int = 0
+    num_failed: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats(RankCounts):
     """A snapshot of one data-parallel rank. Where a step runs, what it computes is begun, and still queued.
@@ -224,6 +251,7 @@ class EngineStats(RankCounts):
         num_prompt_tokens: prompt tokens computed, ever, not counting cached ones.
         num_output_tokens: tokens sampled, ever.
         num_cached_tokens: prompt tokens found in the cache, ever.
+        tiers: below the device, the faster one first.
     """
 
     step_ends_at: float = 0.0
@@ -232,6 +260,7 @@ class EngineStats(RankCounts):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    tiers: tuple[TierCounts, ...] = ()
 
 
 @dataclass(frozen=True)

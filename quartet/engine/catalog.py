@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from quartet.engine.base import Engine, RequestKind
@@ -12,13 +13,20 @@ from quartet.engine.guided.compiler import GrammarCompiler
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
 from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
-from quartet.engine.settings import EngineKind, EngineSpec, Modality
+from quartet.engine.settings import EngineKind, EngineSettings, EngineSpec, Modality
 from quartet.engine.step_engine import ALL_SAMPLING_FIELDS, GrammarsFactory, StepEngine
+from quartet.engine.tiers import Link, Tiering, TierMessage, open_tiers
 from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, InvalidRequestError
+from quartet.events.kv import Tier
 from quartet.media.items import MediaKind
 from quartet.text import model_files
-from quartet.transfer.base import EmbeddingMemory, Puller
+from quartet.transfer.base import EmbeddingMemory, PoolMemory, Puller
+from quartet.transfer.cuda.driver import CudaError
+from quartet.transfer.cuda.host_slots import PinnedHostBlocks
+from quartet.transfer.cuda.memory import DeviceMemory
+from quartet.transfer.disk_blocks import DiskBlocks
+from quartet.transfer.host_blocks import HostBlocks, PlainHostBlocks
 
 
 def create_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
@@ -86,7 +94,9 @@ def _step_engine(
     load: Callable[[], ModelRunner],
     sampling_fields: frozenset[str],
     grammars: GrammarsFactory | None = None,
+    rank: int = 0,
 ) -> StepEngine:
+    has_tiers = spec.engine.cache.host.is_on
     return StepEngine(
         load,
         spec.engine.step_bounds,
@@ -95,7 +105,45 @@ def _step_engine(
         sampling_fields=sampling_fields,
         grammars=grammars,
         tells_contents=spec.tells_contents,
+        tiers=partial(_open_tiers, spec.engine, rank) if has_tiers else None,
     )
+
+
+def _open_tiers(
+    settings: EngineSettings, rank: int, runner: ModelRunner, post: Callable[[TierMessage], None]
+) -> Tiering:
+    """The tiers below the pool of ``rank``. Raises ``InvalidRequestError`` for settings that are impossible here."""
+    cache, layout = settings.cache, runner.layout
+    try:
+        plan, disk_plan = cache.plans(layout.piece_size_bytes)
+        host = _host_blocks(runner, rank, plan.num_blocks)
+        disk = None if cache.disk.path is None or disk_plan is None else DiskBlocks(cache.disk.path, layout)
+        return open_tiers(plan, disk_plan, host, disk, post, links=_links(settings))
+    except ConfigError as error:
+        name, _, text = str(error).partition(": ")
+        raise InvalidRequestError(text, field=name) from error
+
+
+def _host_blocks(runner: ModelRunner, rank: int, num_slots: int) -> HostBlocks:
+    """Slots below the pool of ``rank``. Raises ``ConfigError``: there can be none."""
+    memory = runner.memory
+    if isinstance(memory, PoolMemory):
+        first_block = rank * runner.num_blocks
+        return PlainHostBlocks(memory, num_slots, first_block=first_block, num_blocks=runner.num_blocks)
+    if not isinstance(memory, DeviceMemory):
+        raise ConfigError("cache.host: the GPU's driver gives this pool no host memory to copy to")
+    try:
+        return PinnedHostBlocks(memory, num_slots)
+    except CudaError as error:
+        size = f"{num_slots * memory.piece_size_bytes >> 20} MiB"
+        raise ConfigError(f"cache.host: {size} of host memory can't be pinned: {error}") from error
+
+
+def _links(settings: EngineSettings) -> dict[Tier, Link]:
+    """What makes the mock's blocks come as slowly as a model's; of other engines, nothing."""
+    if settings.kind is not EngineKind.MOCK:
+        return {}
+    return {tier: Link(settings.mock.load_s(settings.block_size, tier)) for tier in (Tier.HOST, Tier.DISK)}
 
 
 def _grammars(spec: EngineSpec) -> GrammarsFactory:
@@ -143,7 +191,7 @@ def _mock_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
     )
 
     def make_rank(rank: int, puller: Puller) -> StepEngine:
-        return _step_engine(spec, kind, puller, lambda: load(rank), MOCK_SAMPLING_FIELDS)
+        return _step_engine(spec, kind, puller, lambda: load(rank), MOCK_SAMPLING_FIELDS, rank=rank)
 
     if settings.data_parallel_size == 1:
         return make_rank(0, puller)

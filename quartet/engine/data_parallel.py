@@ -10,12 +10,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, StepOutput, Turn
 from quartet.engine.life_cycle import OutputQueue
 from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, UnsupportedFieldError
-from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
+from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks, Tier
+from quartet.kvcache.block_pool import parents_first
 from quartet.kvcache.layout import HandOff, PieceLayout
 from quartet.transfer.base import BlockMemory, Claim, FetchResult, PieceCopy, PieceRun, Puller, never
 
@@ -213,7 +215,7 @@ class RankSnapshots:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._is_wanted = False
-        self._parts: dict[int, dict[int, int | None]] = {}
+        self._parts: dict[int, _Tables] = {}
 
     def want(self) -> None:
         """A snapshot was requested from every rank."""
@@ -232,23 +234,33 @@ class RankSnapshots:
                 _apply(self._parts[changed.data_parallel_rank], changed.events)
         if kv_snapshot is None or not self._is_wanted:
             return None
+        self._parts |= {blocks.data_parallel_rank: {} for blocks in kv_snapshot}
         for blocks in kv_snapshot:
-            self._parts[blocks.data_parallel_rank] = dict(blocks.parent_hashes)
+            self._parts[blocks.data_parallel_rank][blocks.tier] = dict(blocks.parent_hashes)
         if len(self._parts) < self._num_ranks:
             return None
         self._is_wanted, parts, self._parts = False, self._parts, {}
-        return [StoredBlocks(rank, parts[rank]) for rank in sorted(parts)]
+        return [
+            StoredBlocks(rank, parents_first(table), tier)
+            for rank in sorted(parts)
+            for tier, table in sorted(parts[rank].items())
+        ]
 
 
-def _apply(parent_hashes: dict[int, int | None], events: Iterable[KvEvent]) -> None:
+_Tables: TypeAlias = dict[Tier, dict[int, int | None]]
+
+
+def _apply(tables: _Tables, events: Iterable[KvEvent]) -> None:
     for event in events:
         match event:
-            case Stored(parent, sequence_hashes):
+            case Stored(parent, sequence_hashes, tier):
+                table = tables.setdefault(tier, {})
                 for sequence_hash in sequence_hashes:
-                    parent_hashes[sequence_hash] = parent
+                    table[sequence_hash] = parent
                     parent = sequence_hash
-            case Removed(sequence_hashes):
+            case Removed(sequence_hashes, tier):
                 for sequence_hash in sequence_hashes:
-                    parent_hashes.pop(sequence_hash, None)
+                    tables.get(tier, {}).pop(sequence_hash, None)
             case Cleared():
-                parent_hashes.clear()
+                tables.clear()
+                tables[Tier.DEVICE] = {}

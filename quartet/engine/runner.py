@@ -166,7 +166,7 @@ class RequestState(Enum):
     """The state of a request in the scheduler."""
 
     WAITING = auto()  # holds no blocks; new or preempted
-    PULLING = auto()  # holds blocks that a transfer writes to
+    PULLING = auto()  # holds blocks that a transfer, or a load from a lower tier, writes to
     RUNNING = auto()  # holds blocks and takes part in steps
     ENDING = auto()  # holds blocks until its last step, which is in flight, has ended
     ENDED = auto()  # holds nothing any more, or only until the steps that it is in have ended

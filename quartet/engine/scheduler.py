@@ -19,6 +19,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
 from quartet.engine.base import EngineRequest, FinishReason, RequestKind
 from quartet.engine.guided.masks import Guide
@@ -29,6 +30,7 @@ from quartet.errors import OutOfBlocksError
 from quartet.kvcache import sequence
 from quartet.kvcache.block_hash import ExtraKey
 from quartet.kvcache.block_pool import BlockManager
+from quartet.kvcache.tiers import TierBlock
 from quartet.transfer.base import PieceCopy, PieceRun
 
 #: Prompt tokens of a step whose log probabilities are reported: each takes a row of logits, as long as the vocabulary.
@@ -66,6 +68,14 @@ class SchedulerConfig:
         return int((self.max_num_batched_tokens - num_decoding) * self.short_prompts_part)
 
 
+class Onboarding(Protocol):
+    """Decides what comes from tiers below the device."""
+
+    def choose(self, seq: sequence.Sequence) -> None:
+        """Leave of ``seq.blocks_below`` those that are to be loaded, from the first on, and let go of the others."""
+        ...
+
+
 class Scheduler:
     """The requests of one engine: which wait, which have blocks, and what each computes next.
 
@@ -85,11 +95,18 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         *,
         shares_within_step: bool = False,
+        onboarding: Onboarding | None = None,
     ) -> None:
         """Begin without requests; only this scheduler changes ``block_manager`` from now on.
 
-        ``shares_within_step``: requests of one step can share blocks that the step computes. That needs a runner that
-        writes the KV of all tokens of a step before it reads any.
+        Args:
+            config: bounds of a step.
+            block_manager: the pool.
+            limits: bounds of requests.
+            eos_token_ids: tokens that end an output.
+            shares_within_step: requests of one step can share blocks that the step computes. That needs a runner that
+                writes the KV of all tokens of a step before it reads any.
+            onboarding: of a pool with lower tiers.
         """
         self.num_preemptions = 0
         self._config = config
@@ -97,11 +114,13 @@ class Scheduler:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._shares_within_step = shares_within_step
+        self._onboarding = onboarding
         self._num_added = 0
         self.live: dict[int, RunningRequest] = {}
         self.waiting = WaitingQueue()
         self.running: list[RunningRequest] = []
         self._num_pulling = 0
+        self._num_loading = 0
         self._num_steps_in_flight = 0
         self.num_ending = 0
         self._unnamed: list[RunningRequest] = []  # whose pull has ended, and that were in no step since
@@ -157,8 +176,8 @@ class Scheduler:
         """End a request.
 
         Returns:
-            Its state now: ``ENDED``; ``PULLING``: ``end_pull`` ends it, once nothing writes to its blocks; ``None``:
-            the ``id`` is unknown.
+            Its state now: ``ENDED``; ``PULLING``: ``end_pull`` or ``end_load`` ends it, once nothing writes to its
+            blocks; ``None``: the ``id`` is unknown.
         """
         running = self.live.get(id)
         if running is None:
@@ -190,6 +209,27 @@ class Scheduler:
         running.seq.num_computed_tokens = len(running.seq) - 1
         # A long prompt's blocks take milliseconds to name: its first step goes first, unless others may share them.
         self._unnamed.append(running)
+        self._run(running)
+        return running
+
+    def end_load(self, id: int, num_blocks: int) -> RunningRequest:
+        """The load of ``id`` has ended, and brought its first ``num_blocks`` blocks: it computes the others.
+
+        Returns:
+            The request: ``RUNNING`` now, or ``ENDED`` if it was cancelled meanwhile.
+        """
+        running = self.live[id]
+        assert running.state is RequestState.PULLING, "only a loading request ends a load"
+        self._num_loading -= 1
+        if running.is_cancelled:
+            self._end(running)
+            return running
+        self._leave(running)
+        seq = running.seq
+        seq.num_computed_tokens += num_blocks * seq.block_size
+        if not running.is_started:
+            running.num_cached_tokens = seq.num_computed_tokens
+        self._blocks.commit(seq)
         self._run(running)
         return running
 
@@ -327,6 +367,8 @@ class Scheduler:
             self._leave(running)
             if running.needs_pull:
                 schedule.pulls.append(self._pull(running))
+            elif running.seq.blocks_below:
+                schedule.loads.append(self._load(running))
             else:
                 self._run(running)
                 budget -= self._prefill(schedule, running, budget)
@@ -351,15 +393,22 @@ class Scheduler:
         self._unnamed.clear()
 
     def _allocate(self, running: RunningRequest) -> bool:
+        seq, shares = running.seq, not running.reports_prompt
+        looks_below = shares and not running.needs_pull and self._onboarding is not None
+        if self._num_loading and looks_below and self._blocks.awaits_load(seq):
+            return False  # what another request loads can be shared soon
         try:
-            num_cached_tokens = self._blocks.allocate(running.seq, shares=not running.reports_prompt)
+            num_cached_tokens = self._blocks.allocate(seq, shares=shares, looks_below=looks_below)
         except OutOfBlocksError:
             return False
+        if seq.blocks_below and self._onboarding is not None:
+            self._onboarding.choose(seq)
         if not running.is_admitted:
             running.is_admitted = True
             running.num_cached_tokens = num_cached_tokens
             if not (running.needs_pull or running.reports_prompt):
-                running.num_evicted_tokens = self._blocks.num_evicted_tokens(running.seq)
+                num_below = len(seq.blocks_below) * seq.block_size  # evicted, and not lost
+                running.num_evicted_tokens = max(self._blocks.num_evicted_tokens(seq) - num_below, 0)
         return True
 
     def _pull(self, running: RunningRequest) -> Pull:
@@ -369,6 +418,16 @@ class Scheduler:
         seq, block_size = running.seq, self._blocks.block_size
         first, end = seq.num_computed_tokens // block_size, -(-(len(seq) - 1) // block_size)
         return Pull(running.id, PieceRun(first, seq.block_table[first:end]))
+
+    def _load(self, running: RunningRequest) -> Load:
+        """Have the blocks that lower tiers have brought to those that were allocated for them."""
+        running.state = RequestState.PULLING
+        self._num_pulling += 1
+        self._num_loading += 1
+        seq = running.seq
+        blocks, seq.blocks_below = seq.blocks_below, ()
+        first = seq.num_computed_tokens // seq.block_size
+        return Load(running.id, blocks, seq.block_table[first : first + len(blocks)])
 
     def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
         """Add a token. A prefill ends with it; unless it ends the generation, hold the blocks for the decode worker."""
@@ -458,6 +517,7 @@ class Schedule:
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     started: list[RunningRequest] = field(default_factory=list)
     media_lost: list[RunningRequest] = field(default_factory=list)
     num_preempted: int = 0
@@ -467,7 +527,7 @@ class Schedule:
     @property
     def is_idle(self) -> bool:
         """Whether the next schedule would be the same, unless the scheduler is called in between."""
-        return not (self.chunks or self.pulls or self.num_preempted)
+        return not (self.chunks or self.pulls or self.loads or self.num_preempted)
 
     def add_chunk(self, running: RunningRequest, budget: int) -> int:
         """Let ``running`` compute its missing tokens, ``budget`` at most; returns how many."""
@@ -494,6 +554,15 @@ class Pull:
 
     id: int
     copies: Sequence[PieceCopy]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Blocks of lower tiers to copy into blocks of request ``id``, which it keeps until ``Scheduler.end_load``."""
+
+    id: int
+    blocks: Sequence[TierBlock]
+    block_ids: Sequence[int]
 
 
 @dataclass(frozen=True)

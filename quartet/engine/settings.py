@@ -11,6 +11,7 @@ from pathlib import Path
 from quartet.engine.mock.model import MockSettings
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import ConfigError
+from quartet.kvcache.tiers import OffloadPolicy, TierPlan
 from quartet.media.items import MediaKind
 
 
@@ -91,6 +92,102 @@ class Backend(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCacheSettings:
+    """KV blocks in the memory of the host: those that the device's pool evicts. There are none by default.
+
+    Attributes:
+        size_gb: of all its blocks, in 10**9 bytes; of each data-parallel rank.
+        num_blocks: the same as a number, which wins.
+        policy: which evicted blocks come here: ``pass_all``, ``presence`` (those that are not here) or ``presence_lfu``
+            (those of them that were used more than ``min_lfu_count`` times).
+        min_lfu_count: of ``presence_lfu``; 1: a block comes with its second use.
+        max_concurrent_transfers: batches on their way here, or from here to the device, at a time.
+        max_batch_size: blocks of one.
+    """
+
+    size_gb: float | None = None
+    num_blocks: int | None = None
+    policy: OffloadPolicy = OffloadPolicy.PRESENCE
+    min_lfu_count: int = 1
+    max_concurrent_transfers: int = 4
+    max_batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if self.size_gb is not None and not self.size_gb > 0:
+            raise ConfigError(f"size_gb: must be above 0, not {self.size_gb}")
+        for name in ("num_blocks", "max_concurrent_transfers", "max_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: must be at least 1, not {value}")
+        if self.min_lfu_count < 0:
+            raise ConfigError(f"min_lfu_count: must be at least 0, not {self.min_lfu_count}")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is such a tier."""
+        return self.num_blocks is not None or self.size_gb is not None
+
+    def plan(self, block_size_bytes: int) -> TierPlan:
+        """The tier of an engine with blocks of so many bytes. Raises ``ConfigError``: ``size_gb`` holds none."""
+        num_blocks = self.num_blocks
+        if num_blocks is None:
+            num_blocks = int((self.size_gb or 0.0) * _BYTES_PER_GB) // block_size_bytes
+        if num_blocks < 1:
+            raise ConfigError(f"size_gb: {self.size_gb} GB hold no block of {block_size_bytes} bytes")
+        return TierPlan(
+            num_blocks=num_blocks,
+            policy=self.policy,
+            min_lfu_count=self.min_lfu_count,
+            max_concurrent_transfers=self.max_concurrent_transfers,
+            max_batch_size=self.max_batch_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskCacheSettings(HostCacheSettings):
+    """KV blocks in files: those that leave the memory of the host. They outlive the worker.
+
+    Attributes:
+        path: folder with a folder for each pool.
+    """
+
+    policy: OffloadPolicy = OffloadPolicy.PRESENCE_LFU
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        super().__post_init__()
+        if self.is_on and self.path is None:
+            raise ConfigError("path: must name a folder for the blocks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """Where KV blocks go that the device's pool evicts."""
+
+    host: HostCacheSettings = field(default_factory=HostCacheSettings)
+    disk: DiskCacheSettings = field(default_factory=DiskCacheSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse a disk without a host: all that goes to the disk or comes from there is on the host meanwhile."""
+        if self.disk.is_on and not self.host.is_on:
+            raise ConfigError("disk: needs host.size_gb or host.num_blocks")
+
+    def plans(self, block_size_bytes: int) -> tuple[TierPlan, TierPlan | None]:
+        """The host's tier, which there is, and the disk's, for blocks of so many bytes. Raises ``ConfigError``."""
+        plans: list[TierPlan | None] = []
+        for name, settings in (("host", self.host), ("disk", self.disk)):
+            try:
+                plans.append(settings.plan(block_size_bytes) if settings.is_on else None)
+            except ConfigError as error:
+                raise ConfigError(f"cache.{name}.{error}") from error
+        host, disk = plans
+        assert host is not None, "there is such a tier"
+        return host, disk
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """An engine and its pool.
 
@@ -138,6 +235,7 @@ class EngineSettings:
             ``quartet.engine.trtllm.logits``.
         extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``; they replace those from the fields here.
         override_engine_args: arguments that replace those of the file, too.
+        cache: tiers below the device's pool, of ``torch`` and ``mock``.
         scheduler: bounds of a step of ``torch`` and ``mock``.
         mock: how fast the engine ``mock`` is.
     """
@@ -173,6 +271,7 @@ class EngineSettings:
     logits_processors: tuple[str, ...] = ()
     extra_engine_args: Path | None = None
     override_engine_args: Mapping[str, object] = field(default_factory=dict)
+    cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     mock: MockSettings = field(default_factory=MockSettings)
 
@@ -299,6 +398,7 @@ def refused_fields(kind: EngineKind) -> tuple[str, ...]:
 
 
 _DEFAULT_NUM_BLOCKS = 512
+_BYTES_PER_GB = 1e9
 
 _COUNTS = (
     "num_blocks",
@@ -342,7 +442,7 @@ _TRTLLM_ONLY = (
 _REFUSED = {
     EngineKind.TORCH: ("data_parallel_size", *_TRTLLM_ONLY),
     EngineKind.MOCK: ("free_gpu_memory_fraction", "mm_processor_kwargs", *_TORCH_ONLY, *_TRTLLM_ONLY),
-    EngineKind.TRTLLM: ("data_parallel_size", "device", *_TORCH_ONLY),
+    EngineKind.TRTLLM: ("data_parallel_size", "device", "cache", *_TORCH_ONLY),
 }
 
 _DEFAULTS = {

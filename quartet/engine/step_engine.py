@@ -42,6 +42,7 @@ from quartet.engine.step_loop import (
     TakeKvSnapshot,
     num_prefill_tokens,
 )
+from quartet.engine.tiers import Tiering, TierMessage
 from quartet.engine.validation import blocks_payload
 from quartet.errors import (
     EngineError,
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 #: Makes what compiles the grammars of requests for a loaded model.
 GrammarsFactory: TypeAlias = Callable[[ModelRunner], GrammarCompiler]
+
+#: Opens the tiers below a loaded model's pool, which post messages to the engine's thread.
+TiersFactory: TypeAlias = Callable[[ModelRunner, Callable[[TierMessage], None]], Tiering]
 
 #: The seed, and every field of ``Sampling`` and ``OutputOptions`` but grammars, for which an engine needs the model's
 #: tokenizer.
@@ -81,6 +85,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         sampling_fields: frozenset[str] = ALL_SAMPLING_FIELDS,
         grammars: GrammarsFactory | None = None,
         tells_contents: bool = False,
+        tiers: TiersFactory | None = None,
         close_timeout_s: float = 10.0,
     ) -> None:
         """Nothing is loaded before ``start``.
@@ -94,6 +99,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             grammars: for a runner whose sampler follows guides, called in a thread of its own once the model is loaded;
                 ``None``: requests with grammars are refused.
             tells_contents: KV events say what stored blocks hold, too.
+            tiers: called in the engine thread once the model is loaded; ``None``: evicted blocks are lost.
             close_timeout_s: bounds the wait for transfers in ``close``, and then that for the last step.
         """
         self._pulls = Pulls(puller, self._end_pull) if puller is not None else None
@@ -102,7 +108,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         listener = ThreadListener(
             on_ready=self._take_ready, on_report=self._on_report, on_lost=self._on_lost, on_end=self._thread_end.set
         )
-        self._thread = EngineThread(runner_factory, config, listener, tells_contents=tells_contents)
+        self._thread = EngineThread(runner_factory, config, listener, tiers, tells_contents=tells_contents)
         self._puller = puller
         self._kinds = kinds
         self._sampling_fields = sampling_fields
@@ -298,9 +304,11 @@ class EngineThread:
         runner_factory: Callable[[], ModelRunner],
         config: SchedulerConfig,
         listener: ThreadListener,
+        tiers_factory: TiersFactory | None = None,
         *,
         tells_contents: bool = False,
     ) -> None:
+        self._tiers_factory = tiers_factory
         self._runner_factory = runner_factory
         self._config = config
         self._tells_contents = tells_contents
@@ -349,10 +357,14 @@ class EngineThread:
 
     def _main(self) -> None:
         runner: ModelRunner | None = None
+        tiers: Tiering | None = None
         try:
             runner = self._runner_factory()
+            tiers = None if self._tiers_factory is None else self._tiers_factory(runner, self.post)
             on_begin = partial(self._notify, self._listener.on_report)
-            steps = self._steps = StepLoop(runner, self._config, on_begin=on_begin, tells_contents=self._tells_contents)
+            steps = self._steps = StepLoop(
+                runner, self._config, on_begin=on_begin, tiers=tiers, tells_contents=self._tells_contents
+            )
             self._notify(self._listener.on_ready, runner)
             self._step_until_stopped(steps)
         except Exception as error:  # the thread's work ends here; the listener fails the live requests
@@ -360,6 +372,7 @@ class EngineThread:
             self._notify(self._listener.on_lost, error)
             self._wait_until_stopped()
         finally:
+            _close(tiers)
             _close(runner)
             self._notify(self._listener.on_end)
 
@@ -386,9 +399,9 @@ class EngineThread:
         call_on_loop(self._loop, callback, *args)
 
 
-def _close(runner: ModelRunner | None) -> None:
+def _close(part: ModelRunner | Tiering | None) -> None:
     try:
-        if runner is not None:
-            runner.close()
+        if part is not None:
+            part.close()
     except Exception:  # the thread ends here
-        logger.exception("the model could not be closed")
+        logger.exception("%s could not be closed", type(part).__name__)

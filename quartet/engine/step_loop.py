@@ -38,6 +38,7 @@ from quartet.engine.runner import (
 )
 from quartet.engine.scheduler import Pull, Schedule, Scheduler, SchedulerConfig, TokenOut
 from quartet.engine.step_time import Backlog, StepClock, StepWork, backlog, step_work
+from quartet.engine.tiers import LoadBatchEnded, PullsReady, Tiering, TierMessage, WriteEnded
 from quartet.engine.validation import limits_of
 from quartet.errors import EngineError, MediaLostError, RequestCancelledError, ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
@@ -102,7 +103,7 @@ class TakeKvSnapshot:
     """Report all blocks that can be shared after the step."""
 
 
-Message: TypeAlias = Submit | Refuse | Cancel | Release | Fetched | FetchFailed | TakeKvSnapshot
+Message: TypeAlias = Submit | Refuse | Cancel | Release | Fetched | FetchFailed | TakeKvSnapshot | TierMessage
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class StepLoop:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[StepReport], None] = lambda _report: None,
+        tiers: Tiering | None = None,
         *,
         tells_contents: bool = False,
     ) -> None:
@@ -158,15 +160,21 @@ class StepLoop:
             on_begin: called when a step begins, with the snapshot replaced and before anything is computed, if there
                 are pulls; also, with an empty output, if the step has prompt tokens and none was left to begin before
                 it, or none is left after it.
+            tiers: below the runner's pool; what they post comes back with the next ``step``. The caller closes them.
             tells_contents: KV events say what stored blocks hold, too.
         """
         self._runner = runner
+        lower = None if tiers is None else tiers.lower
         self._blocks = BlockManager(
-            runner.num_blocks, runner.layout.block_size, has_events=True, tells_contents=tells_contents
+            runner.num_blocks, runner.layout.block_size, has_events=True, tells_contents=tells_contents, lower=lower
         )
-        self._scheduler = Scheduler(config, self._blocks, limits_of(runner), runner.eos_token_ids)
+        self._scheduler = Scheduler(config, self._blocks, limits_of(runner), runner.eos_token_ids, onboarding=tiers)
         self._outputs = OutputBuilder(clock)
         self._clock = StepClock(clock)
+        self._tiers = tiers
+        if tiers is not None:
+            tiers.forecast_by(lambda: self._clock.step_time, config.max_num_batched_tokens)
+        self._ready_pulls: list[Pull] = []
         self._launcher = runner.launcher
         self._in_flight: _StepInFlight | None = None
         self._on_begin = on_begin
@@ -212,6 +220,8 @@ class StepLoop:
         schedule = self._scheduler.schedule()
         for lost in schedule.media_lost:
             self._outputs.fail(lost.id, MediaLostError("the KV of the prompt's media is not here any more"))
+        if self._tiers is not None:
+            self._tiers.begin_step(schedule)
         return schedule
 
     def _compute(self, schedule: Schedule) -> None:
@@ -313,6 +323,8 @@ class StepLoop:
     def _report(self, output: StepOutput | None, schedule: Schedule) -> StepReport:
         """``output``, and the pulls that were not reported yet."""
         pulls, schedule.pulls = schedule.pulls, []
+        if self._ready_pulls:
+            pulls, self._ready_pulls = self._ready_pulls + pulls, []
         stopped_pulls, self._stopped_pulls = self._stopped_pulls, []
         return StepReport(output, pulls, stopped_pulls)
 
@@ -322,6 +334,7 @@ class StepLoop:
         if self._has_to_take_kv_snapshot:
             self._has_to_take_kv_snapshot = False
             snapshot = [StoredBlocks(_RANK, self._blocks.stored_blocks())]
+            snapshot += [StoredBlocks(_RANK, table, tier) for tier, table in self._blocks.stored_below().items()]
         return self._outputs.build([RankEvents(_RANK, events)] if events else (), snapshot)
 
     def _take_message(self, message: Message) -> None:
@@ -342,6 +355,10 @@ class StepLoop:
                 self._end_pull(id, error)
             case TakeKvSnapshot():
                 self._has_to_take_kv_snapshot = True
+            case PullsReady(pulls):
+                self._ready_pulls += pulls
+            case LoadBatchEnded() | WriteEnded():
+                self._take_tier_message(message)
 
     def _count_submit(self, request: EngineRequest) -> None:
         self._num_submits += 1
@@ -374,6 +391,14 @@ class StepLoop:
             self._outputs.fail(id, RequestCancelledError("the request was cancelled"))
         elif error is not None:
             self._outputs.fail(id, error)
+
+    def _take_tier_message(self, message: TierMessage) -> None:
+        ended = None if self._tiers is None else self._tiers.take(message)
+        if ended is None:
+            return
+        self._outputs.take_load(ended.id, ended.duration_s)
+        if self._scheduler.end_load(ended.id, ended.num_blocks).is_cancelled:
+            self._outputs.fail(ended.id, RequestCancelledError("the request was cancelled"))
 
     def _snapshot_between_steps(self) -> Snapshot:
         running, step = backlog(self._scheduler.running), self._in_flight
@@ -412,6 +437,7 @@ class StepLoop:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            tiers=() if self._tiers is None else self._tiers.counts,
         )
         return Snapshot(stats, self._num_submits, self._num_submitted_prefill_tokens)
 
@@ -437,6 +463,10 @@ class OutputBuilder:
         times.transfer_s, times.transfer_bytes = result.duration_s, result.size_bytes
         times.transfer_way = result.way if result.size_bytes else None
 
+    def take_load(self, id: int, duration_s: float) -> None:
+        """Remember how long blocks of a request came from lower tiers."""
+        self._times[id].onboard_s += duration_s
+
     def start(self, started: Iterable[RunningRequest]) -> None:
         """These requests are in a step for the first time."""
         now = self._clock()
@@ -452,6 +482,7 @@ class OutputBuilder:
                     times.transfer_bytes,
                     times.transfer_way,
                     num_evicted_tokens=running.num_evicted_tokens,
+                    onboard_s=times.onboard_s,
                 )
             )
 
@@ -529,6 +560,7 @@ class OutputBuilder:
             num_tokens=out.num_held_tokens,
             logprobs=out.sampled.logprobs,
             prompt_logprobs=out.sampled.prompt_logprobs,
+            onboard_s=times.onboard_s,
         )
 
 
@@ -564,7 +596,8 @@ class _Times:
     transfer_s: float = 0.0
     transfer_bytes: int = 0
     transfer_way: TransferWay | None = None
+    onboard_s: float = 0.0
 
     @property
     def queue_s(self) -> float:
-        return max(0.0, self.started_at - self.submitted_at - self.transfer_s)
+        return max(0.0, self.started_at - self.submitted_at - self.transfer_s - self.onboard_s)

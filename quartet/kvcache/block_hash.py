@@ -106,6 +106,15 @@ def chain_hash(parent_hash: int | None, block_hash: int) -> int:
     return xxh3_64_intdigest(_PARENT_AND_BLOCK.pack(parent_hash, block_hash), HASH_SEED)
 
 
+def chain_digest(parent: bytes, content: bytes) -> bytes:
+    """BLAKE2b-256 of a block and all before it, which no collision can be crafted for.
+
+    ``parent``: the digest of the block before it, or for a first block ``ExtraKey.digest``, of 32 bytes both.
+    ``content``: as ``Sequence.block_content`` gives it.
+    """
+    return hashlib.blake2b(parent + content, digest_size=32).digest()
+
+
 def pack_token_ids(token_ids: Iterable[int]) -> bytes:
     """Token ids as little-endian u32; fastest from an ``array("I")``. Raises ``OverflowError`` for other numbers."""
     packed = array("I", token_ids)

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.errors import OutOfBlocksError
 from quartet.events.kv import Cleared, Contents, KvEvent, Removed, Stored, Tier
-from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey
+from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, chain_digest
 from quartet.kvcache.sequence import Sequence
+
+if TYPE_CHECKING:
+    from quartet.kvcache.tiers import LowerTiers
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,22 @@ class BlockManager:
     """Hands out the blocks of one pool, shares equal prefixes, evicts the least recently used leaf."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, has_events: bool = False, tells_contents: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        has_events: bool = False,
+        tells_contents: bool = False,
+        lower: LowerTiers | None = None,
     ) -> None:
         """Manage blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each, all free.
 
-        ``has_events``: take note of what can be shared, for ``take_events`` and ``stored_blocks``; with
-        ``tells_contents`` events say what stored blocks hold, too.
+        Args:
+            num_blocks: of the pool.
+            block_size: tokens of a block.
+            has_events: take note of what can be shared, for ``take_events`` and ``stored_blocks``.
+            tells_contents: events say what stored blocks hold, too.
+            lower: the tiers to which evicted blocks go. Its events are among those of this pool, then.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -59,7 +72,8 @@ class BlockManager:
         self._names: list[_Name | None] = [None] * num_blocks  # of a block's content; copies have it too
         self._by_key: dict[_Key, _Name] = {}
         self._copies: dict[_Name, set[int]] = {}
-        self._log = EventLog() if has_events else None
+        self._lower = lower
+        self._log = lower.log if lower is not None else EventLog() if has_events else None
         # Public names of the blocks that were evicted last, oldest first; empty without events.
         self._evicted: OrderedDict[int, None] = OrderedDict()
         self._tells_contents = tells_contents
@@ -79,10 +93,13 @@ class BlockManager:
         name = self._names[block_id]
         return name.sequence_hash if name is not None and name.block_id == block_id else None
 
-    def allocate(self, seq: Sequence, *, shares: bool = True) -> int:
+    def allocate(self, seq: Sequence, *, shares: bool = True, looks_below: bool = False) -> int:
         """Give ``seq``, which has none, blocks for all its tokens, sharing its longest cached prefix.
 
-        ``shares``: false if it is to compute all its tokens itself.
+        Args:
+            seq: gets ``block_table``, and ``blocks_below`` if there are any.
+            shares: false if it is to compute all its tokens itself.
+            looks_below: find what lower tiers have of the blocks that follow, and keep that for ``seq``.
 
         Returns:
             Number of cached tokens: a multiple of the block size, and less than the tokens, because the last one
@@ -96,6 +113,9 @@ class BlockManager:
         # Sharing a cached block, which no sequence uses yet, spends an available block too.
         num_spent = len(self._cached.keys() & shared)
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
+        if self._lower is not None:
+            # Before anything is evicted: what ``seq`` can use must not make room for what it displaces.
+            self._look_below(self._lower, seq, shared, looks_below=looks_below)
         for block_id in shared:
             self._use(block_id)
         seq.block_table = shared + self._take(seq.num_blocks - len(shared))
@@ -119,6 +139,15 @@ class BlockManager:
         while index < end and seq.sequence_hash(index) in self._evicted:
             index += 1
         return (index - first) * self.block_size
+
+    def awaits_load(self, seq: Sequence) -> bool:
+        """Whether the block after the cached prefix of ``seq`` is being loaded from a lower tier."""
+        if self._lower is None:
+            return False
+        shared = self._cached_prefix(seq)
+        if len(shared) == (len(seq) - 1) // self.block_size:
+            return False
+        return self._lower.is_loading(chain_digest(self._digest_before(seq, shared), seq.block_content(len(shared))))
 
     def extend(self, seq: Sequence, num_tokens: int = 1) -> None:
         """Make room for ``num_tokens`` more tokens than ``seq`` has; the caller appends them afterwards.
@@ -205,6 +234,12 @@ class BlockManager:
         """
         return self._log.parent_hashes() if self._log is not None else {}
 
+    def stored_below(self) -> dict[Tier, dict[int, int | None]]:
+        """The same of each lower tier that has blocks."""
+        if self._lower is None:
+            return {}
+        return {tier: table for tier, table in self._lower.log.tables().items() if tier is not Tier.DEVICE}
+
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks that say the same as the first blocks of ``seq``, without the block of its last token."""
         shared: list[int] = []
@@ -216,6 +251,21 @@ class BlockManager:
             shared.append(name.block_id)
             parent = name
         return shared
+
+    def _look_below(self, lower: LowerTiers, seq: Sequence, shared: list[int], *, looks_below: bool) -> None:
+        for block_id in shared:
+            name = self._names[block_id]
+            assert name is not None, "a shared block has a name"
+            name.num_uses += 1
+        num_full = (len(seq) - 1) // self.block_size
+        if looks_below and lower.has_blocks and len(shared) < num_full:
+            contents = (seq.block_content(index) for index in range(len(shared), num_full))
+            seq.blocks_below = lower.find(self._digest_before(seq, shared), contents)
+
+    def _digest_before(self, seq: Sequence, shared: list[int]) -> bytes:
+        """Digest of the last of the blocks that ``seq`` shares, or what stands for it before a first block."""
+        name = self._names[shared[-1]] if shared else None
+        return seq.extra_key.digest if name is None else _digest(name)
 
     def _check_available(self, num_wanted: int, num_available: int) -> None:
         if num_wanted > num_available:
@@ -250,26 +300,33 @@ class BlockManager:
         taken = self._free[len(self._free) - num_free :]
         del self._free[len(self._free) - num_free :]
         taken.reverse()
-        while len(taken) < num_blocks:
-            taken.append(self._evict())
+        if num_free < num_blocks:
+            taken += self._evict(num_blocks - num_free)
         for block_id in taken:
             self._num_users[block_id] = 1
         self._num_in_use += num_blocks
         return taken
 
-    def _evict(self) -> int:
-        block_id, _ = self._cached.popitem(last=False)
-        name = self._names[block_id]
-        assert name is not None, "a cached block has a name"
-        del self._by_key[name.key]
-        self._names[block_id] = None
+    def _evict(self, num_blocks: int) -> list[int]:
+        """Empty the least recently used cached blocks, which lower tiers may take."""
+        evicted: list[tuple[int, _Name]] = []
+        for _ in range(num_blocks):
+            block_id, _ = self._cached.popitem(last=False)
+            name = self._names[block_id]
+            assert name is not None, "a cached block has a name"
+            del self._by_key[name.key]
+            self._names[block_id] = None
+            evicted.append((block_id, name))
+        if self._lower is not None:
+            self._lower.take([_to_evicted(block_id, name) for block_id, name in evicted])
         if self._log is not None:
-            self._log.remove(name.sequence_hash)
-            self._evicted.pop(name.sequence_hash, None)  # it is the last one now
-            self._evicted[name.sequence_hash] = None
-            if len(self._evicted) > self.num_blocks:
+            for _, name in evicted:
+                self._log.remove(name.sequence_hash)
+                self._evicted.pop(name.sequence_hash, None)  # it is the last one now
+                self._evicted[name.sequence_hash] = None
+            while len(self._evicted) > self.num_blocks:
                 self._evicted.popitem(last=False)
-        return block_id
+        return [block_id for block_id, _ in evicted]
 
     def _use(self, block_id: int) -> None:
         if not self._num_users[block_id]:
@@ -407,23 +464,11 @@ class EventLog:
 
     def tables(self) -> dict[Tier, dict[int, int | None]]:
         """Of every hash that is there the one before it, by tier; parents come first."""
-        return {tier: _parents_first(self._parents[tier]) for tier in Tier if self._parents[tier]}
+        return {tier: parents_first(self._parents[tier]) for tier in Tier if self._parents[tier]}
 
 
-@dataclass(eq=False, slots=True)
-class _Name:
-    """What a block says, and the block that bears the name. Equal to itself only, so it can never be recycled."""
-
-    key: _Key
-    sequence_hash: int
-    block_id: int
-
-
-_Key: TypeAlias = tuple[_Name | bytes, bytes]
-
-
-def _parents_first(table: dict[int, int | None]) -> dict[int, int | None]:
-    """``table`` in another order: chains move to another tier from their end on."""
+def parents_first(table: dict[int, int | None]) -> dict[int, int | None]:
+    """``table`` with each hash after the one before it: chains move to another tier from their end on."""
     ordered: dict[int, int | None] = {}
     for sequence_hash in table:
         chain: list[int] = []
@@ -434,3 +479,63 @@ def _parents_first(table: dict[int, int | None]) -> dict[int, int | None]:
         for link in reversed(chain):
             ordered[link] = table[link]
     return ordered
+
+
+@dataclass(eq=False, slots=True)
+class _Name:
+    """What a block says, and the block that bears the name. Equal to itself only, so it can never be recycled."""
+
+    key: _Key
+    sequence_hash: int
+    block_id: int
+    num_uses: int = 1  # counted for lower tiers only
+    digest: bytes | None = None  # once a lower tier needed it
+
+
+_Key: TypeAlias = tuple[_Name | bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedBlock:
+    """A block that left the device's pool; its content stays in ``block_id`` until a step or a transfer writes there.
+
+    Attributes:
+        digest: its chain digest.
+        parent_digest: of the block before it.
+        sequence_hash: its public name.
+        parent_hash: of the block before it; ``None``: it is a first one.
+        num_uses: how often it was computed or loaded, or shared, while it was there.
+    """
+
+    block_id: int
+    digest: bytes
+    parent_digest: bytes
+    sequence_hash: int
+    parent_hash: int | None
+    num_uses: int = 1
+
+
+def _to_evicted(block_id: int, name: _Name) -> EvictedBlock:
+    parent = name.key[0]
+    return EvictedBlock(
+        block_id,
+        _digest(name),
+        parent if isinstance(parent, bytes) else _digest(parent),
+        name.sequence_hash,
+        None if isinstance(parent, bytes) else parent.sequence_hash,
+        name.num_uses,
+    )
+
+
+def _digest(name: _Name) -> bytes:
+    """The chain digest of what ``name`` stands for, worked out once."""
+    unknown: list[_Name] = []
+    step: _Name | bytes = name
+    while isinstance(step, _Name) and step.digest is None:
+        unknown.append(step)
+        step = step.key[0]
+    digest = step if isinstance(step, bytes) else step.digest
+    assert digest is not None, "it is known here"
+    for link in reversed(unknown):
+        digest = link.digest = chain_digest(digest, link.key[1])
+    return digest

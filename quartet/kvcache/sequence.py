@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quartet.kvcache.block_hash import (
     NO_EXTRA_KEY,
@@ -15,6 +16,9 @@ from quartet.kvcache.block_hash import (
     pack_token_ids,
     split_blocks,
 )
+
+if TYPE_CHECKING:
+    from quartet.kvcache.tiers import TierBlock
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ UNREAD_TOKEN_ID = -1
 class Sequence:
     """Tokens known so far and where their KV is. Owned by the engine's thread.
 
-    ``BlockManager`` alone changes ``block_table`` and ``num_named_blocks``.
+    ``BlockManager`` alone changes ``block_table`` and ``num_named_blocks``, and sets ``blocks_below``.
 
     Attributes:
         token_ids: prompt, generated and output so far; only ever appended to, but for unread tokens.
@@ -48,6 +52,8 @@ class Sequence:
         num_computed_tokens: tokens, from the first on, whose KV is in the blocks, or written by a step in flight.
         block_table: physical blocks, in the order of the sequence.
         num_named_blocks: blocks, from the first on, whose content the pool knows.
+        blocks_below: what tiers below the device have of the blocks after the cached ones, as of ``allocate``; whoever
+            allocated loads or releases them.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.num_named_blocks = 0
+        self.blocks_below: Items[TierBlock] = ()
         self._media_suffixes = media_suffixes(media, block_size, len(self.token_ids)) if media else {}
         self._contents = list(known.contents)
         self._hashes = list(known.hashes)

@@ -136,6 +136,7 @@ class PrefillOutcome:
         prompt_token_ids: the prompt with its media's tokens in it, where files came with the start; else empty.
         media: where the items of that prompt lie.
         num_evicted_tokens: tokens after the cached ones that were cached lately.
+        onboard_s: seconds in which cached blocks came from tiers below the device; 0: none did.
     """
 
     token_id: int
@@ -149,6 +150,7 @@ class PrefillOutcome:
     media: tuple[MediaSpan, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     num_evicted_tokens: int = 0
+    onboard_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -159,6 +161,7 @@ class DecodeStarted:
         transfer_way: how ``transfer_bytes`` were moved; ``None``: nothing was, or the worker does not say.
         num_prompt_tokens: of the prompt with its media's tokens in it, where files came with the start; else 0.
         num_evicted_tokens: tokens after the cached ones that were cached lately.
+        onboard_s: as of ``PrefillOutcome``.
     """
 
     num_cached_tokens: int
@@ -168,6 +171,7 @@ class DecodeStarted:
     transfer_way: TransferWay | None = None
     num_prompt_tokens: int = 0
     num_evicted_tokens: int = 0
+    onboard_s: float = 0.0
 
 
 @dataclass(kw_only=True)

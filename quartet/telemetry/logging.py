@@ -74,8 +74,9 @@ class FinishedRequest:
         router_queue_s: in the router's queue, until there was room.
         prefill_s: the prefill hop, the worker's queue included.
         prefill_queue_s: of that, in the worker's queue.
-        decode_queue_s: in the decode worker's queue, less ``transfer_s``.
+        decode_queue_s: in the decode worker's queue, less ``transfer_s`` and ``onboard_s``.
         transfer_s: moving blocks to the decode worker.
+        onboard_s: loading cached blocks from the memory or the disk of a worker's host.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
     """
@@ -104,6 +105,7 @@ class FinishedRequest:
     prefill_queue_s: float | None = None
     decode_queue_s: float | None = None
     transfer_s: float | None = None
+    onboard_s: float | None = None
     first_token_s: float | None = None
     total_s: float | None = None
 

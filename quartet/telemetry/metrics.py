@@ -50,6 +50,10 @@ _BLOCK_STATES = (
     (("cached",), "num_cached_blocks"),
     (("free",), "num_free_blocks"),
 )
+# Of a tier below the device, from the fields of ``quartet.engine.base.TierCounts``.
+_TIER_STATES = (("used", "in_use"), ("held", "held"), ("cached", "cached"), ("free", "free"))
+_TIER_OUTCOMES = ("stored", "loaded", "dropped", "failed")
+_TIER_DIRECTIONS = ("stored", "loaded")
 _ENGINE_COUNTERS = (
     ("num_steps", "quartet_worker_steps", "Engine steps that did something."),
     ("num_preemptions", "quartet_worker_preemptions", "Requests preempted and computed again."),
@@ -415,6 +419,7 @@ class _EngineCollector(Collector):
                 for labels, field in fields:
                     family.add_metric([str(number), *labels], getattr(figures, field))
             yield family
+        yield from _tier_families(ranks)
 
 
 def _engine_families() -> Iterator[tuple[Sequence[tuple[Sequence[str], str]], GaugeMetricFamily | CounterMetricFamily]]:
@@ -424,6 +429,28 @@ def _engine_families() -> Iterator[tuple[Sequence[tuple[Sequence[str], str]], Ga
     yield _BLOCK_STATES, GaugeMetricFamily("quartet_worker_blocks", "KV blocks by state.", labels=["rank", "state"])
     for field, name, text in _ENGINE_COUNTERS:
         yield [((), field)], CounterMetricFamily(name, text, labels=["rank"])
+
+
+def _tier_families(ranks: Sequence[object]) -> Iterator[Metric]:
+    """The metrics of tiers below the devices; none where there are no such tiers."""
+    tiers = [(str(rank), tier) for rank, figures in enumerate(ranks) for tier in getattr(figures, "tiers", ())]
+    if not tiers:
+        return
+    names = ["rank", "tier"]
+    blocks = GaugeMetricFamily("quartet_worker_tier_blocks", "KV blocks of a tier by state.", labels=[*names, "state"])
+    moves = CounterMetricFamily(
+        "quartet_worker_tier_moves", "KV blocks of a tier by what became of them.", labels=[*names, "outcome"]
+    )
+    size = CounterMetricFamily("quartet_worker_tier_bytes", "Bytes by direction.", labels=[*names, "direction"])
+    for rank, tier in tiers:
+        labels = [rank, tier.tier.name.lower()]
+        for state, field in _TIER_STATES:
+            blocks.add_metric([*labels, state], getattr(tier.blocks, field))
+        for outcome in _TIER_OUTCOMES:
+            moves.add_metric([*labels, outcome], getattr(tier, f"num_{outcome}"))
+        for direction in _TIER_DIRECTIONS:
+            size.add_metric([*labels, direction], getattr(tier, f"num_{direction}") * tier.block_size_bytes)
+    yield from (blocks, moves, size)
 
 
 class FastCounter(Collector):

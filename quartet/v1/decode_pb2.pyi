@@ -341,6 +341,7 @@ class SlotStarted(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSFER_WAY_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ONBOARD_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The request. Always set."""
     num_cached_tokens: _builtins.int
@@ -357,11 +358,15 @@ class SlotStarted(_message.Message):
     """
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
-        """Time from its arrival until it was scheduled, less `transfer`. Always set."""
+        """Time from its arrival until it was scheduled, less `transfer` and `onboard`. Always set."""
 
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
         """Time spent pulling blocks. Absent: nothing was pulled."""
+
+    @_builtins.property
+    def onboard(self) -> _duration_pb2.Duration:
+        """Time in which cached blocks came from the host's memory or its disk. Absent: none did."""
 
     def __init__(
         self,
@@ -374,10 +379,11 @@ class SlotStarted(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         transfer_way: _transfer_pb2.TransferWay.ValueType = ...,
         num_evicted_tokens: _builtins.int = ...,
+        onboard: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["onboard", b"onboard", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_prompt_tokens", b"num_prompt_tokens", "queue", b"queue", "slot", b"slot", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_way", b"transfer_way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_prompt_tokens", b"num_prompt_tokens", "onboard", b"onboard", "queue", b"queue", "slot", b"slot", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_way", b"transfer_way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -185,6 +185,7 @@ class PrefillResult(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ONBOARD_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token sampled after the last one given. The router shows it at once. Always set."""
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -209,7 +210,7 @@ class PrefillResult(_message.Message):
 
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
-        """Time from arrival until it was scheduled. Always set."""
+        """Time from arrival until it was scheduled, less `onboard`. Always set."""
 
     @_builtins.property
     def compute(self) -> _duration_pb2.Duration:
@@ -225,6 +226,10 @@ class PrefillResult(_message.Message):
         earlier attempt has given them then.
         """
 
+    @_builtins.property
+    def onboard(self) -> _duration_pb2.Duration:
+        """Time in which cached blocks came from the host's memory or its disk. Absent: none did."""
+
     def __init__(
         self,
         *,
@@ -239,10 +244,11 @@ class PrefillResult(_message.Message):
         media: _abc.Iterable[_types_pb2.MediaSpan] | None = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
         num_evicted_tokens: _builtins.int = ...,
+        onboard: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "hand_off", b"hand_off", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "hand_off", b"hand_off", "logprobs", b"logprobs", "onboard", b"onboard", "prompt_logprobs", b"prompt_logprobs", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "media", b"media", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "media", b"media", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "onboard", b"onboard", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -915,6 +915,7 @@ class TimeBreakdown(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_WAY_FIELD_NUMBER: _builtins.int
+    ONBOARD_FIELD_NUMBER: _builtins.int
     transfer_bytes: _builtins.int
     """Bytes of blocks moved in `transfer`, of all attempts together: with it, the speed. 0: nothing was moved, or the
     worker does not say.
@@ -935,11 +936,11 @@ class TimeBreakdown(_message.Message):
 
     @_builtins.property
     def prefill_queue(self) -> _duration_pb2.Duration:
-        """Of that, time queued in the worker. Absent: no prefill answered."""
+        """Of that, time queued in the worker, less `onboard`. Absent: no prefill answered."""
 
     @_builtins.property
     def decode_queue(self) -> _duration_pb2.Duration:
-        """Time queued in the decode worker, less `transfer`. Absent: it never joined a batch."""
+        """Time queued in the decode worker, less `transfer` and `onboard`. Absent: it never joined a batch."""
 
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
@@ -957,6 +958,12 @@ class TimeBreakdown(_message.Message):
     def media(self) -> _duration_pb2.Duration:
         """Time of fetching media and of encoding them at an encode worker, before `router_queue`. Absent: it has none."""
 
+    @_builtins.property
+    def onboard(self) -> _duration_pb2.Duration:
+        """Time in which cached blocks came from the memory or the disk of a worker's host; of the prefill, it is part of
+        `prefill`. Absent: none did, or the worker's version does not say.
+        """
+
     def __init__(
         self,
         *,
@@ -971,10 +978,11 @@ class TimeBreakdown(_message.Message):
         media: _duration_pb2.Duration | None = ...,
         transfer_bytes: _builtins.int = ...,
         transfer_way: _transfer_pb2.TransferWay.ValueType = ...,
+        onboard: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "onboard", b"onboard", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_way", b"transfer_way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "onboard", b"onboard", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_way", b"transfer_way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,6 +110,20 @@ def test_what_all_attempts_moved_adds_up_and_the_way_is_the_last_ones(
     assert (message.transfer_bytes, WAY_FROM_PB.get(message.transfer_way)) == (size_bytes, way)
 
 
+def test_loads_of_all_hops_and_attempts_add_up_and_are_absent_without_any() -> None:
+    output = ChoiceOutput(SETTINGS, 0, TextStream(None), Shown())
+    output.begin_attempt()
+    output.note_prefilled(0, queue_s=0.0)
+    output.note_started(started(0), is_handed_off=True)
+    assert output.time_breakdown().onboard_s is None
+    output.begin_attempt()
+    output.note_prefilled(0, queue_s=0.0, onboard_s=0.5)
+    output.note_started(replace(started(0), onboard_s=0.25), is_handed_off=False)
+    assert output.finish(FinishReason.LENGTH).time.onboard_s == 0.75
+    message = to_generate_response(output.finish(FinishReason.LENGTH)).finished.time
+    assert message.onboard.ToMilliseconds() == 750
+
+
 async def test_tokens_that_come_after_the_end_are_neither_shown_nor_counted() -> None:
     answer = Answer()
     answer.accept(Accepted(request_id="0" * 32, choices=(), num_prompt_tokens=1, seed=0))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quartet.engine.scheduler import SchedulerConfig
-from quartet.engine.step_engine import StepEngine
+from quartet.engine.step_engine import StepEngine, TiersFactory
 from quartet.transfer.base import Puller
 from tests.engine.consumer import StartEngine
 from tests.engine.fakes import FakeRunner
@@ -22,10 +22,15 @@ async def start_engine() -> AsyncIterator[StartEngine]:
     tasks_before = asyncio.all_tasks()
 
     async def start(
-        runner: FakeRunner, *, puller: Puller | None = None, max_num_seqs: int = 8, max_num_batched_tokens: int = 64
+        runner: FakeRunner,
+        *,
+        puller: Puller | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        tiers: TiersFactory | None = None,
     ) -> StepEngine:
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        engine = StepEngine(lambda: runner, config, puller=puller)
+        engine = StepEngine(lambda: runner, config, puller=puller, tiers=tiers)
         engines.append(engine)
         await engine.start()
         return engine

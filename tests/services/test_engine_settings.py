@@ -12,7 +12,7 @@ from quartet.discovery.base import Role
 from quartet.engine.base import RequestKind
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.sampling import Sampling
-from quartet.engine.settings import EngineKind, EngineSettings, LoadFormat
+from quartet.engine.settings import CacheSettings, EngineKind, EngineSettings, HostCacheSettings, LoadFormat
 from quartet.errors import ConfigError
 from services.workers.config import WorkerConfig
 from services.workers.parts import create_engine
@@ -127,3 +127,57 @@ def test_random_weights_have_a_seed_and_others_none() -> None:
     for seed in (-1, 2**63):
         with pytest.raises(ConfigError, match=r"^load_seed: must be in"):
             EngineSettings(load_format=LoadFormat.RANDOM, load_seed=seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_blocks_that_were_evicted_come_back_from_the_host(kind: str, tmp_path: Path) -> None:
+    cache = {"host": {"num_blocks": 64}, "disk": {"num_blocks": 64, "path": str(tmp_path)}}
+    engine_settings = settings(kind, num_blocks=24, block_size=16, cache=cache)
+    config = build(WorkerConfig, {"model_path": str(tiny.CHECKPOINT), "engine": engine_settings})
+    engine = create_engine(config, RequestKind.DECODE, FakePuller())
+    try:
+        await engine.start()
+        prompts = [[300 + number] * 320 for number in range(2)]
+        outputs, num_cached = [], []
+        for prompt in (*prompts, prompts[0]):
+            engine.submit(make_request(prompt, sampling=Sampling(max_tokens=6, temperature=0.0)))
+            tokens: list[int] = []
+            async for step in engine.outputs():
+                tokens += step.token_ids
+                num_cached += [started.num_cached_tokens for started in step.started]
+                assert not step.failed
+                if step.finished:
+                    break
+            outputs.append(tokens)
+        assert num_cached == [0, 0, 304]
+        assert outputs[2] == outputs[0] != outputs[1]
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("cache", "complaint"),
+    [
+        ({"host": {"num_blocks": 0}}, r"engine\.cache\.host\.num_blocks: must be at least 1"),
+        ({"host": {"size_gb": -1}}, r"engine\.cache\.host\.size_gb: must be above 0"),
+        ({"host": {"num_blocks": 1, "max_batch_size": 0}}, r"engine\.cache\.host\.max_batch_size: must be at least 1"),
+        ({"host": {"num_blocks": 1, "min_lfu_count": -1}}, r"engine\.cache\.host\.min_lfu_count: must be at least 0"),
+        ({"host": {"num_blocks": 1}, "disk": {"num_blocks": 1}}, r"engine\.cache\.disk\.path: must name"),
+        ({"disk": {"num_blocks": 1, "path": "/tmp"}}, r"engine\.cache\.disk: needs host"),
+    ],
+)
+def test_an_impossible_tier_is_named(cache: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        build(WorkerConfig, {"model_path": "m", "engine": {"cache": cache}})
+
+
+def test_trtllm_has_tiers_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"^cache: the engine trtllm does not have it"):
+        EngineSettings(kind=EngineKind.TRTLLM, cache=CacheSettings(host=HostCacheSettings(num_blocks=4)))
+
+
+def test_a_tier_too_small_for_a_block_is_refused_when_the_block_is_known() -> None:
+    cache = CacheSettings(host=HostCacheSettings(size_gb=0.001))
+    assert cache.plans(1000)[0].num_blocks == 1000
+    with pytest.raises(ConfigError, match=r"^cache\.host\.size_gb: 0.001 GB hold no block of 2000000 bytes"):
+        cache.plans(2_000_000)

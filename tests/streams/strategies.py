@@ -167,7 +167,9 @@ def _worker_starts(draw: st.DrawFn) -> WorkerStart:
 
 
 WORKER_STARTS = _worker_starts()
-STARTED = st.builds(Started, st.just(3), U32, SECONDS, SECONDS, U64, st.none() | st.sampled_from(TransferWay))
+STARTED = st.builds(
+    Started, st.just(3), U32, SECONDS, SECONDS, U64, st.none() | st.sampled_from(TransferWay), onboard_s=SECONDS
+)
 PREFILLED = st.builds(
     Prefilled,
     id=st.just(3),
@@ -175,6 +177,7 @@ PREFILLED = st.builds(
     num_cached_tokens=U32,
     queue_s=SECONDS,
     compute_s=SECONDS,
+    onboard_s=SECONDS,
     finished=st.none() | st.sampled_from([FinishReason.STOP_ID, FinishReason.LENGTH]),
     logprobs=st.none() | LOGPROBS,
     prompt_logprobs=st.none() | PROMPT_LOGPROBS,

@@ -139,6 +139,7 @@ def test_a_decodes_started_message_survives(started: Started) -> None:
     assert rebuilt.queue_s == pytest.approx(started.queue_s)
     assert rebuilt.transfer_s == pytest.approx(started.transfer_s)
     assert rebuilt.transfer_way is started.transfer_way
+    assert rebuilt.onboard_s == pytest.approx(started.onboard_s)
 
 
 @pytest.mark.parametrize("way", [0, 99])
@@ -158,6 +159,7 @@ def test_a_prefills_outcome_survives(prefilled: Prefilled, hand_off: HandOff | N
     )
     assert rebuilt.queue_s == pytest.approx(prefilled.queue_s)
     assert rebuilt.compute_s == pytest.approx(prefilled.compute_s)
+    assert rebuilt.onboard_s == pytest.approx(prefilled.onboard_s)
     assert (rebuilt.hand_off is None) == (hand_off is None)
     assert rebuilt.prompt_logprobs == prefilled.prompt_logprobs
 

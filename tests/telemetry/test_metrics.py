@@ -9,7 +9,9 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quartet.engine.base import EngineStats
+from quartet.engine.base import EngineStats, TierCounts
+from quartet.events.kv import Tier
+from quartet.kvcache.block_pool import BlockCounts
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics, monitor_event_loop_lag
 
 UNITS = (
@@ -75,6 +77,24 @@ def test_engine_figures_become_gauges_by_rank(registry: CollectorRegistry) -> No
     }
     assert states == {"used": 3, "held": 4, "cached": 0, "free": 5}
     assert registry.get_sample_value("quartet_worker_blocks", {"rank": "1", "state": "cached"}) == 6
+
+
+def test_tiers_show_where_there_are_any(registry: CollectorRegistry) -> None:
+    host = TierCounts(Tier.HOST, BlockCounts(5, 3, 1, 2, 11), 100, num_stored=7, num_loaded=4, num_dropped=2)
+    WorkerMetrics(registry).watch_engine(lambda: [EngineStats(), EngineStats(tiers=(host,))])
+    labels = {"rank": "1", "tier": "host"}
+    states = {
+        state: registry.get_sample_value("quartet_worker_tier_blocks", {**labels, "state": state})
+        for state in ("used", "held", "cached", "free")
+    }
+    assert states == {"used": 2, "held": 1, "cached": 3, "free": 5}
+    moves = {
+        outcome: registry.get_sample_value("quartet_worker_tier_moves_total", {**labels, "outcome": outcome})
+        for outcome in ("stored", "loaded", "dropped", "failed")
+    }
+    assert moves == {"stored": 7, "loaded": 4, "dropped": 2, "failed": 0}
+    read = {**labels, "direction": "loaded"}
+    assert registry.get_sample_value("quartet_worker_tier_bytes_total", read) == 400
 
 
 def test_each_scrape_reads_the_engine_anew(registry: CollectorRegistry) -> None:

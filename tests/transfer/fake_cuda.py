@@ -401,6 +401,24 @@ class FakeDriver:
                     return
                 waited.stream.todo.popleft()()
 
+    def is_ready(self, event: int) -> bool:
+        """Runs the stream as far as ``wait`` would, without waiting."""
+        with self._called("is_ready"):
+            waited = self._events[event]
+            if not self.host.is_paused and waited.stream is not None:
+                self._run_to(waited)
+            return waited.is_ready
+
+    def order(self, stream: int, event: int) -> None:
+        with self._called("order"):
+            awaited = self._events[event]
+            self._streams[stream].todo.append(lambda: self._run_to(awaited))
+
+    def _run_to(self, event: _Event) -> None:
+        while not event.is_ready:
+            assert event.stream is not None
+            event.stream.todo.popleft()()
+
     def _copy_now(self, target: int, source: int, size_bytes: int) -> None:
         self.host.num_copies += 1
         self.host.on_copy(self.host.num_copies)

@@ -18,6 +18,7 @@ from quartet.transfer.cuda.survey import CudaSurveyDriver
 class _Result(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_READY = 600
 
 
 def _bindings(**functions: object) -> SimpleNamespace:
@@ -88,6 +89,23 @@ def test_streams_wait_for_no_other_and_waiters_of_events_sleep(monkeypatch: pyte
     )
     driver = CudaDriver()
     assert (driver.create_stream(), driver.create_event()) == (101, 203)
+
+
+def test_an_event_is_asked_whether_it_is_ready_and_streams_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [_Result.CUDA_ERROR_NOT_READY, _Result.CUDA_SUCCESS, _Result.CUDA_ERROR_OUT_OF_MEMORY]
+    ordered = []
+
+    def order(stream: int, event: int, flags: int) -> tuple[_Result]:
+        ordered.append((stream, event, flags))
+        return (_Result.CUDA_SUCCESS,)
+
+    _install(monkeypatch, _bindings(cuEventQuery=lambda _event: (answers.pop(0),), cuStreamWaitEvent=order))
+    driver = CudaDriver()
+    assert [driver.is_ready(7), driver.is_ready(7)] == [False, True]
+    with pytest.raises(CudaError, match="cuEventQuery"):
+        driver.is_ready(7)
+    driver.order(3, 7)
+    assert ordered == [(3, 7, 0)]
 
 
 def test_a_survey_names_gpus_and_says_which_reach_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from quartet.errors import ConfigError, ModelFilesError
+from quartet.events.kv import Tier
 from quartet.text.model_files import max_position_embeddings, read_text_files
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import Tokenizer
@@ -71,18 +72,31 @@ class MockSettings:
 
     Attributes:
         timing: of a step.
-        speed_up: divides the time of ``timing``; below 1 steps take longer.
+        speed_up: divides the time of ``timing`` and of transfers from lower tiers; below 1 they take longer.
         says: every answer's text, special tokens spelled out, before its end of sequence; empty: answers are words.
+        kv_bytes_per_token: of the model whose time it takes, for transfers from tiers below the device.
+        host_gb_per_s: how fast blocks come from the host's memory, in 10**9 bytes a second, before ``speed_up``.
+        disk_gb_per_s: how fast they come from disk.
     """
 
     timing: StepTiming = field(default_factory=StepTiming)
     speed_up: float = 1.0
     says: str = field(default="", repr=False)
+    kv_bytes_per_token: int = 147_456
+    host_gb_per_s: float = 52.0
+    disk_gb_per_s: float = 5.0
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        if not (self.speed_up > 0 and math.isfinite(self.speed_up)):
-            raise ConfigError(f"speed_up: must be above 0, not {self.speed_up:g}")
+        for name in ("speed_up", "kv_bytes_per_token", "host_gb_per_s", "disk_gb_per_s"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name}: must be above 0, not {value:g}")
+
+    def load_s(self, num_tokens: int, tier: Tier) -> float:
+        """Seconds in which the KV of so many tokens comes from a tier below the device."""
+        gb_per_s = self.disk_gb_per_s if tier is Tier.DISK else self.host_gb_per_s
+        return num_tokens * self.kv_bytes_per_token / gb_per_s / 1e9 / self.speed_up
 
 
 @dataclass(frozen=True, kw_only=True)

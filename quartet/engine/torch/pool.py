@@ -45,6 +45,7 @@ class KvPool:
             self.tensor = torch.frombuffer(self._memory.view, dtype=dtype).view(shape)
         else:
             self._memory = _reserve("KV blocks", device, num_blocks, layout.piece_size_bytes)
+            self._memory.compute_stream = torch.cuda.current_stream(device).cuda_stream
             self.tensor = torch.as_tensor(self._memory, device=device).view(dtype).view(shape).zero_()
         # Row (block * num_layers + layer) * 2 holds a block's keys of a layer, the next one its values.
         self._blocks = self.tensor.view(num_blocks * layout.num_layers * 2, -1)

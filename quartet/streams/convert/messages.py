@@ -266,6 +266,7 @@ def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> 
         num_prompt_tokens=num_prompt_tokens,
         transfer_way=to_transfer_way(started.transfer_way),
         num_evicted_tokens=started.num_evicted_tokens,
+        onboard=to_duration(started.onboard_s) if started.onboard_s else None,
     )
 
 
@@ -279,6 +280,7 @@ def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
         transfer_way=from_transfer_way(message.transfer_way),
         num_prompt_tokens=message.num_prompt_tokens,
         num_evicted_tokens=message.num_evicted_tokens,
+        onboard_s=to_seconds(message.onboard),
     )
 
 
@@ -358,6 +360,7 @@ def to_prefill_result(
         queue=to_duration(prefilled.queue_s),
         compute=to_duration(prefilled.compute_s),
         num_evicted_tokens=prefilled.num_evicted_tokens,
+        onboard=to_duration(prefilled.onboard_s) if prefilled.onboard_s else None,
     )
     if prefilled.prompt_logprobs is not None:
         put_prompt_logprobs(result.prompt_logprobs, prefilled.prompt_logprobs)
@@ -385,6 +388,7 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
             from_prompt_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
         ),
         num_evicted_tokens=message.num_evicted_tokens,
+        onboard_s=to_seconds(message.onboard),
     )
 
 

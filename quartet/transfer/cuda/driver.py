@@ -31,6 +31,8 @@ _NUM_ZERO_ARGUMENTS = 4
 #: ``[num_copies, 3]``: of each, where its bytes are, where they go, and how many they are.
 Copies: TypeAlias = npt.NDArray[np.int64]
 
+_NOT_READY = "CUDA_ERROR_NOT_READY"
+
 #: The release of CUDA whose ``cuMemcpyBatchAsync`` takes the arguments below.
 _BATCH_VERSION = 13000
 
@@ -166,6 +168,14 @@ class Driver(Protocol):
 
     def wait(self, event: int) -> None:
         """Sleep until ``event`` is ready; other threads run meanwhile."""
+        ...
+
+    def is_ready(self, event: int) -> bool:
+        """Whether ``event`` is ready; never recorded, it is."""
+        ...
+
+    def order(self, stream: int, event: int) -> None:
+        """Have ``stream`` begin what it gets from now on only once ``event`` is ready. Waits for nothing itself."""
         ...
 
 
@@ -339,6 +349,20 @@ class CudaDriver:
     def wait(self, event: int) -> None:
         """As ``Driver``."""
         self._call("cuEventSynchronize", event)
+
+    def is_ready(self, event: int) -> bool:
+        """As ``Driver``."""
+        try:
+            self._call("cuEventQuery", event)
+        except CudaError as error:
+            if error.name == _NOT_READY:
+                return False
+            raise
+        return True
+
+    def order(self, stream: int, event: int) -> None:
+        """As ``Driver``."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def _copy_batch(self, copies: Copies, stream: int) -> None:
         # By address: the bindings would make an object of each address.

@@ -29,12 +29,14 @@ class DeviceMemory:
         device_uuid: the GPU's 16 bytes.
         address: of its first byte, in this process.
         handle: the 64 bytes by which another process opens it; empty: none can.
+        compute_stream: on which the engine launches its steps; 0: the driver's default stream.
     """
 
     def __init__(self, driver: Driver, device: int, num_blocks: int, piece_size_bytes: int) -> None:
         """Reserve ``num_blocks * piece_size_bytes`` bytes, whatever is in them. Raises ``CudaError``."""
         self.driver = driver
         self.device = device
+        self.compute_stream = 0
         self.num_blocks = num_blocks
         self.piece_size_bytes = piece_size_bytes
         self.size_bytes = num_blocks * piece_size_bytes
