@@ -163,6 +163,8 @@ class GenerateStart:
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         num_choices: answers wanted.
         client_request_id: the client's own name for the request, for logs.
+        ttft_target_s, itl_target_s: seconds to the first token and between tokens that the client wants; ``None``: the
+            default of a router over several pools, which alone looks at them.
         media: items that a prompt of text or token ids refers to, in order; a chat's are in its messages.
         has_entered: it has waited for its turn in the router already: reading what it was made of took one.
     """
@@ -181,6 +183,8 @@ class GenerateStart:
     timeout_s: float | None = None
     num_choices: int = 1
     client_request_id: str = ""
+    ttft_target_s: float | None = None
+    itl_target_s: float | None = None
     media: tuple[MediaPart, ...] = ()
     has_entered: bool = False
 
@@ -457,6 +461,8 @@ def check_asked(start: AskedStart) -> None:
 def check_read(start: GenerateStart) -> None:
     """The rest of ``check_start``. Raises ``InvalidRequestError``."""
     _check_text_options(start)
+    _check_target("ttft_target", start.ttft_target_s)
+    _check_target("itl_target", start.itl_target_s)
     if _is_empty(start.prompt):
         raise InvalidRequestError("the prompt is empty", field=prompt_field(start.prompt))
     if isinstance(start.prompt, ChatPrompt):
@@ -494,6 +500,11 @@ def _check_timeout(timeout_s: float) -> None:
         raise InvalidRequestError("timeout must be above 0", field="timeout")
     if math.isinf(timeout_s):
         raise InvalidRequestError("timeout must be finite", field="timeout")
+
+
+def _check_target(field: str, target_s: float | None) -> None:
+    if target_s is not None and not (target_s >= 0 and math.isfinite(target_s)):
+        raise InvalidRequestError(f"{field} must be finite and not below 0", field=field)
 
 
 def _check_text_options(start: GenerateStart) -> None:

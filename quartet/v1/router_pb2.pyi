@@ -119,6 +119,8 @@ class GenerateStart(_message.Message):
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Empty: the only one, if there is but one."""
     text: _builtins.str
@@ -172,6 +174,16 @@ class GenerateStart(_message.Message):
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaPart]:
         """Media that the prompt refers to, in order; for `chat`, use the messages' parts. Empty: text only."""
 
+    @_builtins.property
+    def ttft_target(self) -> _duration_pb2.Duration:
+        """Time to the first token that the client wants, not below 0. A router over several pools chooses one by it
+        (docs/global.md); others ignore it. Absent: that router's default.
+        """
+
+    @_builtins.property
+    def itl_target(self) -> _duration_pb2.Duration:
+        """Time between tokens that the client wants, likewise. Absent: that router's default."""
+
     def __init__(
         self,
         *,
@@ -192,10 +204,12 @@ class GenerateStart(_message.Message):
         num_choices: _builtins.int | None = ...,
         client_request_id: _builtins.str = ...,
         media: _abc.Iterable[Global___MediaPart] | None = ...,
+        ttft_target: _duration_pb2.Duration | None = ...,
+        itl_target: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "chat", b"chat", "num_choices", b"num_choices", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "chat", b"chat", "itl_target", b"itl_target", "num_choices", b"num_choices", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "media", b"media", "model", b"model", "num_choices", b"num_choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_key", b"session_key", "tenant", b"tenant", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "itl_target", b"itl_target", "media", b"media", "model", b"model", "num_choices", b"num_choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_key", b"session_key", "tenant", b"tenant", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
@@ -1474,6 +1488,7 @@ class SessionStart(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the client; free again after the request's last terminal output. Default 0."""
     traceparent: _builtins.str
@@ -1486,6 +1501,12 @@ class SessionStart(_message.Message):
     def resume(self) -> Global___Resume:
         """Continues after an attempt that broke. Absent: a new request."""
 
+    @_builtins.property
+    def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Namespaces whose routers prefill the prompt, the first of them that can: from a router over several pools. Each
+        must be one of this router's `prefill_pools`. Empty: this router's own workers prefill.
+        """
+
     def __init__(
         self,
         *,
@@ -1493,10 +1514,11 @@ class SessionStart(_message.Message):
         start: Global___GenerateStart | None = ...,
         resume: Global___Resume | None = ...,
         traceparent: _builtins.str = ...,
+        prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
