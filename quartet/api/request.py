@@ -420,6 +420,7 @@ AnswerPart: TypeAlias = Accepted | Placed | PromptLogprobs | Delta | ChoiceFinis
 MAX_CHOICES = 64
 
 _MAX_ATTEMPT = 2**31
+_MAX_PREFILL_NAMESPACES = 64
 
 #: Most ``stop_strings`` of one request.
 MAX_STOP_STRINGS = 16
@@ -530,6 +531,28 @@ def _size_bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Relayed:
+    """What a router over several pools says of a request that it relays.
+
+    Attributes:
+        request_id: names the request; empty: the router that gets it draws one.
+        prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
+    """
+
+    request_id: str = ""
+    prefill_namespaces: tuple[str, ...] = ()
+
+
+def check_relayed(relayed: Relayed) -> None:
+    """Refuse names that name no request. Raises ``InvalidRequestError`` naming the field."""
+    if relayed.request_id and not is_request_id(relayed.request_id):
+        raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="request_id")
+    if len(relayed.prefill_namespaces) > _MAX_PREFILL_NAMESPACES:
+        message = f"there are more than {_MAX_PREFILL_NAMESPACES} namespaces"
+        raise InvalidRequestError(message, field="prefill_namespaces")
+
+
 # A session in domain terms: many requests on one stream, by slot, and its limits.
 
 
@@ -541,12 +564,14 @@ class SessionStart:
         slot: the client chooses it; it is free again after the request's end.
         resume: the attempt to resume; ``None``: a new request.
         traceparent: W3C trace context of this request, not checked; empty: that of the stream.
+        relayed: what a router over several pools said beside.
     """
 
     slot: int
     start: AskedStart
     resume: Resume | None = None
     traceparent: str = ""
+    relayed: Relayed | None = None
 
 
 class SessionRun(Protocol):

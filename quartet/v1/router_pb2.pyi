@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quartet.v1 import kv_events_pb2 as _kv_events_pb2
+from quartet.v1 import prefill_pb2 as _prefill_pb2
 from quartet.v1 import transfer_pb2 as _transfer_pb2
 from quartet.v1 import types_pb2 as _types_pb2
 from quartet.v1 import worker_pb2 as _worker_pb2
@@ -95,6 +96,68 @@ WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
 WORKER_STATE_INCOMPATIBLE: WorkerState.ValueType  # 5
 """The router does not speak the contract version that its record names, and never uses it."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
+@_typing.final
+class PrefillForRequest(_message.Message):
+    """Asks for a prefill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Required."""
+    model_fingerprint: _builtins.str
+    """Its fingerprint, as in WorkerRecord: only workers of the very same model prefill. Required."""
+    @_builtins.property
+    def start(self) -> _prefill_pb2.PrefillStart:
+        """The prompt. Its slot, its rank and its numbers of a router are ignored, and it has no media. Required."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        start: _prefill_pb2.PrefillStart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillForRequest: _TypeAlias = PrefillForRequest  # noqa: Y015
+
+@_typing.final
+class PrefillForResponse(_message.Message):
+    """A prompt that was prefilled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def result(self) -> _prefill_pb2.PrefillResult:
+        """As of the worker. Always set."""
+
+    @_builtins.property
+    def rank(self) -> _types_pb2.Rank:
+        """The worker that has it. Always set."""
+
+    def __init__(
+        self,
+        *,
+        result: _prefill_pb2.PrefillResult | None = ...,
+        rank: _types_pb2.Rank | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillForResponse: _TypeAlias = PrefillForResponse  # noqa: Y015
 
 @_typing.final
 class GenerateStart(_message.Message):
@@ -1095,6 +1158,7 @@ class RankOption(_message.Message):
     COST_UNIT_FIELD_NUMBER: _builtins.int
     TERMS_FIELD_NUMBER: _builtins.int
     OBSTACLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     role: _worker_pb2.WorkerRole.ValueType
     """The role of its worker; a decode rank may prefill itself. Always set."""
     is_chosen: _builtins.bool
@@ -1107,6 +1171,8 @@ class RankOption(_message.Message):
     """The unit of `cost`, such as `s`. Empty: there is no cost."""
     obstacle: _builtins.str
     """Why the request can't go there now. Empty: it can."""
+    reason: _builtins.str
+    """Why it would go there, or why elsewhere, where no cost says so. Empty: the cost says it."""
     @_builtins.property
     def rank(self) -> _types_pb2.Rank:
         """The rank. Always set."""
@@ -1126,10 +1192,11 @@ class RankOption(_message.Message):
         cost_unit: _builtins.str = ...,
         terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         obstacle: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "cost_unit", b"cost_unit", "is_chosen", b"is_chosen", "num_matched_tokens", b"num_matched_tokens", "obstacle", b"obstacle", "rank", b"rank", "role", b"role", "terms", b"terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "cost_unit", b"cost_unit", "is_chosen", b"is_chosen", "num_matched_tokens", b"num_matched_tokens", "obstacle", b"obstacle", "rank", b"rank", "reason", b"reason", "role", b"role", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
@@ -1489,10 +1556,15 @@ class SessionStart(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the client; free again after the request's last terminal output. Default 0."""
     traceparent: _builtins.str
     """W3C trace context of this request. Empty: that of the stream, its `traceparent` metadata."""
+    request_id: _builtins.str
+    """Names the request in every log and span: 32 lower-case hexadecimal digits, new for each request. From a router over
+    several pools. Empty: this router draws one.
+    """
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1515,10 +1587,11 @@ class SessionStart(_message.Message):
         resume: Global___Resume | None = ...,
         traceparent: _builtins.str = ...,
         prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,10 +17,12 @@ from quartet.api.request import (
     Delta,
     GenerateStart,
     Placed,
+    Relayed,
     Resume,
     SessionStart,
     TimeBreakdown,
     Usage,
+    check_relayed,
 )
 from quartet.api.session_columns import Columns
 from quartet.discovery.base import Rank
@@ -267,7 +269,28 @@ def from_session_start(message: pb.SessionStart) -> SessionStart:
         start=UnreadStart(message.start),
         resume=from_resume(message.resume) if message.HasField("resume") else None,
         traceparent=message.traceparent,
+        relayed=_from_relayed(message) if message.request_id or message.prefill_namespaces else None,
     )
+
+
+def to_session_start(
+    slot: int, start: pb.GenerateStart, resume: Resume | None, traceparent: str, relayed: Relayed
+) -> pb.SessionStart:
+    """The message of a request that a router over several pools relays."""
+    return pb.SessionStart(
+        slot=slot,
+        start=start,
+        resume=None if resume is None else to_resume(resume),
+        traceparent=traceparent,
+        prefill_namespaces=relayed.prefill_namespaces,
+        request_id=relayed.request_id,
+    )
+
+
+def _from_relayed(message: pb.SessionStart) -> Relayed:
+    relayed = Relayed(request_id=message.request_id, prefill_namespaces=tuple(message.prefill_namespaces))
+    check_relayed(relayed)
+    return relayed
 
 
 def start_slot(head: bytes) -> int | None:
