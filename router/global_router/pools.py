@@ -302,7 +302,7 @@ class Pools:
                     was_logged = False
                     has_answered = self._note_answer(has_answered)
                     self._refresh(pool, time.monotonic())
-            except ServingError as error:
+            except (ServingError, ValueError) as error:  # it is lost, or sends nonsense
                 if not was_logged:
                     logger.warning("the router at %s of %s does not answer: %s", link.address, pool.namespace, error)
                 was_logged = True
