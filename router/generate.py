@@ -10,14 +10,14 @@ from quartet.api.fleet import Explanation
 from quartet.api.output import ChoiceOutput, RunningChoices
 from quartet.api.placement import PlacedRequest
 from quartet.api.request import Accepted, AskedStart, ChoicePlacement, Relayed, Resume
-from quartet.errors import InvalidRequestError, NoSigningKeyError, ServingError
+from quartet.errors import NoSigningKeyError, ServingError
 from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
 from router.explain import ExplainTurns, explain
 from router.fair_queue import Standing
 from router.place import PlaceRun
 from router.policy.base import Placement
-from router.prepare import Prepare, RouterRequest, resume_in_turns, run_prepared
+from router.prepare import Prepare, RouterRequest, check_namespaces, resume_in_turns, run_prepared
 from router.request_log import RequestLog
 
 
@@ -64,7 +64,14 @@ class Pipeline:
         self._running.add(run)
         return run
 
-    async def place(self, start: AskedStart, *, resume: Resume | None = None, traceparent: str = "") -> PlacedRequest:
+    async def place(
+        self,
+        start: AskedStart,
+        *,
+        resume: Resume | None = None,
+        traceparent: str = "",
+        relayed: Relayed | None = None,
+    ) -> PlacedRequest:
         """Run a request up to its prefill, for a client that fetches the tokens itself.
 
         Raises:
@@ -74,7 +81,7 @@ class Pipeline:
         signer = self._context.signer
         if signer is None:
             raise NoSigningKeyError("this router has no key to sign placements with")
-        run = PlaceRun(RouterRequest(start, resume, traceparent), self._context, signer)
+        run = PlaceRun(RouterRequest(start, resume, traceparent, relayed or Relayed()), self._context, signer)
         self._running.add(run)
         try:
             return await run.run()
@@ -183,7 +190,7 @@ class GenerateRun:
 
     async def _generate(self, request: RouterRequest) -> None:
         context = self._context
-        _check_namespaces(request, context)
+        check_namespaces(request, context)
         outputs = request.make_outputs(self._sink, request.start.text_options, context.metrics)
         if request.media is not None:
             for output in outputs.values():
@@ -232,11 +239,3 @@ class GenerateRun:
         if self._choices.outputs:
             return self._accepted()
         return Accepted(request_id=request.request_id, choices=(), num_prompt_tokens=0, seed=request.asked.seed or 0)
-
-
-def _check_namespaces(request: RouterRequest, context: RouterContext) -> None:
-    """Refuse namespaces of which the router does not know. Raises ``InvalidRequestError``."""
-    for namespace in request.prefill_namespaces:
-        if namespace not in context.prefill_pools.namespaces:
-            message = f"this router's prefill_pools have no {namespace}"
-            raise InvalidRequestError(message, field="prefill_namespaces")

@@ -709,6 +709,14 @@ def find_pool(start: AskedStart, table: WorkerTable, resume: Resume | None = Non
     raise model_error(table, start.model, "model", time.monotonic())
 
 
+def check_namespaces(request: RouterRequest, context: RouterContext) -> None:
+    """Refuse namespaces of which the router does not know. Raises ``InvalidRequestError``."""
+    for namespace in request.prefill_namespaces:
+        if namespace not in context.prefill_pools.namespaces:
+            message = f"this router's prefill_pools have no {namespace}"
+            raise InvalidRequestError(message, field="prefill_namespaces")
+
+
 def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:
     """The pool of that very model: several pools serve one name while a new version is rolled out."""
     for pool in table.pools(time.monotonic()):

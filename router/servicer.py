@@ -130,9 +130,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Place(self, request: pb.PlaceRequest, context: _Context) -> pb.PlaceResponse:
         """As router.proto says."""
-        start, resume = from_place_request(request)
+        start, resume, relayed = from_place_request(request)
         start = self._with_tenant(start, self._identity(context))
-        placed = await self._pipeline.place(start, resume=resume, traceparent=_traceparent(context))
+        traceparent = _traceparent(context)
+        placed = await self._pipeline.place(start, resume=resume, traceparent=traceparent, relayed=relayed)
         return to_place_response(placed)
 
     async def Session(  # type: ignore[override]

@@ -61,10 +61,13 @@ class RouterLink:
         """
         return self._session.relay(start, answer, resume=resume, traceparent=traceparent, relayed=relayed)
 
-    async def place(self, start: GenerateStart, resume: Resume | None, *, timeout_s: float) -> PlacedRequest:
+    async def place(
+        self, start: GenerateStart, resume: Resume | None, relayed: Relayed, *, timeout_s: float
+    ) -> PlacedRequest:
         """Place a request. Raises ``ServingError``."""
         with self._errors():
-            return from_place_response(await self._stub.Place(to_place_request(start, resume), timeout=timeout_s))
+            request = to_place_request(start, resume, relayed)
+            return from_place_response(await self._stub.Place(request, timeout=timeout_s))
 
     async def explain(self, start: GenerateStart, *, timeout_s: float) -> Explanation:
         """Where the router would place a request. Raises ``ServingError``."""

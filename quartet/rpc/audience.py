@@ -101,7 +101,11 @@ NEIGHBOURS: Mapping[str, frozenset[IdentityKind]] = {
         for name in ("Generate", "Place", "Session", "Explain", "GetModel", "ListWorkers", "WatchWorkers", "PrefillFor")
     },
     "/quartet.v1.TransferService/Pull": frozenset({IdentityKind.ROUTER, IdentityKind.WORKER}),
-    "/quartet.v1.WorkerService/GetModelFiles": frozenset({IdentityKind.ROUTER}),
+    # What the router here has placed for them.
+    "/quartet.v1.DecodeService/Decode": frozenset({IdentityKind.CLIENT, IdentityKind.OPERATOR}),
+    "/quartet.v1.WorkerService/GetModelFiles": frozenset(
+        {IdentityKind.ROUTER, IdentityKind.CLIENT, IdentityKind.OPERATOR}
+    ),
     "/grpc.health.v1.Health/*": frozenset(IdentityKind),
 }
 

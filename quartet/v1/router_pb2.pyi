@@ -1212,6 +1212,10 @@ class PlaceRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in SessionStart."""
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1220,15 +1224,21 @@ class PlaceRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Continues after an attempt that broke. Absent: a new request."""
 
+    @_builtins.property
+    def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in SessionStart."""
+
     def __init__(
         self,
         *,
         start: Global___GenerateStart | None = ...,
         resume: Global___Resume | None = ...,
+        prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation, RankOption
-from quartet.api.placement import PlacedRequest
+from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import Accepted, AskedStart, ChoiceFinished, ChoicePlacement, Relayed, Resume
 from quartet.api.session_client import SessionCall
 from quartet.discovery.base import Rank, Role
@@ -27,7 +27,6 @@ from quartet.errors import (
     QueueFullError,
     RouterUnavailableError,
     ServingError,
-    UnsupportedFieldError,
     WorkerUnavailableError,
 )
 from quartet.text.parsed import Parsed
@@ -84,19 +83,26 @@ class RelayPipeline(Pipeline):
         self._running.add(run)
         return run
 
-    async def place(self, start: AskedStart, *, resume: Resume | None = None, traceparent: str = "") -> PlacedRequest:
+    async def place(
+        self,
+        start: AskedStart,
+        *,
+        resume: Resume | None = None,
+        traceparent: str = "",
+        relayed: Relayed | None = None,
+    ) -> PlacedRequest:
         """Have a pool place the request. Raises ``ServingError``."""
 
         async def run(request: RouterRequest) -> PlacedRequest:
             chosen = self.choose(request)
-            if chosen.prefill:
-                message = "requests whose prompt another pool prefills are not placed: use Generate or Session"
-                raise UnsupportedFieldError(message, field="start")
+            terms = Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill)
             with self._pools.relaying(chosen.serving):
                 link = chosen.serving.next_link()
-                return await link.place(request.start, request.resume, timeout_s=_left_s(request))
+                placed = await link.place(request.start, request.resume, terms, timeout_s=_left_s(request))
+            namer = _Namer(chosen.serving.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
+            return replace(placed, choices=tuple(map(namer.placed, placed.choices)))
 
-        request = RouterRequest(start, resume, traceparent)
+        request = RouterRequest(start, resume, traceparent, relayed or Relayed())
         return await run_prepared(request, self.context, run, late="was not placed", prepare=prepare_to_relay)
 
     async def explain(self, start: AskedStart) -> Explanation:
@@ -360,10 +366,33 @@ class RelayRun(GenerateRun):
         metrics.ttft.observe(time.monotonic() - self._request.arrived_at)
 
 
+@dataclass(frozen=True)
+class _Namer:
+    """Gives workers of one pool the names that they have among all.
+
+    Attributes:
+        is_prefilled_elsewhere: ranks that prefill have theirs already.
+    """
+
+    namespace: str
+    is_prefilled_elsewhere: bool
+
+    def named(self, placement: ChoicePlacement) -> ChoicePlacement:
+        """``placement`` with these names."""
+        prefill = placement.prefill
+        if prefill is not None and not self.is_prefilled_elsewhere:
+            prefill = rank_within(self.namespace, prefill)
+        return replace(placement, prefill=prefill, decode=rank_within(self.namespace, placement.decode))
+
+    def placed(self, choice: PlacedChoice) -> PlacedChoice:
+        """The same of a choice that is placed."""
+        return choice if choice.placement is None else replace(choice, placement=self.named(choice.placement))
+
+
 class _Leg:
     """Takes the answer of one pool to a request, or to one choice of it, and passes it on."""
 
-    __slots__ = ("_add", "_is_prefilled_elsewhere", "_namespace", "_omits_token_ids", "_progress", "_run", "ended")
+    __slots__ = ("_add", "_namer", "_omits_token_ids", "_progress", "_run", "ended")
 
     def __init__(self, run: RelayRun, namespace: str, *, is_prefilled_elsewhere: bool) -> None:
         """``ended`` is done with the pool's end, or with its error.
@@ -372,8 +401,7 @@ class _Leg:
         """
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._run = run
-        self._namespace = namespace
-        self._is_prefilled_elsewhere = is_prefilled_elsewhere
+        self._namer = _Namer(namespace, is_prefilled_elsewhere=is_prefilled_elsewhere)
         self._progress = run.progress
         self._omits_token_ids = run.omits_token_ids
         self._add = run.sink.add
@@ -385,11 +413,11 @@ class _Leg:
 
     def accept(self, accepted: Accepted) -> None:
         """The first of the choices is placed."""
-        self._run.accept_leg(replace(accepted, choices=tuple(map(self._named, accepted.choices))))
+        self._run.accept_leg(replace(accepted, choices=tuple(map(self._namer.named, accepted.choices))))
 
     def placed(self, placement: ChoicePlacement) -> None:
         """One more choice is placed."""
-        self._run.placed_leg(self._named(placement))
+        self._run.placed_leg(self._namer.named(placement))
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -440,13 +468,6 @@ class _Leg:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(error)
-
-    def _named(self, placement: ChoicePlacement) -> ChoicePlacement:
-        """``placement`` with the names that its workers have among all pools."""
-        prefill = placement.prefill
-        if prefill is not None and not self._is_prefilled_elsewhere:
-            prefill = rank_within(self._namespace, prefill)
-        return replace(placement, prefill=prefill, decode=rank_within(self._namespace, placement.decode))
 
 
 def _left_s(request: RouterRequest) -> float:

@@ -205,7 +205,8 @@ OF_NEIGHBOURS = {
         for name in ("Generate", "Place", "Session", "Explain", "GetModel", "ListWorkers", "WatchWorkers", "PrefillFor")
     },
     "/quartet.v1.TransferService/Pull": {"router", "worker"},
-    "/quartet.v1.WorkerService/GetModelFiles": {"router"},
+    "/quartet.v1.DecodeService/Decode": {"client", "operator"},
+    "/quartet.v1.WorkerService/GetModelFiles": {"router", "client", "operator"},
     "/grpc.health.v1.Health/*": {"router", "worker", "client", "operator"},
 }
 

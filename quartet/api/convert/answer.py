@@ -287,7 +287,7 @@ def to_session_start(
     )
 
 
-def _from_relayed(message: pb.SessionStart) -> Relayed:
+def _from_relayed(message: pb.SessionStart | pb.PlaceRequest) -> Relayed:
     relayed = Relayed(request_id=message.request_id, prefill_namespaces=tuple(message.prefill_namespaces))
     check_relayed(relayed)
     return relayed
@@ -371,16 +371,27 @@ def _to_session_logprobs(columns: Columns) -> list[pb.SessionLogprobs]:
 # Place: what is asked of a router, and the placements that it answers with.
 
 
-def to_place_request(start: GenerateStart, resume: Resume | None = None) -> router_pb2.PlaceRequest:
+def to_place_request(
+    start: GenerateStart, resume: Resume | None = None, relayed: Relayed | None = None
+) -> router_pb2.PlaceRequest:
     """The message. Raises ``InvalidRequestError`` for what it can't hold; ``field`` is its path within ``start``."""
-    return router_pb2.PlaceRequest(start=to_generate_start(start), resume=None if resume is None else to_resume(resume))
+    return router_pb2.PlaceRequest(
+        start=to_generate_start(start),
+        resume=None if resume is None else to_resume(resume),
+        prefill_namespaces=() if relayed is None else relayed.prefill_namespaces,
+        request_id="" if relayed is None else relayed.request_id,
+    )
 
 
-def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Resume | None]:
-    """The request, and what it resumes. Raises ``InvalidRequestError``; ``field`` is its path within ``start``."""
+def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Resume | None, Relayed]:
+    """The request, what it resumes, and what a router over several pools said beside.
+
+    Raises ``InvalidRequestError``; ``field`` is its path within ``start``.
+    """
     if not message.HasField("start"):
         raise InvalidRequestError("start is missing", field="start")
-    return UnreadStart(message.start), from_resume(message.resume) if message.HasField("resume") else None
+    resume = from_resume(message.resume) if message.HasField("resume") else None
+    return UnreadStart(message.start), resume, _from_relayed(message)
 
 
 def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:

@@ -82,7 +82,7 @@ async def test_targets_and_priorities_choose_the_pool(pools: tuple[Scene, Stub])
     assert await answer(stub, start()) == ("slow.decode-0", tokens)
 
 
-@pytest.mark.parametrize("path", [RequestPath.GENERATE, RequestPath.SESSION])
+@pytest.mark.parametrize("path", list(RequestPath))
 async def test_an_answer_is_whole_on_each_path(pools: tuple[Scene, Stub], path: RequestPath) -> None:
     scene, _ = pools
     async with QuartetClient(scene.address) as client:

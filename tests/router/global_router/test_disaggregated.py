@@ -96,6 +96,22 @@ async def test_each_phase_runs_in_the_pool_that_its_target_names(
         assert num_prefills(scene)["p1"] > 0
 
 
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_clients_stream_from_the_pool_where_they_are_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, with_tls=with_tls) as (scene, _):
+        tls = None if scene.certificates is None else scene.certificates.client
+        async with QuartetClient(scene.address, tls=tls) as client, asyncio.timeout(TIMEOUT_S):
+            whole = await client.complete(
+                token_ids=PROMPT, path="direct", ttft_target_s=0.1, itl_target_s=0.01, sampling=Sampling(max_tokens=8)
+            )
+        [placement] = whole.accepted.choices
+        assert placement.prefill is not None
+        assert (placement.prefill.worker_id, placement.decode.worker_id) == ("p0", "d0.decode-0")
+        assert list(whole.choices[0].token_ids) == expected(PROMPT, 8)
+
+
 async def test_each_router_knows_a_request_by_one_name_and_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,5 +197,8 @@ async def test_a_namespace_that_the_router_does_not_know_is_refused(
             await session.start(3, start(), prefill_namespaces=["p0", "nowhere"])
             await session.half_close()
             await session.read_all()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await Stub(channel).Place(pb.PlaceRequest(start=start(), prefill_namespaces=["nowhere"]))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         failure = session.received[3].failure
         assert failure is not None and (failure.reason, failure.field) == ("INVALID_FIELD", "prefill_namespaces")
