@@ -35,6 +35,10 @@ _COMMANDS = {
         "Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no"
         " model.",
     ),
+    "grid": (
+        "cli.grid",
+        "Make the grids of a global router: per cell the cheapest pool that meets its targets.",
+    ),
     "doctor": (
         "cli.doctor.command",
         "Check this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong.",

@@ -86,7 +86,7 @@ def option_table(explanation: Explanation) -> Table:
         table.add_column(name, no_wrap=name == "rank")
     for name in ("matched tokens", "cost"):
         table.add_column(name, justify="right")
-    for name in ("made of", "why not"):
+    for name in ("made of", "why"):
         table.add_column(name)
     for option in explanation.options:
         table.add_row(
@@ -103,7 +103,7 @@ def _cells(option: RankOption) -> list[str]:
         str(option.num_matched_tokens),
         "-" if option.cost is None else f"{option.cost:.4g} {option.cost_unit}",
         _terms(option.terms),
-        option.obstacle,
+        option.obstacle or option.reason,
     ]
 
 

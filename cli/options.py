@@ -40,9 +40,23 @@ SeedOption: TypeAlias = Annotated[
 TimeoutOption: TypeAlias = Annotated[
     float | None, typer.Option("--timeout", metavar="SECONDS", help="Time for the whole answer.")
 ]
+TtftTargetOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--ttft-target", metavar="MS", help="Time to the first token that is wanted, for a router over several pools."
+    ),
+]
+ItlTargetOption: TypeAlias = Annotated[
+    float | None, typer.Option("--itl-target", metavar="MS", help="Time between tokens that is wanted, likewise.")
+]
 TimeOption: TypeAlias = Annotated[
     bool, typer.Option("--time", help="Print where the time went, too, and how blocks were moved, on standard error.")
 ]
+
+
+def seconds(milliseconds: float | None) -> float | None:
+    """An option in milliseconds as the client takes it; ``None``: it was not given."""
+    return None if milliseconds is None else milliseconds / 1000
 
 
 @dataclass(frozen=True, kw_only=True)

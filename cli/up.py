@@ -25,15 +25,16 @@ from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
 from quartet.telemetry.provenance import count_usable_cores, usable_cpus
 from router.config import RouterConfig
+from router.global_router.config import GlobalRouterConfig, without_units
 from router.policy.create import PolicyName
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import (
-    ROUTER,
     Choices,
     Topology,
     check_engines,
     choose,
+    plan_pool_routers,
     plan_router,
     plan_workers,
     read_settings,
@@ -173,7 +174,12 @@ def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
 def _environment(topology: Topology, num_cores: int) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
     check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
-    build(RouterConfig, plan_router(topology).settings, "router.overrides")
+    for plan in plan_pool_routers(topology):
+        build(RouterConfig, plan.settings, "router.overrides")
+    if topology.global_router is None:
+        build(RouterConfig, plan_router(topology).settings, "router.overrides")
+    else:
+        build(GlobalRouterConfig, without_units(plan_router(topology).settings), "global_router")
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(
         # Without this gRPC's core logs a line whenever a peer stops.
@@ -238,8 +244,8 @@ async def _serve(
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:
     """Wait until the process ``name`` serves, as its router sees it; not for etcd, which the router does not report."""
-    if name in local.worker_ids or name == ROUTER:
-        await wait_ready(local.router_address, {name} - {ROUTER}, lambda _message: None, _operator(local))
+    if (worker_ids := local.workers_of(name)) is not None:
+        await wait_ready(local.router_address, worker_ids, lambda _message: None, _operator(local))
 
 
 def _operator(local: LocalTopology) -> TlsConfig | None:

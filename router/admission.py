@@ -8,8 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from quartet.api.reuse import ExpectedReuse
+from quartet.discovery.base import Rank
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
 from quartet.streams.wakeable import result_if_done
 from quartet.supervision import vital
@@ -23,7 +25,7 @@ from router.policy.room import with_way
 from router.prompt_memory import HeldPrompt
 from router.signing import Gang
 from router.tenants import Tenants
-from router.workers import PoolKey, WorkerTable
+from router.workers import PoolKey
 
 #: The policy sees at most this many requests from the head of the queue: those behind would hardly find room.
 MAX_ASSIGNED_TOGETHER = 256
@@ -39,6 +41,30 @@ _LONG_PUMP_S, _REST = 0.002, 4.0
 _MAX_LEVELS = 8
 
 
+class RankTable(Protocol):
+    """What the queue needs of workers; ``WorkerTable`` has it."""
+
+    def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
+        """The ranks of ``pool`` that take requests now."""
+        ...
+
+    def block_size(self, pool: PoolKey, now: float) -> int:
+        """Tokens of a block of ``pool``; 0: it has none."""
+        ...
+
+    def has_ready_decode(self, pool: PoolKey, now: float) -> bool:
+        """Whether anything of ``pool`` takes requests."""
+        ...
+
+    def is_of(self, rank: Rank, pool: PoolKey) -> bool:
+        """Whether ``rank`` is of a worker of ``pool``."""
+        ...
+
+    def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
+        """Reserve the room for ``placement``, which comes from a snapshot of this moment."""
+        ...
+
+
 class Admission:
     """Holds choices back until they fit, but no longer than allowed.
 
@@ -52,7 +78,7 @@ class Admission:
 
     def __init__(
         self,
-        table: WorkerTable,
+        table: RankTable,
         policy: Policy,
         config: AdmissionConfig,
         index: PrefixIndex,

@@ -165,6 +165,7 @@ class RouterConfig:
             name goes first, then the first pattern that fits.
         tokenizing: how texts are tokenized.
         media: media that requests may name.
+        prefill_pools: by namespace, ``host:port`` of routers that prefill for this one (docs/global.md).
         max_request_timeout_s: upper limit of every request's time.
         required_roles: each of these needs a ready worker before the router says that it is ready (gRPC health and
             /readyz): encode, prefill, decode. Requests that need another role wait for it.
@@ -198,6 +199,7 @@ class RouterConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tokenizing: TokenizeConfig = field(default_factory=TokenizeConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    prefill_pools: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
     required_roles: tuple[Role, ...] = (Role.DECODE,)

@@ -89,6 +89,7 @@ class Fleet:
         kv: KvJoins | None = None,
         chat_template: str | None = None,
         on_worker: Callable[[WorkerRecord], None] | None = None,
+        fetch_files: FetchFiles | None = None,
     ) -> None:
         """Connect to no worker yet; needs a running event loop.
 
@@ -100,8 +101,9 @@ class Fleet:
             kv: gets the workers and the KV events that they publish; ``None``: the fleet ignores KV events.
             chat_template: the source of every model's template; ``None``: each model has its own.
             on_worker: called with each worker that appears or has started again.
+            fetch_files: gets the files of models; ``None``: from the fleet's own workers.
         """
-        self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
+        self.texts = FetchedTexts(fetch_files or self._fetch_files, chat_template=chat_template)
         self._table = table
         self._metrics = metrics
         self._dialer = Dialer(tls)
@@ -185,7 +187,7 @@ class Fleet:
             self.texts.retain({pool.key for pool in self._table.pools(now)})
             self._table.set_clock(time.time() - time.monotonic())
             self._table.tick(now)
-            self._show_states(now)
+            self.show_states(now)
             self._must_tend.clear()
             try:
                 async with asyncio.timeout(_TICK_S):
@@ -364,7 +366,8 @@ class Fleet:
                 last = error
         raise last
 
-    def _show_states(self, now: float) -> None:
+    def show_states(self, now: float) -> None:
+        """Bring the metrics up to date that count workers by role and state."""
         states = Counter((status.record.role, status.state) for status in self._table.statuses(now))
         for role, state in states.keys() | self._shown_states.keys():
             self._metrics.set_workers(role.value, state.value, states[role, state])

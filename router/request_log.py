@@ -38,11 +38,16 @@ class RequestLog:
         self._metrics = metrics
         self._is_prepared = False
         self._outputs: Collection[ChoiceOutput] = ()
+        self._num_choices = 0
 
-    def prepared(self, outputs: Collection[ChoiceOutput]) -> None:
-        """The request is checked and tokenized; ``outputs`` know what each choice used, however it ends."""
+    def prepared(self, outputs: Collection[ChoiceOutput], *, num_relayed: int = 0) -> None:
+        """The request is checked and tokenized.
+
+        ``outputs`` know what each choice used, however it ends; of ``num_relayed`` others only their ends do.
+        """
         self._is_prepared = True
         self._outputs = outputs
+        self._num_choices = len(outputs) + num_relayed
         self._metrics.tokenize_time.observe(self._request.tokenize_s)
 
     def write(
@@ -56,7 +61,7 @@ class RequestLog:
             num_given_to_client: choices that their client continues.
         """
         request, outputs, failure = self._request, self._outputs, "" if error is None else outcome_of(error)
-        if len(finished) == len(outputs):  # their ends have all figures
+        if len(finished) == self._num_choices:  # their ends have all figures
             usages = [one.usage for one in finished]
             times = [one.time for one in finished]
         else:
@@ -65,7 +70,7 @@ class RequestLog:
         outcomes: list[str] = [*map(attrgetter("reason"), finished), *[_PLACED] * num_given_to_client]
         if failure:
             # Before the request is prepared, its number of choices is only the client's claim.
-            num_failed = len(outputs) - len(finished) if self._is_prepared else 1
+            num_failed = self._num_choices - len(finished) if self._is_prepared else 1
             outcomes += [failure] * num_failed
         for outcome in outcomes:
             self._metrics.requests.labels(outcome).inc()

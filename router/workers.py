@@ -353,6 +353,12 @@ class WorkerTable:
         )
         return Reservation(placement, prefill, decode, waited_s=waited_s)
 
+    def reserve_prefill(self, rank: Rank, pending: Pending) -> Booking:
+        """Reserve the room that ``pending`` takes at a prefill worker, for a router of another namespace."""
+        return self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
+            rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank)
+        )
+
     def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:
         """The record of that epoch of a decode worker. Raises ``WorkerUnavailableError`` unless it is ready."""
         worker = self._of_epoch(WorkerKey(role=Role.DECODE, worker_id=rank.worker_id), epoch)

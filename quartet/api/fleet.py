@@ -82,6 +82,7 @@ class RankOption:
         cost: cost of the request there, in ``cost_unit``; ``None``: the policy has no costs, or it can't go there.
         terms: the figures that the policy used; each name ends with its unit.
         obstacle: why the request can't go there now; empty: it can.
+        reason: why it would go there, or why elsewhere; empty: the cost says it.
     """
 
     rank: Rank
@@ -92,6 +93,7 @@ class RankOption:
     cost_unit: str = ""
     terms: Mapping[str, float] = field(default_factory=dict)
     obstacle: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

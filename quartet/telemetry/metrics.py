@@ -340,6 +340,25 @@ class RouterMetrics:
         self._workers.labels(role, state).set(num_workers)
 
 
+class PoolMetrics:
+    """Metrics of a router over several pools, by the pool's namespace.
+
+    Attributes:
+        requests: requests that were sent there, each as often as it was.
+        retries: of these, how many went on elsewhere, or on another router of the pool.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "quartet_global_router"
+        self.requests = FastCounter(f"{name}_requests", "Requests sent to the pool.", "namespace", registry)
+        self.retries = FastCounter(f"{name}_retries", "Requests that left the pool early.", "namespace", registry)
+        self._ready = Gauge(f"{name}_ready_workers", "Ready workers of the pool.", ["namespace"], registry=registry)
+
+    def set_ready(self, namespace: str, num_workers: int) -> None:
+        """So many workers of the pool are ready."""
+        self._ready.labels(namespace).set(num_workers)
+
+
 @dataclass(frozen=True)
 class _ReadCollector(Collector):
     collect: Callable[[], Iterable[Metric]]

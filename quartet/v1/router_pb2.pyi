@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quartet.v1 import kv_events_pb2 as _kv_events_pb2
+from quartet.v1 import prefill_pb2 as _prefill_pb2
 from quartet.v1 import transfer_pb2 as _transfer_pb2
 from quartet.v1 import types_pb2 as _types_pb2
 from quartet.v1 import worker_pb2 as _worker_pb2
@@ -97,6 +98,68 @@ WORKER_STATE_INCOMPATIBLE: WorkerState.ValueType  # 5
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
+class PrefillForRequest(_message.Message):
+    """Asks for a prefill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Required."""
+    model_fingerprint: _builtins.str
+    """Its fingerprint, as in WorkerRecord: only workers of the very same model prefill. Required."""
+    @_builtins.property
+    def start(self) -> _prefill_pb2.PrefillStart:
+        """The prompt. Its slot, its rank and its numbers of a router are ignored, and it has no media. Required."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        start: _prefill_pb2.PrefillStart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillForRequest: _TypeAlias = PrefillForRequest  # noqa: Y015
+
+@_typing.final
+class PrefillForResponse(_message.Message):
+    """A prompt that was prefilled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def result(self) -> _prefill_pb2.PrefillResult:
+        """As of the worker. Always set."""
+
+    @_builtins.property
+    def rank(self) -> _types_pb2.Rank:
+        """The worker that has it. Always set."""
+
+    def __init__(
+        self,
+        *,
+        result: _prefill_pb2.PrefillResult | None = ...,
+        rank: _types_pb2.Rank | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillForResponse: _TypeAlias = PrefillForResponse  # noqa: Y015
+
+@_typing.final
 class GenerateStart(_message.Message):
     """A request."""
 
@@ -119,6 +182,8 @@ class GenerateStart(_message.Message):
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Empty: the only one, if there is but one."""
     text: _builtins.str
@@ -172,6 +237,16 @@ class GenerateStart(_message.Message):
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaPart]:
         """Media that the prompt refers to, in order; for `chat`, use the messages' parts. Empty: text only."""
 
+    @_builtins.property
+    def ttft_target(self) -> _duration_pb2.Duration:
+        """Time to the first token that the client wants, not below 0. A router over several pools chooses one by it
+        (docs/global.md); others ignore it. Absent: that router's default.
+        """
+
+    @_builtins.property
+    def itl_target(self) -> _duration_pb2.Duration:
+        """Time between tokens that the client wants, likewise. Absent: that router's default."""
+
     def __init__(
         self,
         *,
@@ -192,10 +267,12 @@ class GenerateStart(_message.Message):
         num_choices: _builtins.int | None = ...,
         client_request_id: _builtins.str = ...,
         media: _abc.Iterable[Global___MediaPart] | None = ...,
+        ttft_target: _duration_pb2.Duration | None = ...,
+        itl_target: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "chat", b"chat", "num_choices", b"num_choices", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "chat", b"chat", "itl_target", b"itl_target", "num_choices", b"num_choices", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "media", b"media", "model", b"model", "num_choices", b"num_choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_key", b"session_key", "tenant", b"tenant", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "itl_target", b"itl_target", "media", b"media", "model", b"model", "num_choices", b"num_choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_key", b"session_key", "tenant", b"tenant", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
@@ -1115,6 +1192,7 @@ class RankOption(_message.Message):
     COST_UNIT_FIELD_NUMBER: _builtins.int
     TERMS_FIELD_NUMBER: _builtins.int
     OBSTACLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     role: _worker_pb2.WorkerRole.ValueType
     """The role of its worker; a decode rank may prefill itself. Always set."""
     is_chosen: _builtins.bool
@@ -1127,6 +1205,8 @@ class RankOption(_message.Message):
     """The unit of `cost`, such as `s`. Empty: there is no cost."""
     obstacle: _builtins.str
     """Why the request can't go there now. Empty: it can."""
+    reason: _builtins.str
+    """Why it would go there, or why elsewhere, where no cost says so. Empty: the cost says it."""
     @_builtins.property
     def rank(self) -> _types_pb2.Rank:
         """The rank. Always set."""
@@ -1146,10 +1226,11 @@ class RankOption(_message.Message):
         cost_unit: _builtins.str = ...,
         terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         obstacle: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "cost_unit", b"cost_unit", "is_chosen", b"is_chosen", "num_matched_tokens", b"num_matched_tokens", "obstacle", b"obstacle", "rank", b"rank", "role", b"role", "terms", b"terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "cost_unit", b"cost_unit", "is_chosen", b"is_chosen", "num_matched_tokens", b"num_matched_tokens", "obstacle", b"obstacle", "rank", b"rank", "reason", b"reason", "role", b"role", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
@@ -1165,6 +1246,10 @@ class PlaceRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in SessionStart."""
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1173,15 +1258,21 @@ class PlaceRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Continues after an attempt that broke. Absent: a new request."""
 
+    @_builtins.property
+    def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in SessionStart."""
+
     def __init__(
         self,
         *,
         start: Global___GenerateStart | None = ...,
         resume: Global___Resume | None = ...,
+        prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1508,10 +1599,16 @@ class SessionStart(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the client; free again after the request's last terminal output. Default 0."""
     traceparent: _builtins.str
     """W3C trace context of this request. Empty: that of the stream, its `traceparent` metadata."""
+    request_id: _builtins.str
+    """Names the request in every log and span: 32 lower-case hexadecimal digits, new for each request. From a router over
+    several pools. Empty: this router draws one.
+    """
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1520,6 +1617,12 @@ class SessionStart(_message.Message):
     def resume(self) -> Global___Resume:
         """Continues after an attempt that broke. Absent: a new request."""
 
+    @_builtins.property
+    def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Namespaces whose routers prefill the prompt, the first of them that can: from a router over several pools. Each
+        must be one of this router's `prefill_pools`. Empty: this router's own workers prefill.
+        """
+
     def __init__(
         self,
         *,
@@ -1527,10 +1630,12 @@ class SessionStart(_message.Message):
         start: Global___GenerateStart | None = ...,
         resume: Global___Resume | None = ...,
         traceparent: _builtins.str = ...,
+        prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

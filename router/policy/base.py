@@ -37,6 +37,7 @@ class Pending:
         is_local: it is prefilled where it is decoded: no rank that only prefills takes the media that it needs, or a
             hand-off of its blocks was found to be impossible.
         is_remote: it is not prefilled where it is decoded.
+        is_handed_in: another pool prefills it, so that its rank has nothing of the prompt to compute.
         avoid: ids of workers that just failed it; they are chosen only if no other worker will do.
         prefer_prefill: where its blocks are probably cached.
         priority: higher first. The queue gives 0 to each tenant's most urgent ones, whatever number the tenant gave.
@@ -56,6 +57,7 @@ class Pending:
     sampling_fields: frozenset[str] = frozenset()
     is_local: bool = False
     is_remote: bool = False
+    is_handed_in: bool = False
     avoid: frozenset[str] = frozenset()
     prefer_prefill: Rank | None = None
     priority: int = 0
@@ -68,6 +70,8 @@ class Pending:
 
     def num_missing_tokens(self, rank: Rank) -> int:
         """Tokens to compute there; the last token is always computed."""
+        if self.is_handed_in:
+            return 1
         return max(self.num_tokens - self.num_cached_tokens.get(rank, 0), 1)
 
     def num_shared_tokens(self, other: Pending, block_size: int) -> int:

@@ -139,6 +139,7 @@ async def test_json_holds_everything(start_router: StartRouter, run_cli: RunCli)
                 "cost_unit": "s",
                 "terms": {"wait_s": 0.5},
                 "obstacle": "",
+                "reason": "",
             }
         ],
     }

@@ -17,10 +17,12 @@ from quartet.api.request import (
     Delta,
     GenerateStart,
     Placed,
+    Relayed,
     Resume,
     SessionStart,
     TimeBreakdown,
     Usage,
+    check_relayed,
 )
 from quartet.api.session_columns import Columns
 from quartet.discovery.base import Rank
@@ -271,7 +273,28 @@ def from_session_start(message: pb.SessionStart) -> SessionStart:
         start=UnreadStart(message.start),
         resume=from_resume(message.resume) if message.HasField("resume") else None,
         traceparent=message.traceparent,
+        relayed=_from_relayed(message) if message.request_id or message.prefill_namespaces else None,
     )
+
+
+def to_session_start(
+    slot: int, start: pb.GenerateStart, resume: Resume | None, traceparent: str, relayed: Relayed
+) -> pb.SessionStart:
+    """The message of a request that a router over several pools relays."""
+    return pb.SessionStart(
+        slot=slot,
+        start=start,
+        resume=None if resume is None else to_resume(resume),
+        traceparent=traceparent,
+        prefill_namespaces=relayed.prefill_namespaces,
+        request_id=relayed.request_id,
+    )
+
+
+def _from_relayed(message: pb.SessionStart | pb.PlaceRequest) -> Relayed:
+    relayed = Relayed(request_id=message.request_id, prefill_namespaces=tuple(message.prefill_namespaces))
+    check_relayed(relayed)
+    return relayed
 
 
 def start_slot(head: bytes) -> int | None:
@@ -352,16 +375,27 @@ def _to_session_logprobs(columns: Columns) -> list[pb.SessionLogprobs]:
 # Place: what is asked of a router, and the placements that it answers with.
 
 
-def to_place_request(start: GenerateStart, resume: Resume | None = None) -> router_pb2.PlaceRequest:
+def to_place_request(
+    start: GenerateStart, resume: Resume | None = None, relayed: Relayed | None = None
+) -> router_pb2.PlaceRequest:
     """The message. Raises ``InvalidRequestError`` for what it can't hold; ``field`` is its path within ``start``."""
-    return router_pb2.PlaceRequest(start=to_generate_start(start), resume=None if resume is None else to_resume(resume))
+    return router_pb2.PlaceRequest(
+        start=to_generate_start(start),
+        resume=None if resume is None else to_resume(resume),
+        prefill_namespaces=() if relayed is None else relayed.prefill_namespaces,
+        request_id="" if relayed is None else relayed.request_id,
+    )
 
 
-def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Resume | None]:
-    """The request, and what it resumes. Raises ``InvalidRequestError``; ``field`` is its path within ``start``."""
+def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Resume | None, Relayed]:
+    """The request, what it resumes, and what a router over several pools said beside.
+
+    Raises ``InvalidRequestError``; ``field`` is its path within ``start``.
+    """
     if not message.HasField("start"):
         raise InvalidRequestError("start is missing", field="start")
-    return UnreadStart(message.start), from_resume(message.resume) if message.HasField("resume") else None
+    resume = from_resume(message.resume) if message.HasField("resume") else None
+    return UnreadStart(message.start), resume, _from_relayed(message)
 
 
 def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:

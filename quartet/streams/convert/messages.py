@@ -392,6 +392,26 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
     )
 
 
+def to_prefill_outcome(outcome: PrefillOutcome) -> prefill_pb2.PrefillResult:
+    """The message of an outcome that a worker gave, for another router."""
+    result = prefill_pb2.PrefillResult(
+        token_id=outcome.token_id,
+        logprobs=None if outcome.logprobs is None else to_token_logprobs(outcome.logprobs),
+        finish_reason=(
+            types_pb2.FINISH_REASON_UNSPECIFIED
+            if outcome.finish_reason is None
+            else to_finish_reason(outcome.finish_reason)
+        ),
+        hand_off=None if outcome.hand_off is None else to_hand_off(outcome.hand_off),
+        num_cached_tokens=outcome.num_cached_tokens,
+        queue=to_duration(outcome.queue_s),
+        compute=to_duration(outcome.compute_s),
+    )
+    if outcome.prompt_logprobs is not None:
+        put_prompt_logprobs(result.prompt_logprobs, outcome.prompt_logprobs)
+    return result
+
+
 def to_finish_reason(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
     """The enum's value."""
     return _FINISH_REASONS[reason]
