@@ -403,7 +403,8 @@ class World:
         self._all_lives.append(life)
         return life
 
-    def _make_thread(self, runner_factory: Any, config: Any, listener: Any) -> InlineThread:
+    def _make_thread(self, runner_factory: Any, config: Any, listener: Any, tiers_factory: None) -> InlineThread:
+        assert tiers_factory is None, "there are no tiers here"
         thread = InlineThread(runner_factory, config, listener)
         thread.next_number = functools.partial(next, self.net.numbers)
         self._threads.append(thread)
