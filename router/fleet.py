@@ -185,7 +185,7 @@ class Fleet:
             for record in self._table.hanging(now):
                 self._spawn(f"reset-{record.worker_id}", self._reset(record))
             self.texts.retain({pool.key for pool in self._table.pools(now)})
-            self._table.set_clock(time.time() - time.monotonic())
+            self._table.set_clock(time.time() - now)
             self._table.tick(now)
             self.show_states(now)
             self._must_tend.clear()

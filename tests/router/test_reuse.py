@@ -11,7 +11,6 @@ import pytest
 from quartet.discovery.base import Rank
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.v1 import router_pb2 as pb
-from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex
 from tests.router.fakes import Fleet, Plan, collect
 from tests.router.records import make_record
@@ -24,7 +23,6 @@ from tests.router.test_servicer import make_start as router_start
 
 #: Of ``PROMPT``, what can be found cached: its last token is always computed.
 NUM_TOKENS = (len(PROMPT) - 1) // BLOCK_SIZE * BLOCK_SIZE
-NO_PREDICTIONS = {"admission": AdmissionConfig(prediction_life_s=1e-6)}
 
 
 async def ask(stub: Stub, caplog: pytest.LogCaptureFixture, first: int | None = None) -> dict[str, int]:
@@ -48,8 +46,9 @@ async def wait_held(stub: Stub) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _info(caplog: pytest.LogCaptureFixture) -> None:
+def _only_events_tell(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, logger="router.request_log")
+    monkeypatch.setattr(PrefixIndex, "predict", lambda *_args: None)
 
 
 def parts(held: int, matched: int, cached: int, evicted: int) -> dict[str, int]:
@@ -59,7 +58,7 @@ def parts(held: int, matched: int, cached: int, evicted: int) -> dict[str, int]:
 async def test_evicted_and_lost_blocks_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_system(tmp_path, monkeypatch, "decode-0", **NO_PREDICTIONS) as (_system, stub):
+    async with running_system(tmp_path, monkeypatch, "decode-0") as (_system, stub):
         assert await ask(stub, caplog) == parts(0, 0, 0, 0)
         await wait_held(stub)
         assert await ask(stub, caplog) == parts(NUM_TOKENS, NUM_TOKENS, NUM_TOKENS, 0)
@@ -79,7 +78,7 @@ async def test_blocks_that_were_never_heard_of_are_unannounced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(PrefixIndex, "store", lambda *_args: None)
-    async with running_system(tmp_path, monkeypatch, "decode-0", **NO_PREDICTIONS) as (_system, stub):
+    async with running_system(tmp_path, monkeypatch, "decode-0") as (_system, stub):
         await ask(stub, caplog)
         assert await ask(stub, caplog) == parts(0, 0, NUM_TOKENS, 0)
 
@@ -87,7 +86,7 @@ async def test_blocks_that_were_never_heard_of_are_unannounced(
 async def test_another_salt_is_named_by_explain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", **NO_PREDICTIONS) as (_system, stub):
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0") as (_system, stub):
         await ask(stub, caplog)
         await wait_held(stub)
         known = await explained(stub)
