@@ -19,7 +19,7 @@ from quartet.telemetry.metrics import AdmissionOutcome, RouterMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
 from router.fair_queue import FIXED_TOKENS, FairQueue, FairShare, Lane, Position, Standing
-from router.kv_index.index import PrefixIndex, PromptMatches
+from router.kv_index.index import LowerMatches, PrefixIndex, PromptMatches
 from router.policy.base import Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
 from router.prompt_memory import HeldPrompt
@@ -244,6 +244,7 @@ class Admission:
     def _look_up(self, queued: QueuedRequest, now: float) -> None:
         block_size = self._table.block_size(queued.standing.pool, now)
         queued.num_cached_tokens = queued.matches = PromptMatches(self._index, queued.sequence_hashes, block_size)
+        queued.lower_tokens = LowerMatches(queued.matches)
 
     def _expect(self, standing: Standing, num_choices: int) -> None:
         standing.num_coming += num_choices
@@ -374,8 +375,8 @@ class Admission:
 class QueuedRequest(Pending):
     """One choice on its way through the queue: what the policy sees of it, and how it waits.
 
-    ``Admission`` sets ``num_cached_tokens``, ``binds_at_once``, ``priority``, ``is_overtaken`` and the fields without a
-    default here.
+    ``Admission`` sets ``num_cached_tokens``, ``lower_tokens``, ``binds_at_once``, ``priority``, ``is_overtaken`` and
+    the fields without a default here.
 
     Attributes:
         is_retry: an attempt was made before, so a full queue never refuses it.

@@ -52,7 +52,7 @@ class PrefillTable:
 
     def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Reserve room at a prefill worker."""
-        booking = self._table.reserve_prefill(placement.decode, pending)
+        booking = self._table.reserve_prefill(placement, pending)
         return Reservation(placement, None, booking, waited_s=waited_s)
 
 

@@ -20,7 +20,7 @@ from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import SPOKEN_VERSIONS, Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
 from quartet.events.bookings import BookedStart, RouterBookings
-from quartet.events.load import RankLoad, StepTime, WorkerLoad
+from quartet.events.load import OnboardTime, RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, ItemsBooking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
@@ -34,7 +34,7 @@ _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 _LAST_REPORTS_S = 0.5
 
 # Of ranks that have not reported theirs.
-_UNMEASURED, _IDLE = StepTime(), RankLoad()
+_UNMEASURED, _NO_TIERS, _IDLE = StepTime(), OnboardTime(), RankLoad()
 
 # Heartbeats come once a second. A worker whose events don't arrive is only probed now and then.
 _QUIET_S = 3.0
@@ -340,23 +340,25 @@ class WorkerTable:
     def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Reserve the room for ``placement`` of ``pending``, which must come from a snapshot of this moment."""
         prefill: Booking | None = None
+        num_missing = placement.num_missing_tokens(pending)
         if placement.prefill is not None:
             rank = placement.prefill
             prefill = self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
-                rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank)
+                rank.data_parallel_rank, num_queued_tokens=num_missing
             )
         rank = placement.decode
         decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.reserve(
             rank.data_parallel_rank,
             num_reserved_tokens=pending.num_reserved_tokens,
-            num_queued_tokens=pending.num_missing_tokens(rank) if placement.prefill is None else 0,
+            num_queued_tokens=num_missing if placement.prefill is None else 0,
         )
         return Reservation(placement, prefill, decode, waited_s=waited_s)
 
-    def reserve_prefill(self, rank: Rank, pending: Pending) -> Booking:
+    def reserve_prefill(self, placement: Placement, pending: Pending) -> Booking:
         """Reserve the room that ``pending`` takes at a prefill worker, for a router of another namespace."""
+        rank = placement.prefills_at
         return self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
-            rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank)
+            rank.data_parallel_rank, num_queued_tokens=placement.num_missing_tokens(pending)
         )
 
     def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:
@@ -661,6 +663,7 @@ class KnownWorker:
             max_step_tokens=load.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,
             step_time=load.step_time or _UNMEASURED,
             is_measured=load.step_time is not None,
+            onboard_time=load.onboard_time or _NO_TIERS,
         )
 
 

@@ -41,7 +41,8 @@ from quartet.engine.step_time import Backlog, StepClock, StepWork, backlog, step
 from quartet.engine.tiers import LoadBatchEnded, PullsReady, Tiering, TierMessage, WriteEnded
 from quartet.engine.validation import limits_of
 from quartet.errors import EngineError, MediaLostError, RequestCancelledError, ServingError
-from quartet.events.kv import RankEvents, StoredBlocks
+from quartet.events.kv import RankEvents, StoredBlocks, Tier
+from quartet.events.load import OnboardTime
 from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import FetchResult, TransferWay
 
@@ -426,6 +427,7 @@ class StepLoop:
             max_step_tokens=config.max_num_batched_tokens,
             step_ends_at=step_ends_at,
             step_time=self._clock.step_time,
+            onboard_time=None if self._tiers is None else _onboard_time(self._tiers, self._blocks.block_size),
             num_in_use_blocks=counts.in_use,
             num_held_blocks=counts.held,
             num_cached_blocks=counts.cached,
@@ -440,6 +442,15 @@ class StepLoop:
             tiers=() if self._tiers is None else self._tiers.counts,
         )
         return Snapshot(stats, self._num_submits, self._num_submitted_prefill_tokens)
+
+
+def _onboard_time(tiers: Tiering, block_size: int) -> OnboardTime:
+    """By what ``tiers`` decides whether to load."""
+    s_per_token = {tier: speed.s_per_block / block_size for tier, speed in tiers._speeds.items()}
+    return OnboardTime(
+        host_s_per_token=s_per_token[Tier.HOST],
+        disk_s_per_token=0.0 if tiers.lower.disk_plan is None else s_per_token[Tier.DISK],
+    )
 
 
 class OutputBuilder:

@@ -16,6 +16,7 @@ from quartet.events.bookings import BookedStart, RouterBookings
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
 from quartet.events.load import (
     NumberedLoad,
+    OnboardTime,
     PlacementProgress,
     RankCounts,
     RankLoad,
@@ -51,7 +52,7 @@ _HEAD_BYTES, _EVENT_BYTES, _HASH_BYTES = 1024, 32, 8
 _MAX_HASHES = 1 << 16
 
 # The fields that a ``RankLoad`` and its message have under one name and as one type.
-_COUNTS = tuple(field.name for field in fields(RankCounts) if field.name != "step_time")
+_COUNTS = tuple(field.name for field in fields(RankCounts) if field.name not in ("step_time", "onboard_time"))
 _counts = attrgetter(*_COUNTS)
 
 MessageT = TypeVar("MessageT", pb.WorkerLoad, pb.KvEventBatch, pb.RouterBookings)
@@ -231,6 +232,7 @@ def _to_rank_load(rank: RankLoad) -> pb.RankLoad:
         **dict(zip(_COUNTS, _counts(rank), strict=True)),
         step_ends_in_s=rank.step_ends_in_s,
         step_time=None if rank.step_time is None else pb.StepTime(**asdict(rank.step_time)),
+        onboard_time=None if rank.onboard_time is None else pb.OnboardTime(**asdict(rank.onboard_time)),
     )
 
 
@@ -239,11 +241,16 @@ def _from_rank_load(message: pb.RankLoad) -> RankLoad:
         **dict(zip(_COUNTS, _counts(message), strict=True)),
         step_ends_in_s=_seconds(message.step_ends_in_s),
         step_time=_step_time(message.step_time) if message.HasField("step_time") else None,
+        onboard_time=_onboard_time(message.onboard_time) if message.HasField("onboard_time") else None,
     )
 
 
 def _step_time(message: pb.StepTime) -> StepTime:
     return StepTime(**{field.name: _seconds(getattr(message, field.name)) for field in fields(StepTime)})
+
+
+def _onboard_time(message: pb.OnboardTime) -> OnboardTime:
+    return OnboardTime(**{field.name: _seconds(getattr(message, field.name)) for field in fields(OnboardTime)})
 
 
 def _seconds(value: float) -> float:

@@ -319,6 +319,7 @@ class RankLoad(_message.Message):
     STEP_TIME_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_SPARE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    ONBOARD_TIME_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch. 0: none."""
     num_waiting: _builtins.int
@@ -361,6 +362,10 @@ class RankLoad(_message.Message):
     def step_time(self) -> Global___StepTime:
         """How long steps take. Absent: too few were measured."""
 
+    @_builtins.property
+    def onboard_time(self) -> Global___OnboardTime:
+        """How long blocks take from tiers below the device. Absent: there are none, or the engine does not say."""
+
     def __init__(
         self,
         *,
@@ -381,14 +386,41 @@ class RankLoad(_message.Message):
         step_time: Global___StepTime | None = ...,
         max_running: _builtins.int = ...,
         num_spare_prefill_tokens: _builtins.int = ...,
+        onboard_time: Global___OnboardTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["step_time", b"step_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["onboard_time", b"onboard_time", "step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running", b"max_running", "max_step_tokens", b"max_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_in_use_blocks", b"num_in_use_blocks", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_spare_prefill_tokens", b"num_spare_prefill_tokens", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_unbegun_prefill_tokens", b"num_unbegun_prefill_tokens", "num_waiting", b"num_waiting", "step_ends_in_s", b"step_ends_in_s", "step_time", b"step_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running", b"max_running", "max_step_tokens", b"max_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_in_use_blocks", b"num_in_use_blocks", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_spare_prefill_tokens", b"num_spare_prefill_tokens", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_unbegun_prefill_tokens", b"num_unbegun_prefill_tokens", "num_waiting", b"num_waiting", "onboard_time", b"onboard_time", "step_ends_in_s", b"step_ends_in_s", "step_time", b"step_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankLoad: _TypeAlias = RankLoad  # noqa: Y015
+
+@_typing.final
+class OnboardTime(_message.Message):
+    """Seconds a token in which blocks come from tiers below the device, as measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_S_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    DISK_S_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    host_s_per_token: _builtins.float
+    """From the host's memory. 0: unknown, or there is no such tier."""
+    disk_s_per_token: _builtins.float
+    """From its disk. 0: unknown, or there is no such tier."""
+    def __init__(
+        self,
+        *,
+        host_s_per_token: _builtins.float = ...,
+        disk_s_per_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_s_per_token", b"disk_s_per_token", "host_s_per_token", b"host_s_per_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OnboardTime: _TypeAlias = OnboardTime  # noqa: Y015
 
 @_typing.final
 class StepTime(_message.Message):

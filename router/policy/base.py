@@ -9,14 +9,29 @@ import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quartet.api.reuse import ExpectedReuse
 from quartet.discovery.base import Rank
-from quartet.events.load import StepTime
+from quartet.events.load import OnboardTime, StepTime
 
 #: Tokens that a step computes at most, if the worker does not say.
 DEFAULT_MAX_STEP_TOKENS = 2048
+
+# Of ranks that have not reported theirs, or have no tiers below the device.
+_NO_TIME = OnboardTime()
+
+
+class LowerTokens(NamedTuple):
+    """Tokens of a prompt that a rank has on tiers below the device, behind those that it has there.
+
+    Attributes:
+        num_host: these come first, some of them only in the host's memory.
+        num_disk: these follow, some of them only on disk.
+    """
+
+    num_host: int
+    num_disk: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,7 +61,9 @@ class Pending:
         binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.
         sequence_hashes: names of its full blocks, first to last; empty if nothing is known of what is cached.
-        num_cached_tokens: how many of its leading tokens each rank has cached; ranks that have none are left out.
+        num_cached_tokens: how many of its leading tokens each rank has cached, on any tier; ranks that have none are
+            left out.
+        lower_tokens: the last so many of these lie below the device; ranks that have none there are left out.
     """
 
     num_tokens: int
@@ -67,6 +84,7 @@ class Pending:
     session_key: str = field(default="", repr=False)
     sequence_hashes: Sequence[int] = field(default=(), repr=False)
     num_cached_tokens: Mapping[Rank, int] = field(default_factory=dict)
+    lower_tokens: Mapping[Rank, LowerTokens] = field(default_factory=dict)
 
     def num_missing_tokens(self, rank: Rank) -> int:
         """Tokens to compute there; the last token is always computed."""
@@ -107,6 +125,7 @@ class Candidate:
         max_step_tokens: tokens that a step computes at most.
         step_time: how long its steps take.
         is_measured: ``step_time`` was measured there; else it is only good for comparing ranks with one another.
+        onboard_time: how long blocks take from its tiers below the device; what is unknown there counts as no time.
     """
 
     rank: Rank
@@ -129,6 +148,7 @@ class Candidate:
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     step_time: StepTime = field(default_factory=StepTime)
     is_measured: bool = True
+    onboard_time: OnboardTime = _NO_TIME
 
     @property
     def num_free_for_booking(self) -> int:
@@ -205,6 +225,10 @@ class Placement:
     def prefills_at(self) -> Rank:
         """Where its prompt is computed."""
         return self.prefill or self.decode
+
+    def num_missing_tokens(self, pending: Pending) -> int:
+        """Tokens of ``pending``, which it places, to compute there; the last token is always computed."""
+        return max(pending.num_tokens - self.num_cached_tokens, 1)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Snapshot
 from router.policy.forecast import AT_ONCE, CostWeights, Deferral, Job, Plan, PrefillForecast
 from router.policy.joint import JointAssignment
+from router.policy.onboarding import start_at
 from router.policy.room import (
     JUST_FAILED,
     NOTHING_TAKEN,
@@ -253,7 +254,7 @@ class KvAwarePolicy:
         for number, one in enumerate(planned):
             pending = one.pending
             age_s = max(snapshot.now - pending.arrived_at, 0.0)
-            num_missing = self._num_missing(one, routes)
+            num_missing, onboard_s = _to_compute(pending, routes, self._able(one, routes))
             job = Job(
                 number=number,
                 num_tokens=pending.num_tokens,
@@ -261,6 +262,7 @@ class KvAwarePolicy:
                 priority=pending.priority,
                 is_due=number <= last_due,  # one that is due goes before those behind it, not before those ahead
                 num_missing=num_missing,
+                onboard_s=onboard_s,
                 num_shared=[
                     0 if other is one else pending.num_shared_tokens(other.pending, routes[0].candidate.block_size)
                     for other in planned
@@ -290,8 +292,8 @@ class KvAwarePolicy:
         gather_s = self._config.gather_share * (prefill_s - _SHORT_PREFILL_S)
         return max(min(gather_s, self._config.gather_s) - age_s, 0.0)
 
-    def _num_missing(self, one: Planned, routes: Sequence[_Route]) -> list[int | None]:
-        """By route; ``None``: it can't be prefilled there."""
+    def _able(self, one: Planned, routes: Sequence[_Route]) -> list[bool]:
+        """By route, whether it can be prefilled there."""
         pending, can_go = one.pending, self._can_go(one, routes)
         able = [can_go(number) for number in range(len(routes))]
         if any(route.is_full for route in routes):
@@ -300,10 +302,7 @@ class KvAwarePolicy:
             candidates = [route.candidate for can, route in zip(able, routes, strict=True) if can]
             chosen = {candidate.rank for candidate in not_avoided(candidates, pending)}
             able = [can and route.candidate.rank in chosen for can, route in zip(able, routes, strict=True)]
-        return [
-            pending.num_missing_tokens(route.candidate.rank) if can else None
-            for can, route in zip(able, routes, strict=True)
-        ]
+        return able
 
     def _can_go(self, one: Planned, routes: Sequence[_Route]) -> Callable[[int], bool]:
         """Whether ``one`` can take a route, by its number."""
@@ -339,7 +338,7 @@ class KvAwarePolicy:
         return Placement(
             None if prefill is None else prefill.rank,
             decode.rank,
-            pending.num_cached_tokens.get(route.candidate.rank, 0),
+            start_at(route.candidate, pending).num_cached_tokens,
             cost,
         )
 
@@ -431,7 +430,8 @@ def shortlist(
         chosen.update(islice(_not_avoided_numbers(able, candidates, pending), length))
         known = [numbers[rank] for rank in pending.num_cached_tokens if rank in numbers]
         known = [number for number in known if number not in chosen and can_go(number)]
-        ends_in_s = {number: free_in_s[number] + _prefill_s(candidates[number], pending) for number in known}
+        prefill_s = _load_and_prefill_s if pending.lower_tokens else _prefill_s
+        ends_in_s = {number: free_in_s[number] + prefill_s(candidates[number], pending) for number in known}
         chosen.update(nsmallest(length // 2, known, key=ends_in_s.__getitem__))
     return sorted(chosen)
 
@@ -529,6 +529,26 @@ def _routes(snapshot: Snapshot) -> list[_Route]:
     return prefill + [_Route(candidate, True) for candidate in snapshot.decode]
 
 
+def _to_compute(
+    pending: Pending, routes: Sequence[_Route], able: Sequence[bool]
+) -> tuple[list[int | None], list[float]]:
+    """By route, tokens to compute there, ``None`` if not ``able``, and seconds to load others; empty: none loads."""
+    if not pending.lower_tokens:
+        num_missing = [
+            pending.num_missing_tokens(route.candidate.rank) if can else None
+            for can, route in zip(able, routes, strict=True)
+        ]
+        return num_missing, []
+    starts = [start_at(route.candidate, pending) for route in routes]
+    return (
+        [
+            max(pending.num_tokens - start.num_cached_tokens, 1) if can else None
+            for can, start in zip(able, starts, strict=True)
+        ],
+        [start.onboard_s for start in starts],
+    )
+
+
 def _without_full(able: list[bool], routes: Sequence[_Route]) -> list[bool]:
     """``able``, by route, without the full ones, unless no other of ``able`` only prefills."""
     free = [can and not route.is_full for can, route in zip(able, routes, strict=True)]
@@ -562,7 +582,7 @@ def _option(forecast: PrefillForecast, job: Job, pending: Pending, route: _Route
     return Option(
         rank=candidate.rank,
         is_decode=route.is_decode,
-        num_cached_tokens=pending.num_cached_tokens.get(candidate.rank, 0),
+        num_cached_tokens=start_at(candidate, pending).num_cached_tokens,
         cost=forecast.plan([job]).cost if is_weighed else None,
         cost_unit="s" if is_weighed else "",
         terms=terms,
@@ -581,6 +601,11 @@ def _free_in_s(candidate: Candidate, now: float) -> float:
 
 def _prefill_s(candidate: Candidate, pending: Pending) -> float:
     return candidate.step_time.prefill_s(pending.num_missing_tokens(candidate.rank))
+
+
+def _load_and_prefill_s(candidate: Candidate, pending: Pending) -> float:
+    start = start_at(candidate, pending)
+    return start.onboard_s + candidate.step_time.prefill_s(max(pending.num_tokens - start.num_cached_tokens, 1))
 
 
 def _not_avoided_numbers(numbers: Iterator[int], candidates: Sequence[Candidate], pending: Pending) -> Iterator[int]:

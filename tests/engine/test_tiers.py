@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind, StepOutput, TierCounts
-from quartet.engine.runner import RunningRequest
+from quartet.engine.runner import ModelRunner, RunningRequest
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import OutputBuilder
-from quartet.engine.tiers import Speed, Tiering
+from quartet.engine.tiers import Link, Speed, Tiering, TierMessage, open_tiers
 from quartet.errors import RequestCancelledError
 from quartet.events.kv import StoredBlocks, Tier
-from quartet.events.load import StepTime
+from quartet.events.load import OnboardTime, StepTime
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
 from quartet.transfer.base import PoolMemory
+from quartet.transfer.disk_blocks import DiskBlocks
 from quartet.transfer.host_blocks import PlainHostBlocks, Saving
 from tests.engine.consumer import Consumer, StartEngine
 from tests.engine.fakes import WAIT_S, FakePuller, FakeRunner, expected_output, make_request
@@ -115,6 +118,22 @@ async def test_what_a_load_overwrites_is_copied_before(start_engine: StartEngine
     for prompt in (PROMPT, OTHER, PROMPT, OTHER):
         request = await answer(engine, consumer, prompt)
     assert consumer.started[request.id].num_cached_tokens == 36
+
+
+async def test_an_engine_says_what_a_token_of_each_tier_takes(start_engine: StartEngine, tmp_path: Path) -> None:
+    def open_slow(runner: ModelRunner, post: Callable[[TierMessage], None], *, path: Path | None) -> Tiering:
+        assert isinstance(runner.memory, PoolMemory)
+        plan, host = TierPlan(num_blocks=20), PlainHostBlocks(runner.memory, 20, num_blocks=runner.num_blocks)
+        disk = None if path is None else DiskBlocks(path, runner.layout)
+        links = {Tier.HOST: Link(4.0), Tier.DISK: Link(8.0)}
+        return open_tiers(plan, None if disk is None else plan, host, disk, post, links=links)
+
+    # Blocks of four tokens.
+    for path, disk_s in ((None, 0.0), (tmp_path / "tier", 2.0)):
+        engine = await start_engine(FakeRunner(num_blocks=12), tiers=partial(open_slow, path=path))
+        assert engine.stats()[0].onboard_time == OnboardTime(host_s_per_token=1.0, disk_s_per_token=disk_s)
+    engine = await start_engine(FakeRunner(num_blocks=12))
+    assert engine.stats()[0].onboard_time is None
 
 
 async def test_a_load_that_fails_is_computed(start_engine: StartEngine) -> None:

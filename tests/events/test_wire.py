@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from quartet.events.bookings import BookedStart, RouterBookings
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
-from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, StepTime, TransferTotal, WorkerLoad
+from quartet.events.load import (
+    NumberedLoad,
+    OnboardTime,
+    PlacementProgress,
+    RankLoad,
+    StepTime,
+    TransferTotal,
+    WorkerLoad,
+)
 from quartet.events.wire import (
     BOOKINGS_TOPIC,
     KV_TOPIC,
@@ -65,6 +73,7 @@ _ranks = st.builds(
     max_step_tokens=_counts,
     max_running=_counts,
     step_time=st.none() | _step_times,
+    onboard_time=st.none() | st.builds(OnboardTime, host_s_per_token=_seconds, disk_s_per_token=_seconds),
 )
 _numbers = st.lists(st.integers(1, 2**64 - 1), max_size=3).map(tuple)
 _ended = st.lists(st.tuples(st.integers(1, 2**64 - 1), _counts), min_size=1, max_size=3)
@@ -289,6 +298,7 @@ def test_a_negative_or_infinite_time_is_refused(bad: float) -> None:
     ranks = (
         RankLoad(num_total_blocks=1, step_ends_in_s=bad),
         RankLoad(num_total_blocks=1, step_time=StepTime(decode_base_s=bad)),
+        RankLoad(num_total_blocks=1, onboard_time=OnboardTime(disk_s_per_token=bad)),
     )
     loads = [WorkerLoad(worker_id="decode-0", epoch=7, ranks=(rank,)) for rank in ranks]
     for load in (*loads, replace(make_load(), transfers=(TransferTotal("shm", 1, bad),))):
