@@ -446,7 +446,7 @@ class StepLoop:
 
 def _onboard_time(tiers: Tiering, block_size: int) -> OnboardTime:
     """By what ``tiers`` decides whether to load."""
-    s_per_token = {tier: speed.s_per_block / block_size for tier, speed in tiers._speeds.items()}
+    s_per_token = {tier: seconds / block_size for tier, seconds in tiers.s_per_block.items()}
     return OnboardTime(
         host_s_per_token=s_per_token[Tier.HOST],
         disk_s_per_token=0.0 if tiers.lower.disk_plan is None else s_per_token[Tier.DISK],

@@ -172,6 +172,11 @@ class Tiering:
         self._step_time, self._max_step_tokens = step_time, max_step_tokens
 
     @property
+    def s_per_block(self) -> Mapping[Tier, float]:
+        """Seconds a block by which loads are decided, of each tier."""
+        return {tier: speed.s_per_block for tier, speed in self._speeds.items()}
+
+    @property
     def counts(self) -> tuple[TierCounts, ...]:
         """The tiers now, for statistics."""
         tables = (self.lower.host,) if self._disk is None else (self.lower.host, self.lower.disk)
