@@ -73,6 +73,22 @@ def test_a_field_of_ours_arrives_and_both_layers_win_over_it(
     assert value_at(arguments(override=nested(path, over_it), **settings).values, path) == over_it
 
 
+@pytest.mark.parametrize(("field", "value", "path", "argument"), FIELDS)
+def test_a_field_of_ours_that_loses_to_a_file_is_warned_of_with_both_values(
+    tmp_path: Path, field: str, value: Any, path: str, argument: Any
+) -> None:
+    def lost(in_file: Any, over_it: Mapping[str, Any] | None = None) -> list[str]:
+        file = written(tmp_path, nested(path, in_file))
+        made = arguments(override=dict(over_it or {}), extra_engine_args=file, **{field: value})
+        return [warning for warning in made.warnings if "wins over engine." in warning]
+
+    other = OTHER.get(path, 3)
+    [warning] = lost(other)
+    assert warning.startswith(f"extra_engine_args: {path}: {other!r} wins over engine.{field} = {argument!r}")
+    assert lost(argument) == []
+    assert lost(other, nested(path, argument)) == []
+
+
 def test_a_field_of_ours_at_its_default_sets_no_argument(tmp_path: Path) -> None:
     plain = arguments(dtype="auto", publish_events_and_metrics=False)
     transceiver = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
