@@ -86,6 +86,7 @@ class ChoiceOptions(Choices):
         typer.Option(
             "--allowed-local-media-path",
             metavar="DIR",
+            envvar="ALLOWED_LOCAL_MEDIA_PATH",
             help="file: URLs of requests may name what is below it. May be given several times.",
         ),
     ] = field(default_factory=list)

@@ -213,6 +213,18 @@ def test_options_are_shown_as_they_would_act() -> None:
 
 
 @in_empty_directory
+@pytest.mark.parametrize(("options", "shown_path"), [((), "/data"), (("--allowed-local-media-path", "/srv"), "/srv")])
+def test_files_of_requests_may_be_allowed_by_the_variable_of_launch_scripts(
+    options: tuple[str, ...], shown_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = CONFIGS / "trtllm/epd_multimodal_image_and_embeddings.yaml"
+    monkeypatch.setenv("ALLOWED_LOCAL_MEDIA_PATH", "/data")
+    assert f"media.allowed_local_paths: ['{shown_path}']" in rows_of(shown(file, *options))["router"]
+    monkeypatch.setenv("ALLOWED_LOCAL_MEDIA_PATH", "")
+    assert not any("allowed_local_paths" in setting for setting in rows_of(shown(file))["router"])
+
+
+@in_empty_directory
 def test_workers_are_changed_by_name_and_values_name_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_PATH", "/models/mine")
     options = (
