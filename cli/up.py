@@ -33,6 +33,7 @@ from services.topology.topology import (
     Choices,
     Topology,
     check_engines,
+    check_gpus,
     choose,
     plan_pool_routers,
     plan_router,
@@ -86,6 +87,7 @@ class ChoiceOptions(Choices):
         typer.Option(
             "--allowed-local-media-path",
             metavar="DIR",
+            envvar="ALLOWED_LOCAL_MEDIA_PATH",
             help="file: URLs of requests may name what is below it. May be given several times.",
         ),
     ] = field(default_factory=list)
@@ -126,10 +128,11 @@ def up(
         chosen = choose(read_settings(file, assignments or (), os.environ, choices), choices)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
-        for note in chain(chosen.notes, _notes_on_events(chosen.topology, num_cores)):
+        plans = plan_workers(chosen.topology, num_cores=num_cores)
+        for note in chain(chosen.notes, _notes_on_events(chosen.topology, num_cores), check_gpus(plans)):
             display.progress(note)
         if is_dry_run:
-            for warning in check_engines(plan_workers(chosen.topology, num_cores=num_cores)):
+            for warning in check_engines(plans):
                 display.progress(warning)
             print_plan(chosen.topology, num_cores=num_cores)
             return

@@ -234,7 +234,8 @@ class OutputOptions:
 class TokenLogprobs:
     """Natural-log probabilities at one position, of the model's distribution before temperature and filters.
 
-    ``top_token_ids`` and ``top_logprobs`` are the most likely tokens, best first.
+    ``logprob`` is NaN where the engine does not tell it. ``top_token_ids`` and ``top_logprobs`` are the most likely
+    tokens, best first.
     """
 
     token_id: int

@@ -438,7 +438,9 @@ class TokenLogprobs(_message.Message):
     token_id: _builtins.int
     """The chosen token. Always set."""
     logprob: _builtins.float
-    """Its log probability. Always set; never above 0."""
+    """Its log probability. Always set; never above 0. NaN where the engine does not tell it: some releases of TensorRT-LLM
+    tell those of the most likely tokens alone.
+    """
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The most likely tokens, best first; as many as were asked for. Empty: no alternatives were asked for."""

@@ -18,7 +18,8 @@ from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
-from quartet.engine.trtllm.arguments import Use, llm_arguments
+from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
+from quartet.engine.trtllm.environment import num_ranks_of
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
@@ -485,6 +486,26 @@ def check_engines(plans: Sequence[ProcessPlan]) -> list[str]:
     return warnings
 
 
+def check_gpus(plans: Sequence[ProcessPlan]) -> list[str]:
+    """A line of each worker with TensorRT-LLM in ``plans`` that has more or fewer GPUs than its model takes.
+
+    Raises:
+        ConfigError: as ``check_engines``.
+    """
+    lines: list[str] = []
+    for plan in plans:
+        config = build(WorkerConfig, plan.settings)
+        file = config.engine.extra_engine_args
+        if config.engine.kind is EngineKind.TRTLLM and plan.gpus and (file is None or file.is_file()):
+            num_ranks = num_ranks_of(_trtllm_arguments(plan, config).values)
+            if len(plan.gpus) != num_ranks:
+                lines.append(
+                    f"{plan.name}: gpus: {len(plan.gpus)} given, but the model takes {num_ranks} "
+                    "(tensor times pipeline times context parallel size)"
+                )
+    return lines
+
+
 def plan_router(topology: Topology) -> ProcessPlan:
     """The router that clients call. It checks its overrides itself: only it knows ``RouterConfig``."""
     base = {
@@ -663,8 +684,12 @@ def _check_trtllm(plan: ProcessPlan, config: WorkerConfig) -> Sequence[str]:
     file = config.engine.extra_engine_args
     if file is not None and not file.is_file():
         return [f"extra_engine_args: {file} is not here, so TensorRT-LLM's arguments were not checked"]
+    return _trtllm_arguments(plan, config).warnings
+
+
+def _trtllm_arguments(plan: ProcessPlan, config: WorkerConfig) -> LlmArguments:
     try:
-        return llm_arguments(config.engine_spec, Use(str(plan.role))).warnings
+        return llm_arguments(config.engine_spec, Use(str(plan.role)))
     except ConfigError as error:
         raise ConfigError(f"{plan.name}: {error}") from error
 

@@ -9,6 +9,7 @@ Commands of NVIDIA Dynamo's TensorRT-LLM worker can be pasted: flags of its that
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Pasted:
-    """A flag of Dynamo's worker that sets nothing here.
+    """A flag of Dynamo's worker that sets nothing here, but for ``values``.
 
     Attributes:
         names: its spellings, or flags of one purpose; messages use the one that was given.
@@ -328,7 +329,10 @@ class CommandLine:
     def __init__(self, role: Role, arguments: Sequence[str]) -> None:
         """Parse ``arguments``; ``--help`` and unknown flags end the process, as argparse does."""
         self._role = role
-        self._given = _parser(role).parse_args(arguments)
+        parser = _parser(role)
+        self._given, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            parser.error(_unrecognized(unknown))
 
     def settings(self) -> dict[str, Value]:
         """The settings to build the configuration from.
@@ -388,6 +392,16 @@ class CommandLine:
         return [(name, flag, value) for name, flag, value in given if value is not None]
 
 
+def _unrecognized(unknown: Sequence[str]) -> str:
+    """What to say of arguments that no flag takes, with the flag that each may have meant."""
+    names = [name for flag in (*FLAGS, *PASTED) for name in flag.names]
+    names += ["--config", "--set"]
+    given = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
+    near = {name: difflib.get_close_matches(name, names, n=1) for name in given}
+    hints = [f"{name}: did you mean {found[0]}?" for name, found in near.items() if found]
+    return "; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints, "docs/workers.md has all flags"])
+
+
 def _parser(role: Role) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{role}",
@@ -414,6 +428,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
 
 def _add_pasted(parser: argparse.ArgumentParser) -> None:
     taken = parser.add_argument_group("flags of NVIDIA Dynamo's worker that are taken and set nothing")
+    setting = parser.add_argument_group("flags of it that some values set a field by, and others nothing")
     for flag in PASTED:
         for name in flag.names:
             if flag.allowed is None:
@@ -421,7 +436,9 @@ def _add_pasted(parser: argparse.ArgumentParser) -> None:
                 parser.add_argument(name, dest=name, nargs="*", help=argparse.SUPPRESS)
             else:
                 metavar = "|".join((*flag.allowed, *flag.values)) or "VALUE"
-                taken.add_argument(name, dest=name, metavar=metavar, help=flag.help)
+                group = setting if flag.values else taken
+                sets = f"; {' and '.join(flag.values)} set field {flag.field}" if flag.values else ""
+                group.add_argument(name, dest=name, metavar=metavar, help=f"{flag.help}{sets}")
 
 
 def _check_pasted(name: str, flag: Pasted, value: str, role: Role) -> None:

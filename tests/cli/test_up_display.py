@@ -213,6 +213,18 @@ def test_options_are_shown_as_they_would_act() -> None:
 
 
 @in_empty_directory
+@pytest.mark.parametrize(("options", "shown_path"), [((), "/data"), (("--allowed-local-media-path", "/srv"), "/srv")])
+def test_files_of_requests_may_be_allowed_by_the_variable_of_launch_scripts(
+    options: tuple[str, ...], shown_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = CONFIGS / "trtllm/epd_multimodal_image_and_embeddings.yaml"
+    monkeypatch.setenv("ALLOWED_LOCAL_MEDIA_PATH", "/data")
+    assert f"media.allowed_local_paths: ['{shown_path}']" in rows_of(shown(file, *options))["router"]
+    monkeypatch.setenv("ALLOWED_LOCAL_MEDIA_PATH", "")
+    assert not any("allowed_local_paths" in setting for setting in rows_of(shown(file))["router"])
+
+
+@in_empty_directory
 def test_workers_are_changed_by_name_and_values_name_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_PATH", "/models/mine")
     options = (
@@ -274,9 +286,9 @@ def test_other_engines_announce_what_they_have_cached() -> None:
 
 
 _DOCUMENTED = [
-    (dict(item.split("=", 1) for item in variables.split()), shlex.split(arguments, comments=True))
+    (dict(item.split("=", 1) for item in variables.split()), shlex.split(arguments.replace("\\\n", " "), comments=True))
     for variables, arguments in re.findall(
-        r"((?:[A-Z_]+=\S+ )*)quartet up (configs/[^`\n]+)",
+        r"((?:[A-Z_]+=\S+ )*)quartet up (configs/(?:[^`\n\\]|\\\n)+)",
         (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8"),
     )
 ]
@@ -288,6 +300,21 @@ def test_commands_of_the_documentation_can_be_pasted(monkeypatch: pytest.MonkeyP
     for variables, arguments in _DOCUMENTED:
         result = CliRunner(env=variables).invoke(app, ["up", *arguments, "--dry-run"])
         assert result.exit_code == 0, f"{arguments}: {result.output}"
+        lost = [line for line in result.stderr.splitlines() if "wins over engine." in line or "model takes" in line]
+        assert lost == [], f"{arguments} does not do what it says"
+
+
+def test_a_setting_that_loses_to_an_engine_file_and_gpus_of_which_some_idle_are_named_by_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = "up configs/trtllm/agg_router.yaml --replicas decode=2 --gpus decode=4-7 --dry-run".split()
+    printed = CliRunner().invoke(app, [*command, "--set", "engine.tensor_parallel_size=2"]).stderr
+    for name in ("decode-0", "decode-1"):
+        assert (
+            f"{name}: extra_engine_args: tensor_parallel_size: 1 wins over engine.tensor_parallel_size = 2" in printed
+        )
+        assert f"{name}: gpus: 2 given, but the model takes 1" in printed
 
 
 @in_empty_directory

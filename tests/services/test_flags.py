@@ -177,6 +177,10 @@ def test_help_names_every_flag_and_its_field() -> None:
         if pasted.allowed is not None:
             assert all(name in words for name in pasted.names)
             assert pasted.help in words
+    _, _, pasted_words = words.partition("that are taken and set nothing")
+    setting_nothing, _, setting_a_field = pasted_words.partition("that some values set a field by")
+    assert "--connector" not in setting_nothing
+    assert "; kvbm and lmcache set field engine.connector" in setting_a_field
 
 
 def test_the_table_of_the_documentation_has_them_all() -> None:
@@ -327,7 +331,27 @@ def test_an_error_found_later_names_the_flag_that_set_the_value(error: ConfigErr
     assert line.named(command._with_field(error)) == said
 
 
-def test_flags_are_written_out_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        CommandLine(Role.DECODE, ["--model", "m", "--max-seq", "9"])
-    assert "--max-seq" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--max-seq", "--max-seq-len"),
+        ("--tensor-paralel-size=2", "--tensor-parallel-size"),
+        ("--migration-limits", "--migration-limit"),
+        ("--sett", "--set"),
+        ("--nothing-like-it", ""),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest_and_the_page_of_all(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        CommandLine(Role.DECODE, ["--model", "m", given, "9"])
+    said = capsys.readouterr().err
+    hint = f"; {given.partition('=')[0]}: did you mean {meant}?" if meant else ""
+    assert (
+        ended.value.code,
+        said.endswith(f"unrecognized arguments: {given} 9{hint}; docs/workers.md has all flags\n"),
+    ) == (
+        2,
+        True,
+    ), said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
 
 _NO_BYTES = b""
 _NOTHING_PARSED = Parsed()
+
+_NOT_TOLD = -9999.0
 
 # Quotes a text as ASCII, in C: a tenth of what `json.dumps` takes.
 _quote = json.encoder.encode_basestring_ascii
@@ -246,7 +249,7 @@ class WholeAnswer(Answer):
         fields = self._logprobs.setdefault(choice, {})
         for name, items in shown.items():
             if items is not None:
-                fields.setdefault(name, []).append(json.dumps(items)[1:-1])
+                fields.setdefault(name, []).append(json.dumps(items, allow_nan=False)[1:-1])
         self._offsets[choice] = offset + sum(map(len, shown.get("tokens", ())))
 
     def _choice(self, finished: ChoiceFinished, parts: JsonParts, prompt: Mapping[str, str]) -> dict[str, Any]:
@@ -468,7 +471,7 @@ def placement_event(head: Head, answers: Sequence[StreamedAnswer]) -> str:
 
 def to_event(value: dict[str, Any]) -> str:
     """An event that holds ``value`` as JSON, in ASCII."""
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+    return f"data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n"
 
 
 def usage_json(prompts: Sequence[Sequence[Usage]]) -> dict[str, Any]:
@@ -496,7 +499,7 @@ def logprobs_json(head: Head, logprobs: Sequence[TokenLogprobs], offset: int = 0
     tokens = [_token_text(head, entry.token_id) for entry in logprobs]
     return {
         "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in logprobs],
+        "token_logprobs": [None if math.isnan(entry.logprob) else _finite(entry.logprob) for entry in logprobs],
         "top_logprobs": [_tops_json(head, entry) for entry in logprobs],
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
     }
@@ -511,24 +514,29 @@ def _echoed_json(head: Head, prompt: str, logprobs: PromptLogprobs) -> Mapping[s
     offsets = accumulate(lengths[:-1], initial=len(prompt) - sum(lengths))
     fields: Mapping[str, list[Any]] = {
         "tokens": tokens,
-        "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
         "top_logprobs": [None if entry is None else _tops_json(head, entry) for entry in entries],
         "text_offset": [max(offset, 0) for offset in offsets],
     }
-    return {name: json.dumps(items)[1:-1] for name, items in fields.items()}
+    return {name: json.dumps(items, allow_nan=False)[1:-1] for name, items in fields.items()}
 
 
 def _tops_json(head: Head, entry: TokenLogprobs) -> dict[str, float] | None:
     """The alternatives by text; ``None``: there are none."""
     tops: dict[str, float] = {}
     for token_id, logprob in _top(entry):
-        tops.setdefault(_token_text(head, token_id), logprob)  # of tokens with one text, the likeliest
+        tops.setdefault(_token_text(head, token_id), _finite(logprob))  # of tokens with one text, the likeliest
     return tops or None
 
 
 def _chat_logprob(head: Head, entry: TokenLogprobs) -> dict[str, Any]:
     tops = [_token_json(head, token_id, logprob) for token_id, logprob in _top(entry)]
     return {**_token_json(head, entry.token_id, entry.logprob), "top_logprobs": tops}
+
+
+def _finite(logprob: float) -> float:
+    """``logprob``, which JSON can say if it is a number; else what OpenAI's API says of a token that has none."""
+    return logprob if math.isfinite(logprob) else _NOT_TOLD
 
 
 def _top(entry: TokenLogprobs) -> list[tuple[int, float]]:
@@ -538,7 +546,7 @@ def _top(entry: TokenLogprobs) -> list[tuple[int, float]]:
 def _token_json(head: Head, token_id: int, logprob: float) -> dict[str, Any]:
     return {
         "token": _token_text(head, token_id),
-        "logprob": logprob,
+        "logprob": _finite(logprob),
         "bytes": list(head.token_bytes(token_id)),
     }
 

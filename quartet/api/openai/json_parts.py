@@ -30,7 +30,7 @@ class JsonParts:
 
     def encode(self, value: object) -> bytes:
         """``value`` as JSON in ASCII, with the lists in their places."""
-        first, *others = json.dumps(value).split(f'"{self._name} ')
+        first, *others = json.dumps(value, allow_nan=False).split(f'"{self._name} ')
         pieces = [first]
         for other in others:
             number, _, rest = other.partition('"')

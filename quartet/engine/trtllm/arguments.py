@@ -253,11 +253,13 @@ def merge_layers(settings: EngineSettings) -> tuple[Arguments, Backend]:
     for name, values in layers:
         given = {key: value for key, value in values.items() if key != "backend"}
         merged.warnings += _check_layer(name, given, table)
-    for path, (field_name, value) in _our_fields(settings, _block_size(settings, layers)).items():
+    ours = _our_fields(settings, _block_size(settings, layers))
+    for path, (field_name, value) in ours.items():
         merged.set_default(path, value)
         merged.origins[path] = field_name
     for name, values in layers:
         _lay_over(merged, name, values)
+    merged.warnings += _lost_fields(merged, ours)
     merged.values.pop("backend", None)
     for name in schema.gone_arguments():
         # What was said that asks for more than holds anyway was refused.
@@ -341,6 +343,21 @@ def _lay_over(merged: Arguments, layer: str, values: Mapping[str, object]) -> No
         else:
             merged.values[name] = value
             merged.origins[name] = f"{layer}: {name}"
+
+
+def _lost_fields(merged: Arguments, ours: Mapping[str, tuple[str, object]]) -> list[str]:
+    """Warnings of our fields in whose place a layer has put another value."""
+    warnings = []
+    for path, (field_name, value) in ours.items():
+        name, _, below = path.partition(".")
+        effective = merged.section(name).get(below) if below else merged.values.get(name)
+        if effective != value:
+            unit = " tokens" if field_name == "num_blocks" else ""
+            warnings.append(
+                f"{merged.origin(path)}: {effective!r} wins over engine.{field_name} = {value!r}{unit}; "
+                f"engine.override_engine_args.{path} wins over a file"
+            )
+    return warnings
 
 
 _TRANSCEIVER = "cache_transceiver_config"

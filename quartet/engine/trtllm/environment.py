@@ -52,6 +52,12 @@ def become_other_rank(variables: Mapping[str, str]) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", _OTHER], dict(variables))
 
 
+def num_ranks_of(arguments: Mapping[str, object]) -> int:
+    """How many ranks, of one GPU each, a model takes with these ``arguments`` of ``tensorrt_llm.LLM``."""
+    sizes = [arguments.get(name) for name in _SIZES]
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
 def check_ranks(arguments: Mapping[str, object], variables: Mapping[str, str]) -> None:
     """Refuse a model for another number of ranks than there are.
 
@@ -63,8 +69,7 @@ def check_ranks(arguments: Mapping[str, object], variables: Mapping[str, str]) -
         ConfigError: naming ``tensor_parallel_size``. TensorRT-LLM itself would wait for ranks that never come, or each
             of several ranks would load the whole model.
     """
-    sizes = [arguments.get(name) for name in _SIZES]
-    num_taken = math.prod(size for size in sizes if isinstance(size, int))
+    num_taken = num_ranks_of(arguments)
     takes = f"the model takes {num_taken} ranks (tensor times pipeline times context parallel size)"
     if variables.get(_IS_LAUNCHED) == "1":
         num_ranks = _number(variables.get(_NUM_RANKS, "1"))

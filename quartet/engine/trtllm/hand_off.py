@@ -19,9 +19,16 @@ from quartet.errors import EngineError, InvalidRequestError, LayoutMismatchError
 
 _VERSION = 1
 _PREFIX = struct.Struct("<BI")
-# Fields that each side sets for itself, or that decode does not need: pictures are in the KV by then, and no request
-# asks for logits.
-_NOT_CARRIED = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes", "first_gen_logits"})
+# Fields that each side sets for itself, or that decode does not need: pictures are in the KV by then, no request asks
+# for logits, and nothing here reads the usage.
+_NOT_CARRIED = frozenset(
+    "request_type multimodal_embedding_handles multimodal_hashes multimodal_item_runs multimodal_layout "
+    "first_gen_logits ctx_usage conversation_id".split()
+)
+_CARRIED = frozenset(
+    "first_gen_tokens first_gen_log_probs ctx_request_id opaque_state draft_tokens disagg_request_id ctx_dp_rank "
+    "ctx_info_endpoint schedule_style mrope_position_ids_handle mrope_position_deltas_handle".split()
+)
 _LOGPROBS = "first_gen_log_probs"
 # Of ``cache_transceiver_config``; the values that leave the choice to variables or to the release.
 _MOVING, _LEFT_OPEN = ("backend", "transceiver_runtime"), ("DEFAULT", "AUTO")
@@ -85,6 +92,11 @@ class PromptState:
         tokens = self.fields.get("first_gen_tokens")
         return tokens[0] if tokens else None
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the log probabilities of that token go along, without which decode can't report any."""
+        return bool(self.fields.get(_LOGPROBS))
+
     @classmethod
     def of(cls, params: Any, cache: CacheIdentity, num_tokens: int, given: Any = None) -> PromptState:
         """Make a state from ``params`` of a completed prefill, whose call was ``given`` others."""
@@ -92,7 +104,7 @@ class PromptState:
         came = {item.name: getattr(params, item.name) for item in dataclasses.fields(params)}
         if came.get(HAND_OFF_ID) is None:  # not every release repeats it in the result
             came[HAND_OFF_ID] = getattr(given, HAND_OFF_ID, None)
-        kept = {name: value for name, value in came.items() if value is not None and name not in _NOT_CARRIED}
+        kept = {name: value for name, value in came.items() if value is not None and name in _CARRIED}
         if _LOGPROBS in kept:
             kept[_LOGPROBS] = _plain_logprobs(kept[_LOGPROBS])
         return cls(cache=cache, num_tokens=num_tokens, fields=kept)
@@ -140,6 +152,12 @@ class PromptState:
             )
         except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise InvalidRequestError("the hand-off's state is malformed", field="hand_off") from None
+
+
+def unknown_fields(package: Package) -> list[str]:
+    """Fields of this release's ``DisaggregatedParams`` of which nothing is known here; hand-offs leave them out."""
+    names = {item.name for item in dataclasses.fields(package.DisaggregatedParams)}
+    return sorted(names - _CARRIED - _NOT_CARRIED)
 
 
 def new_hand_off_id() -> int:

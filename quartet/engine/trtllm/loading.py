@@ -15,7 +15,7 @@ from quartet.engine.base import RequestKind
 from quartet.engine.trtllm.arguments import LlmArguments, build_objects
 from quartet.engine.trtllm.book import RequestBook
 from quartet.engine.trtllm.feeds import Feeds, LlmRankStats
-from quartet.engine.trtllm.hand_off import CacheIdentity
+from quartet.engine.trtllm.hand_off import CacheIdentity, unknown_fields
 from quartet.engine.trtllm.inputs import InputBuilder, create_input_builder
 from quartet.engine.trtllm.kv_events import UNANNOUNCED_BLOCKS
 from quartet.engine.trtllm.logits import LogitsProcessors
@@ -165,6 +165,8 @@ def loaded_llm(
         processors = LogitsProcessors(spec.engine.logits_processors)
         keywords = build_objects(arguments)
         package = Package()
+        if arguments.has_transceiver and (unknown := unknown_fields(package)):
+            logger.warning("hand-offs leave out what is not known here of DisaggregatedParams: %s", ", ".join(unknown))
         inputs.names_media = package.takes_media_ids and arguments.has_events
         llm = package.LLM(**keywords)
         stack.callback(shut_down, llm)

@@ -36,7 +36,14 @@ from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.private_blocks import PrivateRequest
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.engine.trtllm.token_cursor import NewTokens
-from quartet.errors import EngineError, InvalidRequestError, RequestCancelledError, RequestTimeoutError, ServingError
+from quartet.errors import (
+    EngineError,
+    InvalidRequestError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ServingError,
+    UnsupportedFieldError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -392,12 +399,16 @@ class ResultReader:
         generation = self._laid_out or self._request.generation
         if output.disaggregated_params is None:
             raise EngineError("the engine handed nothing over")
-        return PromptState.of(
+        state = PromptState.of(
             output.disaggregated_params,
             self._loaded.cache,
             num_tokens=len(generation.prompt_token_ids) + len(generation.generated_token_ids),
             given=self._call.arguments.get("disaggregated_params"),
         )
+        if generation.output.logprobs is not None and not state.has_logprobs:
+            message = "this TensorRT-LLM handed no log probabilities over, without which decode fails"
+            raise UnsupportedFieldError(message, field="output.logprobs")
+        return state
 
     def _start(self, result: Any) -> None:
         self.has_started = True

@@ -34,7 +34,7 @@ class ConfigTable:
     Attributes:
         types: the type of each field that 1.2 has.
         required: fields that must be given.
-        later: fields that came with 1.3.
+        later: fields that 1.2.1 does not have, and later releases do, or may.
         preset: the one of ``later`` that stands for the required ones, if any.
     """
 
@@ -263,7 +263,7 @@ class _Check:
 
     def _check_unknown(self, name: str, path: str, table: ConfigTable) -> None:
         if name in table.later:
-            self._doubt(path, "TensorRT-LLM 1.2 does not know it; it came with 1.3", "came with 1.3")
+            self._doubt(path, "TensorRT-LLM 1.2.1 does not have it; a later release may", "1.2.1 does not have it")
         elif table is LLM and name in REFUSED:
             raise ConfigError(f"{path}: the PyTorch backend of TensorRT-LLM does not take it")
         elif table is LLM and name in AUTODEPLOY.types:

@@ -73,6 +73,22 @@ def test_a_field_of_ours_arrives_and_both_layers_win_over_it(
     assert value_at(arguments(override=nested(path, over_it), **settings).values, path) == over_it
 
 
+@pytest.mark.parametrize(("field", "value", "path", "argument"), FIELDS)
+def test_a_field_of_ours_that_loses_to_a_file_is_warned_of_with_both_values(
+    tmp_path: Path, field: str, value: Any, path: str, argument: Any
+) -> None:
+    def lost(in_file: Any, over_it: Mapping[str, Any] | None = None) -> list[str]:
+        file = written(tmp_path, nested(path, in_file))
+        made = arguments(override=dict(over_it or {}), extra_engine_args=file, **{field: value})
+        return [warning for warning in made.warnings if "wins over engine." in warning]
+
+    other = OTHER.get(path, 3)
+    [warning] = lost(other)
+    assert warning.startswith(f"extra_engine_args: {path}: {other!r} wins over engine.{field} = {argument!r}")
+    assert lost(argument) == []
+    assert lost(other, nested(path, argument)) == []
+
+
 def test_a_field_of_ours_at_its_default_sets_no_argument(tmp_path: Path) -> None:
     plain = arguments(dtype="auto", publish_events_and_metrics=False)
     transceiver = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
@@ -131,7 +147,7 @@ def test_the_scheduler_is_as_published_unless_a_layer_says_another() -> None:
 @pytest.mark.parametrize("use", Use)
 @pytest.mark.parametrize("name", [*API["classes"]["TorchLlmArgs"]["not_in_1_2"]])
 def test_an_argument_of_1_3_is_refused_by_layer_and_name(tmp_path: Path, use: Use, name: str) -> None:
-    message = f"{name}: TensorRT-LLM 1.2 does not know it; it came with 1.3"
+    message = f"{name}: TensorRT-LLM 1.2.1 does not have it; a later release may"
     assert refusal(use, {name: {}}) == f"override_engine_args: {message}"
     assert refusal(use, extra_engine_args=written(tmp_path, {name: {}})) == f"extra_engine_args: {message}"
 
@@ -152,7 +168,9 @@ _LATER = [
 def test_so_are_fields_of_sub_configs(argument: str, later: str) -> None:
     required = api_required(argument)
     message = refusal(override={argument: {**required, later: 1}})
-    assert message == f"override_engine_args: {argument}.{later}: TensorRT-LLM 1.2 does not know it; it came with 1.3"
+    assert (
+        message == f"override_engine_args: {argument}.{later}: TensorRT-LLM 1.2.1 does not have it; a later release may"
+    )
 
 
 def api_required(argument: str) -> dict[str, object]:
@@ -164,8 +182,8 @@ def api_required(argument: str) -> dict[str, object]:
     ("override", "message"),
     [
         ({"max_batch_siz": 1}, "max_batch_siz: TensorRT-LLM 1.2 does not know it; did you mean max_batch_size?"),
-        ({"use_cute_dsl_blockscaling_mm": True}, "use_cute_dsl_blockscaling_mm: TensorRT-LLM 1.2 does not know it"),
-        ({"layer_wise_benchmarks_config": {}}, "layer_wise_benchmarks_config: TensorRT-LLM 1.2 does not know it"),
+        ({"use_cute_dsl_blockscaling_mm": True}, "use_cute_dsl_blockscaling_mm: TensorRT-LLM 1.2.1 does not have it"),
+        ({"layer_wise_benchmarks_config": {}}, "layer_wise_benchmarks_config: TensorRT-LLM 1.2.1 does not have it"),
         ({"world_size": 2}, "world_size: only the backend _autodeploy"),
         ({"model": "other"}, "model: is the worker's own"),
         ({"backend": "tensorrt"}, "backend: must be one of pytorch, _autodeploy, not 'tensorrt'"),

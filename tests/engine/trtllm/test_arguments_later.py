@@ -43,12 +43,12 @@ DOUBTS: list[tuple[dict[str, object], str, list[str]]] = [
         "max_batch_siz: TensorRT-LLM 1.2 does",
         ["max_batch_siz: is not known of 1.2; did you mean max_batch_size?"],
     ),
-    ({"sleep_config": {}}, "sleep_config: TensorRT-LLM 1.2 does", ["sleep_config: came with 1.3"]),
+    ({"sleep_config": {}}, "sleep_config: TensorRT-LLM 1.2.1 does", ["sleep_config: 1.2.1 does not have it"]),
     ({"world_size": 2}, "world_size: only", ["world_size: only the backend _autodeploy of TensorRT-LLM 1.2 takes it"]),
     (
         {"kv_cache_config": {"disk_cache_size": 5, "pages": 1}},
-        "kv_cache_config.disk_cache_size: TensorRT-LLM 1.2 does",
-        ["kv_cache_config.disk_cache_size: came with 1.3", "kv_cache_config.pages: is not known of 1.2"],
+        "kv_cache_config.disk_cache_size: TensorRT-LLM 1.2.1 does",
+        ["kv_cache_config.disk_cache_size: 1.2.1 does not have it", "kv_cache_config.pages: is not known of 1.2"],
     ),
     *(
         (
@@ -81,8 +81,11 @@ DOUBTS: list[tuple[dict[str, object], str, list[str]]] = [
     ),
     (
         {"kv_connector_config": {"connector": "lmcache-mp", "server_url": "tcp://[::1]:5555"}},
-        "kv_connector_config.connector: TensorRT-LLM 1.2 does",
-        ["kv_connector_config.connector: came with 1.3", "kv_connector_config.server_url: came with 1.3"],
+        "kv_connector_config.connector: TensorRT-LLM 1.2.1 does",
+        [
+            "kv_connector_config.connector: 1.2.1 does not have it",
+            "kv_connector_config.server_url: 1.2.1 does not have it",
+        ],
     ),
     (
         {"cuda_graph_config": {"batch_sizes": [1], "max_batch_size": 8}},

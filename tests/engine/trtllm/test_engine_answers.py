@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,44 @@ async def test_log_probabilities_are_refused_where_a_hand_off_does_not_carry_the
             alone = asked(STORY, 3, output=options)
             await decode.end_of(alone)
             assert len(decode.consumer.logprobs[alone.id]) == 3
+
+
+async def test_log_probabilities_that_prefill_did_not_hand_over_are_refused_before_decode_fails() -> None:
+    with stand_in(filled_log_probs=False):
+        async with running(PREFILL) as prefill:
+            refused = await prefill.end_of(asked(STORY, 8, PREFILL, output=OutputOptions(logprobs=1)))
+            assert (refused.error.field, prefill.engine.is_alive) == ("output.logprobs", True)
+            await prefilled_by(prefill, asked(STORY, 8, PREFILL))
+
+
+async def test_a_drawn_token_that_is_not_among_the_likeliest_may_have_no_log_probability() -> None:
+    """As TensorRT-LLM's own sampler of 2025 tells the likeliest alone."""
+    with stand_in(drawn_logprob=False):
+        async with running() as decode:
+            sampled = asked(
+                STORY, 12, sampling=Sampling(max_tokens=12, temperature=2.0), output=OutputOptions(logprobs=1)
+            )
+            certain = asked(STORY, 4, output=OutputOptions(logprobs=1))
+            await decode.end_of(sampled)
+            await decode.end_of(certain)
+            entries = decode.consumer.logprobs[sampled.id]
+            assert [entry.token_id for entry in entries] == decode.tokens_of(sampled)
+            is_told = [entry.token_id in entry.top_token_ids for entry in entries]
+            assert [not math.isnan(entry.logprob) for entry in entries] == is_told
+            assert not all(is_told)
+            assert all(entry.logprob <= 0 for entry in decode.consumer.logprobs[certain.id]), "it is greedy"
+
+
+async def test_what_is_not_known_of_a_hand_off_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with stand_in(version="1.4.0rc1", object_in_hand_off=True):
+        async with running(PREFILL) as prefill, running() as decode:
+            first = asked(STORY, 6, PREFILL)
+            rest = decode_of(first, await prefilled_by(prefill, first))
+            await decode.end_of(rest)
+            assert decode.tokens_of(rest) == greedy(STORY, 6)[1:]
+            await prefilled_by(prefill, asked(STORY, 6, PREFILL))
+    said = [record.getMessage() for record in caplog.records if "DisaggregatedParams" in record.getMessage()]
+    assert said == ["hand-offs leave out what is not known here of DisaggregatedParams: kv_pull_state"] * 2, "a worker"
 
 
 @ON_1_2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,8 @@ from quartet.engine.trtllm.loading import guess_num_blocks, pool_blocks_of
 from quartet.errors import ConfigError
 from tests.engine.trtllm.engines import TIMES, OpaquePuller, running, stand_in
 from tests.engine.trtllm.specs import arguments, spec_of
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,12 @@ def test_a_pool_of_unreported_size_has_room_for_what_is_computed_at_a_time(
     override: dict[str, object], max_model_len: int, num_tokens: int
 ) -> None:
     assert guess_num_blocks(arguments(override=override), max_model_len) == -(-num_tokens // 32)
+
+
+def test_the_guess_of_the_first_commands_on_a_gpu_host_is_as_the_page_has_it() -> None:
+    file = ROOT / "configs" / "engines" / "qwen3" / "agg.yaml"
+    guess = guess_num_blocks(arguments(extra_engine_args=file), 40_960)  # Qwen3-0.6B's max_position_embeddings
+    assert f"In 1.2 they are {guess}, the adapter's guess" in (ROOT / "docs" / "trtllm.md").read_text(encoding="utf-8")
 
 
 async def test_a_reported_pool_size_is_not_guessed() -> None:

@@ -77,7 +77,10 @@ class HandOffs:
         if SWITCHES.is_1_4:
             # Its result does not repeat the id that the request was given.
             kept |= {"disagg_request_id": None, **_pulled_from(request)}
-        if SWITCHES.first_gen_log_probs and request.params.logprobs is not None:
+            kept["ctx_usage"] = {"prompt_tokens": len(request.prompt.token_ids)}
+        if SWITCHES.object_in_hand_off:
+            kept["kv_pull_state"] = object()
+        if SWITCHES.first_gen_log_probs and SWITCHES.filled_log_probs and request.params.logprobs is not None:
             kept["first_gen_log_probs"] = [dict(entry) for entry in seq.logprobs]
         return DisaggregatedParams(
             request_type="context_only",

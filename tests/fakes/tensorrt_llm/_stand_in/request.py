@@ -11,6 +11,7 @@ import torch
 from tensorrt_llm._stand_in.drawing import Drawer, Guide
 from tensorrt_llm._stand_in.kv_blocks import Holding
 from tensorrt_llm._stand_in.prompt import PreparedPrompt
+from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm.executor.result import Logprob, RequestOutput, Step
 from tensorrt_llm.metrics.enums import MetricNames
 
@@ -126,9 +127,9 @@ class Request:
 
 
 def ranked(log_probs: torch.Tensor, token_id: int, num_top: int) -> dict[int, Any]:
-    """Map the likeliest tokens, and ``token_id``, to their `Logprob`."""
+    """Map the likeliest tokens, and ``token_id`` in releases that always tell it, to their `Logprob`."""
     ids = log_probs.topk(num_top).indices.tolist() if num_top else []
     entry = {other: Logprob(float(log_probs[other]), rank) for rank, other in enumerate(ids, start=1)}
-    if token_id not in entry:
+    if token_id not in entry and SWITCHES.drawn_logprob:
         entry[token_id] = Logprob(float(log_probs[token_id]), int((log_probs > log_probs[token_id]).sum()) + 1)
     return entry

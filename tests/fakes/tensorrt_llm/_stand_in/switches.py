@@ -18,6 +18,9 @@ class Switches:
         num_gpus: GPUs that are visible; without any not even arguments can be made.
         num_kv_blocks: blocks of KV on the GPU, unless ``KvCacheConfig.max_tokens`` says less.
         disagg_request_id, first_gen_log_probs, mrope_handles: `DisaggregatedParams` has these fields.
+        filled_log_probs: prefill fills `first_gen_log_probs`.
+        object_in_hand_off: a hand-off of 1.4 has an object in a field that no description covers.
+        drawn_logprob: a token is told its log probability even if it is not among the likeliest that were asked for.
         check_health: `LLM._check_health` exists.
         fatal_error: the executor notes an error that ended it as ``_fatal_error``; else as the first of a queue.
         kv_cache_capacity: `LLM.get_kv_cache_capacity` exists.
@@ -49,6 +52,9 @@ class Switches:
     disagg_request_id: bool = False
     first_gen_log_probs: bool = True
     mrope_handles: bool = True
+    filled_log_probs: bool = True
+    object_in_hand_off: bool = False
+    drawn_logprob: bool = True
     check_health: bool = False
     fatal_error: bool = False
     kv_cache_capacity: bool = False
