@@ -152,6 +152,7 @@ class Sender:
             "model": config.model,
             "sampling": sampling,
             "timeout_s": config.timeout_s,
+            "session_key": request.session_key,
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,12 +43,14 @@ class BenchRequest:
         token_ids: the prompt; ``None`` where it is ``text``.
         num_output_tokens: exact length of the answer; end-of-sequence is ignored.
         at_s: its time in the trace, counted from the first request; ``None`` without a trace.
+        session_key: of its conversation in the trace; empty: none.
     """
 
     token_ids: Sequence[int] | None = field(default=None, repr=False)
     text: str | None = field(default=None, repr=False)
     num_output_tokens: int
     at_s: float | None = None
+    session_key: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +85,14 @@ def make_workload(config: WorkloadConfig, seed: Sequence[int]) -> Iterator[Bench
     if config.trace is not None:
         prompts = TracePrompts(seed, config.ids)
         for request in config.trace:
-            yield _make_request(config, prompts.make(request), request.num_output_tokens, request.arrival_s)
+            made = _make_request(config, prompts.make(request), request.num_output_tokens)
+            yield replace(made, at_s=request.arrival_s, session_key=_session_key(request, seed))
         return
     rng = np.random.default_rng(seed)
     while True:
         count, num_output_tokens = config.prompt_tokens.draw(rng), config.output_tokens.draw(rng)
         ids = rng.integers(config.ids.low, config.ids.high, size=count, endpoint=True).tolist()
-        yield _make_request(config, ids, num_output_tokens, None)
+        yield _make_request(config, ids, num_output_tokens)
 
 
 class TracePrompts:
@@ -117,10 +120,13 @@ class TracePrompts:
         return drawn
 
 
-def _make_request(
-    config: WorkloadConfig, token_ids: list[int], num_output_tokens: int, at_s: float | None
-) -> BenchRequest:
+def _session_key(request: TraceRequest, seed: Sequence[int]) -> str:
+    """Conversations of other seeds are others."""
+    return f"{'-'.join(map(str, seed))}-{request.session}" if request.session else ""
+
+
+def _make_request(config: WorkloadConfig, token_ids: list[int], num_output_tokens: int) -> BenchRequest:
     if not config.is_text:
-        return BenchRequest(token_ids=token_ids, num_output_tokens=num_output_tokens, at_s=at_s)
+        return BenchRequest(token_ids=token_ids, num_output_tokens=num_output_tokens)
     text = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)
-    return BenchRequest(text=text, num_output_tokens=num_output_tokens, at_s=at_s)
+    return BenchRequest(text=text, num_output_tokens=num_output_tokens)

@@ -165,6 +165,7 @@ class Simulation:
             num_reserved_tokens=min(num_reserved, num_most_tokens),
             num_most_tokens=num_most_tokens,
             arrived_at=request.arrival_s,
+            session_key=request.session,
             sequence_hashes=blocks.hashes,
         )
         self._timelines[number] = Timeline(request.arrival_s, request.num_input_tokens)

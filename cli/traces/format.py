@@ -1,5 +1,7 @@
 """Traces in Mooncake's format: JSON lines of ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
 
+Lines may also have a ``session_id``: requests of one conversation share it.
+
 See kvcache-ai/Mooncake, FAST25-release/traces: a hash id names a block of 512 prompt tokens (the last one may be
 shorter) together with all before it, so that requests with equal leading ids share a prefix.
 """
@@ -25,6 +27,8 @@ BLOCK_SIZE = 512
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_SUFFIX = ".gz"
 _MS = 1e3
+# A request's session key may have 256 characters, and a load has more to say in it.
+_MAX_SESSION_LENGTH = 200
 
 
 class TraceError(ConfigError):
@@ -40,12 +44,14 @@ class TraceRequest:
         num_input_tokens: of the prompt, at least 1.
         num_output_tokens: of the answer, at least 1.
         hash_ids: of the prompt's blocks of ``BLOCK_SIZE`` tokens, first to last; empty if the trace has none.
+        session: requests of one conversation share it; empty: none.
     """
 
     arrival_s: float
     num_input_tokens: int
     num_output_tokens: int
     hash_ids: tuple[int, ...] = ()
+    session: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +123,14 @@ def write_trace(requests: Iterable[TraceRequest], path: Path) -> None:
 
 
 def _to_line(request: TraceRequest) -> bytes:
-    row = {
+    row: dict[str, object] = {
         "timestamp": round(request.arrival_s * _MS),
         "input_length": request.num_input_tokens,
         "output_length": request.num_output_tokens,
         "hash_ids": request.hash_ids,
     }
+    if request.session:
+        row["session_id"] = request.session
     return json.dumps(row).encode() + b"\n"
 
 
@@ -154,6 +162,7 @@ def _parse(line: str, where: str) -> TraceRequest:
         num_input_tokens=_length(row, "input_length", where),
         num_output_tokens=_length(row, "output_length", where),
         hash_ids=_hash_ids(row, where),
+        session=_session(row, where),
     )
 
 
@@ -189,6 +198,13 @@ def _hash_ids(row: Mapping[str, object], where: str) -> tuple[int, ...]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise TraceError(f"{where}: hash_ids must be whole numbers that are not negative, not {value!r}")
     return tuple(values)
+
+
+def _session(row: Mapping[str, object], where: str) -> str:
+    value = row.get("session_id", "")
+    if isinstance(value, bool) or not isinstance(value, int | str) or len(str(value)) > _MAX_SESSION_LENGTH:
+        raise TraceError(f"{where}: session_id must be a short text or a number, not {value!r:.100}")
+    return str(value)
 
 
 def _field(row: Mapping[str, object], name: str, where: str) -> object:

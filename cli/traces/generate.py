@@ -22,7 +22,7 @@ _MS_PER_S = 1000
 # All of them are in memory at once; the public traces have some 20,000.
 _MAX_NUM_REQUESTS = 10_000_000
 _MAX_SYSTEM_PROMPTS = 100_000
-_MAX_LENGTH_SIGMA = 4.0
+_MAX_SIGMA = 4.0
 # Longer than any context: such a length is a mistake.
 _MAX_LENGTH = 1_000_000_000
 
@@ -102,8 +102,10 @@ class SessionConfig:
 
     Attributes:
         num_turns: requests of a session, on average (geometric); at least 1.
-        think_time_s: from a request until its session is ready for the next one, on average (exponential): answer,
-            reading and writing. With few sessions it is longer, since arrivals decide when requests come.
+        think_time_s: from a request until its session is ready for the next one, on average: answer, reading and
+            writing. With few sessions it is longer, since arrivals decide when requests come.
+        think_time_sigma: of the logarithm of that time, which is lognormal: most tools answer an agent at once, some
+            after minutes; 0: it is exponential.
         message_tokens: what the user writes in one turn.
         output_tokens: of an answer.
         system_tokens: of a system prompt; 0: there are none.
@@ -117,6 +119,9 @@ class SessionConfig:
     think_time_s: Annotated[
         float, _sessions("--think-time", "From one turn to the next, on average.", metavar="SECONDS")
     ] = 20.0
+    think_time_sigma: Annotated[
+        float, _sessions("--think-time-sigma", "Of the logarithm of that time; 0: it is exponential.")
+    ] = 0.0
     message_tokens: Annotated[float, _sessions("--message-tokens", "What the user adds in a turn, on average.")] = 600.0
     output_tokens: Annotated[float, _sessions("--output-tokens", "Length of answers, on average.")] = 300.0
     system_tokens: Annotated[
@@ -137,13 +142,14 @@ class SessionConfig:
         """Refuse impossible values, naming the field."""
         _check("num_turns", self.num_turns, 1, math.inf)
         _check("think_time_s", self.think_time_s, 0, math.inf)
+        _check("think_time_sigma", self.think_time_sigma, 0, _MAX_SIGMA)
         _check("max_input_tokens", self.max_input_tokens, 2, _MAX_LENGTH)
         _check("message_tokens", self.message_tokens, 1, self.max_input_tokens)
         _check("output_tokens", self.output_tokens, 1, _MAX_LENGTH)
         _check("system_tokens", self.system_tokens, 0, self.max_input_tokens)
         _check("num_system_prompts", self.num_system_prompts, 1, _MAX_SYSTEM_PROMPTS)
         _check("zipf", self.zipf, 0, 100)
-        _check("length_sigma", self.length_sigma, 0, _MAX_LENGTH_SIGMA)
+        _check("length_sigma", self.length_sigma, 0, _MAX_SIGMA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +238,7 @@ def generate(config: TraceConfig) -> Iterator[TraceRequest]:
             num_input_tokens=turn.num_input_tokens,
             num_output_tokens=turn.num_output_tokens,
             hash_ids=tuple(ids.setdefault(key, len(ids)) for key in turn.block_keys()),
+            session=str(turn.session),
         )
 
 
@@ -287,14 +294,17 @@ class Sessions:
                 num_input_tokens=num_input_tokens,
                 num_output_tokens=self._length(config.output_tokens),
             )
-            ready_at_s = now_s + float(self._rng.exponential(config.think_time_s))
-            heapq.heappush(self._paused, _Paused(ready_at_s, following))
+            heapq.heappush(self._paused, _Paused(now_s + self._think_time_s(), following))
+
+    def _think_time_s(self) -> float:
+        mean, sigma = self._config.think_time_s, self._config.think_time_sigma
+        return self._lognormal(mean, sigma) if sigma and mean else float(self._rng.exponential(mean))
 
     def _length(self, mean: float) -> int:
-        sigma = self._config.length_sigma
-        if not mean:
-            return 0
-        return max(1, round(float(self._rng.lognormal(math.log(mean) - sigma**2 / 2, sigma))))
+        return max(1, round(self._lognormal(mean, self._config.length_sigma))) if mean else 0
+
+    def _lognormal(self, mean: float, sigma: float) -> float:
+        return float(self._rng.lognormal(math.log(mean) - sigma**2 / 2, sigma))
 
 
 @dataclass(order=True)

@@ -95,6 +95,14 @@ def test_another_load_shares_no_blocks_of_the_trace(tmp_path: Path) -> None:
     assert ids(one)[:8] != ids(two)[:8]
 
 
+def test_sessions_of_a_trace_are_sessions_of_one_load(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", {**row(0, 5, 1), "session_id": 7}, row(1, 5, 1))
+    config = trace_config(path)
+    (one, none), (other, _) = (take(make_workload(config, (1, number)), 2) for number in (0, 1))
+    assert one.session_key and other.session_key and one.session_key != other.session_key
+    assert none.session_key == ""
+
+
 def test_tokens_beyond_the_hash_ids_are_each_requests_own(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", row(0, 600, 1, 0), row(1, 600, 1, 0))
     one, two = take(make_workload(trace_config(path), (1,)), 2)

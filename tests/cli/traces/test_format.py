@@ -16,13 +16,18 @@ _GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [7]
 
 _REQUESTS = st.lists(
     st.builds(
-        lambda at_ms, num_input, num_output, ids: TraceRequest(
-            arrival_s=at_ms / 1e3, num_input_tokens=num_input, num_output_tokens=num_output, hash_ids=tuple(ids)
+        lambda at_ms, num_input, num_output, ids, session: TraceRequest(
+            arrival_s=at_ms / 1e3,
+            num_input_tokens=num_input,
+            num_output_tokens=num_output,
+            hash_ids=tuple(ids),
+            session=session,
         ),
         st.integers(1, 10**9),
         st.integers(1, 10**6),
         st.integers(1, 10**6),
         st.lists(st.integers(0, 2**63), max_size=5),
+        st.text(max_size=9),
     ),
     max_size=5,
 ).map(lambda later: [TraceRequest(arrival_s=0.0, num_input_tokens=1, num_output_tokens=1), *later])
@@ -69,6 +74,13 @@ def test_a_request_without_hash_ids_has_none(tmp_path: Path) -> None:
     assert read_trace(path) == [expected]
 
 
+def test_a_session_is_a_text_or_a_number(tmp_path: Path) -> None:
+    row = {"timestamp": 1, "input_length": 2, "output_length": 3}
+    lines = [json.dumps({**row, "session_id": session}) for session in (7, "a b")]
+    path = write(tmp_path / "trace.jsonl", "\n".join(lines))
+    assert [request.session for request in read_trace(path)] == ["7", "a b"]
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -87,6 +99,10 @@ def test_a_request_without_hash_ids_has_none(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 3}\n', "hash_ids must be a list, not 3"),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [-1]}\n', "hash_ids must be .* not -1"),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}\n', "hash_ids must be .* not 'a'"),
+        (
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "session_id": [1]}\n',
+            "session_id must be .* not .1.",
+        ),
     ],
 )
 def test_the_error_of_a_broken_trace_names_line_and_field(tmp_path: Path, text: str, shown: str) -> None:

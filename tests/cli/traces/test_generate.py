@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from statistics import mean
+from statistics import mean, median, stdev
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ configs = st.builds(
         SessionConfig,
         num_turns=st.floats(1, 20),
         think_time_s=st.floats(0, 100),
+        think_time_sigma=st.floats(0, 3),
         message_tokens=st.floats(1, 5000),
         output_tokens=st.floats(1, 5000),
         system_tokens=st.floats(0, 5000),
@@ -188,3 +190,27 @@ def test_impossible_settings_are_refused_by_name(kind: type, field: str, value: 
 def test_a_seed_is_not_negative() -> None:
     with pytest.raises(ConfigError, match=r"^seed: "):
         TraceConfig(max_requests=1, seed=-1)
+
+
+def test_pauses_of_a_session_are_lognormal_with_a_sigma() -> None:
+    # So many arrive that a session never waits long for its turn once it is ready.
+    made = trace(20_000, arrivals=Arrivals(rate=200), num_turns=20, think_time_s=10, think_time_sigma=1.5)
+    last: dict[str, float] = {}
+    pauses = list[float]()
+    for request in made:
+        if request.session in last:
+            pauses.append(request.arrival_s - last[request.session])
+        last[request.session] = request.arrival_s
+    logarithms = [math.log(pause) for pause in pauses if pause > 0]
+    assert stdev(logarithms) == pytest.approx(1.5, rel=0.15)
+    assert median(pauses) == pytest.approx(10 * math.exp(-(1.5**2) / 2), rel=0.15)
+
+
+def test_turns_of_one_session_extend_each_other() -> None:
+    turns: dict[str, list[TraceRequest]] = {}
+    for request in trace(500, num_turns=5, think_time_s=1):
+        turns.setdefault(request.session, []).append(request)
+    assert max(map(len, turns.values())) > 5
+    for requests in turns.values():
+        for one, two in pairwise(requests):
+            assert num_common(one, two) >= one.num_input_tokens // BLOCK_SIZE
