@@ -196,9 +196,7 @@ class SimulatedWorker:
             return ()
         self._state = None
         num_quiet = num_quiet_steps(self.scheduler, self._settings.block_size)
-        # A step also saves what was evicted and is not on the host yet.
-        is_saving = self.tiers is not None and bool(self.tiers.lower.pending)
-        if num_quiet > 1 and not is_saving:
+        if num_quiet > 1:
             self._begin_quiet(num_quiet, now)
             return ()
         schedule = self.scheduler.schedule()

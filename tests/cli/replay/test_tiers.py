@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from math import inf
 
 import pytest
 
@@ -16,9 +18,11 @@ from cli.traces.generate import Arrivals, SessionConfig, TraceConfig, generate
 from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
+from quartet.engine.scheduler import Load, Schedule
 from quartet.engine.tiers import Speed, Tiering
 from quartet.events.kv import KvEvent, Removed, Stored, Tier
 from quartet.events.load import StepTime
+from quartet.kvcache.block_hash import chain_digest
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
 from quartet.transfer.base import PoolMemory
@@ -118,6 +122,53 @@ def test_events_say_what_went_to_the_host() -> None:
     assert events.index(below[0]) < events.index(gone[0])
 
 
+@pytest.mark.parametrize("num_blocks", [4, 20])
+def test_what_comes_from_disk_is_read_first_and_its_last_batch_copied_then(num_blocks: int) -> None:
+    plan = TierPlan(num_blocks=40, max_batch_size=16)
+    settings = TierSettings(host=plan, disk=plan, host_gb_per_s=2.0, disk_gb_per_s=1.0)
+    tiers = SimulatedTiers(settings, 1_000_000, StepTime(), 64)
+    contents = [bytes([number]) for number in range(num_blocks)]
+    digests = list(accumulate(contents, chain_digest, initial=bytes(32)))
+    tiers.lower.restore([BlockName(digests[n + 1], digests[n], n, n - 1 if n else None) for n in range(num_blocks)])
+    load = Load(7, tiers.lower.find(digests[0], contents), range(num_blocks))
+    tiers.begin_step(Schedule(loads=[load]), 5.0)
+    assert tiers.next_at == pytest.approx(5.0 + num_blocks * 0.001 + min(num_blocks, 16) * 0.0005 + 0.001)
+    assert tiers.end(tiers.next_at - 0.0001) == []
+    [ended] = tiers.end(tiers.next_at)
+    assert (ended.id, ended.num_blocks, tiers.next_at) == (7, num_blocks, inf)
+    assert tiers.lower.host.counts.cached == num_blocks, "the host keeps them"
+
+
+def test_what_goes_to_disk_is_written_after_it_came_to_the_host() -> None:
+    settings = TierSettings(host=TierPlan(num_blocks=17), disk=TierPlan(num_blocks=50))
+    worker = SimulatedWorker(Rank("a"), EngineSettings(num_blocks=POOL_BLOCKS, tiers=settings))
+    _events(worker, 0, [1] * 1088)
+    _submit(worker, 1, [2] * 2560)
+    worker.begin(1.0)
+    assert worker.tiers is not None
+    block_gb = 64 * EngineSettings().kv_bytes_per_token / 1e9
+    # A quarter of the full host is written, so that something can leave it.
+    assert worker.tiers.next_at == pytest.approx(1.0 + 17 * block_gb / 52.0 + 4 * block_gb / 5.0)
+    assert worker.end_tiers(worker.tiers.next_at)
+    assert worker.tiers.lower.disk.totals.num_stored == 4
+
+
+def test_reports_count_what_is_left_to_compute_once_the_rest_is_loaded() -> None:
+    worker = SimulatedWorker(Rank("a"), EngineSettings(num_blocks=POOL_BLOCKS, tiers=HOST))
+    _events(worker, 0, [1] * 1088)
+    _events(worker, 1, [2] * 2560)
+    _submit(worker, 2, [1] * 1088)
+    assert worker.state().num_unbegun_tokens == 1088
+    worker.begin(2.0)
+    assert worker.state().num_unbegun_tokens == 0, "as at engines"
+    assert worker.tiers is not None
+    now = worker.tiers.next_at
+    assert worker.end_tiers(now)
+    assert worker.state().num_unbegun_tokens == 64
+    worker.begin(now)
+    assert worker.state().num_unbegun_tokens == 0
+
+
 @pytest.mark.parametrize("host_gb_per_s", [0.05, 1.0, 52.0])
 @pytest.mark.parametrize("disk_gb_per_s", [0.05, 1.0, 52.0])
 def test_it_chooses_as_engines_do(host_gb_per_s: float, disk_gb_per_s: float) -> None:
@@ -148,12 +199,16 @@ def _found(where: str) -> Sequence:
 
 def _events(worker: SimulatedWorker, number: int, token_ids: list[int]) -> list[KvEvent]:
     """Those of a request for one token, from its arrival to its end."""
-    sampling = Sampling(max_tokens=1, ignore_eos=True)
-    request = EngineRequest(
-        id=number, kind=RequestKind.DECODE, generation=Generation(prompt_token_ids=token_ids, sampling=sampling)
-    )
-    worker.submit(request, Sequence(token_ids, block_size=64), float(number))
+    _submit(worker, number, token_ids)
     worker.begin(float(number))
     progress = worker.advance(worker.next_at)
-    assert progress is not None and len(progress.finished) == 1
+    assert progress is not None
+    assert len(progress.finished) == 1
     return list(worker.take_events())
+
+
+def _submit(worker: SimulatedWorker, number: int, token_ids: list[int]) -> None:
+    sampling = Sampling(max_tokens=1, ignore_eos=True)
+    generation = Generation(prompt_token_ids=token_ids, sampling=sampling)
+    request = EngineRequest(id=number, kind=RequestKind.DECODE, generation=generation)
+    worker.submit(request, Sequence(token_ids, block_size=64), float(number))
