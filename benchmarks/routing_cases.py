@@ -19,7 +19,7 @@ OTHERS = ("round_robin", "least_loaded", "dynamo_1", "dynamo_16")
 #: Policies that give the same result for every seed, because they draw nothing at random.
 _DETERMINISTIC = ("round_robin",)
 
-_SPEED, _NUM_WORKERS, _LOAD_AGE_S = 1.5, 8, 0.05
+_SPEED, _NUM_WORKERS, _LOAD_AGE_S, _BOOKINGS_AGE_S = 1.5, 8, 0.05, 0.002
 _NUM_GENERATED = 4000
 
 
@@ -72,8 +72,15 @@ def _spread(requests: Sequence[TraceRequest], spread_s: float) -> list[TraceRequ
     return sorted(spread, key=lambda request: request.arrival_s)
 
 
-def _fleet(num_workers: int = _NUM_WORKERS, num_routers: int = 1, load_age_s: float = 0.0) -> FleetSettings:
-    return FleetSettings(num_workers=num_workers, num_routers=num_routers, load_age_s=load_age_s)
+def _fleet(
+    num_workers: int = _NUM_WORKERS,
+    num_routers: int = 1,
+    load_age_s: float = 0.0,
+    bookings_age_s: float | None = None,
+) -> FleetSettings:
+    return FleetSettings(
+        num_workers=num_workers, num_routers=num_routers, load_age_s=load_age_s, bookings_age_s=bookings_age_s
+    )
 
 
 def _generated(arrivals: Arrivals, sessions: SessionConfig) -> TraceConfig:
@@ -82,7 +89,14 @@ def _generated(arrivals: Arrivals, sessions: SessionConfig) -> TraceConfig:
 
 def _of_routers(num_routers: int) -> Case:
     about = f"{num_routers} routers, load reports 50 ms old"
-    return Case(name=f"routers_{num_routers}", about=about, fleet=_fleet(8, num_routers, _LOAD_AGE_S), policies=(OURS,))
+    fleet = _fleet(_NUM_WORKERS, num_routers, _LOAD_AGE_S)
+    return Case(name=f"routers_{num_routers}", about=about, fleet=fleet, policies=(OURS,))
+
+
+def _of_telling_routers(num_routers: int) -> Case:
+    about = f"{num_routers} routers that tell each other, load reports 50 ms old"
+    fleet = _fleet(_NUM_WORKERS, num_routers, _LOAD_AGE_S, _BOOKINGS_AGE_S)
+    return Case(name=f"telling_{num_routers}", about=about, fleet=fleet, policies=(OURS,))
 
 
 _LONG_CHATS = SessionConfig(num_turns=4.0, message_tokens=2500.0, output_tokens=300.0, num_system_prompts=64)
@@ -108,6 +122,8 @@ _SETTINGS: Sequence[Case] = (
     Case(name="old_load", about="load reports 50 ms old", fleet=_fleet(load_age_s=_LOAD_AGE_S)),
     _of_routers(2),
     _of_routers(4),
+    _of_routers(16),
+    *map(_of_telling_routers, (2, 4, 8, 16)),
 )
 
 #: By name, in the order of the table.

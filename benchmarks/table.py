@@ -800,6 +800,22 @@ _PREFIXES_COLUMNS: Columns = {
 }
 
 
+def routers_tables(report: Report) -> str:
+    """A row for each number of routers, as they are and silent."""
+    return _table(_ROUTERS_COLUMNS, report["fleets"])
+
+
+_ROUTERS_COLUMNS: Columns = {
+    "routers": lambda found: f"{found['num_routers']}{', silent' if found['is_silent'] else ''}",
+    "mean TTFT (ms)": "{ttft_ms_mean:.0f}",
+    "p50": "{ttft_ms_p50:.0f}",
+    "p99": "{ttft_ms_p99:.0f}",
+    "mean over one router's": "{ttft_ratio:.2f}",
+    "routers' CPU (ms a request)": "{router_cpu_ms:.2f}",
+    "finished, failed": "{requests_finished}, {requests_failed}",
+}
+
+
 def routing_cost_tables(report: Report) -> str:
     """A row for each policy: the parts of the cost of routing a request, in microseconds."""
     rows = [
@@ -1225,6 +1241,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "tiers_replay": tiers_replay_tables,
     "routing": routing_tables,
     "prefixes": prefixes_tables,
+    "routers": routers_tables,
     "routing_cost": routing_cost_tables,
     "guided": guided_tables,
     "schemas": schemas_tables,

@@ -21,6 +21,7 @@ _COMMANDS = {
     "chat": ("cli.chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
     "explain": ("cli.explain", "Show where a prompt would go now, and why; nothing is run."),
     "workers": ("cli.workers", "Show the workers that a router knows."),
+    "routers": ("cli.routers", "Show the routers that announce themselves in etcd."),
     "bench": (
         "cli.bench.command",
         "Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured.",
@@ -33,6 +34,10 @@ _COMMANDS = {
         "cli.replay.command",
         "Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no"
         " model.",
+    ),
+    "grid": (
+        "cli.grid",
+        "Make the grids of a global router: per cell the cheapest pool that meets its targets.",
     ),
     "doctor": (
         "cli.doctor.command",

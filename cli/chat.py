@@ -53,7 +53,7 @@ def chat(
         # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
         "session_key": secrets.token_hex(16),
     }
-    with SyncClient(router.router, tls=router.tls) as client:
+    with SyncClient(router.addresses(), tls=router.tls) as client:
         # Fail before the user types anything if no router answers.
         client.list_models()
         _Conversation(client, path, fields, system, media, shows_time=shows_time).run()

@@ -39,7 +39,7 @@ def explain(
 
 
 async def _ask(router: RouterOptions, prompt: str | None, fields: GenerateFields) -> Explanation:
-    async with router.client() as client:
+    async with await router.client() as client:
         return await client.explain(prompt, **fields)
 
 
@@ -47,6 +47,7 @@ def _show(explanation: Explanation) -> None:
     console = open_console(pipe_width=_PIPE_WIDTH)
     console.print(Text(_headline(explanation)))
     console.print(option_table(explanation))
+    console.print(reuse_line(explanation))
     if explanation.wait_s is not None:
         console.print(f"The router would keep it for {explanation.wait_s * 1e3:.3g} ms first, if nothing changed.")
     elif not any(option.is_chosen for option in explanation.options):
@@ -58,6 +59,26 @@ def _headline(explanation: Explanation) -> str:
     return line + (f"; {explanation.num_waiting} choices wait before it" if explanation.num_waiting else "")
 
 
+def reuse_line(explanation: Explanation) -> str:
+    """What is cached of the prompt, and why it is no more."""
+    held, foreign, unsalted = (
+        explanation.num_held_tokens,
+        explanation.num_foreign_tokens,
+        explanation.num_unsalted_tokens,
+    )
+    chosen = [option.num_matched_tokens for option in explanation.options if option.is_chosen]
+    parts = [
+        f"Cached: {held} tokens at one rank of the model at most" if held else "No rank of the model has it cached"
+    ]
+    if chosen and max(chosen) < held:
+        parts.append(f"{max(chosen)} where it goes, as another cost is lower there")
+    if unsalted:
+        parts.append(f"{unsalted} more without its cache_salt")
+    if foreign:
+        parts.append(f"{foreign} more only at ranks of another model, which can't be used")
+    return "; ".join(parts) + "."
+
+
 def option_table(explanation: Explanation) -> Table:
     """One row a rank."""
     table = Table()
@@ -65,7 +86,7 @@ def option_table(explanation: Explanation) -> Table:
         table.add_column(name, no_wrap=name == "rank")
     for name in ("matched tokens", "cost"):
         table.add_column(name, justify="right")
-    for name in ("made of", "why not"):
+    for name in ("made of", "why"):
         table.add_column(name)
     for option in explanation.options:
         table.add_row(
@@ -82,7 +103,7 @@ def _cells(option: RankOption) -> list[str]:
         str(option.num_matched_tokens),
         "-" if option.cost is None else f"{option.cost:.4g} {option.cost_unit}",
         _terms(option.terms),
-        option.obstacle,
+        option.obstacle or option.reason,
     ]
 
 

@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from cli.answer import Answer, AnswerPrinter
-from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption, TimeOption, TimeoutOption
+from cli.options import (
+    ItlTargetOption,
+    ModelOption,
+    PathOption,
+    RouterOptions,
+    SamplingOptions,
+    SeedOption,
+    TimeOption,
+    TimeoutOption,
+    TtftTargetOption,
+    seconds,
+)
 from cli.output import json_value, time_line
 from cli.prompt import PromptOptions
 from quartet.client import ChoiceFinished, Completion, Delta, GenerateFields, RequestPath
@@ -28,6 +39,8 @@ def generate(
         list[str] | None, typer.Option("--stop", help="Text that ends the answer. May be given several times.")
     ] = None,
     timeout_s: TimeoutOption = None,
+    ttft_target_ms: TtftTargetOption = None,
+    itl_target_ms: ItlTargetOption = None,
     shows_time: TimeOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
 ) -> None:
@@ -44,6 +57,8 @@ def generate(
         "seed": seed,
         "stop": stop or (),
         "timeout_s": timeout_s,
+        "ttft_target_s": seconds(ttft_target_ms),
+        "itl_target_s": seconds(itl_target_ms),
     }
     asyncio.run(_run(router, path, text, fields, shows_time=shows_time, as_json=as_json))
 
@@ -57,7 +72,7 @@ async def _run(
     shows_time: bool,
     as_json: bool,
 ) -> None:
-    async with router.client() as client:
+    async with await router.client() as client:
         if as_json:
             print(json.dumps(_to_json(await client.complete(prompt, path=path, **fields)), ensure_ascii=False))
             return

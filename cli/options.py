@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from quartet.client import GrammarKind, GuidedDecoding, QuartetClient, RequestPath, Sampling
+from quartet.client.discovery import find_routers
 from quartet.rpc.channels import TlsConfig
+
+if TYPE_CHECKING:
+    from quartet.discovery.create import DiscoveryConfig
 
 #: Where ``quartet up`` starts a router. ``services.topology.topology.DEFAULT_ROUTER_PORT`` is not imported: numpy and
 #: Jinja would come with it. A test holds that both ports are equal.
@@ -35,13 +40,94 @@ SeedOption: TypeAlias = Annotated[
 TimeoutOption: TypeAlias = Annotated[
     float | None, typer.Option("--timeout", metavar="SECONDS", help="Time for the whole answer.")
 ]
+TtftTargetOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--ttft-target", metavar="MS", help="Time to the first token that is wanted, for a router over several pools."
+    ),
+]
+ItlTargetOption: TypeAlias = Annotated[
+    float | None, typer.Option("--itl-target", metavar="MS", help="Time between tokens that is wanted, likewise.")
+]
 TimeOption: TypeAlias = Annotated[
     bool, typer.Option("--time", help="Print where the time went, too, and how blocks were moved, on standard error.")
 ]
 
 
+def seconds(milliseconds: float | None) -> float | None:
+    """An option in milliseconds as the client takes it; ``None``: it was not given."""
+    return None if milliseconds is None else milliseconds / 1000
+
+
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions:
+class EtcdOptions:
+    """Where routers announce themselves."""
+
+    etcd: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--etcd",
+            metavar="HOST:PORT",
+            envvar="QUARTET_ETCD",
+            help="An address of the etcd that lists routers. Several may be given.",
+            rich_help_panel="Discovery",
+        ),
+    ] = None
+    namespace: Annotated[
+        str,
+        typer.Option(
+            "--namespace",
+            envvar="QUARTET_NAMESPACE",
+            help="The deployment whose routers etcd lists.",
+            rich_help_panel="Discovery",
+        ),
+    ] = "default"
+    etcd_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--etcd-ca",
+            envvar="QUARTET_ETCD_CA",
+            help="Certificates that etcd's must lead to; etcd is then dialled by TLS.",
+            rich_help_panel="Discovery",
+        ),
+    ] = None
+    etcd_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--etcd-cert",
+            envvar="QUARTET_ETCD_CERT",
+            help="Your own certificate chain, if etcd asks for one.",
+            rich_help_panel="Discovery",
+        ),
+    ] = None
+    etcd_key: Annotated[
+        Path | None,
+        typer.Option("--etcd-key", envvar="QUARTET_ETCD_KEY", help="Its private key.", rich_help_panel="Discovery"),
+    ] = None
+
+    def discovery(self, default: str = "") -> DiscoveryConfig | None:
+        """Settings of discovery with these, or with etcd at ``default``; ``None``: neither is given.
+
+        Raises ``ConfigError`` and ``typer.BadParameter``.
+        """
+        # Imported here: etcd's stubs take as long as half of a client, and most commands are given addresses.
+        from quartet.discovery.create import DiscoveryConfig
+        from quartet.discovery.etcd_access import EtcdTls
+        from quartet.discovery.etcd_client import EtcdConfig
+
+        endpoints = tuple(self.etcd or ([default] if default else []))
+        if not endpoints:
+            return None
+        files = (self.etcd_ca, self.etcd_cert, self.etcd_key)
+        tls = EtcdTls(ca_file=self.etcd_ca, cert_file=self.etcd_cert, key_file=self.etcd_key) if any(files) else None
+        try:
+            return DiscoveryConfig(etcd=EtcdConfig(endpoints=endpoints, namespace=self.namespace, tls=tls))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions(EtcdOptions):
     """Routers, and how to reach them."""
 
     router: Annotated[
@@ -50,7 +136,7 @@ class RouterOptions:
             "--router",
             metavar="HOST:PORT",
             envvar="QUARTET_ROUTER",
-            help="A router. Several may be given; the next is tried when one can't be reached.",
+            help="A router. Several may be given; the next is tried when one can't be reached. Or see --etcd.",
         ),
     ] = field(default_factory=lambda: [DEFAULT_ROUTER])
     tls_ca: Annotated[
@@ -82,9 +168,21 @@ class RouterOptions:
             raise typer.BadParameter("--tls-ca, --tls-cert and --tls-key go together")
         return None
 
-    def client(self) -> QuartetClient:
-        """A client of these routers. Raises ``typer.BadParameter`` as ``tls`` does, and ``ConfigError``."""
-        return QuartetClient(self.router, tls=self.tls)
+    async def client(self) -> QuartetClient:
+        """A client of these routers. Raises ``typer.BadParameter`` as ``tls`` does, and ``ServingError``."""
+        if not self.etcd:
+            return QuartetClient(self.router, tls=self.tls)
+        discovery = self.discovery()
+        assert discovery is not None, "etcd is given"
+        return await QuartetClient.discover(discovery, tls=self.tls)
+
+    def addresses(self) -> list[str]:
+        """The routers, in the order to try; not for use in an event loop. Raises as ``client`` does."""
+        if not self.etcd:
+            return self.router
+        discovery = self.discovery()
+        assert discovery is not None, "etcd is given"
+        return asyncio.run(find_routers(discovery))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -17,15 +18,28 @@ from cli.output import reporting_errors
 from cli.up_display import LaunchDisplay, print_plan
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
+from quartet.discovery.base import Role
 from quartet.engine.settings import EngineKind
 from quartet.errors import ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
 from quartet.telemetry.provenance import count_usable_cores, usable_cpus
 from router.config import RouterConfig
+from router.global_router.config import GlobalRouterConfig, without_units
+from router.policy.create import PolicyName
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
-from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
+from services.topology.topology import (
+    Choices,
+    Topology,
+    check_engines,
+    choose,
+    plan_pool_routers,
+    plan_router,
+    plan_workers,
+    read_settings,
+)
+from services.workers.config import WorkerConfig
 
 _RUN_PARENT = Path(".run")
 _POLL_INTERVAL_S = 0.2
@@ -112,9 +126,11 @@ def up(
         chosen = choose(read_settings(file, assignments or (), os.environ, choices), choices)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
-        for note in chosen.notes:
+        for note in chain(chosen.notes, _notes_on_events(chosen.topology, num_cores)):
             display.progress(note)
         if is_dry_run:
+            for warning in check_engines(plan_workers(chosen.topology, num_cores=num_cores)):
+                display.progress(warning)
             print_plan(chosen.topology, num_cores=num_cores)
             return
         restarts = None if is_failing_fast else RestartConfig()
@@ -142,10 +158,28 @@ async def wait_ready(
         return await client.list_workers()
 
 
+def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
+    """A line where the router goes by caches of which workers say nothing. Raises ``ConfigError``."""
+    if not build(RouterConfig, plan_router(topology).settings, "router.overrides").policy.reads_caches:
+        return
+    plans = [plan for plan in plan_workers(topology, num_cores=num_cores) if plan.role is not Role.ENCODE]
+    silent = [plan.name for plan in plans if not build(WorkerConfig, plan.settings).engine.publish_events_and_metrics]
+    if silent:
+        yield (
+            f"router.policy: {PolicyName.KV_AWARE} goes by what workers have cached, and {', '.join(silent)} announce "
+            "none of it: set engine.publish_events_and_metrics=true for them"
+        )
+
+
 def _environment(topology: Topology, num_cores: int) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
-    plan_workers(topology, num_cores=num_cores)
-    build(RouterConfig, plan_router(topology).settings, "router.overrides")
+    check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
+    for plan in plan_pool_routers(topology):
+        build(RouterConfig, plan.settings, "router.overrides")
+    if topology.global_router is None:
+        build(RouterConfig, plan_router(topology).settings, "router.overrides")
+    else:
+        build(GlobalRouterConfig, without_units(plan_router(topology).settings), "global_router")
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(
         # Without this gRPC's core logs a line whenever a peer stops.
@@ -210,8 +244,8 @@ async def _serve(
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:
     """Wait until the process ``name`` serves, as its router sees it; not for etcd, which the router does not report."""
-    if name in local.worker_ids or name == ROUTER:
-        await wait_ready(local.router_address, {name} - {ROUTER}, lambda _message: None, _operator(local))
+    if (worker_ids := local.workers_of(name)) is not None:
+        await wait_ready(local.router_address, worker_ids, lambda _message: None, _operator(local))
 
 
 def _operator(local: LocalTopology) -> TlsConfig | None:

@@ -22,9 +22,10 @@ from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryKind
 from quartet.rpc.channels import TlsConfig
 from router.config import RouterConfig
+from router.global_router.config import GlobalRouterConfig, without_units
 from services.topology.child import Child
 from services.topology.launch import find_grpcurl
-from services.topology.topology import ProcessPlan, Topology, plan_router, plan_workers, to_settings
+from services.topology.topology import ProcessPlan, Topology, plan_pool_routers, plan_router, plan_workers, to_settings
 from services.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -169,7 +170,11 @@ def plan_table(topology: Topology, *, num_cores: int) -> Table:
     table.add_column("settings that differ from defaults, environment", overflow="fold")
     if topology.discovery.kind is DiscoveryKind.ETCD:
         table.add_row("etcd", "etcd", "-", "-", "-", _where_etcd_is(topology))
-    for plan in [*plan_workers(topology, num_cores=num_cores), plan_router(topology)]:
+    for plan in [
+        *plan_workers(topology, num_cores=num_cores),
+        *plan_pool_routers(topology),
+        plan_router(topology),
+    ]:
         table.add_row(*_row(plan))
     if topology.tls:
         table.caption = "tls: each process gets a certificate, and all of them one key for events"
@@ -209,16 +214,15 @@ def _where_etcd_is(topology: Topology) -> str:
 
 
 def _row(plan: ProcessPlan) -> Sequence[str]:
-    is_router = plan.role is Role.ROUTER
-    config = build(RouterConfig if is_router else WorkerConfig, plan.settings, plan.name)
-    defaults = RouterConfig() if is_router else WorkerConfig(model_path=_NO_MODEL)
+    config, defaults = _config(plan)
     settings, usual = dict(_flat(to_settings(config))), dict(_flat(to_settings(defaults)))
-    address = str(settings["server.address"])
+    section = f"{plan.section}." if plan.section else ""
+    address = str(settings[f"{section}server.address"])
     port = address.rpartition(":")[2]
     lines = [
         f"{name}: {value}"
         for name, value in settings.items()
-        if name not in _SHOWN_ELSEWHERE and (name not in usual or usual[name] != value)
+        if name.removeprefix(section) not in _SHOWN_ELSEWHERE and (name not in usual or usual[name] != value)
     ]
     lines += [f"limits.{name}: {value}" for name, value in to_settings(plan.limits).items() if value is not None]
     lines += [f"{name}={_shown(name, value)}" for name, value in plan.environment.items()]
@@ -230,6 +234,15 @@ def _row(plan: ProcessPlan) -> Sequence[str]:
         "free" if port == "0" else port,
         "\n".join(lines),
     )
+
+
+def _config(plan: ProcessPlan) -> tuple[object, object]:
+    """The configuration of a process, and that of one with all defaults."""
+    if plan.role is not Role.ROUTER:
+        return build(WorkerConfig, plan.settings, plan.name), WorkerConfig(model_path=_NO_MODEL)
+    if not plan.section:
+        return build(RouterConfig, plan.settings, plan.name), RouterConfig()
+    return build(GlobalRouterConfig, without_units(plan.settings), plan.name), {"router": to_settings(RouterConfig())}
 
 
 def _shown(name: str, value: str) -> str:

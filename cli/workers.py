@@ -40,7 +40,7 @@ def workers(
 
 async def _run(router: RouterOptions, model: str, *, is_watching: bool) -> None:
     console = open_console(pipe_width=_PIPE_WIDTH, highlight=True)
-    async with router.client() as client:
+    async with await router.client() as client:
         if not is_watching:
             console.print(worker_table(await client.list_workers(model)))
             return

@@ -10,8 +10,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import uvloop
 
@@ -24,6 +25,8 @@ from router.config import RouterConfig
 from router.process import RouterProcess
 
 logger = logging.getLogger("router")
+
+ConfigT = TypeVar("ConfigT")
 
 # `M_MMAP_THRESHOLD` of glibc's `mallopt`, and its own value for it.
 _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 128 << 10
@@ -44,15 +47,33 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="the router's YAML file; without one, all defaults")
     parser.add_argument("--set", action="append", default=[], metavar="NAME.NAME=VALUE", help="change one setting")
     arguments = parser.parse_args()
-    try:
+
+    def load() -> RouterConfig:
         settings = {} if arguments.config is None else load_yaml(arguments.config)
         for assignment in arguments.set:
             settings = override(settings, assignment)
-        config = build(RouterConfig, settings)
-        configure(config.log)
+        return build(RouterConfig, settings)
+
+    run_router(load, lambda config: config, RouterProcess)
+
+
+def run_router(
+    load: Callable[[], ConfigT],
+    router_of: Callable[[ConfigT], RouterConfig],
+    make_process: Callable[[ConfigT, Callable[[], None]], RouterProcess],
+) -> None:
+    """Run the process that ``make_process`` makes of what ``load`` reads; if it can't start, exit with 1.
+
+    ``router_of`` gives the part of the configuration that all routers have.
+    """
+    try:
+        config = load()
+        router = router_of(config)
+        configure(router.log)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         return_freed_prompts()
-        uvloop.run(_run(config))
+        limit_s = router.drain_timeout_s + _CLOSE_TIMEOUT_S
+        uvloop.run(_run(lambda: make_process(config, lambda: end_process_within(limit_s))))
     except (ConfigError, ServingError, TaskEndedError) as error:
         logger.error("%s", error)
         _fail()
@@ -72,7 +93,7 @@ def return_freed_prompts() -> None:
         set_option(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-async def _run(config: RouterConfig) -> None:
+async def _run(make_process: Callable[[], RouterProcess]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -82,8 +103,7 @@ async def _run(config: RouterConfig) -> None:
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_NUM_OBJECTS)
     with yielding_poller():
-        limit_s = config.drain_timeout_s + _CLOSE_TIMEOUT_S
-        await RouterProcess(config, on_failure=lambda: end_process_within(limit_s)).run(stop)
+        await make_process().run(stop)
 
 
 def _fail() -> NoReturn:

@@ -8,7 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
+from quartet.api.reuse import ExpectedReuse
+from quartet.discovery.base import Rank
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
 from quartet.streams.wakeable import result_if_done
 from quartet.supervision import vital
@@ -16,13 +19,13 @@ from quartet.telemetry.metrics import AdmissionOutcome, RouterMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
 from router.fair_queue import FIXED_TOKENS, FairQueue, FairShare, Lane, Position, Standing
-from router.kv_index.index import PrefixIndex, PromptMatches
+from router.kv_index.index import LowerMatches, PrefixIndex, PromptMatches
 from router.policy.base import Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
 from router.prompt_memory import HeldPrompt
 from router.signing import Gang
 from router.tenants import Tenants
-from router.workers import PoolKey, WorkerTable
+from router.workers import PoolKey
 
 #: The policy sees at most this many requests from the head of the queue: those behind would hardly find room.
 MAX_ASSIGNED_TOGETHER = 256
@@ -38,6 +41,30 @@ _LONG_PUMP_S, _REST = 0.002, 4.0
 _MAX_LEVELS = 8
 
 
+class RankTable(Protocol):
+    """What the queue needs of workers; ``WorkerTable`` has it."""
+
+    def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
+        """The ranks of ``pool`` that take requests now."""
+        ...
+
+    def block_size(self, pool: PoolKey, now: float) -> int:
+        """Tokens of a block of ``pool``; 0: it has none."""
+        ...
+
+    def has_ready_decode(self, pool: PoolKey, now: float) -> bool:
+        """Whether anything of ``pool`` takes requests."""
+        ...
+
+    def is_of(self, rank: Rank, pool: PoolKey) -> bool:
+        """Whether ``rank`` is of a worker of ``pool``."""
+        ...
+
+    def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
+        """Reserve the room for ``placement``, which comes from a snapshot of this moment."""
+        ...
+
+
 class Admission:
     """Holds choices back until they fit, but no longer than allowed.
 
@@ -51,7 +78,7 @@ class Admission:
 
     def __init__(
         self,
-        table: WorkerTable,
+        table: RankTable,
         policy: Policy,
         config: AdmissionConfig,
         index: PrefixIndex,
@@ -152,6 +179,25 @@ class Admission:
         snapshot = self._table.snapshot(queued.standing.pool, now)
         return with_way(queued, snapshot), snapshot
 
+    def expected_reuse(self, queued: QueuedRequest, num_matched_tokens: int, now: float) -> ExpectedReuse:
+        """What is known of its cached tokens, if so many match where it goes."""
+        pool = queued.standing.pool
+        block_size = self._table.block_size(pool, now)
+        num_most_tokens = (queued.num_tokens - 1) // block_size * block_size if block_size else 0
+        num_held_tokens = num_foreign_tokens = 0
+        for rank, num_tokens in queued.matches.items():  # those that have most first
+            if self._table.is_of(rank, pool):
+                num_held_tokens = num_tokens
+                break
+            num_foreign_tokens = max(num_foreign_tokens, num_tokens)
+        # The last token is always computed.
+        num_held_tokens = min(max(num_held_tokens, num_matched_tokens), num_most_tokens)
+        return ExpectedReuse(
+            num_held_tokens=num_held_tokens,
+            num_matched_tokens=min(num_matched_tokens, num_most_tokens),
+            num_foreign_tokens=max(min(num_foreign_tokens, num_most_tokens) - num_held_tokens, 0),
+        )
+
     async def admit(self, queued: QueuedRequest) -> Reservation:
         """Wait for a placement; the caller must release the reservation. Leaves nothing behind when cancelled.
 
@@ -198,6 +244,7 @@ class Admission:
     def _look_up(self, queued: QueuedRequest, now: float) -> None:
         block_size = self._table.block_size(queued.standing.pool, now)
         queued.num_cached_tokens = queued.matches = PromptMatches(self._index, queued.sequence_hashes, block_size)
+        queued.lower_tokens = LowerMatches(queued.matches)
 
     def _expect(self, standing: Standing, num_choices: int) -> None:
         standing.num_coming += num_choices
@@ -313,6 +360,8 @@ class Admission:
         return list(islice(self._queue.in_order(is_kept, pool), MAX_ASSIGNED_TOGETHER))
 
     def _commit(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
+        if queued.sequence_hashes:
+            placement.expected = self.expected_reuse(queued, placement.num_cached_tokens, now)
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         self._metrics.admissions.labels(AdmissionOutcome.PLACED).inc()
@@ -326,8 +375,8 @@ class Admission:
 class QueuedRequest(Pending):
     """One choice on its way through the queue: what the policy sees of it, and how it waits.
 
-    ``Admission`` sets ``num_cached_tokens``, ``binds_at_once``, ``priority``, ``is_overtaken`` and the fields without a
-    default here.
+    ``Admission`` sets ``num_cached_tokens``, ``lower_tokens``, ``binds_at_once``, ``priority``, ``is_overtaken`` and
+    the fields without a default here.
 
     Attributes:
         is_retry: an attempt was made before, so a full queue never refuses it.

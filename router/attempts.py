@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -13,6 +14,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from quartet import errors
+from quartet.api.convert.prefill import AskedPrefill
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import ChoicePlacement, prompt_field
 from quartet.discovery.base import Rank, Role, WorkerKey
@@ -37,6 +39,8 @@ from router.prepare import RouterRequest, max_sequence_tokens
 from router.signing import Gang, SignedRun, Signer, SigningTerms
 from router.untaken import Untaken
 
+logger = logging.getLogger(__name__)
+
 ResultT = TypeVar("ResultT")
 ChoiceT = TypeVar("ChoiceT")
 
@@ -55,6 +59,14 @@ _TRANSFER = (
     errors.HandOffNotFoundError,
     errors.HandOffStateError,
     errors.StaleEpochError,
+)
+
+# Another namespace has other models and limits, and may lack the router's trust.
+_NOT_THERE = (
+    errors.ModelNotFoundError,
+    errors.UnimplementedError,
+    errors.PermissionDeniedError,
+    errors.RequestTimeoutError,
 )
 
 # The decode worker can't take over what a prefill worker has, however often that prefills.
@@ -106,6 +118,8 @@ class ChoiceRun:
         self._gang: Gang | None = None
         self._untaken: Untaken | None = None
         self._inputs: ReadyInputs | None = None
+        # Media are where this router had them encoded, so such prompts are computed here.
+        self._prefill_namespaces = [] if request.media is not None else list(request.prefill_namespaces)
 
     async def run(self) -> FinishReason:
         """Generate to the end and return why it ended. The caller still has to finish the output.
@@ -153,11 +167,12 @@ class ChoiceRun:
                     self._begin(reservation, cause)
                     if self._signer is not None:
                         self._signer.check_size(self._num_tokens)
-                    handed_off = None if reservation.prefill is None else await self._prefill(reservation)
+                    handed_off = await self._prefilled(reservation)
                     if isinstance(handed_off, FinishReason):
                         return handed_off
                     return await attempt(reservation, handed_off)
                 except HopFailedError as failure:
+                    self._leave_namespace(failure.error)
                     cause = failure.error.reason.lower()
                     pause_s = self._hints.note(failure, reservation.placement)
                     if self._hints.num_failures >= self._context.config.max_attempts:
@@ -213,6 +228,7 @@ class ChoiceRun:
             self._hints,
             self._output.token_ids,
             is_retry=self._num_begun > 0,
+            is_handed_in=bool(self._prefill_namespaces),
             gang=self._gang,
         )
         try:
@@ -227,8 +243,12 @@ class ChoiceRun:
             if self._request.held is not None:
                 self._request.held.leave()
         self._num_begun += 1
-        self._on_placed(self._choice, reservation.placement)
+        placement = reservation.placement
+        if self._prefill_namespaces:  # which of its workers will be known later
+            placement = replace(placement, prefill=Rank(self._prefill_namespaces[0]))
+        self._on_placed(self._choice, placement)
         self._output.begin_attempt()
+        self._output.note_expected(reservation.placement.expected)
         self._context.metrics.queue_time.observe(reservation.waited_s)
         self._context.metrics.attempts.labels(cause).inc()
 
@@ -262,6 +282,43 @@ class ChoiceRun:
 
     # The prefill hop.
 
+    async def _prefilled(self, reservation: Reservation) -> HandOff | FinishReason | None:
+        """Prefill where that is not where it is decoded; ``None``: it is. Errors are those of ``_prefill``."""
+        while self._prefill_namespaces:
+            outcome = await self._prefill_away(self._prefill_namespaces[0], reservation)
+            if outcome is not None:
+                return outcome
+            del self._prefill_namespaces[0]
+        return None if reservation.prefill is None else await self._prefill(reservation)
+
+    async def _prefill_away(self, namespace: str, reservation: Reservation) -> HandOff | FinishReason | None:
+        """Prefill in another namespace; ``None``: that can't prefill it.
+
+        Raises:
+            HopFailedError: the outcome is invalid.
+            ServingError: no other would prefill it either.
+        """
+        began, key = time.monotonic(), self._request.pool.key
+        start = self._start(reservation.decode, 0, 0, None)
+        asked = AskedPrefill(model_name=key.model_name, model_fingerprint=key.fingerprint, start=start)
+        timeout_s = self._context.config.prefill_timeout_s
+        try:
+            prefilled = await self._context.prefill_pools.prefill(namespace, asked, timeout_s=timeout_s)
+        except ServingError as error:
+            if isinstance(error, FINAL) and not isinstance(error, _NOT_THERE):
+                raise
+            logger.info("request %s is not prefilled in %s: %s", self._request.request_id, namespace, error)
+            return None
+        finally:
+            self._output.add_time("prefill_s", time.monotonic() - began)
+        self._output.note_prefilled(prefilled.outcome.num_cached_tokens, prefilled.outcome.queue_s)
+        return self._take_outcome(prefilled.outcome)
+
+    def _leave_namespace(self, error: ServingError) -> None:
+        """The blocks of the namespace that prefilled can't be had: the next one prefills from now on."""
+        if self._prefill_namespaces and isinstance(error, (*_TRANSFER, *_MISMATCH)):
+            del self._prefill_namespaces[0]
+
     async def _prefill(self, reservation: Reservation) -> HandOff | FinishReason:
         """Prefill on a worker that does not decode: returns the hand-off to decode from, or why the choice has ended.
 
@@ -274,6 +331,10 @@ class ChoiceRun:
         outcome = await self._prefill_outcome(rank, booking)
         booking.release()
         self._context.admission.wake()
+        return self._take_outcome(outcome)
+
+    def _take_outcome(self, outcome: PrefillOutcome) -> HandOff | FinishReason:
+        """What to decode from, or why the choice has ended. Errors are those of ``_prefill``."""
         try:
             if self._request.media is not None:
                 self._learn_prompt(self._request.media, outcome)
@@ -307,7 +368,12 @@ class ChoiceRun:
             self._output.add_time("prefill_s", time.monotonic() - began)
             if outcome is None:
                 self._drop_media(media)
-        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s, outcome.onboard_s)
+        self._output.note_prefilled(
+            outcome.num_cached_tokens,
+            outcome.queue_s,
+            num_evicted_tokens=outcome.num_evicted_tokens,
+            onboard_s=outcome.onboard_s,
+        )
         return outcome
 
     def _learn_prompt(self, media: RequestMedia, outcome: PrefillOutcome) -> None:
@@ -729,6 +795,7 @@ def make_queued(
     generated_token_ids: Sequence[int] = (),
     *,
     is_retry: bool = False,
+    is_handed_in: bool = False,
     gang: Gang | None = None,
 ) -> QueuedRequest:
     """One choice of ``request``, after ``generated_token_ids``, for the queue.
@@ -740,6 +807,7 @@ def make_queued(
         hints: workers to avoid or to prefer.
         generated_token_ids: the tokens that the choice has.
         is_retry: an attempt was made before.
+        is_handed_in: another namespace prefills it.
         gang: choices whose client continues alone, this one included; ``None``: the router runs the choice.
     """
     num_generated = len(generated_token_ids)
@@ -761,7 +829,8 @@ def make_queued(
         adapter=request.start.adapter,
         needs_media=_NO_MEDIA if request.media is None else request.media.needs,
         sampling_fields=request.sampling_fields,
-        is_local=hints.is_local,
+        is_local=hints.is_local or is_handed_in,
+        is_handed_in=is_handed_in,
         # A signature does not protect media: workers do not hold them as long as a client may take.
         is_remote=gang is not None and request.media is not None,
         avoid=hints.avoided,
@@ -790,4 +859,5 @@ def to_choice_placement(choice: int, placement: Placement) -> ChoicePlacement:
         decode=placement.decode,
         num_matched_tokens=placement.num_cached_tokens,
         cost=placement.cost,
+        num_held_tokens=0 if placement.expected is None else placement.expected.num_held_tokens,
     )

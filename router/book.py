@@ -18,6 +18,7 @@ from itertools import zip_longest
 
 from quartet.events.load import PlacementProgress
 from router.policy.base import Placement
+from router.told import ToldStarts
 from router.untaken import Untaken
 
 
@@ -38,7 +39,8 @@ class RankAccount:
         num_promised_blocks: blocks that the bookings may take beyond those that the rank reports as used.
         num_unreported_tokens: tokens to prefill of bookings whose arrival the rank has not reported yet.
         num_placed_tokens: tokens to prefill of placed starts, which clients may bring at any time or never.
-        num_requests: requests booked, placed ones included; at an encode worker, items.
+        num_requests: requests booked, placed ones and those of other routers included that no report counts yet; at an
+            encode worker, items.
         num_reported_requests: those of them that the last report counts.
         num_other_requests: requests that the last report counts and that are not booked here: other routers', or
             such as have just ended.
@@ -72,11 +74,20 @@ class WorkerBook:
     Attributes:
         accounts: the sums of each data-parallel rank, in order.
         placed: starts that were placed for clients; they are numbered separately.
+        told: starts of which other routers told.
     """
 
-    def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
-        """``epoch`` is the worker's; ``block_size`` is in tokens."""
+    def __init__(
+        self,
+        data_parallel_size: int,
+        block_size: int,
+        *,
+        epoch: int = 0,
+        on_sent: Callable[[Booking], None] | None = None,
+    ) -> None:
+        """``epoch`` is the worker's; ``block_size`` is in tokens; ``on_sent`` is called when a start goes out."""
         self.epoch = epoch
+        self._on_sent = on_sent
         self.accounts = [RankAccount() for _ in range(data_parallel_size)]
         self._block_size = block_size
         self._last_number = 0
@@ -86,6 +97,7 @@ class WorkerBook:
         self._settling: list[Booking] = []  # bookings that grew before it
         self._num_booked = 0
         self.placed = PlacedBookings()
+        self.told = ToldStarts()
 
     @property
     def num_requests(self) -> int:
@@ -96,12 +108,12 @@ class WorkerBook:
         """Reserve room for ``num_reserved_tokens``, and count ``num_queued_tokens`` to prefill."""
         num_blocks = -(-num_reserved_tokens // self._block_size) if num_reserved_tokens else 0
         self._num_booked += 1
-        return Booking(self, self.accounts[data_parallel_rank], self._block_size, num_blocks, num_queued_tokens)
+        return Booking(self, data_parallel_rank, self._block_size, num_blocks, num_queued_tokens)
 
     def reserve_items(self, num_items: int) -> ItemsBooking:
         """Count ``num_items`` items to encode: an encode worker reports items where others report requests."""
         self._num_booked += 1
-        return ItemsBooking(self, self.accounts[0], num_items)
+        return ItemsBooking(self, num_items)
 
     def on_report(
         self,
@@ -150,6 +162,11 @@ class WorkerBook:
         self._not_arrived.append(booking)
         return self._last_number
 
+    def sent(self, booking: Booking) -> None:
+        """The start that ``booking`` is for goes out, with its number."""
+        if self._on_sent is not None:
+            self._on_sent(booking)
+
 
 class Booking:
     """One attempt's share of one rank, from ``WorkerBook.reserve`` to ``release``.
@@ -157,18 +174,20 @@ class Booking:
     Attributes:
         number: its ``router_request_number``; 0: the start has not gone out.
         epoch: of the worker to which it belongs.
+        data_parallel_rank: the rank.
     """
 
     #: What it counts among the requests at its rank.
     _num_places = 1
 
     def __init__(
-        self, book: WorkerBook, account: RankAccount, block_size: int, num_blocks: int, num_queued_tokens: int
+        self, book: WorkerBook, data_parallel_rank: int, block_size: int, num_blocks: int, num_queued_tokens: int
     ) -> None:
         self.number = 0
         self.epoch = book.epoch
+        self.data_parallel_rank = data_parallel_rank
         self._book = book
-        self._account = account
+        self._account = account = book.accounts[data_parallel_rank]
         self._block_size = block_size
         self._num_reserved = self._num_promised = num_blocks
         self._num_queued_tokens = num_queued_tokens
@@ -186,7 +205,18 @@ class Booking:
     def send(self) -> int:
         """The start goes out now: returns its ``router_request_number``."""
         self.number = self._book.next_number(self)
+        self._book.sent(self)
         return self.number
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks that it may take."""
+        return self._num_reserved
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to prefill that no report counts yet."""
+        return self._num_queued_tokens
 
     def commit(
         self,
@@ -290,11 +320,11 @@ class Booking:
 class ItemsBooking(Booking):
     """The share of an encode worker that one request's items have, each until it is encoded."""
 
-    def __init__(self, book: WorkerBook, account: RankAccount, num_items: int) -> None:
+    def __init__(self, book: WorkerBook, num_items: int) -> None:
         """Made by ``WorkerBook.reserve_items``."""
-        super().__init__(book, account, 1, 0, 0)
+        super().__init__(book, 0, 1, 0, 0)
         self._num_places = num_items
-        account.num_requests += num_items - 1
+        self._account.num_requests += num_items - 1
 
     def leave_one(self) -> None:
         """One of its items is encoded. No-op once the request has left."""

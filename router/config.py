@@ -8,8 +8,10 @@ from pathlib import Path
 
 from quartet.api.request import SessionLimits
 from quartet.discovery.base import Role
+from quartet.discovery.checks import check_address, check_name
 from quartet.discovery.create import DiscoveryConfig
 from quartet.errors import ConfigError
+from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
 from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
@@ -151,7 +153,11 @@ class RouterConfig:
     """One router process.
 
     Attributes:
+        router_id: its name in discovery; empty: one drawn at each start.
+        advertise_host: host that clients and other routers dial, for all ports that other hosts can reach; empty: the
+            host that ``server`` listens on.
         server: where gRPC listens; the router also dials workers with its ``tls``.
+        events_address: ``host:port`` that the ZMQ PUB socket binds which tells other routers what this one sends.
         http_address: ``host:port`` of /metrics, /livez and /readyz, without TLS.
         http: OpenAI's API over HTTP.
         policy: how requests are placed.
@@ -159,6 +165,7 @@ class RouterConfig:
             name goes first, then the first pattern that fits.
         tokenizing: how texts are tokenized.
         media: media that requests may name.
+        prefill_pools: by namespace, ``host:port`` of routers that prefill for this one (docs/global.md).
         max_request_timeout_s: upper limit of every request's time.
         required_roles: each of these needs a ready worker before the router says that it is ready (gRPC health and
             /readyz): encode, prefill, decode. Requests that need another role wait for it.
@@ -170,8 +177,8 @@ class RouterConfig:
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
         signed_start_ttl_s: a client must bring a placement to its worker within this time; less if a hand-off expires
             sooner.
-        events_key_file: the key with which workers serve their events (see ``quartet.events.curve``); ``None``: the
-            router receives them without encryption, which is refused with ``server.tls``.
+        events_key_file: the key with which workers and routers serve their events (see ``quartet.events.curve``);
+            ``None``: without encryption, which is refused with ``server.tls``.
         custom_chat_template: a Jinja file that lays out the chats of every model here, instead of the model's own.
             Read once; routers that share clients need the same one.
         trusted_gateways: names of client identities that may use every tenant.
@@ -181,7 +188,10 @@ class RouterConfig:
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
 
+    router_id: str = ""
+    advertise_host: str = ""
     server: ServerConfig = field(default_factory=lambda: ServerConfig(address="127.0.0.1:50050"))
+    events_address: str = "127.0.0.1:0"
     http_address: str = "127.0.0.1:0"
     http: HttpConfig = field(default_factory=HttpConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
@@ -189,6 +199,7 @@ class RouterConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tokenizing: TokenizeConfig = field(default_factory=TokenizeConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    prefill_pools: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
     required_roles: tuple[Role, ...] = (Role.DECODE,)
@@ -217,6 +228,7 @@ class RouterConfig:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")
         self.server.check_events_key(self.events_key_file)
+        self._check_names()
         self._check_http()
         check_identity_tenants(self.identity_tenants, self.trusted_gateways)
         if self.identity_tenants and not self.knows_callers:
@@ -226,6 +238,25 @@ class RouterConfig:
                 "tenants: beyond loopback, trust domains take server.tls with require_client_cert: without it all"
                 " clients are one tenant"
             )
+
+    def _check_names(self) -> None:
+        try:
+            if self.router_id:
+                check_name("router_id", self.router_id)
+            if self.advertise_host:
+                check_address("advertise_host", f"{self.advertise_host}:1")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        address = ListenAddress.parse(self.events_address, "events_address")
+        if self.events_key_file is None and not self.server.insecure:
+            address.require_loopback("events_address", "events_key_file, or server.insecure: true")
+
+    def host_of(self, address: str) -> str:
+        """The host that others dial for what listens on ``address``; empty: they can't know."""
+        listening = ListenAddress.parse(address, "address")
+        if listening.is_loopback:
+            return listening.host  # as it is: other hosts can't reach it under any name
+        return self.advertise_host or ("" if listening.is_wildcard else listening.host)
 
     def _check_http(self) -> None:
         """HTTP is as open as gRPC, and no more."""

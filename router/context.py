@@ -14,6 +14,7 @@ from router.guides import GrammarChecks
 from router.hand_offs import HandOffWatch
 from router.intake import Intake
 from router.media.request import MediaTools
+from router.prefill_pools import PrefillPools
 from router.prompt_memory import PromptMemory
 from router.signing import Signer
 from router.tenants import Tenants
@@ -37,6 +38,7 @@ class RouterContext:
         prompts: counts the prompts that wait.
         grammars: checks those of requests.
         hand_offs: sees which workers hand over to which.
+        prefill_pools: other namespaces that prefill for this one.
     """
 
     router_id: str
@@ -57,3 +59,4 @@ class RouterContext:
     prompts: PromptMemory = field(default_factory=PromptMemory)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     hand_offs: HandOffWatch = field(default_factory=HandOffWatch)
+    prefill_pools: PrefillPools = field(default_factory=lambda: PrefillPools({}, None))

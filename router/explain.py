@@ -180,6 +180,7 @@ def _explain(request: RouterRequest, context: RouterContext, standing: Standing)
     chosen = set() if placement is None else {placement.prefills_at, placement.decode}
     options = [_to_rank_option(option, chosen) for option in policy.explain(pending, snapshot)]
     known = {option.rank for option in options}
+    reuse = admission.expected_reuse(queued, 0 if placement is None else placement.num_cached_tokens, snapshot.now)
     options += [option for option in _not_ready(pool, context.table) if option.rank not in known]
     return Explanation(
         policy=policy.name,
@@ -189,7 +190,23 @@ def _explain(request: RouterRequest, context: RouterContext, standing: Standing)
         num_waiting=admission.num_waiting(pool),
         options=tuple(sorted(options, key=_rank)),
         wait_s=wait_s if now is None and placement is not None else None,
+        num_held_tokens=reuse.num_held_tokens,
+        num_foreign_tokens=reuse.num_foreign_tokens,
+        num_unsalted_tokens=_num_unsalted_tokens(request, context, standing, reuse.num_held_tokens),
     )
+
+
+def _num_unsalted_tokens(
+    request: RouterRequest, context: RouterContext, standing: Standing, num_held_tokens: int
+) -> int:
+    """Tokens beyond ``num_held_tokens`` that would be found cached if the client had given no salt."""
+    if not request.start.cache_salt:
+        return 0
+    unsalted = make_queued(request, context.config, standing, RetryHints())
+    unsalted.sequence_hashes = request.unsalted_hashes()
+    _, snapshot = context.admission.preview(unsalted)
+    held = context.admission.expected_reuse(unsalted, 0, snapshot.now).num_held_tokens
+    return max(held - num_held_tokens, 0)
 
 
 def _to_rank_option(option: Option, chosen: set[Rank]) -> RankOption:

@@ -33,6 +33,7 @@ from quartet.errors import (
     TransferError,
     WorkerUnavailableError,
 )
+from quartet.events.bookings import RouterBookings
 from quartet.events.curve import EventsKey
 from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
@@ -88,6 +89,7 @@ class Fleet:
         kv: KvJoins | None = None,
         chat_template: str | None = None,
         on_worker: Callable[[WorkerRecord], None] | None = None,
+        fetch_files: FetchFiles | None = None,
     ) -> None:
         """Connect to no worker yet; needs a running event loop.
 
@@ -99,15 +101,19 @@ class Fleet:
             kv: gets the workers and the KV events that they publish; ``None``: the fleet ignores KV events.
             chat_template: the source of every model's template; ``None``: each model has its own.
             on_worker: called with each worker that appears or has started again.
+            fetch_files: gets the files of models; ``None``: from the fleet's own workers.
         """
-        self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
+        self.texts = FetchedTexts(fetch_files or self._fetch_files, chat_template=chat_template)
         self._table = table
         self._metrics = metrics
         self._dialer = Dialer(tls)
         self._kv = kv
         self._on_worker = on_worker
         on_kv = None if kv is None else kv.take_batch
-        self._subscriber = EventSubscriber(self._take_load, metrics.malformed_events.inc, on_kv, key=events_key)
+        self._subscriber = EventSubscriber(
+            self._take_load, metrics.malformed_events.inc, on_kv, self._take_bookings, key=events_key
+        )
+        self._router_endpoints: frozenset[str] = frozenset()
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -156,6 +162,14 @@ class Fleet:
         async for event in watch:
             self._follow(event)
 
+    def listen_to_routers(self, endpoints: frozenset[str]) -> None:
+        """Be told what other routers send, by those that publish at these ``tcp://host:port`` and no others."""
+        for endpoint in self._router_endpoints - endpoints:
+            self._subscriber.disconnect(endpoint)
+        for endpoint in endpoints - self._router_endpoints:
+            self._connect(endpoint, "a router")
+        self._router_endpoints = endpoints
+
     async def tend(self) -> None:
         """Probe workers that need it, and forget those that are gone. Runs until cancelled."""
         last = time.monotonic()
@@ -171,8 +185,9 @@ class Fleet:
             for record in self._table.hanging(now):
                 self._spawn(f"reset-{record.worker_id}", self._reset(record))
             self.texts.retain({pool.key for pool in self._table.pools(now)})
+            self._table.set_clock(time.time() - now)
             self._table.tick(now)
-            self._show_states(now)
+            self.show_states(now)
             self._must_tend.clear()
             try:
                 async with asyncio.timeout(_TICK_S):
@@ -240,12 +255,14 @@ class Fleet:
         return is_new
 
     def _listen(self, record: WorkerRecord) -> None:
-        if not record.events_address:
-            return
+        if record.events_address:
+            self._connect(record.events_address, f"worker {record.worker_id}")
+
+    def _connect(self, endpoint: str, whose: str) -> None:
         try:
-            self._subscriber.connect(record.events_address)
+            self._subscriber.connect(endpoint)
         except ValueError as error:
-            logger.warning("worker %s: %s", record.worker_id, error)
+            logger.warning("%s: %s", whose, error)
 
     def _leave(self, key: WorkerKey) -> None:
         probe = self._probes.pop(key, None)
@@ -277,6 +294,9 @@ class Fleet:
         self._table.report(report.load, time.monotonic())
         if self._kv is not None:
             self._kv.take_load(report)
+
+    def _take_bookings(self, bookings: RouterBookings) -> None:
+        self._table.hear(bookings, time.monotonic())
 
     def _probe(self, record: WorkerRecord) -> None:
         connection = self._connections.get(record.key)
@@ -346,7 +366,8 @@ class Fleet:
                 last = error
         raise last
 
-    def _show_states(self, now: float) -> None:
+    def show_states(self, now: float) -> None:
+        """Bring the metrics up to date that count workers by role and state."""
         states = Counter((status.record.role, status.state) for status in self._table.statuses(now))
         for role, state in states.keys() | self._shown_states.keys():
             self._metrics.set_workers(role.value, state.value, states[role, state])

@@ -9,7 +9,7 @@ from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation
 from quartet.api.output import ChoiceOutput, RunningChoices
 from quartet.api.placement import PlacedRequest
-from quartet.api.request import Accepted, AskedStart, ChoicePlacement, Resume
+from quartet.api.request import Accepted, AskedStart, ChoicePlacement, Relayed, Resume
 from quartet.errors import NoSigningKeyError, ServingError
 from router.attempts import ChoiceRun, run_choices, to_choice_placement
 from router.context import RouterContext
@@ -17,7 +17,7 @@ from router.explain import ExplainTurns, explain
 from router.fair_queue import Standing
 from router.place import PlaceRun
 from router.policy.base import Placement
-from router.prepare import RouterRequest, resume_in_turns, run_prepared
+from router.prepare import Prepare, RouterRequest, check_namespaces, resume_in_turns, run_prepared
 from router.request_log import RequestLog
 
 
@@ -52,18 +52,26 @@ class Pipeline:
         *,
         resume: Resume | None = None,
         traceparent: str = "",
+        relayed: Relayed | None = None,
         on_queued: Callable[[], None] | None = None,
     ) -> GenerateRun:
         """Run a request; its answer goes to ``sink``, and so does its failure.
 
         ``on_queued`` is called when a choice of it begins to wait for a worker: it has passed all checks then.
         """
-        request = RouterRequest(start, resume, traceparent)
+        request = RouterRequest(start, resume, traceparent, relayed or Relayed())
         run = GenerateRun(request, self._context, sink, self._running.discard, on_queued)
         self._running.add(run)
         return run
 
-    async def place(self, start: AskedStart, *, resume: Resume | None = None, traceparent: str = "") -> PlacedRequest:
+    async def place(
+        self,
+        start: AskedStart,
+        *,
+        resume: Resume | None = None,
+        traceparent: str = "",
+        relayed: Relayed | None = None,
+    ) -> PlacedRequest:
         """Run a request up to its prefill, for a client that fetches the tokens itself.
 
         Raises:
@@ -73,7 +81,7 @@ class Pipeline:
         signer = self._context.signer
         if signer is None:
             raise NoSigningKeyError("this router has no key to sign placements with")
-        run = PlaceRun(RouterRequest(start, resume, traceparent), self._context, signer)
+        run = PlaceRun(RouterRequest(start, resume, traceparent, relayed or Relayed()), self._context, signer)
         self._running.add(run)
         try:
             return await run.run()
@@ -109,8 +117,12 @@ class GenerateRun:
         sink: AnswerSink,
         on_end: Callable[[GenerateRun], None],
         on_queued: Callable[[], None] | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
-        """Begin to run; ``on_end`` is called once the request has ended and holds nothing any more."""
+        """Begin to run; ``on_end`` is called once the request has ended and holds nothing any more.
+
+        ``prepare`` is that of ``run_prepared``.
+        """
         self._request = request
         self._context = context
         self._sink = sink
@@ -121,7 +133,7 @@ class GenerateRun:
         self._on_queued = on_queued
         self._is_cancelled = False
         self._abort_error: ServingError | None = None
-        work = run_prepared(request, context, self._generate, late="did not end")
+        work = run_prepared(request, context, self._generate, late="did not end", prepare=prepare)
         self._work: asyncio.Task[None] | None = asyncio.create_task(work, name=f"request-{request.request_id}")
         self._work.add_done_callback(self._settle)
 
@@ -178,6 +190,7 @@ class GenerateRun:
 
     async def _generate(self, request: RouterRequest) -> None:
         context = self._context
+        check_namespaces(request, context)
         outputs = request.make_outputs(self._sink, request.start.text_options, context.metrics)
         if request.media is not None:
             for output in outputs.values():

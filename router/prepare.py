@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from quartet.api.answer import DeltaSink
 from quartet.api.chat import ChatPrompt
@@ -20,6 +20,7 @@ from quartet.api.request import (
     AskedStart,
     GenerateStart,
     Prompt,
+    Relayed,
     Resume,
     TextOptions,
     TextPrompt,
@@ -78,8 +79,11 @@ _TOKEN_ID_BYTES, _OTHER_NUMBER_BYTES, _TOLERANCE = 5, 64 << 10, 4
 _TAIL_TOKENS = 4
 
 _NO_PROMPT = TokenPrompt(())
+_NOT_RELAYED = Relayed()
 
 ResultT = TypeVar("ResultT")
+#: Makes a request that was read ready to run.
+Prepare: TypeAlias = "Callable[[RouterRequest, RouterContext], Awaitable[None]]"
 
 
 async def run_prepared(
@@ -90,11 +94,12 @@ async def run_prepared(
     late: str,
     encodes: bool = True,
     num_copies: int = 1,
+    prepare: Prepare | None = None,
 ) -> ResultT:
     """Check ``request``, prepare it, and ``run`` it, all within its time.
 
     If ``encodes``, its media are encoded meanwhile; at the end, hand-offs that no prefill took are dropped. Files in it
-    are ``num_copies`` times in memory.
+    are ``num_copies`` times in memory. ``prepare`` takes the place of what prepares it for workers of this router.
 
     Raises:
         InvalidRequestError: a field is impossible or unsupported; names the field.
@@ -115,7 +120,8 @@ async def run_prepared(
         elif request.asked.num_file_bytes:
             num_bytes = num_copies * request.asked.num_file_bytes
             request.unread = context.media.queue.hold(request.asked.tenant, num_bytes)
-        return await _run_in_time(request, context, run, late=late, encodes=encodes, num_copies=num_copies)
+        prepare = prepare or partial(_prepare, encodes=encodes)
+        return await _run_in_time(request, context, run, prepare, late=late, num_copies=num_copies)
     finally:
         if request.unread is not None:
             request.unread.close()
@@ -127,9 +133,9 @@ async def _run_in_time(
     request: RouterRequest,
     context: RouterContext,
     run: Callable[[RouterRequest], Awaitable[ResultT]],
+    prepare: Prepare,
     *,
     late: str,
-    encodes: bool,
     num_copies: int,
 ) -> ResultT:
     timeout_s = min(request.asked.timeout_s or context.max_timeout_s, context.max_timeout_s)
@@ -142,7 +148,7 @@ async def _run_in_time(
             del timeout  # it knows this task, whose error may know this frame
             await _begin(request, context, num_copies)
             request.held.read(request_bytes(request.start, request.resume))
-            await _prepare(request, context, encodes=encodes)
+            await prepare(request, context)
             if request.media is None:
                 return await run(request)
             try:
@@ -228,6 +234,7 @@ class RouterRequest:
         resume: the attempt to resume; ``None``: a new request.
         traceparent: W3C trace context; empty: no trace.
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
+        prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
         arrived_at: in monotonic seconds.
         deadline: in monotonic seconds; set by the check, while all fields below are set by preparing.
         worker_priority: the priority that workers are told.
@@ -258,12 +265,19 @@ class RouterRequest:
     seed: int
     max_output_tokens: int
 
-    def __init__(self, asked: AskedStart, resume: Resume | None = None, traceparent: str = "") -> None:
-        """Accept it without any check, and draw the id of a new request."""
+    def __init__(
+        self,
+        asked: AskedStart,
+        resume: Resume | None = None,
+        traceparent: str = "",
+        relayed: Relayed = _NOT_RELAYED,
+    ) -> None:
+        """Accept it without any check, and draw the id of a new request, unless who relayed it has."""
         self.asked = asked
         self.resume = resume
         self.traceparent = traceparent
-        self.request_id = secrets.token_hex(16) if resume is None else resume.request_id
+        self.request_id = resume.request_id if resume is not None else relayed.request_id or secrets.token_hex(16)
+        self.prefill_namespaces = relayed.prefill_namespaces
         self.arrived_at = time.monotonic()
         self.tokenize_s = 0.0
         self.unread: MediaRoom | None = None
@@ -426,17 +440,21 @@ class RouterRequest:
         Empty if the pool has no block size, or if workers are to compute the prompt whatever they have cached.
         """
         if generated:
-            return self._hashes([*self.prompt_token_ids, *generated])
+            return self._hashes([*self.prompt_token_ids, *generated], self.cache_salt)
         if self.start.output.num_prompt_logprobs is not None:
             return ()  # the prompt is computed whole
         if self._prompt_hashes is None:
-            self._prompt_hashes = self._hashes(self.prompt_token_ids)
+            self._prompt_hashes = self._hashes(self.prompt_token_ids, self.cache_salt)
         return self._prompt_hashes
 
-    def _hashes(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def unsalted_hashes(self) -> Sequence[int]:
+        """``sequence_hashes`` of the prompt as they would be if the client had given no salt."""
+        return self._hashes(self.prompt_token_ids, salt_in_domain(self.trust_domain, ""))
+
+    def _hashes(self, token_ids: Sequence[int], salt: str) -> Sequence[int]:
         if not self.pool.block_size:
             return ()
-        adapter, salt = self.start.adapter, self.cache_salt
+        adapter = self.start.adapter
         extra_key = ExtraKey(adapter=adapter, cache_salt=salt) if adapter or salt else NO_EXTRA_KEY
         if self.media is not None and not self.spans:
             # The position of the tokens after the first item is unknown.
@@ -693,6 +711,14 @@ def find_pool(start: AskedStart, table: WorkerTable, resume: Resume | None = Non
     if not start.model and table.pools(time.monotonic()):
         raise InvalidRequestError("several models are served: name one", field="model")
     raise model_error(table, start.model, "model", time.monotonic())
+
+
+def check_namespaces(request: RouterRequest, context: RouterContext) -> None:
+    """Refuse namespaces of which the router does not know. Raises ``InvalidRequestError``."""
+    for namespace in request.prefill_namespaces:
+        if namespace not in context.prefill_pools.namespaces:
+            message = f"this router's prefill_pools have no {namespace}"
+            raise InvalidRequestError(message, field="prefill_namespaces")
 
 
 def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
 from quartet.discovery.create import create_registry
-from quartet.errors import DrainingError
+from quartet.errors import DrainingError, WorkerReplacedError
 from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
 from quartet.rpc.message_limits import MessageLimits
@@ -38,7 +37,10 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
+from router.peers import Peering
 from router.policy.create import create_policy
+from router.prefill_for import PrefillFor, PrefillTable
+from router.prefill_pools import PrefillPools
 from router.prepare import max_message_bytes
 from router.prompt_memory import PromptMemory
 from router.readiness import Readiness
@@ -84,6 +86,7 @@ class RouterProcess:
         self._loop_watch = LoopWatch()
         self._readiness: Readiness | None = None
         self._is_leaving = False
+        self._openai_port = 0  # of HTTP, once it is served
         #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
 
@@ -101,9 +104,9 @@ class RouterProcess:
             telemetry = TelemetryServer(config.http_address, self._registry, self._probes())
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
-            # New at each start, so workers' reports do not include what an earlier process of this router placed.
-            router_id = f"router-{secrets.token_hex(8)}"
-            table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
+            peering = Peering(config, self._events_key)
+            stack.callback(peering.close)
+            table = WorkerTable(peering.start_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()
             kv = KvJoins(index, count=lambda outcome: self._metrics.snapshots.labels(outcome).inc())
             self._metrics.watch_index(
@@ -118,20 +121,20 @@ class RouterProcess:
             grammars = GrammarChecks(FairShare(self._tenants))
             stack.callback(grammars.close)
             pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing, grammars)
-            servicer = self._servicer(pipeline, table, fleet)
+            stack.push_async_callback(pipeline.context.prefill_pools.close)
+            servicer = self._servicer(pipeline, table, fleet, self._prefills_for_others(pipeline, table, index))
             server = self._server(servicer, table, fleet)
-            self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
+            grpc_port = await server.start()
+            self.address = f"{config.server.address.rpartition(':')[0]}:{grpc_port}"
             stack.push_async_callback(server.drain, 0)
             http = await self._start_http(pipeline)
             if http is not None:
                 stack.push_async_callback(http.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
-            registry = create_registry(config.discovery)
-            stack.push_async_callback(registry.close)
             readiness = self._readiness = Readiness(table, config.required_roles)
-            async with Supervisor(self._fail) as tasks:
-                tasks.start("discovery", fleet.watch(registry.watch()))
-                tasks.start("tend", fleet.tend())
+            async with Supervisor(self._fail, expected=(WorkerReplacedError,)) as tasks:
+                ports = {"grpc_port": grpc_port, "http_port": self._openai_port, "metrics_port": http_port}
+                self._follow_workers(tasks, stack, table, fleet, peering, ports)
                 tasks.start("index-upkeep", keep_up(index))
                 tasks.start("lag", monitor_event_loop_lag(ProcessMetrics(self._registry)))
                 tasks.start("loop-watch", self._loop_watch.run())
@@ -140,7 +143,24 @@ class RouterProcess:
                 tasks.start("readiness", self._report_readiness(readiness, server, http_address))
                 await tasks.run_until(stop)
                 fleet.drain()
-                await self._drain(server, servicer, pipeline, http)
+                await asyncio.gather(peering.withdraw(), self._drain(server, servicer, pipeline, http))
+
+    def _follow_workers(
+        self,
+        tasks: Supervisor,
+        stack: AsyncExitStack,
+        table: WorkerTable,
+        fleet: Fleet,
+        peering: Peering,
+        ports: Mapping[str, int],
+    ) -> None:
+        """Start what keeps the table up to date, and tells other routers and clients of this one."""
+        registry = create_registry(self._config.discovery)
+        stack.push_async_callback(registry.close)
+        tasks.start("discovery", fleet.watch(registry.watch()))
+        tasks.start("peers", peering.follow(registry.watch_routers(), fleet, table))
+        tasks.start("registration", peering.announce(registry, **ports))
+        tasks.start("tend", fleet.tend())
 
     async def _start_http(self, pipeline: Pipeline) -> HttpServer | None:
         config = self._config
@@ -154,7 +174,7 @@ class RouterProcess:
             stall_timeout_s=config.stall_timeout_s,
             is_ready=self._probes().is_ready,
         )
-        port = await server.start()
+        port = self._openai_port = await server.start()
         scheme = "http" if config.http.tls is None else "https"
         logger.info("OpenAI's API listens on %s://%s:%d/v1", scheme, config.http.host, port)
         return server
@@ -207,7 +227,9 @@ class RouterProcess:
             on_worker=UnannouncedSalts().note if self._tenants.has_domains else None,
         )
 
-    def _servicer(self, pipeline: Pipeline, table: WorkerTable, fleet: Fleet) -> RouterServicer:
+    def _servicer(
+        self, pipeline: Pipeline, table: WorkerTable, fleet: Fleet, prefills: PrefillFor | None = None
+    ) -> RouterServicer:
         config = self._config
         return RouterServicer(
             pipeline,
@@ -216,6 +238,8 @@ class RouterProcess:
             stalled=self._stalled,
             is_loopback=config.server.is_loopback,
             has_tls=config.server.tls is not None,
+            namespace=config.server.namespace,
+            prefills=prefills,
             names=TenantNames(config.trusted_gateways, config.identity_tenants, self._tenants),
             session_limits=config.session,
             call_limits=config.calls,
@@ -244,7 +268,7 @@ class RouterProcess:
         table.listen(admission.wake)
         encode = self._encode_tools(table, fleet, index)
         keys, media_queue = self._signing_keys, self._media_queue(table, tenants)
-        pipeline = Pipeline(
+        pipeline = self._make_pipeline(
             RouterContext(
                 router_id=table.router_id,
                 table=table,
@@ -262,6 +286,7 @@ class RouterProcess:
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
                 tenants=self._tenants,
                 prompts=PromptMemory(config.admission, self._tenants),
+                prefill_pools=PrefillPools(config.prefill_pools, config.server.tls),
             )
         )
         self._metrics.watch_requests(
@@ -269,6 +294,17 @@ class RouterProcess:
             lambda: pipeline.num_running,
         )
         return pipeline
+
+    def _prefills_for_others(self, pipeline: Pipeline, table: WorkerTable, index: PrefixIndex) -> PrefillFor | None:
+        """What prefills for routers of other namespaces; ``None``: nothing does."""
+        config = self._config
+        policy = create_policy(config.policy, random.Random())
+        admission = Admission(PrefillTable(table), policy, config.admission, index, self._metrics, self._tenants)
+        table.listen(admission.wake)
+        return PrefillFor(pipeline.context, admission, table)
+
+    def _make_pipeline(self, context: RouterContext) -> Pipeline:
+        return Pipeline(context)
 
     def _encode_tools(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex) -> EncodeTools:
         admission, attempts = self._config.admission, self._config.attempts

@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import TIMES, ChoiceFinished, TimeBreakdown, Usage
+from quartet.api.reuse import Reuse
 from quartet.errors import ServingError
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import RouterMetrics
@@ -37,11 +38,16 @@ class RequestLog:
         self._metrics = metrics
         self._is_prepared = False
         self._outputs: Collection[ChoiceOutput] = ()
+        self._num_choices = 0
 
-    def prepared(self, outputs: Collection[ChoiceOutput]) -> None:
-        """The request is checked and tokenized; ``outputs`` know what each choice used, however it ends."""
+    def prepared(self, outputs: Collection[ChoiceOutput], *, num_relayed: int = 0) -> None:
+        """The request is checked and tokenized.
+
+        ``outputs`` know what each choice used, however it ends; of ``num_relayed`` others only their ends do.
+        """
         self._is_prepared = True
         self._outputs = outputs
+        self._num_choices = len(outputs) + num_relayed
         self._metrics.tokenize_time.observe(self._request.tokenize_s)
 
     def write(
@@ -55,7 +61,7 @@ class RequestLog:
             num_given_to_client: choices that their client continues.
         """
         request, outputs, failure = self._request, self._outputs, "" if error is None else outcome_of(error)
-        if len(finished) == len(outputs):  # their ends have all figures
+        if len(finished) == self._num_choices:  # their ends have all figures
             usages = [one.usage for one in finished]
             times = [one.time for one in finished]
         else:
@@ -64,7 +70,7 @@ class RequestLog:
         outcomes: list[str] = [*map(attrgetter("reason"), finished), *[_PLACED] * num_given_to_client]
         if failure:
             # Before the request is prepared, its number of choices is only the client's claim.
-            num_failed = len(outputs) - len(finished) if self._is_prepared else 1
+            num_failed = self._num_choices - len(finished) if self._is_prepared else 1
             outcomes += [failure] * num_failed
         for outcome in outcomes:
             self._metrics.requests.labels(outcome).inc()
@@ -93,6 +99,10 @@ class RequestLog:
             line.tokenize_s = request.tokenize_s
         if used is not None:
             self._count_use(used, usages, () if num_given_to_client else times)
+            if (reuse := _reuse(outputs)) is not None:
+                self._count_reuse(reuse)
+                line.num_held_tokens, line.num_matched_tokens = reuse.num_held_tokens, reuse.num_matched_tokens
+                line.num_evicted_tokens = reuse.num_evicted_tokens
             line.num_prompt_tokens, line.num_cached_tokens = used.num_prompt_tokens, used.num_cached_tokens
             line.num_output_tokens, line.num_attempts = used.num_output_tokens, used.num_attempts
         if self.placement is not None:
@@ -112,6 +122,18 @@ class RequestLog:
         for spent in times:
             model.duration.observe(spent.total_s or 0.0)
 
+    def _count_reuse(self, reuse: Reuse) -> None:
+        """Count what became of the prompt's tokens, once, whatever the number of choices."""
+        for part, counter in self._metrics.reuse.items():
+            if num_tokens := getattr(reuse, f"num_{part}_tokens"):
+                counter.inc(num_tokens)
+
+
+def _reuse(outputs: Collection[ChoiceOutput]) -> Reuse | None:
+    """Of the choice that found most cached, as ``_summed`` has it."""
+    known = [output.reuse for output in outputs if output.reuse is not None]
+    return max(known, key=attrgetter("num_cached_tokens"), default=None)
+
 
 def outcome_of(error: BaseException) -> str:
     """The outcome of a request that ended with ``error``, as one word."""
@@ -129,6 +151,7 @@ def _summed(usages: Sequence[Usage]) -> Usage | None:
         num_cached_tokens=max(usage.num_cached_tokens for usage in usages),
         num_output_tokens=sum(usage.num_output_tokens for usage in usages),
         num_attempts=max(usage.num_attempts for usage in usages),
+        num_evicted_tokens=max(usage.num_evicted_tokens for usage in usages),
     )
 
 

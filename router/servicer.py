@@ -13,12 +13,13 @@ import grpc
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import from_place_request, to_place_response
 from quartet.api.convert.fleet import from_explain_request, to_explain_response, to_model, to_worker_status
+from quartet.api.convert.prefill import from_prefill_for_request, to_prefill_for_response
 from quartet.api.convert.unread import UnreadStart
 from quartet.api.fleet import Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import AskedStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
-from quartet.errors import DrainingError, ProtocolError
+from quartet.errors import DrainingError, ProtocolError, UnimplementedError
 from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.errors import public_error
 from quartet.rpc.open_calls import OpenCalls
@@ -30,6 +31,7 @@ from router.config import CallLimits
 from router.fleet import FetchedTexts
 from router.generate import GenerateRun, Pipeline
 from router.open_sessions import OpenSessions
+from router.prefill_for import PrefillFor
 from router.prepare import valid_traceparent
 from router.readiness import model_error
 from router.tenants import TenantNames
@@ -60,6 +62,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         stalled: StalledCalls,
         is_loopback: bool,
         has_tls: bool = True,
+        namespace: str = "",
+        prefills: PrefillFor | None = None,
         names: TenantNames | None = None,
         session_limits: SessionLimits | None = None,
         call_limits: CallLimits | None = None,
@@ -68,8 +72,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
         ``names`` says which tenant a caller with an identity may use. A caller without one may use any over loopback,
         else none: its tenant is empty. Without ``has_tls`` callers have no certificates, and the servicer does not look
-        for them.
+        for them. A caller of another namespace than ``namespace`` is known as ``NAMESPACE/NAME``.
         """
+        self._namespace = namespace
+        self._prefills = prefills
         self._pipeline = pipeline
         self._table = table
         self._texts = texts
@@ -124,9 +130,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Place(self, request: pb.PlaceRequest, context: _Context) -> pb.PlaceResponse:
         """As router.proto says."""
-        start, resume = from_place_request(request)
+        start, resume, relayed = from_place_request(request)
         start = self._with_tenant(start, self._identity(context))
-        placed = await self._pipeline.place(start, resume=resume, traceparent=_traceparent(context))
+        traceparent = _traceparent(context)
+        placed = await self._pipeline.place(start, resume=resume, traceparent=traceparent, relayed=relayed)
         return to_place_response(placed)
 
     async def Session(  # type: ignore[override]
@@ -140,7 +147,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         def begin(asked: SessionStart, sink: AnswerSink) -> GenerateRun:
             start = self._with_tenant(asked.start, identity)
             own = valid_traceparent(asked.traceparent)
-            return self._pipeline.generate(start, sink, resume=asked.resume, traceparent=own or traceparent)
+            return self._pipeline.generate(
+                start, sink, resume=asked.resume, traceparent=own or traceparent, relayed=asked.relayed
+            )
 
         with self._pace.account(client) as account:
             session = SessionStream(begin, self._session_limits, self._stalled, account)
@@ -185,6 +194,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise model_error(self._table, request.name, "name", time.monotonic())
         return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
+    async def PrefillFor(self, request: pb.PrefillForRequest, context: _Context) -> pb.PrefillForResponse:
+        """As router.proto says."""
+        if self._prefills is None:
+            raise UnimplementedError("this router prefills for no others")
+        return to_prefill_for_response(await self._prefills.run(from_prefill_for_request(request)))
+
     async def _read_start(self, context: _Context, identity: Identity | None) -> AskedStart:
         # A client that opens a stream and sends nothing must not delay a drain.
         with _UntilClosing(self._closing, self._idle_tasks):
@@ -200,7 +215,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if identity is None:
             tenant = start.tenant if self._is_loopback else ""
         else:
-            tenant = self._names.tenant(identity.name, start.tenant)
+            is_foreign = self._namespace not in ("", identity.namespace)
+            name = f"{identity.namespace}/{identity.name}" if is_foreign else identity.name
+            tenant = self._names.tenant(name, start.tenant)
         return start if tenant == start.tenant else start.for_tenant(tenant)
 
     def _statuses(self, model: str) -> list[WorkerStatus]:

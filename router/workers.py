@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
 from operator import attrgetter
 from statistics import median_high, mode
 from typing import NamedTuple
@@ -18,7 +19,8 @@ from typing import NamedTuple
 from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import SPOKEN_VERSIONS, Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
-from quartet.events.load import RankLoad, StepTime, WorkerLoad
+from quartet.events.bookings import BookedStart, RouterBookings
+from quartet.events.load import OnboardTime, RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, ItemsBooking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
@@ -32,7 +34,7 @@ _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 _LAST_REPORTS_S = 0.5
 
 # Of ranks that have not reported theirs.
-_UNMEASURED, _IDLE = StepTime(), RankLoad()
+_UNMEASURED, _NO_TIERS, _IDLE = StepTime(), OnboardTime(), RankLoad()
 
 # Heartbeats come once a second. A worker whose events don't arrive is only probed now and then.
 _QUIET_S = 3.0
@@ -66,6 +68,8 @@ class WorkerTable:
         Workers whose contract version is not among ``versions`` are only listed.
         """
         self.router_id = router_id
+        #: Called with each start that goes to a worker that computes prompts or decodes; ``None``: nobody asks.
+        self.on_sent: Callable[[BookedStart], None] | None = None
         self._versions = versions
         #: Discovery has listed every worker that it knew at the start.
         self.is_synchronised = False
@@ -100,7 +104,9 @@ class WorkerTable:
         if known is None or is_new:
             replaced = [] if known is None else [known]
             replaced += [self._workers.pop(key) for key in self.other_roles(record.key)]
-            self._workers[record.key] = KnownWorker(record, now, is_compatible=self.can_use(record))
+            self._workers[record.key] = KnownWorker(
+                record, now, is_compatible=self.can_use(record), on_sent=partial(self._sent, record)
+            )
         else:
             known.move(record)
             known.is_listed = True
@@ -184,11 +190,29 @@ class WorkerTable:
                 self._take(worker, load, now)
                 return
 
+    def hear(self, bookings: RouterBookings, now: float) -> None:
+        """Another router told what it has sent. Starts at workers that are unknown here are ignored."""
+        if bookings.router_id == self.router_id:
+            return
+        for start in bookings.starts:
+            for role in _MODEL_ROLES:
+                worker = self._of_epoch(WorkerKey(role, start.worker_id), start.worker_epoch)
+                if worker is not None and start.data_parallel_rank < len(worker.book.accounts):
+                    account = worker.book.accounts[start.data_parallel_rank]
+                    name = numbering(bookings.router_id, start.worker_epoch)
+                    worker.book.told.add(name, start, account, now)
+        self._peers.on_told(bookings.router_id, now)
+
+    def set_clock(self, ahead_s: float) -> None:
+        """The clock that routers have in common is so much ahead of monotonic time."""
+        self._peers.clock_ahead_s = ahead_s
+
     def tick(self, now: float) -> None:
         """Apply the passage of time: silence may have changed states, and placements may have lapsed."""
         is_same = True
         for worker in self._workers.values():
             worker.book.placed.poll(now)
+            worker.book.told.poll(now)
             worker.poll(now)
             state = worker.state(now, self._heartbeat_timeout_s)
             is_same, worker.last_state = is_same and state is worker.last_state, state
@@ -262,6 +286,11 @@ class WorkerTable:
         known = self._pools_by_key(now).get(pool)
         return known is not None and known.num_ready_decode > 0
 
+    def is_of(self, rank: Rank, pool: PoolKey) -> bool:
+        """Whether ``rank`` is of a worker of ``pool`` that computes prompts or decodes."""
+        workers = [self._workers.get(WorkerKey(role, rank.worker_id)) for role in _MODEL_ROLES]
+        return any(worker is not None and worker.pool == pool for worker in workers)
+
     def block_size(self, pool: PoolKey, now: float) -> int:
         """``Pool.block_size`` of ``pool``; 0 also if the pool is gone."""
         known = self._pools_by_key(now).get(pool)
@@ -311,18 +340,26 @@ class WorkerTable:
     def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Reserve the room for ``placement`` of ``pending``, which must come from a snapshot of this moment."""
         prefill: Booking | None = None
+        num_missing = placement.num_missing_tokens(pending)
         if placement.prefill is not None:
             rank = placement.prefill
             prefill = self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
-                rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank)
+                rank.data_parallel_rank, num_queued_tokens=num_missing
             )
         rank = placement.decode
         decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.reserve(
             rank.data_parallel_rank,
             num_reserved_tokens=pending.num_reserved_tokens,
-            num_queued_tokens=pending.num_missing_tokens(rank) if placement.prefill is None else 0,
+            num_queued_tokens=num_missing if placement.prefill is None else 0,
         )
         return Reservation(placement, prefill, decode, waited_s=waited_s)
+
+    def reserve_prefill(self, placement: Placement, pending: Pending) -> Booking:
+        """Reserve the room that ``pending`` takes at a prefill worker, for a router of another namespace."""
+        rank = placement.prefills_at
+        return self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
+            rank.data_parallel_rank, num_queued_tokens=placement.num_missing_tokens(pending)
+        )
 
     def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:
         """The record of that epoch of a decode worker. Raises ``WorkerUnavailableError`` unless it is ready."""
@@ -352,6 +389,19 @@ class WorkerTable:
             if worker.is_compatible
         ]
 
+    def _sent(self, record: WorkerRecord, booking: Booking) -> None:
+        if self.on_sent is not None and record.role in _MODEL_ROLES:
+            self.on_sent(
+                BookedStart(
+                    record.worker_id,
+                    record.epoch,
+                    booking.data_parallel_rank,
+                    booking.number,
+                    booking.num_queued_tokens,
+                    booking.num_reserved_blocks,
+                )
+            )
+
     def _of_epoch(self, key: WorkerKey, epoch: int) -> KnownWorker | None:
         worker = self._workers.get(key)
         return worker if worker is not None and worker.record.epoch == epoch else None
@@ -372,6 +422,7 @@ class WorkerTable:
         )
         # Dozens of reports come each second; few of them change a pool.
         state = worker.last_state = worker.state(now, self._heartbeat_timeout_s)
+        worker.book.told.on_report(load.router_arrivals)
         self._changed(keep_pools=before == (state, state, worker.num_rank_tokens))
 
     def _is_ready(self, worker: KnownWorker, now: float) -> bool:
@@ -468,11 +519,14 @@ class KnownWorker:
         has_joined: it has answered at least once.
         cut_at: when its connection was lost; ``None``: it has reported since.
         last_state: as of its last report or the table's last ``tick``.
+
+    ``on_sent`` is called when a start goes to it.
     """
 
     record: WorkerRecord
     known_at: float
     is_compatible: bool = field(default=True, kw_only=True)
+    on_sent: InitVar[Callable[[Booking], None] | None] = field(default=None, kw_only=True)
     book: WorkerBook = field(init=False)
     pool: PoolKey = field(init=False)
     num_rank_tokens: int = field(init=False)
@@ -484,11 +538,12 @@ class KnownWorker:
     cut_at: float | None = None
     last_state: WorkerState = WorkerState.JOINING
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, on_sent: Callable[[Booking], None] | None) -> None:
         self._is_quiet = self._is_fed = False
         self._lacks = _NONE
-        self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
         record = self.record
+        block_size = max(record.block_size, 1)
+        self.book = WorkerBook(record.data_parallel_size, block_size, epoch=record.epoch, on_sent=on_sent)
         # Kept, because every snapshot of its pool needs them.
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
         self._ranks = [Rank(record.worker_id, number) for number in range(record.data_parallel_size)]
@@ -608,6 +663,7 @@ class KnownWorker:
             max_step_tokens=load.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,
             step_time=load.step_time or _UNMEASURED,
             is_measured=load.step_time is not None,
+            onboard_time=load.onboard_time or _NO_TIERS,
         )
 
 
@@ -812,7 +868,12 @@ _NO_MEDIA = PoolMedia()
 
 
 class PeerWatch:
-    """Finds the other routers by the starts that workers report, so routers need not know of each other."""
+    """Finds the other routers by the starts that workers report, or that they tell of themselves.
+
+    Attributes:
+        peers: as of the last report or ``poll``.
+        clock_ahead_s: as in ``Peers``.
+    """
 
     def __init__(self, router_id: str) -> None:
         """Start with only this router known."""
@@ -820,6 +881,8 @@ class PeerWatch:
         self._last_numbers: dict[tuple[str, str], int] = {}  # by worker and router's numbering
         self._epochs: dict[str, int] = {}
         self._active_at: dict[str, float] = {}
+        self._told_at: dict[str, float] = {}  # of those that tell what they send
+        self.clock_ahead_s = 0.0
         self.peers = Peers()
 
     def on_report(self, load: WorkerLoad, now: float) -> None:
@@ -838,6 +901,13 @@ class PeerWatch:
         if has_new:
             self.poll(now)
 
+    def on_told(self, router_id: str, now: float) -> None:
+        """A router told what it has sent."""
+        is_new = router_id not in self._told_at or router_id not in self._active_at
+        self._told_at[router_id] = self._active_at[router_id] = now
+        if is_new:
+            self.poll(now)
+
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
         self._epochs.pop(worker_id, None)
@@ -846,5 +916,12 @@ class PeerWatch:
     def poll(self, now: float) -> None:
         """Apply the passage of time: some routers may no longer be active."""
         self._active_at = {name: at for name, at in self._active_at.items() if now - at <= _ACTIVE_S}
-        routers = sorted(self._active_at.keys() | {self._router_id})
-        self.peers = Peers(number=routers.index(self._router_id), num_routers=len(routers))
+        self._told_at = {name: at for name, at in self._told_at.items() if now - at <= _ACTIVE_S}
+        others = self._active_at.keys() - {self._router_id}
+        routers = sorted(others | {self._router_id})
+        self.peers = Peers(
+            number=routers.index(self._router_id),
+            num_routers=len(routers),
+            tell_bookings=bool(others) and others <= self._told_at.keys(),
+            clock_ahead_s=self.clock_ahead_s,
+        )

@@ -122,7 +122,7 @@ def bench(
         seed=make_seed(seed),
     )
     with reporting_errors():
-        used_model, points = uvloop.run(_run(router.router, router.tls, plan))
+        used_model, points = uvloop.run(_run(router.addresses(), router.tls, plan))
         duration_s = time.monotonic() - began
         report = _report(plan, trace, started_at, duration_s, used_model, [point.result for point in points])
         raise typer.Exit(_finish(output, report, plan, used_model, points))

@@ -82,6 +82,10 @@ def replay(
     routers: Annotated[int, _fleet("--routers", "Routers, which get the requests in turn.")] = _FLEET.num_routers,
     load_age_ms: Annotated[float, _fleet("--load-age-ms", "How old the load that routers know is.", 0)] = _MS
     * _FLEET.load_age_s,
+    bookings_age_ms: Annotated[
+        float | None,
+        _fleet("--bookings-age-ms", "How old what routers tell each other is; left out: they tell nothing.", 0),
+    ] = None,
     num_blocks: Annotated[int, _fleet("--blocks", "KV blocks of each worker.")] = _ENGINE.num_blocks,
     block_size: Annotated[int, _fleet("--block-size", "Tokens of a KV block.")] = _ENGINE.block_size,
     host_blocks: Annotated[
@@ -129,6 +133,7 @@ def replay(
         transfer_gb_per_s=transfer_gb_per_s,
         num_routers=routers,
         load_age_s=load_age_ms / _MS,
+        bookings_age_s=None if bookings_age_ms is None else bookings_age_ms / _MS,
         engine=EngineSettings(num_blocks=num_blocks, block_size=block_size, tiers=tiers if host_blocks else None),
         objectives=Objectives(ttft_ms=good_ttft_ms, itl_ms=good_itl_ms),
     )

@@ -32,6 +32,16 @@ class ReplayedRequest:
     num_missing_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _ToldRequest:
+    """What another router told of a request that it sent; known here from ``known_at`` on."""
+
+    known_at: float
+    sent_at: float
+    num_missing_tokens: int
+    num_reserved_blocks: int
+
+
 class _Account:
     """What a router knows of its own requests at one rank."""
 
@@ -88,9 +98,10 @@ class FleetRouter:
         *,
         num_prefill: int,
         load_age_s: float = 0.0,
+        bookings_age_s: float | None = None,
         peers: Peers = _ALONE,
     ) -> None:
-        """``workers`` are all like ``engine``, with empty caches; the first ``num_prefill`` of them only prefill."""
+        """``workers`` are all like ``engine``; the first ``num_prefill`` of them only prefill. Its index is empty."""
         self.poll_at = inf
         self._policy = policy
         self._workers = workers
@@ -102,6 +113,8 @@ class FleetRouter:
             for number, rank in enumerate(workers)
         }
         self._load_age_s = load_age_s
+        self._bookings_age_s = bookings_age_s
+        self._told = {rank: deque[_ToldRequest]() for rank in workers}
         self._peers = peers
         self._index = PrefixIndex()
         self._queue: list[ReplayedRequest] = []
@@ -126,6 +139,16 @@ class FleetRouter:
     def next_report_at(self) -> float:
         """When the router next learns a worker's state; ``inf``: it knows all."""
         return min([reports[0][0] for reports in self._reports.values() if reports], default=inf) + self._load_age_s
+
+    def hear(self, replayed: ReplayedRequest, now: float) -> None:
+        """Another router has sent a request. This one knows it from ``bookings_age_s`` later, or only by reports."""
+        if self._bookings_age_s is None:
+            return
+        placement = replayed.placement
+        assert placement is not None, "it was sent"
+        num_blocks = self._num_blocks(replayed.pending.num_reserved_tokens) if placement.prefill is None else 0
+        told = _ToldRequest(now + self._bookings_age_s, now, replayed.num_missing_tokens, num_blocks)
+        self._told[placement.prefills_at].append(told)
 
     def first_token(self, replayed: ReplayedRequest) -> None:
         """A request that was sent has its first token."""
@@ -185,14 +208,17 @@ class FleetRouter:
     def _candidate(self, rank: Rank, now: float) -> ReplayCandidate:
         state, account = self._latest(rank, now), self._accounts[rank]
         step_ends_at, num_context_tokens = state.step_at(now - self._load_age_s)
+        told = [item for item in self._told[rank] if item.known_at <= now]
+        num_told_blocks = sum([item.num_reserved_blocks for item in told])
         num_unreported_tokens = sum([item.num_missing_tokens for item in account.unreported])
+        num_unreported_tokens += sum([item.num_missing_tokens for item in told])
         return ReplayCandidate(
             rank=rank,
             num_total_blocks=self._engine.num_blocks,
             block_size=self._engine.block_size,
             num_used_blocks=state.num_used_blocks,
-            num_promised_blocks=account.num_promised_blocks(state.num_blocks),
-            num_requests=account.num_requests(state.num_blocks),
+            num_promised_blocks=account.num_promised_blocks(state.num_blocks) + num_told_blocks,
+            num_requests=account.num_requests(state.num_blocks) + len(told),
             max_requests=self._max_requests[rank],
             num_queued_tokens=state.num_queued_tokens + num_unreported_tokens,
             num_unbegun_tokens=state.num_unbegun_tokens + num_unreported_tokens,
@@ -214,6 +240,8 @@ class FleetRouter:
         reported_at, state = self._known[rank]
         while account.unreported and account.unreported[0].sent_at <= reported_at:
             account.unreported.popleft()
+        while self._told[rank] and self._told[rank][0].sent_at <= reported_at:
+            self._told[rank].popleft()
         return state
 
     def _num_cached_tokens(self, pending: Pending) -> dict[Rank, int]:

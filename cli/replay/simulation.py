@@ -40,6 +40,7 @@ class FleetSettings:
         transfer_gb_per_s, transfer_latency_s: how fast blocks move from one worker to another.
         num_routers: routers; they get the requests in turn.
         load_age_s: age of the load reports that routers know.
+        bookings_age_s: age of what routers tell each other of the requests that they send; ``None``: nothing is told.
     """
 
     num_workers: int = 8
@@ -48,6 +49,7 @@ class FleetSettings:
     transfer_latency_s: float = 0.002
     num_routers: int = 1
     load_age_s: float = 0.0
+    bookings_age_s: float | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
     objectives: Objectives = field(default_factory=Objectives)
 
@@ -71,7 +73,12 @@ class Simulation:
                 settings.engine,
                 num_prefill=len(prefill),
                 load_age_s=settings.load_age_s,
-                peers=Peers(number=number, num_routers=settings.num_routers),
+                bookings_age_s=settings.bookings_age_s,
+                peers=Peers(
+                    number=number,
+                    num_routers=settings.num_routers,
+                    tell_bookings=settings.bookings_age_s is not None,
+                ),
             )
             for number in range(settings.num_routers)
         ]
@@ -193,6 +200,9 @@ class Simulation:
         placement = replayed.placement
         kind = RequestKind.DECODE if placement.prefill is None else RequestKind.PREFILL
         self._submit(placement.prefills_at, number, kind, now)
+        for other in self._routers:
+            if other is not router:
+                other.hear(replayed, now)
 
     def _decode(self, number: int, now: float) -> None:
         """Continue a request that was prefilled elsewhere, from its first token."""

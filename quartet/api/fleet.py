@@ -82,6 +82,7 @@ class RankOption:
         cost: cost of the request there, in ``cost_unit``; ``None``: the policy has no costs, or it can't go there.
         terms: the figures that the policy used; each name ends with its unit.
         obstacle: why the request can't go there now; empty: it can.
+        reason: why it would go there, or why elsewhere; empty: the cost says it.
     """
 
     rank: Rank
@@ -92,6 +93,7 @@ class RankOption:
     cost_unit: str = ""
     terms: Mapping[str, float] = field(default_factory=dict)
     obstacle: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,9 @@ class Explanation:
         options: every rank of the model, the chosen ones first, then by cost.
         wait_s: seconds for which the router would keep the request before sending it to the chosen ranks, if nothing
             changed; ``None``: it goes at once, or there is no room.
+        num_held_tokens: the most prompt tokens that any one rank of the model has cached.
+        num_foreign_tokens: more of them that a rank of another model has cached.
+        num_unsalted_tokens: more of them that a rank of the model has cached without the request's salt.
     """
 
     policy: str
@@ -114,3 +119,6 @@ class Explanation:
     num_waiting: int
     options: tuple[RankOption, ...]
     wait_s: float | None = None
+    num_held_tokens: int = 0
+    num_foreign_tokens: int = 0
+    num_unsalted_tokens: int = 0

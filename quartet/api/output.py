@@ -13,6 +13,7 @@ from typing import Protocol
 from quartet.api.answer import AnswerSink, DeltaSink
 from quartet.api.parsing import ParsingSink
 from quartet.api.request import Accepted, ChoiceFinished, Resume, TextOptions, TimeBreakdown, Usage
+from quartet.api.reuse import ExpectedReuse, Reuse, reuse_of
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import InvalidRequestError, RequestCancelledError, ServingError, WorkerUnavailableError
@@ -76,12 +77,14 @@ class ChoiceOutput:
         token_ids: all tokens that came, including those not yet shown to the client.
         num_attempts: attempts begun.
         has_prompt_logprobs: those of the prompt were shown, or a client that resumes has them.
+        reuse: what became of its cached tokens; ``None``: unknown, or its prompt was not computed.
     """
 
     __slots__ = (
         "_book",
         "_choice",
         "_detokenizer",
+        "_expected",
         "_is_over",
         "_is_plain",
         "_is_timed",
@@ -110,6 +113,7 @@ class ChoiceOutput:
         "_transfer_way",
         "has_prompt_logprobs",
         "num_attempts",
+        "reuse",
         "token_ids",
     )
 
@@ -125,6 +129,8 @@ class ChoiceOutput:
         self.token_ids: list[int] = []
         self.num_attempts = 0
         self.has_prompt_logprobs = False
+        self.reuse: Reuse | None = None
+        self._expected: ExpectedReuse | None = None
         self._settings = settings
         self._choice = choice
         self._text = text
@@ -256,12 +262,18 @@ class ChoiceOutput:
         """A worker reported how many tokens the prompt has, and how many of them media fill."""
         self._num_prompt_tokens, self._num_media_tokens = num_prompt_tokens, num_media_tokens
 
-    def note_prefilled(self, num_cached_tokens: int, queue_s: float, onboard_s: float = 0.0) -> None:
+    def note_expected(self, expected: ExpectedReuse | None) -> None:
+        """What the router expects of the attempt that begins; ``None``: it knows nothing."""
+        self._expected = expected
+
+    def note_prefilled(
+        self, num_cached_tokens: int, queue_s: float, *, num_evicted_tokens: int = 0, onboard_s: float = 0.0
+    ) -> None:
         """A prefill hop ended well."""
         self.add_time("prefill_queue_s", queue_s)
         if onboard_s:
             self.add_time("onboard_s", onboard_s)
-        self._note_cached(num_cached_tokens)
+        self._note_cached(num_cached_tokens, num_evicted_tokens)
 
     def note_started(self, started: DecodeStarted, *, is_handed_off: bool) -> None:
         """A decode worker began the choice."""
@@ -280,7 +292,7 @@ class ChoiceOutput:
                 self._transfer_bytes = min(self._transfer_bytes + started.transfer_bytes, _MAX_BYTES)
                 self._transfer_way = started.transfer_way
         else:
-            self._note_cached(started.num_cached_tokens)
+            self._note_cached(started.num_cached_tokens, started.num_evicted_tokens)
 
     def finish(self, reason: FinishReason) -> ChoiceFinished:
         """Show what was held back, and end the choice. Tokens still on their way from a worker come too late."""
@@ -305,6 +317,7 @@ class ChoiceOutput:
             num_output_tokens=self._num_shown,
             num_attempts=self.num_attempts,
             num_media_tokens=self._num_media_tokens,
+            num_evicted_tokens=0 if self.reuse is None else self.reuse.num_evicted_tokens,
         )
 
     def time_breakdown(self) -> TimeBreakdown:
@@ -405,10 +418,12 @@ class ChoiceOutput:
             self._is_plain = not (self._matches or self._omits_token_ids or self._is_over)
         self._sink.add(self._choice, offset, token_ids, text, logprobs)
 
-    def _note_cached(self, num_tokens: int) -> None:
+    def _note_cached(self, num_tokens: int, num_evicted_tokens: int) -> None:
         # Later attempts find the first attempt's tokens in the cache.
         if self._num_cached_tokens is None:
             self._num_cached_tokens = num_tokens
+            if self._expected is not None:
+                self.reuse = reuse_of(self._expected, num_tokens, num_evicted_tokens)
 
 
 def make_outputs(

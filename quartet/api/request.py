@@ -163,6 +163,8 @@ class GenerateStart:
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         num_choices: answers wanted.
         client_request_id: the client's own name for the request, for logs.
+        ttft_target_s, itl_target_s: seconds to the first token and between tokens that the client wants; ``None``: the
+            default of a router over several pools, which alone looks at them.
         media: items that a prompt of text or token ids refers to, in order; a chat's are in its messages.
         has_entered: it has waited for its turn in the router already: reading what it was made of took one.
     """
@@ -181,6 +183,8 @@ class GenerateStart:
     timeout_s: float | None = None
     num_choices: int = 1
     client_request_id: str = ""
+    ttft_target_s: float | None = None
+    itl_target_s: float | None = None
     media: tuple[MediaPart, ...] = ()
     has_entered: bool = False
 
@@ -276,6 +280,7 @@ class ChoicePlacement:
         num_matched_tokens: prompt tokens that the router expects to be cached where it is prefilled.
         cost: the cost there by the router's policy, in the unit that Explain reports; ``None``: the policy has no
             costs.
+        num_held_tokens: the most prompt tokens that any one rank of the model had cached, as the router knew it.
     """
 
     choice: int
@@ -283,6 +288,7 @@ class ChoicePlacement:
     decode: Rank
     num_matched_tokens: int = 0
     cost: float | None = None
+    num_held_tokens: int = 0
 
 
 @dataclass(kw_only=True)
@@ -343,6 +349,7 @@ class Usage:
         num_output_tokens: tokens that were shown.
         num_attempts: attempts made; at least 1 if there was any.
         num_media_tokens: prompt tokens that media fill; 0 also if the worker that encoded the media did not report it.
+        num_evicted_tokens: prompt tokens that were expected to be cached, and were evicted before the request came.
     """
 
     num_prompt_tokens: int
@@ -350,6 +357,7 @@ class Usage:
     num_output_tokens: int
     num_attempts: int
     num_media_tokens: int = 0
+    num_evicted_tokens: int = 0
 
 
 @dataclass(kw_only=True)
@@ -420,6 +428,7 @@ AnswerPart: TypeAlias = Accepted | Placed | PromptLogprobs | Delta | ChoiceFinis
 MAX_CHOICES = 64
 
 _MAX_ATTEMPT = 2**31
+_MAX_PREFILL_NAMESPACES = 64
 
 #: Most ``stop_strings`` of one request.
 MAX_STOP_STRINGS = 16
@@ -461,6 +470,8 @@ def check_asked(start: AskedStart) -> None:
 def check_read(start: GenerateStart) -> None:
     """The rest of ``check_start``. Raises ``InvalidRequestError``."""
     _check_text_options(start)
+    _check_target("ttft_target", start.ttft_target_s)
+    _check_target("itl_target", start.itl_target_s)
     if _is_empty(start.prompt):
         raise InvalidRequestError("the prompt is empty", field=prompt_field(start.prompt))
     if isinstance(start.prompt, ChatPrompt):
@@ -500,6 +511,11 @@ def _check_timeout(timeout_s: float) -> None:
         raise InvalidRequestError("timeout must be finite", field="timeout")
 
 
+def _check_target(field: str, target_s: float | None) -> None:
+    if target_s is not None and not (target_s >= 0 and math.isfinite(target_s)):
+        raise InvalidRequestError(f"{field} must be finite and not below 0", field=field)
+
+
 def _check_text_options(start: GenerateStart) -> None:
     options, field = start.text_options, "text_options.stop_strings"
     if len(options.stop_strings) > MAX_STOP_STRINGS:
@@ -523,6 +539,28 @@ def _size_bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Relayed:
+    """What a router over several pools says of a request that it relays.
+
+    Attributes:
+        request_id: names the request; empty: the router that gets it draws one.
+        prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
+    """
+
+    request_id: str = ""
+    prefill_namespaces: tuple[str, ...] = ()
+
+
+def check_relayed(relayed: Relayed) -> None:
+    """Refuse names that name no request. Raises ``InvalidRequestError`` naming the field."""
+    if relayed.request_id and not is_request_id(relayed.request_id):
+        raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="request_id")
+    if len(relayed.prefill_namespaces) > _MAX_PREFILL_NAMESPACES:
+        message = f"there are more than {_MAX_PREFILL_NAMESPACES} namespaces"
+        raise InvalidRequestError(message, field="prefill_namespaces")
+
+
 # A session in domain terms: many requests on one stream, by slot, and its limits.
 
 
@@ -534,12 +572,14 @@ class SessionStart:
         slot: the client chooses it; it is free again after the request's end.
         resume: the attempt to resume; ``None``: a new request.
         traceparent: W3C trace context of this request, not checked; empty: that of the stream.
+        relayed: what a router over several pools said beside.
     """
 
     slot: int
     start: AskedStart
     resume: Resume | None = None
     traceparent: str = ""
+    relayed: Relayed | None = None
 
 
 class SessionRun(Protocol):

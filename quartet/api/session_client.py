@@ -9,14 +9,16 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.api.answer import Answer
+from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import (
     from_accepted,
     from_choice_finished,
     from_choice_placement,
     from_session_parsed,
+    to_session_start,
 )
-from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement
+from quartet.api.convert.request import to_generate_start
+from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, GenerateStart, Relayed, Resume
 from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, StalledStreamError
 from quartet.rpc.errors import from_failure
@@ -34,7 +36,7 @@ _AddParsed: TypeAlias = Callable[[int, int, Sequence[int], Parsed, Sequence[Toke
 class SessionCall:
     """One request of a session; its ``answer`` collects what comes for it."""
 
-    def __init__(self, send_cancel: Callable[[SlotCall], None], num_choices: int, answer: Answer) -> None:
+    def __init__(self, send_cancel: Callable[[SlotCall], None], num_choices: int, answer: AnswerSink) -> None:
         """``send_cancel`` asks the router to end the request; it is given this."""
         self.is_over = False
         self._send_cancel = send_cancel
@@ -112,12 +114,28 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         self._stub = stub
         self._to_error = to_error
 
-    def start(self, start: router_pb2.GenerateStart, answer: Answer) -> SessionCall:
+    def start(self, start: router_pb2.GenerateStart, answer: AnswerSink) -> SessionCall:
         """Start a request. Never waits or raises: errors come out of ``answer``."""
         num_choices = start.num_choices if start.HasField("num_choices") else 1
         return self._begin(
             lambda send_cancel: SessionCall(send_cancel, num_choices, answer),
             lambda slot: [router_pb2.SessionRequest(start=router_pb2.SessionStart(slot=slot, start=start))],
+        )
+
+    def relay(
+        self, start: GenerateStart, answer: AnswerSink, *, resume: Resume | None, traceparent: str, relayed: Relayed
+    ) -> SessionCall:
+        """As ``start``, for a router over several pools.
+
+        Raises:
+            InvalidRequestError: what the message can't hold; ``field`` is its path.
+        """
+        message = to_generate_start(start)
+        return self._begin(
+            lambda send_cancel: SessionCall(send_cancel, start.num_choices if resume is None else 1, answer),
+            lambda slot: [
+                router_pb2.SessionRequest(start=to_session_start(slot, message, resume, traceparent, relayed))
+            ],
         )
 
     def _open(self) -> grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]:

@@ -10,6 +10,7 @@ import grpc
 from quartet.api.convert.fleet import from_explain_response, from_model, from_worker_status, to_explain_request
 from quartet.api.fleet import Explanation, Model, WorkerStatus
 from quartet.api.request import GenerateStart
+from quartet.client.discovery import DiscoverySource, find_routers
 from quartet.client.generate import GenerateRequest
 from quartet.client.request import GenerateFields, RequestPath, check_size, make_start, to_path
 from quartet.client.routers import Router, Routers
@@ -50,6 +51,22 @@ class QuartetClient:
         self._sessions = Sessions()
         self._tls = tls
         self._direct: DirectTools | None = None
+
+    @classmethod
+    async def discover(
+        cls, source: DiscoverySource, *, namespace: str = "default", tls: TlsConfig | None = None
+    ) -> Self:
+        """A client of the routers that discovery lists now, tried in random order.
+
+        ``source``: addresses of etcd, ``host:port``, or a ``quartet.discovery.create.DiscoveryConfig``, which has its
+        own namespace. Discovery is asked once: routers that come later are not known.
+
+        Raises:
+            DiscoveryError: the registry can't be reached.
+            RouterUnavailableError: no router is announced.
+            ConfigError: as the constructor.
+        """
+        return cls(await find_routers(source, namespace=namespace), tls=tls)
 
     def generate(
         self,

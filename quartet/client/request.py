@@ -68,6 +68,8 @@ class GenerateFields(TypedDict, total=False):
     prompt_logprobs: int | None
     seed: int | None
     timeout_s: float | None
+    ttft_target_s: float | None
+    itl_target_s: float | None
     session_key: str
     include_stop_string: bool
     omit_text: bool
@@ -95,6 +97,8 @@ def make_start(
     prompt_logprobs: int | None = None,
     seed: int | None = None,
     timeout_s: float | None = None,
+    ttft_target_s: float | None = None,
+    itl_target_s: float | None = None,
     session_key: str = "",
     include_stop_string: bool = False,
     omit_text: bool = False,
@@ -140,6 +144,8 @@ def make_start(
             stream_tool_arguments=stream_tool_arguments,
         ),
         timeout_s=timeout_s,
+        ttft_target_s=ttft_target_s,
+        itl_target_s=itl_target_s,
         session_key=session_key,
         num_choices=num_choices,
         media=tuple(media),

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 from quartet.api.fleet import Explanation, Model, WorkerStatus
 from quartet.api.request import AnswerPart
 from quartet.client.client import QuartetClient
+from quartet.client.discovery import DiscoverySource, find_routers
 from quartet.client.request import GenerateFields, RequestPath
 from quartet.client.stream import Completion, GenerateStream
 from quartet.rpc.channels import TlsConfig
@@ -34,6 +35,16 @@ class SyncClient:
         except BaseException:
             self._loop.close()
             raise
+
+    @classmethod
+    def discover(cls, source: DiscoverySource, *, namespace: str = "default", tls: TlsConfig | None = None) -> Self:
+        """A client of the routers that discovery lists now; see ``QuartetClient.discover``."""
+        loop = _LoopThread()
+        try:
+            addresses = loop.run(find_routers(source, namespace=namespace))
+        finally:
+            loop.close()
+        return cls(addresses, tls=tls)
 
     def generate(
         self,

@@ -1,7 +1,8 @@
-"""The discovery seam: what a worker announces, and what every registry promises and has.
+"""The discovery seam: what workers and routers announce, and what every registry promises and has.
 
-A registry keeps one record per worker alive for as long as the worker keeps its registration. It notifies watchers of
-workers that come, change and go. Every implementation (``etcd``, ``file``) passes the same conformance suite.
+A registry keeps one record per process alive for as long as that keeps its registration. It notifies watchers of
+workers, or of routers, that come, change and go. Every implementation (``etcd``, ``file``) passes the same conformance
+suite.
 
 A worker id names one process of a namespace at a time. A new start takes the id over from its former life, and a former
 life never takes it back: see ``Registration``.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -135,6 +136,8 @@ class WorkerRecord(Abilities):
     def __post_init__(self) -> None:
         """Check every value. Raises ``ValueError`` naming the field."""
         check_name("worker_id", self.worker_id)
+        if self.role is Role.ROUTER:
+            raise ValueError("role must be a worker's")
         if not 0 <= self.epoch < 2**64:
             raise ValueError("epoch must be an unsigned 64-bit number")
         check_address("grpc_address", self.grpc_address)
@@ -159,6 +162,54 @@ class WorkerRecord(Abilities):
     def key(self) -> WorkerKey:
         """This worker's name within its namespace."""
         return WorkerKey(role=self.role, worker_id=self.worker_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterRecord:
+    """What one router announces about itself, for clients and for other routers; equal only if every field is.
+
+    Attributes:
+        router_id: a name as ``WorkerRecord.worker_id``, of which no worker may have the same.
+        epoch: random unsigned 64-bit number of this start of the router.
+        grpc_address: ``host:port`` that clients dial.
+        contract_version: the version of the protos that the router was built with.
+        http_address: ``host:port`` of OpenAI's API; empty when the router has none.
+        metrics_address: ``host:port`` of metrics and health; empty when the router has none.
+        events_address: ``tcp://host:port`` of the ZMQ PUB socket that tells what it books; empty when it has none.
+        max_generates: calls of Generate that it takes at a time; 0: it does not say.
+    """
+
+    router_id: str
+    epoch: int
+    grpc_address: str
+    contract_version: str
+    http_address: str = ""
+    metrics_address: str = ""
+    events_address: str = ""
+    max_generates: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value. Raises ``ValueError`` naming the field."""
+        check_name("router_id", self.router_id)
+        if not 0 <= self.epoch < 2**64:
+            raise ValueError("epoch must be an unsigned 64-bit number")
+        check_address("grpc_address", self.grpc_address)
+        for name in ("http_address", "metrics_address"):
+            if getattr(self, name):
+                check_address(name, getattr(self, name))
+        if self.events_address:
+            check_events_address("events_address", self.events_address)
+        check_text("contract_version", self.contract_version)
+        check_count("max_generates", self.max_generates)
+
+    @property
+    def key(self) -> WorkerKey:
+        """This router's name within its namespace."""
+        return WorkerKey(role=Role.ROUTER, worker_id=self.router_id)
+
+
+#: What a registry holds.
+AnyRecord: TypeAlias = WorkerRecord | RouterRecord
 
 
 class Rank(NamedTuple):
@@ -205,13 +256,13 @@ WorkerEvent: TypeAlias = WorkerAdded | WorkerChanged | WorkerRemoved | Synchroni
 
 
 class Registry(ABC):
-    """Where the workers of one namespace are announced; use it within one event loop."""
+    """Where the workers and routers of one namespace are announced; use it within one event loop."""
 
     def __init__(self) -> None:
-        self._open: set[Registration | Watch] = set()
+        self._open: set[Registration | Watch | RouterWatch] = set()
 
     @abstractmethod
-    async def register(self, record: WorkerRecord) -> Registration:
+    async def register(self, record: AnyRecord) -> Registration:
         """Announce ``record``, replacing what an earlier start of the worker left, and keep it alive.
 
         The record survives lost leases, restarts and wipes of the registry: it is registered again, unless another
@@ -223,17 +274,31 @@ class Registry(ABC):
             WorkerReplacedError: a later start took the id meanwhile; nothing is kept.
         """
 
-    @abstractmethod
     async def workers(self) -> list[WorkerRecord]:
-        """The readable records of this moment, ordered by role and id.
+        """The workers' readable records of this moment, ordered by role and id.
 
         Raises:
             DiscoveryError: the registry could not be reached in bounded time.
         """
+        return [record for record in await self.records() if isinstance(record, WorkerRecord)]
+
+    async def routers(self) -> list[RouterRecord]:
+        """The routers' readable records of this moment, ordered by id. Raises as ``workers`` does."""
+        return [record for record in await self.records() if isinstance(record, RouterRecord)]
+
+    @abstractmethod
+    async def records(self) -> list[AnyRecord]:
+        """All readable records of this moment, ordered by role and id. Raises as ``workers`` does."""
 
     def watch(self) -> Watch:
-        """Begin to watch; needs a running event loop. Never fails: it tries until it is closed."""
+        """Begin to watch workers; needs a running event loop. Never fails: it tries until it is closed."""
         watch = Watch(self._feed, on_close=self._open.discard)
+        self._open.add(watch)
+        return watch
+
+    def watch_routers(self) -> RouterWatch:
+        """Begin to watch routers, as ``watch`` does workers."""
+        watch = RouterWatch(self._feed, on_close=self._open.discard)
         self._open.add(watch)
         return watch
 
@@ -242,22 +307,27 @@ class Registry(ABC):
         await asyncio.gather(*(part.close() for part in self._open))
 
     @abstractmethod
-    async def _feed(self, workers: WorkerSet) -> None:
-        """Keep ``workers`` equal to what the registry holds, until cancelled."""
+    async def _feed(self, known: RecordSet) -> None:
+        """Keep ``known`` equal to what the registry holds, until cancelled."""
 
 
 class Registration(ABC):
-    """A worker's record in the registry, kept there by a task until closed.
+    """A worker's or router's record in the registry, kept there by a task until closed.
 
     Attributes:
         record: as it was registered.
     """
 
-    def __init__(self, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
+    def __init__(self, record: AnyRecord, *, on_close: Callable[[Registration], None]) -> None:
         self.record = record
         self._on_close = on_close
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
+
+    @property
+    def id_field(self) -> str:
+        """The name of the record's field that names the process."""
+        return "router_id" if isinstance(self.record, RouterRecord) else "worker_id"
 
     async def ended(self) -> None:
         """Wait until the record is no longer kept although it was not closed, and raise why. It never returns.
@@ -287,7 +357,7 @@ class Registration(ABC):
         self._on_close(self)
 
     def _keep(self, work: Coroutine[object, object, None]) -> None:
-        self._task = asyncio.create_task(work, name=f"discovery-register-{self.record.worker_id}")
+        self._task = asyncio.create_task(work, name=f"discovery-register-{self.record.key.worker_id}")
 
     @abstractmethod
     async def _remove(self) -> None:
@@ -302,45 +372,140 @@ class Watch:
     one worker merge), never a wrong end state. The iteration ends when the watch or its registry is closed.
     """
 
-    def __init__(
-        self, feed: Callable[[WorkerSet], Coroutine[object, object, None]], *, on_close: Callable[[Watch], None]
-    ) -> None:
-        """``feed`` keeps a ``WorkerSet`` equal to what the registry holds, until it is cancelled."""
+    def __init__(self, feed: Feed, *, on_close: Callable[[Watch], None]) -> None:
+        """``feed`` keeps a set of records equal to what the registry holds, until it is cancelled."""
         self._on_close = on_close
         self._wake = asyncio.Event()
         self._workers = WorkerSet(self._wake.set)
-        self._is_closed = False
-        self._task = asyncio.create_task(feed(self._workers), name="discovery-watch")
-        self._task.add_done_callback(lambda _: self._wake.set())
+        self._feeding = _Feeding(feed(self._workers), self._wake)
 
     def __aiter__(self) -> Watch:
         return self
 
     async def __anext__(self) -> WorkerEvent:
-        while not self._is_closed:
+        while not self._feeding.is_closed:
             if (event := self._workers.next_event()) is not None:
                 return event
-            self._raise_if_feed_ended()
-            self._wake.clear()
-            await self._wake.wait()
+            await self._feeding.wait()
         raise StopAsyncIteration
 
     async def close(self) -> None:
         """End the iteration and the feed, and free what the watch holds; closing again does nothing."""
-        self._is_closed = True
-        self._wake.set()
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await self._feeding.close()
         self._on_close(self)
 
-    def _raise_if_feed_ended(self) -> None:
+
+class RouterWatch:
+    """One reader's view of the routers: iterate it with ``async for``, from one task.
+
+    Gives all routers, ordered by id, once they are listed, and after each change. It ends as a ``Watch`` does.
+    """
+
+    def __init__(self, feed: Feed, *, on_close: Callable[[RouterWatch], None]) -> None:
+        """``feed`` is as for ``Watch``."""
+        self._on_close = on_close
+        self._wake = asyncio.Event()
+        self._routers = RouterSet(self._wake.set)
+        self._feeding = _Feeding(feed(self._routers), self._wake)
+
+    def __aiter__(self) -> RouterWatch:
+        return self
+
+    async def __anext__(self) -> Sequence[RouterRecord]:
+        while not self._feeding.is_closed:
+            if (routers := self._routers.next_list()) is not None:
+                return routers
+            await self._feeding.wait()
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """End the iteration and the feed; closing again does nothing."""
+        await self._feeding.close()
+        self._on_close(self)
+
+
+class _Feeding:
+    """The task that feeds a watch; ``wake`` is set when there is something new, or when it ends."""
+
+    def __init__(self, feed: Coroutine[object, object, None], wake: asyncio.Event) -> None:
+        self.is_closed = False
+        self._wake = wake
+        self._task = asyncio.create_task(feed, name="discovery-watch")
+        self._task.add_done_callback(lambda _: wake.set())
+
+    async def wait(self) -> None:
+        """Until there is something new. Raises ``DiscoveryError`` if the feed has ended."""
         # A feed runs until it is closed; should it ever end by a bug, the reader must not wait for ever.
         if self._task.done():
             cause = None if self._task.cancelled() else self._task.exception()
             raise DiscoveryError(f"the watch broke: {cause!r}") from cause
+        self._wake.clear()
+        await self._wake.wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        self._wake.set()
+        self._task.cancel()
+        await asyncio.wait({self._task})
 
 
-class WorkerSet:
+class RecordSet(ABC):
+    """What a feed keeps equal to what its registry holds; pure."""
+
+    @abstractmethod
+    def replace(self, records: Iterable[AnyRecord]) -> None:
+        """Take ``records`` as the complete list."""
+
+    @abstractmethod
+    def put(self, record: AnyRecord) -> None:
+        """One process has come or changed."""
+
+    @abstractmethod
+    def remove(self, key: WorkerKey) -> None:
+        """One process has gone; an unknown one is ignored."""
+
+
+#: Keeps a set equal to what a registry holds, until it is cancelled.
+Feed: TypeAlias = Callable[[RecordSet], Coroutine[object, object, None]]
+
+
+class RouterSet(RecordSet):
+    """The known routers, and whether the reader has them; pure."""
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """Start without routers; ``on_change`` is called after each change."""
+        self._on_change = on_change
+        self._known: dict[WorkerKey, RouterRecord] = {}
+        self._is_listed = False
+        self._read: Sequence[RouterRecord] | None = None
+
+    def replace(self, records: Iterable[AnyRecord]) -> None:
+        """Take the routers of ``records`` as the complete list of routers."""
+        self._known = {record.key: record for record in records if isinstance(record, RouterRecord)}
+        self._is_listed = True
+        self._on_change()
+
+    def put(self, record: AnyRecord) -> None:
+        """One router has come or changed; a worker is ignored."""
+        if isinstance(record, RouterRecord):
+            self._known[record.key] = record
+            self._on_change()
+
+    def remove(self, key: WorkerKey) -> None:
+        """One router has gone; an unknown one is ignored."""
+        if self._known.pop(key, None) is not None:
+            self._on_change()
+
+    def next_list(self) -> Sequence[RouterRecord] | None:
+        """All routers by id, which count as delivered; ``None``: the reader has them, or they were never listed."""
+        routers = [self._known[key] for key in sorted(self._known)]
+        if not self._is_listed or routers == self._read:
+            return None
+        self._read = routers
+        return routers
+
+
+class WorkerSet(RecordSet):
     """The known workers, and the changes that the reader has not received yet; pure.
 
     Differences are worked out when the reader asks for the next one. So nothing queues up behind a slow reader, and
@@ -361,20 +526,21 @@ class WorkerSet:
         self._is_listed = False
         self._is_synchronised = False
 
-    def replace(self, records: Iterable[WorkerRecord]) -> None:
-        """Take ``records`` as the complete list of workers."""
-        listed = {record.key: record for record in records}
+    def replace(self, records: Iterable[AnyRecord]) -> None:
+        """Take the workers of ``records`` as the complete list of workers."""
+        listed = {record.key: record for record in records if isinstance(record, WorkerRecord)}
         changed = [key for key in self._known.keys() | listed.keys() if self._known.get(key) != listed.get(key)]
         self._known = listed
         self._to_report.update(dict.fromkeys(sorted(changed)))
         self._is_listed = True
         self._on_change()
 
-    def put(self, record: WorkerRecord) -> None:
-        """One worker has come or changed."""
-        self._known[record.key] = record
-        self._to_report[record.key] = None
-        self._on_change()
+    def put(self, record: AnyRecord) -> None:
+        """One worker has come or changed; a router is ignored."""
+        if isinstance(record, WorkerRecord):
+            self._known[record.key] = record
+            self._to_report[record.key] = None
+            self._on_change()
 
     def remove(self, key: WorkerKey) -> None:
         """One worker has gone; an unknown one is ignored."""

@@ -1,6 +1,6 @@
-"""The registry on etcd: one key per worker under a lease, and watches that survive every break.
+"""The registry on etcd: one key per worker or router under a lease, and watches that survive every break.
 
-Keys are ``/quartet/<namespace>/<role>/<worker id>``. When a watch breaks (restart, wipe, compaction, silence), it lists
+Keys are ``/quartet/<namespace>/<role>/<id>``. When a watch breaks (restart, wipe, compaction, silence), it lists
 all keys, reports the differences, and watches from the list's revision.
 """
 
@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from quartet.discovery.base import Registration, Registry, Role, WorkerKey, WorkerRecord, WorkerSet
+from quartet.discovery.base import AnyRecord, RecordSet, Registration, Registry, Role, WorkerKey
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, StoredValue, new_lease_id
 from quartet.discovery.record_json import RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
@@ -33,12 +33,13 @@ class EtcdRegistration(Registration):
     nothing that names an epoch. No key of the same id may exist for another role.
     """
 
-    def __init__(self, client: EtcdClient, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
+    def __init__(self, client: EtcdClient, record: AnyRecord, *, on_close: Callable[[Registration], None]) -> None:
         super().__init__(record, on_close=on_close)
         self._client = client
         prefix = _prefix(client.config)
-        self._key = f"{prefix}{record.role}/{record.worker_id}"
-        self._keys_of_other_roles = [f"{prefix}{role}/{record.worker_id}" for role in Role if role is not record.role]
+        own, id = record.key
+        self._key = f"{prefix}{own}/{id}"
+        self._keys_of_other_roles = [f"{prefix}{role}/{id}" for role in Role if role is not own]
         self._value = to_json(record)
         #: Values that may stand under the key: this one, and that of an earlier start; ``None``: not read yet.
         self._replaceable: set[bytes] | None = None
@@ -122,7 +123,7 @@ class EtcdRegistration(Registration):
         if stored is None or stored.value in self._replaceable:
             return
         if read_epoch(stored.value) is not None:
-            raise WorkerReplacedError(f"another process has registered as {self.record.role} {self.record.worker_id}")
+            raise WorkerReplacedError(f"another process has registered as {' '.join(self.record.key)}")
 
     async def _put(self, lease_id: int, revision: int) -> None:
         """Put the record over what was last changed in ``revision``."""
@@ -136,7 +137,7 @@ class EtcdRegistration(Registration):
         raise DiscoveryError("another process changed the key at the same moment")
 
     def _refuse_id(self, key: str) -> None:
-        message = f"worker_id {self.record.worker_id} is taken by {key}: give each worker an id of its own"
+        message = f"{self.id_field} {self.record.key.worker_id} is taken by {key}: give each an id of its own"
         # At the start that may be a leftover whose lease ends soon.
         raise WorkerReplacedError(message) if self._registered.is_set() else DiscoveryError(message)
 
@@ -150,7 +151,7 @@ class EtcdRegistry(Registry):
         self._prefix = _prefix(config)
         self._reader = RecordReader()
 
-    async def register(self, record: WorkerRecord) -> EtcdRegistration:
+    async def register(self, record: AnyRecord) -> EtcdRegistration:
         """Announce ``record`` and keep it alive.
 
         Raises:
@@ -166,8 +167,8 @@ class EtcdRegistry(Registry):
             raise
         return registration
 
-    async def workers(self) -> list[WorkerRecord]:
-        """The readable records of this moment, ordered by role and id.
+    async def records(self) -> list[AnyRecord]:
+        """All readable records of this moment, ordered by role and id.
 
         Raises:
             DiscoveryError: no endpoint answered, each within the request timeout.
@@ -179,33 +180,33 @@ class EtcdRegistry(Registry):
         await super().close()
         await self._client.close()
 
-    async def _feed(self, workers: WorkerSet) -> None:
+    async def _feed(self, known: RecordSet) -> None:
         back_off = BackOff()
         while True:
             try:
                 revision, records = await self._list()
-                workers.replace(records)
-                await self._client.follow(self._prefix, revision, back_off.reset, partial(self._apply, workers))
+                known.replace(records)
+                await self._client.follow(self._prefix, revision, back_off.reset, partial(self._apply, known))
             except DiscoveryError as error:
                 await back_off.pause(f"watch of {self._prefix}", error)
 
-    async def _list(self) -> tuple[int, list[WorkerRecord]]:
+    async def _list(self) -> tuple[int, list[AnyRecord]]:
         listing = await self._client.list(self._prefix)
         # etcd lists in the order of keys: by role, then id.
         keyed = [(self._worker_key(value.key), value.value) for value in listing.values]
         records = [self._reader.record(key, data) for key, data in keyed if key is not None]
         return listing.revision, [record for record in records if record is not None]
 
-    def _apply(self, workers: WorkerSet, change: KeyChange) -> None:
+    def _apply(self, known: RecordSet, change: KeyChange) -> None:
         key = self._worker_key(change.key)
         if key is None:
             return
         record = None if change.value is None else self._reader.record(key, change.value)
-        # An unreadable value is no worker, here as in a list.
+        # An unreadable value is no process, here as in a list.
         if record is None:
-            workers.remove(key)
+            known.remove(key)
         else:
-            workers.put(record)
+            known.put(record)
 
     def _worker_key(self, key: str) -> WorkerKey | None:
         role, _, worker_id = key.removeprefix(self._prefix).partition("/")

@@ -1,7 +1,7 @@
-"""The registry in a directory: one JSON file per worker, for hosts that share a file system and run no etcd.
+"""The registry in a directory: one JSON file per worker or router, for hosts that share a file system and run no etcd.
 
-A worker's file is ``<directory>/<namespace>/<role>.<worker id>.json``. Its lease is its modification time: the worker
-touches it, and readers treat a file older than the time to live as gone. So all hosts need synchronized clocks.
+The file is ``<directory>/<namespace>/<role>.<id>.json``. Its lease is its modification time: the process touches it,
+and readers treat a file older than the time to live as gone. So all hosts need synchronized clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from quartet.discovery.base import Registration, Registry, Role, WorkerRecord, WorkerSet
+from quartet.discovery.base import AnyRecord, RecordSet, Registration, Registry, Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.record_json import MAX_RECORD_BYTES, RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
@@ -75,11 +75,12 @@ class FileRegistration(Registration):
     no process touches any more, in steps that fail if another process comes in between.
     """
 
-    def __init__(self, config: FileConfig, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
+    def __init__(self, config: FileConfig, record: AnyRecord, *, on_close: Callable[[Registration], None]) -> None:
         super().__init__(record, on_close=on_close)
         self._config = config
-        self._path = _path(config, record.role, record.worker_id)
-        self._paths_of_other_roles = [_path(config, role, record.worker_id) for role in Role if role is not record.role]
+        own, id = record.key
+        self._path = _path(config, own, id)
+        self._paths_of_other_roles = [_path(config, role, id) for role in Role if role is not own]
         self._value = to_json(record)
         self._log = LimitedLog(logger)
 
@@ -131,7 +132,7 @@ class FileRegistration(Registration):
 
     def _check_not_replaced(self) -> None:
         if self._is_anothers(self._path):
-            raise WorkerReplacedError(f"another process has registered as {self.record.role} {self.record.worker_id}")
+            raise WorkerReplacedError(f"another process has registered as {' '.join(self.record.key)}")
         if (taken := self._find_other_role()) is not None:
             raise WorkerReplacedError(self._refusal(taken))
 
@@ -182,7 +183,7 @@ class FileRegistration(Registration):
         return None
 
     def _refusal(self, taken: Path) -> str:
-        return f"worker_id {self.record.worker_id} is taken by {taken}: give each worker an id of its own"
+        return f"{self.id_field} {self.record.key.worker_id} is taken by {taken}: give each an id of its own"
 
 
 class FileRegistry(Registry):
@@ -194,7 +195,7 @@ class FileRegistry(Registry):
         self._reader = _Reader(config)
         self._log = LimitedLog(logger)
 
-    async def register(self, record: WorkerRecord) -> FileRegistration:
+    async def register(self, record: AnyRecord) -> FileRegistration:
         """Announce ``record`` and keep it alive.
 
         Raises:
@@ -205,18 +206,18 @@ class FileRegistry(Registry):
         self._open.add(registration)
         return registration
 
-    async def workers(self) -> list[WorkerRecord]:
-        """The readable records of this moment, ordered by role and id.
+    async def records(self) -> list[AnyRecord]:
+        """All readable records of this moment, ordered by role and id.
 
         Raises:
             DiscoveryError: the directory cannot be read.
         """
         return await self._reader.read()
 
-    async def _feed(self, workers: WorkerSet) -> None:
+    async def _feed(self, known: RecordSet) -> None:
         while True:
             try:
-                workers.replace(await self._reader.read())
+                known.replace(await self._reader.read())
             except DiscoveryError as error:
                 self._log.warning("watch of %s: %s", self._config.namespace_directory, error)
             await asyncio.sleep(self._config.poll_interval_s)
@@ -233,9 +234,9 @@ class _Reader:
         self._lock = asyncio.Lock()
         self._records = RecordReader()
         # By path, with inode and time of the last change: these differ between two states of a file.
-        self._parsed: dict[Path, tuple[tuple[int, int], WorkerRecord | None]] = {}
+        self._parsed: dict[Path, tuple[tuple[int, int], AnyRecord | None]] = {}
 
-    async def read(self) -> list[WorkerRecord]:
+    async def read(self) -> list[AnyRecord]:
         """The live records, ordered by role and id."""
         try:
             async with self._lock:
@@ -243,7 +244,7 @@ class _Reader:
         except OSError as error:
             raise DiscoveryError(f"cannot read {self._config.namespace_directory}: {error}") from error
 
-    def _read(self) -> list[WorkerRecord]:
+    def _read(self) -> list[AnyRecord]:
         directory = self._config.namespace_directory
         try:
             names = os.listdir(directory)
@@ -251,11 +252,12 @@ class _Reader:
         except FileNotFoundError:
             names = []  # No worker has registered yet.
         paths = [directory / name for name in names if name.endswith(_SUFFIX)]
-        records = sorted(filter(None, map(self._read_file, paths)), key=attrgetter("key"))
+        found = [record for record in map(self._read_file, paths) if record is not None]
+        records = sorted(found, key=attrgetter("key"))
         self._parsed = {path: self._parsed[path] for path in paths if path in self._parsed}
         return records
 
-    def _read_file(self, path: Path) -> WorkerRecord | None:
+    def _read_file(self, path: Path) -> AnyRecord | None:
         try:
             status = path.stat()
             if self._config.is_expired(status):
@@ -273,12 +275,12 @@ class _Reader:
             return self._last_known(path)
         return self._parsed[path][1]
 
-    def _parse(self, path: Path) -> WorkerRecord | None:
+    def _parse(self, path: Path) -> AnyRecord | None:
         key = self._records.key(*_key_parts(path))
         value = None if key is None else _read(path)
         return None if key is None or value is None else self._records.record(key, value)
 
-    def _last_known(self, path: Path) -> WorkerRecord | None:
+    def _last_known(self, path: Path) -> AnyRecord | None:
         """What the file held when it could be read last: a fault that passes removes no worker."""
         (_, mtime_ns), record = self._parsed.get(path, ((0, 0), None))
         return None if self._config.is_over(mtime_ns / 1e9) else record

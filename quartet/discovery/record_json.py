@@ -1,6 +1,6 @@
-"""The JSON form of worker records, and how a registry reads what others have stored in it.
+"""The JSON form of records, and how a registry reads what others have stored in it.
 
-In the registry a record is a JSON object. Readers ignore keys that they do not know, so that newer workers may add
+In the registry a record is a JSON object. Readers ignore keys that they do not know, so that newer processes may add
 keys. The epoch is a decimal string: JavaScript and jq read numbers as doubles, which cannot hold 64 bits.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import TypeVar, get_type_hints
 
-from quartet.discovery.base import HostIdentity, Role, WorkerKey, WorkerRecord
+from quartet.discovery.base import AnyRecord, HostIdentity, Role, RouterRecord, WorkerKey, WorkerRecord
 from quartet.discovery.checks import check_name
 from quartet.errors import DiscoveryError
 from quartet.limited_log import LimitedLog
@@ -28,23 +28,32 @@ _MAX_LOGGED_PER_MINUTE = 100
 FieldsT = TypeVar("FieldsT")
 
 
-def to_json(record: WorkerRecord) -> bytes:
+def to_json(record: AnyRecord) -> bytes:
     """The record as one UTF-8 JSON object."""
     return json.dumps({**asdict(record), "epoch": str(record.epoch)}, separators=(",", ":")).encode()
 
 
 def from_json(data: bytes) -> WorkerRecord:
-    """The record that ``data`` holds; unknown keys are ignored.
+    """The worker's record that ``data`` holds; unknown keys are ignored.
 
     Raises:
         DiscoveryError: too long, not a JSON object, or a key is missing or impossible. The message names the key.
     """
+    return _from_json(WorkerRecord, data)
+
+
+def router_from_json(data: bytes) -> RouterRecord:
+    """The router's record that ``data`` holds, as ``from_json``."""
+    return _from_json(RouterRecord, data)
+
+
+def _from_json(cls: type[FieldsT], data: bytes) -> FieldsT:
     if len(data) > MAX_RECORD_BYTES:
-        raise DiscoveryError(f"the worker record has more than {MAX_RECORD_BYTES} bytes")
+        raise DiscoveryError(f"the record has more than {MAX_RECORD_BYTES} bytes")
     try:
-        return _parse_fields(WorkerRecord, _parse_object(data))
+        return _parse_fields(cls, _parse_object(data))
     except ValueError as error:
-        raise DiscoveryError(f"the worker record is impossible: {error}") from error
+        raise DiscoveryError(f"the record is impossible: {error}") from error
 
 
 def read_epoch(data: bytes) -> int | None:
@@ -56,7 +65,7 @@ def read_epoch(data: bytes) -> int | None:
 
 
 class RecordReader:
-    """Reads stored records. One that can't be used is no worker; each is logged once, until its value changes.
+    """Reads stored records. One that can't be used is no process; each is logged once, until its value changes.
 
     Of many such records at most 100 are logged in a minute.
     """
@@ -75,13 +84,13 @@ class RecordReader:
             self._refuse(f"{role[:20]!r}/{worker_id[:200]!r}", b"", error)
             return None
 
-    def record(self, key: WorkerKey, data: bytes) -> WorkerRecord | None:
-        """The record stored under ``key``; ``None`` where it can't be read or is another worker's."""
+    def record(self, key: WorkerKey, data: bytes) -> AnyRecord | None:
+        """The record stored under ``key``; ``None`` where it can't be read or is another process's."""
         name = f"{key.role}/{key.worker_id}"
         try:
-            record = from_json(data)
+            record: AnyRecord = router_from_json(data) if key.role is Role.ROUTER else from_json(data)
             if record.key != key:
-                raise DiscoveryError(f"it names {record.role}/{record.worker_id}")
+                raise DiscoveryError(f"it names {'/'.join(record.key)}")
         except DiscoveryError as error:
             self._refuse(name, data, error)
             return None
@@ -108,14 +117,14 @@ def _parse_object(data: bytes) -> Mapping[str, object]:
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:  # the latter for thousands of open brackets
-        raise DiscoveryError(f"the worker record is not JSON: {error}") from error
+        raise DiscoveryError(f"the record is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise DiscoveryError("the worker record is not a JSON object")
+        raise DiscoveryError("the record is not a JSON object")
     return values
 
 
 def _impossible(key: str, wanted: str) -> DiscoveryError:
-    return DiscoveryError(f"{key} of the worker record must be {wanted}", field=key)
+    return DiscoveryError(f"{key} of the record must be {wanted}", field=key)
 
 
 def _text(key: str, value: object) -> str:
@@ -164,7 +173,9 @@ _PARSERS: Mapping[object, Callable[[str, object], object]] = {
     Role: _role,
     HostIdentity: _host,
 }
-_TYPES: Mapping[type, Mapping[str, object]] = {cls: get_type_hints(cls) for cls in (WorkerRecord, HostIdentity)}
+_TYPES: Mapping[type, Mapping[str, object]] = {
+    cls: get_type_hints(cls) for cls in (WorkerRecord, RouterRecord, HostIdentity)
+}
 
 
 def _parse_fields(cls: type[FieldsT], values: Mapping[str, object]) -> FieldsT:
@@ -176,5 +187,5 @@ def _parse_fields(cls: type[FieldsT], values: Mapping[str, object]) -> FieldsT:
             parse = _epoch if name == "epoch" else _PARSERS[_TYPES[cls][name]]
             parsed[name] = parse(name, values[name])
         elif field.default is MISSING:
-            raise DiscoveryError(f"the worker record has no {name}", field=name)
+            raise DiscoveryError(f"the record has no {name}", field=name)
     return cls(**parsed)

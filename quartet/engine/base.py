@@ -82,6 +82,7 @@ class EngineRequest:
         media_inputs: for an engine that ``reads_media``, each item's file or the state of its opaque hand-off; ``None``
             for items of ``media_blocks``, which has nothing for the others.
         traceparent: W3C trace context, for an engine that traces by itself; not checked; empty: no trace.
+        session_key: requests of one conversation share it; empty: none.
     """
 
     id: int
@@ -92,6 +93,7 @@ class EngineRequest:
     media_blocks: tuple[tuple[int, ...], ...] = ()
     media_inputs: tuple[MediaFile | bytes | None, ...] = field(default=(), repr=False)
     traceparent: str = ""
+    session_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Started:
         transfer_bytes: bytes pulled.
         transfer_way: how they were moved; ``None``: nothing was, or the engine moved them by itself.
         num_prompt_tokens: of a prompt with media that the engine laid out itself, else 0.
+        num_evicted_tokens: tokens after the cached ones whose KV was in the cache lately; 0 also where that is unknown.
         onboard_s: seconds in which cached blocks came from tiers below the device.
     """
 
@@ -115,6 +118,7 @@ class Started:
     transfer_bytes: int = 0
     transfer_way: TransferWay | None = None
     num_prompt_tokens: int = 0
+    num_evicted_tokens: int = 0
     onboard_s: float = 0.0
 
 
@@ -139,6 +143,7 @@ class Prefilled:
         opaque: state of an engine that moves its own cache, else ``None``.
         laid_out: the generation with a prompt that the engine laid out itself, because of its media; the spans' media
             ids are zeros.
+        num_evicted_tokens: as in ``Started``.
         onboard_s: as of ``Started``; neither ``queue_s`` nor ``compute_s`` has it.
     """
 
@@ -154,6 +159,7 @@ class Prefilled:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     laid_out: Generation | None = field(default=None, repr=False)
+    num_evicted_tokens: int = 0
     onboard_s: float = 0.0
 
 

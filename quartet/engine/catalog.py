@@ -104,6 +104,7 @@ def _step_engine(
         kinds=frozenset({kind}),
         sampling_fields=sampling_fields,
         grammars=grammars,
+        tells_contents=spec.tells_contents,
         tiers=partial(_open_tiers, spec.engine, rank) if has_tiers else None,
     )
 

@@ -11,6 +11,7 @@ from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import DTYPE_SIZE_BYTES, EmbeddingLayout
 from quartet.media.media_id import preprocessing_fingerprint
 from quartet.text import model_files
+from quartet.text.tokenizer import Tokenizer
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 # One item may fill this part of a pool, so that several requests' items fit at once.
@@ -52,8 +53,8 @@ def read_media_config(model_path: str) -> MediaConfig | None:
     """
     files = model_files.read_text_files(Path(model_path))
     config = model_files.parse_json_file(files, model_files.CONFIG)
-    placeholder_id = config.get("image_token_index", config.get("image_token_id"))
-    if not isinstance(config.get("vision_config"), Mapping) or placeholder_id is None:
+    placeholder_id = model_files.placeholder(config, lambda text: Tokenizer.from_files(files).token_to_id(text))
+    if placeholder_id is None:
         return None
     text_config = config.get("text_config")
     configs = [text_config, config] if isinstance(text_config, Mapping) else [config]

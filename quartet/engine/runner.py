@@ -187,6 +187,7 @@ class RunningRequest:
         stop_ids: tokens that end the output once it has ``min_tokens``: masked before that.
         needs_pull: its KV must still be fetched from another worker.
         num_cached_tokens: tokens whose KV was cached when it was first admitted.
+        num_evicted_tokens: tokens after those whose KV was cached lately.
         is_admitted: it had blocks before.
         is_started: it was in a step before.
         is_cancelled: it ends as soon as nothing writes to its blocks.
@@ -203,6 +204,7 @@ class RunningRequest:
     state: RequestState = RequestState.WAITING
     needs_pull: bool = False
     num_cached_tokens: int = 0
+    num_evicted_tokens: int = 0
     is_admitted: bool = False
     is_started: bool = False
     is_cancelled: bool = False

@@ -406,6 +406,9 @@ class Scheduler:
         if not running.is_admitted:
             running.is_admitted = True
             running.num_cached_tokens = num_cached_tokens
+            if not (running.needs_pull or running.reports_prompt):
+                num_below = len(seq.blocks_below) * seq.block_size  # evicted, and not lost
+                running.num_evicted_tokens = max(self._blocks.num_evicted_tokens(seq) - num_below, 0)
         return True
 
     def _pull(self, running: RunningRequest) -> Pull:

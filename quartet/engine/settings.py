@@ -21,11 +21,13 @@ class EngineSpec:
 
     Attributes:
         model_path: folder of a Hugging Face checkpoint.
+        tells_contents: KV events say what stored blocks hold, too, where the engine can (``EngineKind``).
     """
 
     model_path: str
     engine: EngineSettings
     encoder: EncoderSettings
+    tells_contents: bool = False
 
 
 class EngineKind(StrEnum):
@@ -39,6 +41,11 @@ class EngineKind(StrEnum):
     def has_encoder(self) -> bool:
         """Whether it encodes media."""
         return self is not EngineKind.MOCK
+
+    @property
+    def tells_contents(self) -> bool:
+        """Whether its KV events can say what stored blocks hold."""
+        return self is not EngineKind.TRTLLM
 
     @property
     def shares_cores(self) -> bool:

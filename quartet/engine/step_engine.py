@@ -84,6 +84,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         kinds: frozenset[RequestKind] = frozenset(RequestKind),
         sampling_fields: frozenset[str] = ALL_SAMPLING_FIELDS,
         grammars: GrammarsFactory | None = None,
+        tells_contents: bool = False,
         tiers: TiersFactory | None = None,
         close_timeout_s: float = 10.0,
     ) -> None:
@@ -97,6 +98,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
             sampling_fields: what the runner's sampler honours, apart from grammars.
             grammars: for a runner whose sampler follows guides, called in a thread of its own once the model is loaded;
                 ``None``: requests with grammars are refused.
+            tells_contents: KV events say what stored blocks hold, too.
             tiers: called in the engine thread once the model is loaded; ``None``: evicted blocks are lost.
             close_timeout_s: bounds the wait for transfers in ``close``, and then that for the last step.
         """
@@ -106,7 +108,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         listener = ThreadListener(
             on_ready=self._take_ready, on_report=self._on_report, on_lost=self._on_lost, on_end=self._thread_end.set
         )
-        self._thread = EngineThread(runner_factory, config, listener, tiers)
+        self._thread = EngineThread(runner_factory, config, listener, tiers, tells_contents=tells_contents)
         self._puller = puller
         self._kinds = kinds
         self._sampling_fields = sampling_fields
@@ -303,10 +305,13 @@ class EngineThread:
         config: SchedulerConfig,
         listener: ThreadListener,
         tiers_factory: TiersFactory | None = None,
+        *,
+        tells_contents: bool = False,
     ) -> None:
         self._tiers_factory = tiers_factory
         self._runner_factory = runner_factory
         self._config = config
+        self._tells_contents = tells_contents
         self._listener = listener
         self._inbox: deque[Message] = deque()
         self._wake_up = threading.Event()
@@ -357,7 +362,9 @@ class EngineThread:
             runner = self._runner_factory()
             tiers = None if self._tiers_factory is None else self._tiers_factory(runner, self.post)
             on_begin = partial(self._notify, self._listener.on_report)
-            steps = self._steps = StepLoop(runner, self._config, on_begin=on_begin, tiers=tiers)
+            steps = self._steps = StepLoop(
+                runner, self._config, on_begin=on_begin, tiers=tiers, tells_contents=self._tells_contents
+            )
             self._notify(self._listener.on_ready, runner)
             self._step_until_stopped(steps)
         except Exception as error:  # the thread's work ends here; the listener fails the live requests

@@ -41,7 +41,8 @@ from quartet.engine.step_time import Backlog, StepClock, StepWork, backlog, step
 from quartet.engine.tiers import LoadBatchEnded, PullsReady, Tiering, TierMessage, WriteEnded
 from quartet.engine.validation import limits_of
 from quartet.errors import EngineError, MediaLostError, RequestCancelledError, ServingError
-from quartet.events.kv import RankEvents, StoredBlocks
+from quartet.events.kv import RankEvents, StoredBlocks, Tier
+from quartet.events.load import OnboardTime
 from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import FetchResult, TransferWay
 
@@ -148,6 +149,8 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[StepReport], None] = lambda _report: None,
         tiers: Tiering | None = None,
+        *,
+        tells_contents: bool = False,
     ) -> None:
         """Nothing is computed before the first ``step``.
 
@@ -159,10 +162,13 @@ class StepLoop:
                 are pulls; also, with an empty output, if the step has prompt tokens and none was left to begin before
                 it, or none is left after it.
             tiers: below the runner's pool; what they post comes back with the next ``step``. The caller closes them.
+            tells_contents: KV events say what stored blocks hold, too.
         """
         self._runner = runner
         lower = None if tiers is None else tiers.lower
-        self._blocks = BlockManager(runner.num_blocks, runner.layout.block_size, has_events=True, lower=lower)
+        self._blocks = BlockManager(
+            runner.num_blocks, runner.layout.block_size, has_events=True, tells_contents=tells_contents, lower=lower
+        )
         self._scheduler = Scheduler(config, self._blocks, limits_of(runner), runner.eos_token_ids, onboarding=tiers)
         self._outputs = OutputBuilder(clock)
         self._clock = StepClock(clock)
@@ -421,6 +427,7 @@ class StepLoop:
             max_step_tokens=config.max_num_batched_tokens,
             step_ends_at=step_ends_at,
             step_time=self._clock.step_time,
+            onboard_time=None if self._tiers is None else _onboard_time(self._tiers, self._blocks.block_size),
             num_in_use_blocks=counts.in_use,
             num_held_blocks=counts.held,
             num_cached_blocks=counts.cached,
@@ -435,6 +442,15 @@ class StepLoop:
             tiers=() if self._tiers is None else self._tiers.counts,
         )
         return Snapshot(stats, self._num_submits, self._num_submitted_prefill_tokens)
+
+
+def _onboard_time(tiers: Tiering, block_size: int) -> OnboardTime:
+    """By what ``tiers`` decides whether to load."""
+    s_per_token = {tier: speed.s_per_block / block_size for tier, speed in tiers._speeds.items()}
+    return OnboardTime(
+        host_s_per_token=s_per_token[Tier.HOST],
+        disk_s_per_token=0.0 if tiers.lower.disk_plan is None else s_per_token[Tier.DISK],
+    )
 
 
 class OutputBuilder:
@@ -476,6 +492,7 @@ class OutputBuilder:
                     times.transfer_s,
                     times.transfer_bytes,
                     times.transfer_way,
+                    num_evicted_tokens=running.num_evicted_tokens,
                     onboard_s=times.onboard_s,
                 )
             )
@@ -546,6 +563,7 @@ class OutputBuilder:
             id=out.running.id,
             token_id=out.sampled.token_id,
             num_cached_tokens=out.running.num_cached_tokens,
+            num_evicted_tokens=out.running.num_evicted_tokens,
             queue_s=times.queue_s,
             compute_s=now - times.started_at,
             finished=out.finished,

@@ -151,7 +151,7 @@ class Tiering:
             host: slots of the host.
             disk: files; ``None``: there is no disk.
             post: takes a message on any thread, for ``take``.
-            speeds: how fast blocks come from each tier, as measured at the start.
+            speeds: how fast blocks come from disk to the host and from there to the pool, as measured at the start.
             links: of tiers whose transfers are to take longer than they do.
             clock: gives seconds.
         """
@@ -228,7 +228,7 @@ class Tiering:
         load_s = _LATENCY_S + sum(load.expected_s for load in self._loads.values())
         best, best_s = 0, step_time.prefill_in_steps_s(num_missing_tokens, self._max_step_tokens, 0.0)
         for number, block in enumerate(found, 1):
-            load_s += self._speeds[block.tier].s_per_block
+            load_s += self._load_s(block.tier)
             if number < len(found) and found[number].tier is block.tier:
                 continue
             num_left = num_missing_tokens - number * block_size
@@ -238,6 +238,11 @@ class Tiering:
         for tier in {block.tier for block in found[best:]}:
             self._speeds[tier].doubt()
         return best
+
+    def _load_s(self, tier: Tier) -> float:
+        """Seconds for a block to come from there; what is on disk comes by way of the host."""
+        host_s = self._speeds[Tier.HOST].s_per_block
+        return host_s if tier is Tier.HOST else host_s + self._speeds[tier].s_per_block
 
     def _save(self, schedule: Schedule) -> None:
         plan = self.lower.host_plan
@@ -277,7 +282,7 @@ class Tiering:
     def _begin_load(self, load: Load) -> None:
         blocks = self.lower.begin_load(load.blocks)
         size = self.lower.host_plan.max_batch_size
-        expected_s = sum(self._speeds[_source(block)].s_per_block for block in blocks)
+        expected_s = sum(self._load_s(Tier.HOST if block.disk is None else Tier.DISK) for block in blocks)
         begins = range(0, max(1, len(blocks)), size)
         self._loads[load.id] = _Load(blocks, self._clock(), expected_s, len(begins))
         self._loads[load.id].has_arrived = [False] * len(blocks)
@@ -387,7 +392,7 @@ def open_tiers(
         logger.info("%d blocks are on disk in %s", len(lower.disk), disk.folder)
     links = links or {}
     seconds = {Tier.HOST: _probe_host(host, host_plan)}
-    seconds[Tier.DISK] = seconds[Tier.HOST] if disk is None else seconds[Tier.HOST] + disk.probe(host.slot(0))
+    seconds[Tier.DISK] = 0.0 if disk is None else disk.probe(host.slot(0))
     speeds = {
         tier: Speed(max(s_per_block, links[tier].s_per_block if tier in links else 0.0))
         for tier, s_per_block in seconds.items()
@@ -417,10 +422,6 @@ def _written(schedule: Schedule) -> list[int]:
     for pull in schedule.pulls:
         written += [copy.block_id for copy in pull.copies]
     return written
-
-
-def _source(block: LoadedBlock) -> Tier:
-    return Tier.HOST if block.disk is None else Tier.DISK
 
 
 def _num_leading(items: Sequence[bool]) -> int:

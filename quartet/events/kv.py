@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -17,17 +17,35 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What blocks say, and the rest of what their names are made of.
+
+    Attributes:
+        blocks: of each block the bytes that its block hash is of: token ids as u32, then its media
+            (``quartet.kvcache.block_hash``).
+        adapter, cache_salt: of their sequence; empty where there is none.
+    """
+
+    blocks: Sequence[bytes]
+    adapter: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
 class Stored:
     """Blocks that can be shared from now on; each follows the one before it.
 
     Attributes:
         parent_hash: sequence hash of the block before the first; ``None`` where there is none.
         sequence_hashes: unsigned 64 bit, in the order of the sequence; at least one.
+        contents: of these blocks, where the engine tells them. Workers' own feed leaves them out, and they make no
+            difference between events: the names say the same.
     """
 
     parent_hash: int | None
     sequence_hashes: Sequence[int]
     tier: Tier = Tier.DEVICE
+    contents: Contents | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

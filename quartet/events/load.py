@@ -26,6 +26,7 @@ class RankCounts:
         num_context_tokens: tokens that these have together.
         max_step_tokens: tokens that a step computes at most; 0: unknown.
         step_time: how long steps take, as measured; ``None``: too few were.
+        onboard_time: how long blocks take from tiers below the device; ``None``: there are none, or it is unknown.
         num_held_blocks: blocks held for hand-offs.
         num_cached_blocks: blocks kept for reuse that no request uses.
         num_steps: steps done since the start that did something; grows while anything moves.
@@ -41,6 +42,7 @@ class RankCounts:
     num_context_tokens: int = 0
     max_step_tokens: int = 0
     step_time: StepTime | None = None
+    onboard_time: OnboardTime | None = None
     num_in_use_blocks: int = 0
     num_held_blocks: int = 0
     num_cached_blocks: int = 0
@@ -182,3 +184,11 @@ class StepTime:
         if not num_context_tokens:
             return 0.0
         return self.decode_base_s + self.decode_s_per_context_token * num_context_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnboardTime:
+    """Seconds a token in which blocks come from tiers below the device; 0: unknown, or there is no such tier."""
+
+    host_s_per_token: float = 0.0
+    disk_s_per_token: float = 0.0

@@ -1,4 +1,4 @@
-"""A worker's ZMQ PUB socket: every change of its KV blocks, and its load, no more often than needed."""
+"""ZMQ PUB sockets: a worker tells every change of its KV blocks, and its load when needed; a router what it booked."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import zmq
 
 from quartet.errors import ConfigError
+from quartet.events.bookings import BookedStart, RouterBookings
 from quartet.events.curve import EventsKey
 from quartet.events.kv import KvBatch, RankEvents
 from quartet.events.load import WorkerLoad
-from quartet.events.wire import encode_kv, encode_load, split_events
+from quartet.events.wire import MAX_BOOKED_STARTS, encode_bookings, encode_kv, encode_load, split_events
 
 #: Without anything new a report goes out this often: silence then means something.
 HEARTBEAT_INTERVAL_S = 1.0
@@ -58,6 +59,57 @@ class EventPublisher:
         self._worker_id = worker_id
         self._epoch = epoch
         self.kv_number = 0
+        self._socket = _PublishSocket(host, port, key, max_pending_messages)
+        self.endpoint, self.port = self._socket.endpoint, self._socket.port
+
+    def publish_kv(self, changed: RankEvents) -> None:
+        """Send what changed, in as many batches as it takes. Never blocks: a slow subscriber sees a gap in numbers."""
+        for events in split_events(changed.events):
+            self.kv_number += 1
+            batch = KvBatch(
+                worker_id=self._worker_id,
+                epoch=self._epoch,
+                number=self.kv_number,
+                data_parallel_rank=changed.data_parallel_rank,
+                events=events,
+            )
+            self._socket.send(encode_kv(batch))
+
+    def publish_load(self, load: WorkerLoad) -> None:
+        """Send ``load``. Never blocks: a subscriber that can't keep up misses it."""
+        self._socket.send(encode_load(load, self.kv_number))
+
+    def close(self) -> None:
+        """Close the socket; what was not sent yet is dropped. May be called twice."""
+        self._socket.close()
+
+
+class BookingsPublisher:
+    """A router's PUB socket; use it from one thread. Attributes are as in ``EventPublisher``."""
+
+    def __init__(self, host: str, port: int = 0, *, router_id: str, key: EventsKey | None = None) -> None:
+        """Bind ``tcp://host:port``; arguments and errors as in ``EventPublisher``."""
+        self._router_id = router_id
+        self._number = 0
+        self._socket = _PublishSocket(host, port, key, _MAX_PENDING_MESSAGES)
+        self.endpoint, self.port = self._socket.endpoint, self._socket.port
+
+    def publish(self, starts: Sequence[BookedStart]) -> None:
+        """Tell that ``starts`` were sent. Never blocks: a router that can't keep up misses it."""
+        for begin in range(0, len(starts), MAX_BOOKED_STARTS):
+            self._number += 1
+            bookings = RouterBookings(self._router_id, starts[begin : begin + MAX_BOOKED_STARTS])
+            self._socket.send(encode_bookings(bookings, self._number))
+
+    def close(self) -> None:
+        """As ``EventPublisher.close``."""
+        self._socket.close()
+
+
+class _PublishSocket:
+    """One bound PUB socket with a context of its own."""
+
+    def __init__(self, host: str, port: int, key: EventsKey | None, max_pending_messages: int) -> None:
         self._context = zmq.Context()
         self._guard = None if key is None else key.guard(self._context)
         self._socket = self._context.socket(zmq.PUB)
@@ -74,25 +126,12 @@ class EventPublisher:
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
         self.port = int(self.endpoint.rpartition(":")[2])
 
-    def publish_kv(self, changed: RankEvents) -> None:
-        """Send what changed, in as many batches as it takes. Never blocks: a slow subscriber sees a gap in numbers."""
-        for events in split_events(changed.events):
-            self.kv_number += 1
-            batch = KvBatch(
-                worker_id=self._worker_id,
-                epoch=self._epoch,
-                number=self.kv_number,
-                data_parallel_rank=changed.data_parallel_rank,
-                events=events,
-            )
-            self._socket.send_multipart(encode_kv(batch), zmq.NOBLOCK)
-
-    def publish_load(self, load: WorkerLoad) -> None:
-        """Send ``load``. Never blocks: a subscriber that can't keep up misses it."""
-        self._socket.send_multipart(encode_load(load, self.kv_number), zmq.NOBLOCK)
+    def send(self, frames: list[bytes]) -> None:
+        """Send to all subscribers that keep up. Never blocks."""
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the socket; what was not sent yet is dropped. May be called twice."""
+        """May be called twice."""
         if self._guard is not None:
             self._guard.stop()
             self._guard = None

@@ -1,4 +1,4 @@
-"""A router's ZMQ SUB socket: every worker's load, and the changes of its KV blocks."""
+"""A router's ZMQ SUB socket: every worker's load, the changes of its KV blocks, and other routers' bookings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from collections.abc import Callable
 
 import zmq
 
+from quartet.events.bookings import RouterBookings
 from quartet.events.curve import EventsKey
 from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad
-from quartet.events.wire import KV_TOPIC, LOAD_TOPIC, MAX_FRAME_BYTES, MalformedFrameError, decode_kv, decode_load
+from quartet.events.wire import (
+    BOOKINGS_TOPIC,
+    KV_TOPIC,
+    LOAD_TOPIC,
+    MAX_FRAME_BYTES,
+    MalformedFrameError,
+    decode_bookings,
+    decode_kv,
+    decode_load,
+)
 from quartet.limited_log import LimitedLog
 from quartet.supervision import vital
 
@@ -33,6 +43,7 @@ class EventSubscriber:
         on_load: Callable[[NumberedLoad], None],
         on_malformed: Callable[[], None],
         on_kv: Callable[[KvBatch], None] | None = None,
+        on_bookings: Callable[[RouterBookings], None] | None = None,
         *,
         key: EventsKey | None = None,
         max_pending_messages: int = _MAX_PENDING_MESSAGES,
@@ -43,38 +54,33 @@ class EventSubscriber:
             on_load: called for each report.
             on_malformed: called for each malformed message.
             on_kv: called for each batch of KV events; ``None``: they are not listened to.
+            on_bookings: called for what a router has booked; ``None``: it is not listened to.
             key: only workers that serve with it are received; ``None``: only those that serve in the clear.
             max_pending_messages: when more of a worker's wait, it soon drops what comes.
         """
         self._on_load = on_load
         self._on_kv = on_kv
+        self._on_bookings = on_bookings
         self._on_malformed = on_malformed
         self._endpoints: set[str] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        for option, value in (
-            (zmq.RCVHWM, max_pending_messages),
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.LINGER, 0),
-            (zmq.IPV6, 1),
-            (zmq.HEARTBEAT_IVL, _PING_INTERVAL_MS),
-            (zmq.HEARTBEAT_TIMEOUT, _PING_TIMEOUT_MS),
-            (zmq.RECONNECT_IVL, _MIN_RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS),
-        ):
-            self._socket.setsockopt(option, value)
-        if key is not None:
-            key.dial_with(self._socket)
+        prepare_to_dial(self._socket, key, max_pending_messages=max_pending_messages, max_message_bytes=MAX_FRAME_BYTES)
         # In this order: a worker whose load arrives has known at least as long that its batches are wanted too.
-        for topic in (KV_TOPIC, LOAD_TOPIC) if on_kv is not None else (LOAD_TOPIC,):
-            self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+        for topic, is_wanted in (
+            (KV_TOPIC, on_kv is not None),
+            (LOAD_TOPIC, True),
+            (BOOKINGS_TOPIC, on_bookings is not None),
+        ):
+            if is_wanted:
+                self._socket.setsockopt(zmq.SUBSCRIBE, topic)
         self._failure_log = LimitedLog(logger, max_per_minute=10)
         self._fd: int = self._socket.fileno()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._drain)
 
     def connect(self, endpoint: str) -> None:
-        """Listen to the worker at ``tcp://host:port`` too, also when it comes back; twice is once.
+        """Listen to the worker or router at ``tcp://host:port`` too, also when it comes back; twice is once.
 
         Raises:
             ValueError: ``endpoint`` is no ZMQ endpoint.
@@ -89,7 +95,7 @@ class EventSubscriber:
         self._drain_soon()
 
     def disconnect(self, endpoint: str) -> None:
-        """Listen to that worker no more; an unknown endpoint is ignored."""
+        """Listen to that one no more; an unknown endpoint is ignored."""
         if endpoint not in self._endpoints:
             return
         self._endpoints.remove(endpoint)
@@ -126,11 +132,35 @@ class EventSubscriber:
         try:
             if self._on_kv is not None and frames[0] == KV_TOPIC:
                 self._on_kv(decode_kv(frames))
+            elif self._on_bookings is not None and frames[0] == BOOKINGS_TOPIC:
+                self._on_bookings(decode_bookings(frames))
             else:
                 self._on_load(decode_load(frames))
         except MalformedFrameError as error:
-            logger.debug("ignored what a worker published: %s", error)
+            logger.debug("ignored what a peer published: %s", error)
             self._on_malformed()
         except Exception:  # noqa: BLE001 - the message ends here; else nothing is read any more, and all look silent
-            self._failure_log.exception("could not take what a worker published")
+            self._failure_log.exception("could not take what a peer published")
             self._on_malformed()
+
+
+def prepare_to_dial(
+    socket: zmq.Socket[bytes], key: EventsKey | None, *, max_pending_messages: int, max_message_bytes: int
+) -> None:
+    """Bound what waits in ``socket`` and one message, notice dead peers, and dial them again. Before it connects.
+
+    ``key``: only peers that serve with it are reached; ``None``: only those that serve in the clear.
+    """
+    for option, value in (
+        (zmq.RCVHWM, max_pending_messages),
+        (zmq.MAXMSGSIZE, max_message_bytes),
+        (zmq.LINGER, 0),
+        (zmq.IPV6, 1),
+        (zmq.HEARTBEAT_IVL, _PING_INTERVAL_MS),
+        (zmq.HEARTBEAT_TIMEOUT, _PING_TIMEOUT_MS),
+        (zmq.RECONNECT_IVL, _MIN_RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS),
+    ):
+        socket.setsockopt(option, value)
+    if key is not None:
+        key.dial_with(socket)

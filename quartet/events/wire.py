@@ -12,9 +12,11 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from quartet.errors import ProtocolError
+from quartet.events.bookings import BookedStart, RouterBookings
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
 from quartet.events.load import (
     NumberedLoad,
+    OnboardTime,
     PlacementProgress,
     RankCounts,
     RankLoad,
@@ -29,12 +31,16 @@ from quartet.v1 import transfer_pb2
 LOAD_TOPIC = b"load"
 #: Topic of ``KvEventBatch`` frames.
 KV_TOPIC = b"kv"
+#: Topic of ``RouterBookings`` frames.
+BOOKINGS_TOPIC = b"bookings"
 #: Subscribers refuse a longer frame.
 MAX_FRAME_BYTES = 1 << 20
 #: And a batch of more events: one event takes as long to read as hundreds of hashes.
 MAX_EVENTS = 8192
 #: And a load report that is longer, or has more entries: each is read by itself.
 MAX_LOAD_BYTES = 1 << 18
+#: And bookings that are longer, or name more starts.
+MAX_BOOKINGS_BYTES, MAX_BOOKED_STARTS = 1 << 16, 512
 #: Ranks that a worker may have, as discovery allows, routers that it may report to, and ways that it may have used.
 MAX_RANKS, MAX_ROUTERS, MAX_WAYS = 1024, 4096, 16
 
@@ -46,10 +52,10 @@ _HEAD_BYTES, _EVENT_BYTES, _HASH_BYTES = 1024, 32, 8
 _MAX_HASHES = 1 << 16
 
 # The fields that a ``RankLoad`` and its message have under one name and as one type.
-_COUNTS = tuple(field.name for field in fields(RankCounts) if field.name != "step_time")
+_COUNTS = tuple(field.name for field in fields(RankCounts) if field.name not in ("step_time", "onboard_time"))
 _counts = attrgetter(*_COUNTS)
 
-MessageT = TypeVar("MessageT", pb.WorkerLoad, pb.KvEventBatch)
+MessageT = TypeVar("MessageT", pb.WorkerLoad, pb.KvEventBatch, pb.RouterBookings)
 
 # Names of ways are those of the enumerators, without the prefix and in lower case.
 _WAY_PREFIX = "TRANSFER_WAY_"
@@ -113,6 +119,22 @@ def decode_kv(frames: Sequence[bytes]) -> KvBatch:
         data_parallel_rank=message.data_parallel_rank,
         events=[_from_event(event) for event in message.events],
     )
+
+
+def encode_bookings(bookings: RouterBookings, number: int) -> list[bytes]:
+    """The frames of a router's bookings, of at most ``MAX_BOOKED_STARTS`` starts."""
+    message = pb.RouterBookings(router_id=bookings.router_id, starts=map(_to_booked_start, bookings.starts))
+    return _frames(BOOKINGS_TOPIC, number, message)
+
+
+def decode_bookings(frames: Sequence[bytes]) -> RouterBookings:
+    """Read the frames of a router's bookings. Raises ``MalformedFrameError``."""
+    if sum(map(len, frames)) > MAX_BOOKINGS_BYTES:
+        raise MalformedFrameError(f"bookings are longer than {MAX_BOOKINGS_BYTES} bytes")
+    _number, message = _parse(frames, BOOKINGS_TOPIC, pb.RouterBookings)
+    if not 0 < len(message.starts) <= MAX_BOOKED_STARTS:
+        raise MalformedFrameError(f"bookings of {len(message.starts)} starts")
+    return RouterBookings(message.router_id, list(map(_from_booked_start, message.starts)))
 
 
 def split_events(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
@@ -210,6 +232,7 @@ def _to_rank_load(rank: RankLoad) -> pb.RankLoad:
         **dict(zip(_COUNTS, _counts(rank), strict=True)),
         step_ends_in_s=rank.step_ends_in_s,
         step_time=None if rank.step_time is None else pb.StepTime(**asdict(rank.step_time)),
+        onboard_time=None if rank.onboard_time is None else pb.OnboardTime(**asdict(rank.onboard_time)),
     )
 
 
@@ -218,11 +241,16 @@ def _from_rank_load(message: pb.RankLoad) -> RankLoad:
         **dict(zip(_COUNTS, _counts(message), strict=True)),
         step_ends_in_s=_seconds(message.step_ends_in_s),
         step_time=_step_time(message.step_time) if message.HasField("step_time") else None,
+        onboard_time=_onboard_time(message.onboard_time) if message.HasField("onboard_time") else None,
     )
 
 
 def _step_time(message: pb.StepTime) -> StepTime:
     return StepTime(**{field.name: _seconds(getattr(message, field.name)) for field in fields(StepTime)})
+
+
+def _onboard_time(message: pb.OnboardTime) -> OnboardTime:
+    return OnboardTime(**{field.name: _seconds(getattr(message, field.name)) for field in fields(OnboardTime)})
 
 
 def _seconds(value: float) -> float:
@@ -232,7 +260,29 @@ def _seconds(value: float) -> float:
     return value
 
 
-def _frames(topic: bytes, number: int, message: pb.WorkerLoad | pb.KvEventBatch) -> list[bytes]:
+def _to_booked_start(start: BookedStart) -> pb.BookedStart:
+    return pb.BookedStart(
+        worker_id=start.worker_id,
+        worker_epoch=start.worker_epoch,
+        data_parallel_rank=start.data_parallel_rank,
+        router_request_number=start.number,
+        num_queued_prefill_tokens=start.num_queued_tokens,
+        num_reserved_blocks=start.num_reserved_blocks,
+    )
+
+
+def _from_booked_start(message: pb.BookedStart) -> BookedStart:
+    return BookedStart(
+        message.worker_id,
+        message.worker_epoch,
+        message.data_parallel_rank,
+        message.router_request_number,
+        message.num_queued_prefill_tokens,
+        message.num_reserved_blocks,
+    )
+
+
+def _frames(topic: bytes, number: int, message: pb.WorkerLoad | pb.KvEventBatch | pb.RouterBookings) -> list[bytes]:
     return [topic, number.to_bytes(_NUMBER_BYTES, "big"), message.SerializeToString()]
 
 
@@ -244,8 +294,9 @@ def _parse(frames: Sequence[bytes], topic: bytes, kind: type[MessageT]) -> tuple
         message = kind.FromString(frames[2])
     except DecodeError as error:
         raise MalformedFrameError(f"the payload is no {kind.DESCRIPTOR.name}") from error
-    if not message.worker_id:
-        raise MalformedFrameError(f"the {kind.DESCRIPTOR.name} names no worker")
+    sender = message.router_id if isinstance(message, pb.RouterBookings) else message.worker_id
+    if not sender:
+        raise MalformedFrameError(f"the {kind.DESCRIPTOR.name} names no sender")
     return int.from_bytes(frames[1], "big"), message
 
 

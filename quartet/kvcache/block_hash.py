@@ -123,6 +123,15 @@ def pack_token_ids(token_ids: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """The token ids that ``pack_token_ids`` has packed."""
+    token_ids = array("I")
+    token_ids.frombytes(packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
 def ordered_spans(media: Iterable[MediaSpan], num_tokens: int) -> list[MediaSpan]:
     """``media`` by position.
 
@@ -149,9 +158,19 @@ def media_suffixes(media: Iterable[MediaSpan], block_size: int, num_tokens: int)
     for span in ordered_spans(media, num_tokens):
         end = span.first_position + span.num_tokens
         for block in range(span.first_position // block_size, (end - 1) // block_size + 1):
-            suffix = _MEDIA.pack(span.media_id, block * block_size - span.first_position)
+            suffix = pack_media(span.media_id, block * block_size - span.first_position)
             suffixes[block] = suffixes.get(block, b"") + suffix
     return suffixes
+
+
+def pack_media(media_id: bytes, offset: int) -> bytes:
+    """What one media item adds to the hashed bytes of a block, whose first position has that offset in the item."""
+    return _MEDIA.pack(media_id, offset)
+
+
+def unpack_media(suffix: bytes) -> list[tuple[bytes, int]]:
+    """Id and offset of each media item in what comes after a block's tokens."""
+    return list(_MEDIA.iter_unpack(suffix))
 
 
 def split_blocks(packed: bytes, block_size: int) -> list[bytes]:

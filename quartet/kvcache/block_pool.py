@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.errors import OutOfBlocksError
-from quartet.events.kv import Cleared, KvEvent, Removed, Stored, Tier
-from quartet.kvcache.block_hash import chain_digest
+from quartet.events.kv import Cleared, Contents, KvEvent, Removed, Stored, Tier
+from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, chain_digest
 from quartet.kvcache.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -43,7 +43,13 @@ class BlockManager:
     """Hands out the blocks of one pool, shares equal prefixes, evicts the least recently used leaf."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, has_events: bool = False, lower: LowerTiers | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        has_events: bool = False,
+        tells_contents: bool = False,
+        lower: LowerTiers | None = None,
     ) -> None:
         """Manage blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each, all free.
 
@@ -51,6 +57,7 @@ class BlockManager:
             num_blocks: of the pool.
             block_size: tokens of a block.
             has_events: take note of what can be shared, for ``take_events`` and ``stored_blocks``.
+            tells_contents: events say what stored blocks hold, too.
             lower: the tiers to which evicted blocks go. Its events are among those of this pool, then.
         """
         self.num_blocks = num_blocks
@@ -67,6 +74,9 @@ class BlockManager:
         self._copies: dict[_Name, set[int]] = {}
         self._lower = lower
         self._log = lower.log if lower is not None else EventLog() if has_events else None
+        # Public names of the blocks that were evicted last, oldest first; empty without events.
+        self._evicted: OrderedDict[int, None] = OrderedDict()
+        self._tells_contents = tells_contents
 
     @property
     def counts(self) -> BlockCounts:
@@ -116,6 +126,19 @@ class BlockManager:
     def num_cached_tokens(self, seq: Sequence) -> int:
         """Tokens of ``seq`` that ``allocate`` would not have to compute, as things stand."""
         return len(self._cached_prefix(seq)) * self.block_size
+
+    def num_evicted_tokens(self, seq: Sequence) -> int:
+        """Tokens of ``seq`` that follow those that it shares, and whose blocks were evicted lately.
+
+        As many evicted blocks are remembered as the pool has; none without ``has_events``.
+        """
+        first = index = seq.num_named_blocks
+        if not self._evicted:
+            return 0
+        end = (len(seq) - 1) // self.block_size
+        while index < end and seq.sequence_hash(index) in self._evicted:
+            index += 1
+        return (index - first) * self.block_size
 
     def awaits_load(self, seq: Sequence) -> bool:
         """Whether the block after the cached prefix of ``seq`` is being loaded from a lower tier."""
@@ -256,7 +279,11 @@ class BlockManager:
         if name is None:
             name = self._by_key[key] = _Name(key, seq.sequence_hash(index), block_id)
             if self._log is not None:
-                self._log.store(name.sequence_hash, parent.sequence_hash if isinstance(parent, _Name) else None)
+                parent_hash = parent.sequence_hash if isinstance(parent, _Name) else None
+                if self._tells_contents:
+                    self._log.store(name.sequence_hash, parent_hash, content=key[1], extra_key=seq.extra_key)
+                else:
+                    self._log.store(name.sequence_hash, parent_hash)
         elif name.block_id in self._cached:
             # That block may be evicted: if it kept the name, this sequence's later blocks would outlive their parent.
             del self._cached[name.block_id]
@@ -295,6 +322,10 @@ class BlockManager:
         if self._log is not None:
             for _, name in evicted:
                 self._log.remove(name.sequence_hash)
+                self._evicted.pop(name.sequence_hash, None)  # it is the last one now
+                self._evicted[name.sequence_hash] = None
+            while len(self._evicted) > self.num_blocks:
+                self._evicted.popitem(last=False)
         return [block_id for block_id, _ in evicted]
 
     def _use(self, block_id: int) -> None:
@@ -348,24 +379,47 @@ class EventLog:
         self._stored: list[int] | None = None
         self._removed: list[int] | None = None
         self._tier = Tier.DEVICE
+        self._contents: list[bytes] | None = None
 
     def num_blocks(self, tier: Tier) -> int:
         """Hashes that are there."""
         return len(self._parents[tier])
 
-    def store(self, sequence_hash: int, parent_hash: int | None, tier: Tier = Tier.DEVICE) -> None:
-        """A name came, or came to that tier; its block follows the one with ``parent_hash``."""
+    def store(
+        self,
+        sequence_hash: int,
+        parent_hash: int | None,
+        tier: Tier = Tier.DEVICE,
+        *,
+        content: bytes | None = None,
+        extra_key: ExtraKey = NO_EXTRA_KEY,
+    ) -> None:
+        """A name came, or came to that tier; its block follows the one with ``parent_hash``.
+
+        ``content`` is what the block says, as ``Contents`` has it, with the extra key of its sequence; ``None``: it is
+        not told.
+        """
         parents = self._parents[tier]
         if sequence_hash in parents:
             num_more = self._num_more[tier]
             num_more[sequence_hash] = num_more.get(sequence_hash, 0) + 1
             return
         parents[sequence_hash] = parent_hash
-        if self._stored is not None and self._stored[-1] == parent_hash and self._tier is tier:
+        contents = self._contents
+        if (
+            self._stored is not None
+            and self._stored[-1] == parent_hash
+            and self._tier is tier
+            and (contents is None) is (content is None)
+        ):
             self._stored.append(sequence_hash)
+            if contents is not None and content is not None:
+                contents.append(content)
             return
         self._stored, self._removed, self._tier = [sequence_hash], None, tier
-        self._events.append(Stored(parent_hash, self._stored, tier))
+        self._contents = None if content is None else [content]
+        told = None if self._contents is None else Contents(self._contents, extra_key.adapter, extra_key.cache_salt)
+        self._events.append(Stored(parent_hash, self._stored, tier, told))
 
     def remove(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> None:
         """A name that is there went."""

@@ -76,6 +76,8 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
     "/quartet.v1.RouterService/GetModel": _USERS,
     "/quartet.v1.RouterService/ListWorkers": _OPERATORS,
     "/quartet.v1.RouterService/WatchWorkers": _OPERATORS,
+    # Prompts that were checked already, from routers only.
+    "/quartet.v1.RouterService/PrefillFor": _PEERS,
     "/quartet.v1.EncodeService/Encode": _PEERS,
     "/quartet.v1.PrefillService/Prefill": _PEERS,
     # Only peers (see `is_peer`) may send starts on it that no router signed.
@@ -92,10 +94,32 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
 }
 
 
+#: What holders of trusted namespaces may call, by their kinds; nothing else is for them.
+NEIGHBOURS: Mapping[str, frozenset[IdentityKind]] = {
+    **{
+        f"/quartet.v1.RouterService/{name}": frozenset({IdentityKind.ROUTER})
+        for name in ("Generate", "Place", "Session", "Explain", "GetModel", "ListWorkers", "WatchWorkers", "PrefillFor")
+    },
+    "/quartet.v1.TransferService/Pull": frozenset({IdentityKind.ROUTER, IdentityKind.WORKER}),
+    # What the router here has placed for them.
+    "/quartet.v1.DecodeService/Decode": frozenset({IdentityKind.CLIENT, IdentityKind.OPERATOR}),
+    "/quartet.v1.WorkerService/GetModelFiles": frozenset(
+        {IdentityKind.ROUTER, IdentityKind.CLIENT, IdentityKind.OPERATOR}
+    ),
+    "/grpc.health.v1.Health/*": frozenset(IdentityKind),
+}
+
+
 def audiences_of(method: str) -> frozenset[Audience]:
     """The audiences of ``method`` (``/package.Service/Method``)."""
     listed = AUDIENCES.get(method)
     return listed if listed is not None else AUDIENCES.get(method.rpartition("/")[0] + "/*", frozenset())
+
+
+def is_for_neighbour(method: str, kind: IdentityKind) -> bool:
+    """Whether ``method`` is for holders of that kind of a trusted namespace."""
+    listed = NEIGHBOURS.get(method, NEIGHBOURS.get(method.rpartition("/")[0] + "/*", frozenset()))
+    return kind in listed
 
 
 def parse_identity(uri: str) -> Identity | None:
@@ -118,7 +142,10 @@ def caller_identity(auth_context: Mapping[str, Iterable[bytes]]) -> Identity | N
 
 
 def is_peer(auth_context: Mapping[str, Iterable[bytes]]) -> bool:
-    """Whether the caller is a router or a worker; ``Gate`` has let it in, so it is one of this deployment."""
+    """Whether the caller is a router or a worker.
+
+    ``Gate`` has let it in, so it is one of this deployment, or the method is for those of trusted namespaces too.
+    """
     identity = caller_identity(auth_context)
     return identity is not None and identity.audience is Audience.PEER
 
@@ -128,12 +155,13 @@ class Gate:
     """Checks the callers of one server that has TLS.
 
     Attributes:
-        namespace: callers of another namespace are refused.
+        namespace: callers of another namespace are refused, but for routers and workers of those trusted.
         allow_anonymous: callers are not asked for a certificate: all are clients.
     """
 
     namespace: str
     allow_anonymous: bool
+    trusted_namespaces: frozenset[str] = frozenset()
 
     def check(self, method: str, auth_context: Mapping[str, Iterable[bytes]]) -> None:
         """Let the caller pass to ``method``.
@@ -150,6 +178,9 @@ class Gate:
             if not is_anonymous or Audience.CLIENT not in audiences:
                 raise UnauthenticatedError(f"{method} takes a certificate with a quartet:// identity")
         elif identity.namespace != self.namespace:
-            raise PermissionDeniedError("the caller belongs to another namespace")
+            if identity.namespace not in self.trusted_namespaces:
+                raise PermissionDeniedError("the caller belongs to another namespace")
+            if not is_for_neighbour(method, identity.kind):
+                raise PermissionDeniedError(f"callers of other namespaces may not call {method}")
         elif identity.audience not in audiences:
             raise PermissionDeniedError(f"the caller's identity may not call {method}")

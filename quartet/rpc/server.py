@@ -89,6 +89,7 @@ class ServerConfig:
         tls: certificates; ``None`` serves in the clear.
         insecure: allows an address other than loopback without TLS.
         namespace: deployment that callers' identities must belong to.
+        trusted_namespaces: others whose routers may send requests here, and whose routers and workers may pull blocks.
         reflection: offer reflection; ``None``: on loopback only.
         channelz: offer channelz; ``None``: on loopback only.
         max_receive_message_bytes: a longer message ends its call.
@@ -101,6 +102,7 @@ class ServerConfig:
     tls: TlsConfig | None = None
     insecure: bool = False
     namespace: str = "default"
+    trusted_namespaces: tuple[str, ...] = ()
     reflection: bool | None = None
     channelz: bool | None = None
     max_receive_message_bytes: int = MAX_API_MESSAGE_BYTES
@@ -273,7 +275,11 @@ class RpcServer:
         tls = self._config.tls
         if tls is None:
             return ServingInterceptor(None, self._calls, self._limits)
-        gate = Gate(namespace=self._config.namespace, allow_anonymous=not tls.require_client_cert)
+        gate = Gate(
+            namespace=self._config.namespace,
+            allow_anonymous=not tls.require_client_cert,
+            trusted_namespaces=frozenset(self._config.trusted_namespaces),
+        )
         return ServingInterceptor(gate, self._calls, self._limits)
 
     def _add_standard_services(self, server: grpc.aio.Server) -> None:

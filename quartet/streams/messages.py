@@ -135,6 +135,7 @@ class PrefillOutcome:
     Attributes:
         prompt_token_ids: the prompt with its media's tokens in it, where files came with the start; else empty.
         media: where the items of that prompt lie.
+        num_evicted_tokens: tokens after the cached ones that were cached lately.
         onboard_s: seconds in which cached blocks came from tiers below the device; 0: none did.
     """
 
@@ -148,6 +149,7 @@ class PrefillOutcome:
     prompt_token_ids: Sequence[int] = field(default=(), repr=False)
     media: tuple[MediaSpan, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    num_evicted_tokens: int = 0
     onboard_s: float = 0.0
 
 
@@ -158,6 +160,7 @@ class DecodeStarted:
     Attributes:
         transfer_way: how ``transfer_bytes`` were moved; ``None``: nothing was, or the worker does not say.
         num_prompt_tokens: of the prompt with its media's tokens in it, where files came with the start; else 0.
+        num_evicted_tokens: tokens after the cached ones that were cached lately.
         onboard_s: as of ``PrefillOutcome``.
     """
 
@@ -167,6 +170,7 @@ class DecodeStarted:
     transfer_bytes: int
     transfer_way: TransferWay | None = None
     num_prompt_tokens: int = 0
+    num_evicted_tokens: int = 0
     onboard_s: float = 0.0
 
 

@@ -64,6 +64,9 @@ class FinishedRequest:
         encode_worker: the worker that encoded its media; left out where the worker that computed the prompt did.
         prefill_worker: the worker that computed the prompt last; left out where that was the decode worker.
         decode_worker: the worker that decoded last.
+        num_held_tokens: the most prompt tokens that one rank of the model had cached, as the router knew it.
+        num_matched_tokens: of these, those of the rank that computed the prompt.
+        num_evicted_tokens: of these, those that were evicted before it did.
         num_cached_tokens: prompt tokens whose KV was cached.
         num_attempts: of the choice that took most.
         tokenize_s: template and tokenizer.
@@ -89,7 +92,10 @@ class FinishedRequest:
     decode_worker: str = ""
     num_choices: int = 1
     num_prompt_tokens: int | None = None
+    num_held_tokens: int | None = None
+    num_matched_tokens: int | None = None
     num_cached_tokens: int | None = None
+    num_evicted_tokens: int | None = None
     num_output_tokens: int | None = None
     num_attempts: int | None = None
     tokenize_s: float | None = None

@@ -147,6 +147,7 @@ class RouterTotals:
         ttft_bounds_s: upper bounds of the buckets of ``ttft_counts``, which has one more, without a bound.
         num_queued: requests that wait for room now.
         num_running: requests between arrival and end now.
+        reuse: prompt tokens by what became of them.
     """
 
     num_requests: int
@@ -158,6 +159,7 @@ class RouterTotals:
     ttft_counts: Sequence[int]
     num_queued: int
     num_running: int
+    reuse: Mapping[str, int]
 
 
 class AdmissionOutcome(StrEnum):
@@ -168,6 +170,19 @@ class AdmissionOutcome(StrEnum):
     EXPIRED = "expired"  # its time in the queue, or its own, was over
     UNAVAILABLE = "unavailable"  # no decode worker was ready for too long
     CANCELLED = "cancelled"
+
+
+class ReusePart(StrEnum):
+    """What became of a prompt's tokens that might have been found cached, as ``quartet.api.reuse.Reuse`` has them."""
+
+    HELD = "held"
+    MATCHED = "matched"
+    CACHED = "cached"
+    EVICTED = "evicted"
+    ELSEWHERE = "elsewhere"
+    MISSING = "missing"
+    UNANNOUNCED = "unannounced"
+    FOREIGN = "foreign"
 
 
 class SnapshotOutcome(StrEnum):
@@ -192,6 +207,7 @@ class RouterMetrics:
         queue_time: seconds that a choice waited for room.
         tokenize_time: seconds in which a prompt was laid out and tokenized.
         admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
+        reuse: prompt tokens of placed requests, by what became of them, for each ``ReusePart``.
         matched_tokens: prompt tokens of placed choices that the router expects to be cached on their rank.
         snapshots: snapshots of a worker's blocks that ended, by outcome.
         malformed_events: events of workers that the router could not read.
@@ -235,6 +251,14 @@ class RouterMetrics:
             registry,
             known=SnapshotOutcome,
         )
+        reuse = FastCounter(
+            "quartet_router_reuse_tokens",
+            "Prompt tokens that might have been found cached, by what became of them.",
+            "part",
+            registry,
+            known=ReusePart,
+        )
+        self.reuse = {part: reuse.labels(part) for part in ReusePart}
         self.queue_time, self.tokenize_time = (
             FastHistogram(name, text, None, _WAIT_BUCKETS_S, registry).labels()
             for name, text in (
@@ -291,6 +315,7 @@ class RouterMetrics:
             ttft_counts=[sum(counts) for counts in zip(*[model.ttft.counts for model in models], strict=True)],
             num_queued=self._num_queued(),
             num_running=self._num_running(),
+            reuse={part.value: int(counter.value) for part, counter in self.reuse.items()},
         )
 
     def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
@@ -313,6 +338,25 @@ class RouterMetrics:
     def set_workers(self, role: str, state: str, num_workers: int) -> None:
         """So many workers of ``role`` are in ``state``."""
         self._workers.labels(role, state).set(num_workers)
+
+
+class PoolMetrics:
+    """Metrics of a router over several pools, by the pool's namespace.
+
+    Attributes:
+        requests: requests that were sent there, each as often as it was.
+        retries: of these, how many went on elsewhere, or on another router of the pool.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "quartet_global_router"
+        self.requests = FastCounter(f"{name}_requests", "Requests sent to the pool.", "namespace", registry)
+        self.retries = FastCounter(f"{name}_retries", "Requests that left the pool early.", "namespace", registry)
+        self._ready = Gauge(f"{name}_ready_workers", "Ready workers of the pool.", ["namespace"], registry=registry)
+
+    def set_ready(self, namespace: str, num_workers: int) -> None:
+        """So many workers of the pool are ready."""
+        self._ready.labels(namespace).set(num_workers)
 
 
 @dataclass(frozen=True)

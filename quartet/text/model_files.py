@@ -6,7 +6,7 @@ A worker serves them by ``GetModelFiles``, so that a router or a client needs no
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,21 @@ def max_position_embeddings(files: Mapping[str, bytes]) -> int | None:
     inner = config.get("text_config")
     value = {**config, **(inner if isinstance(inner, dict) else {})}.get("max_position_embeddings")
     return value if type(value) is int and value > 0 else None
+
+
+#: Texts of placeholders, by model type, where ``image_token_index`` is a token that stands for a part of an item.
+_PLACEHOLDER_TEXTS = {"llama4": "<|image|>"}
+
+
+def placeholder(config: Mapping[str, Any], token_to_id: Callable[[str], int | None]) -> object:
+    """What ``config.json`` has as the id of the token that stands for an item of media in prompts.
+
+    It has had two names there; without a vision tower it is an unused word. ``None``: there is none.
+    """
+    if not isinstance(config.get("vision_config"), dict):
+        return None
+    text = _PLACEHOLDER_TEXTS.get(str(config.get("model_type")))
+    return config.get("image_token_index", config.get("image_token_id")) if text is None else token_to_id(text)
 
 
 def decode_utf8_file(files: Mapping[str, bytes], name: str) -> str:

@@ -80,7 +80,7 @@ class ModelText:
             chat_template=ChatTemplate.from_files(files, tokenizer.special_tokens),
             eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
             vocab_size=_vocab_size(config) or tokenizer.vocab_size,
-            media=_media_text(whole_config, files),
+            media=_media_text(whole_config, tokenizer, files),
         )
 
     def parsers(self, reasoning_parser: str = "", tool_call_parser: str = "") -> tuple[str, str]:
@@ -188,10 +188,9 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
-def _media_text(config: Mapping[str, Any], files: Mapping[str, bytes]) -> MediaText | None:
-    """The placeholder has had two names; without a vision tower it is an unused word."""
-    placeholder_id = config.get("image_token_index", config.get("image_token_id"))
-    if not isinstance(config.get("vision_config"), dict) or placeholder_id is None:
+def _media_text(config: Mapping[str, Any], tokenizer: Tokenizer, files: Mapping[str, bytes]) -> MediaText | None:
+    placeholder_id = model_files.placeholder(config, tokenizer.token_to_id)
+    if placeholder_id is None:
         return None
     if type(placeholder_id) is not int or placeholder_id < 0:
         raise ModelFilesError("image_token_index must be an id")

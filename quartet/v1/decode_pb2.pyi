@@ -340,6 +340,7 @@ class SlotStarted(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSFER_WAY_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     ONBOARD_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The request. Always set."""
@@ -351,6 +352,10 @@ class SlotStarted(_message.Message):
     """Tokens of the prompt with its media's tokens in it, where media files came with the start. 0: as it was given."""
     transfer_way: _transfer_pb2.TransferWay.ValueType
     """How they moved. Unspecified: nothing was pulled, or the engine or the worker's version does not say."""
+    num_evicted_tokens: _builtins.int
+    """Prompt tokens that follow the cached ones and were cached until their blocks were evicted, lately. 0: none, or the
+    engine or the worker's version does not say.
+    """
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """Time from its arrival until it was scheduled, less `transfer` and `onboard`. Always set."""
@@ -373,11 +378,12 @@ class SlotStarted(_message.Message):
         transfer_bytes: _builtins.int = ...,
         num_prompt_tokens: _builtins.int = ...,
         transfer_way: _transfer_pb2.TransferWay.ValueType = ...,
+        num_evicted_tokens: _builtins.int = ...,
         onboard: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["onboard", b"onboard", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "onboard", b"onboard", "queue", b"queue", "slot", b"slot", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_way", b"transfer_way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_prompt_tokens", b"num_prompt_tokens", "onboard", b"onboard", "queue", b"queue", "slot", b"slot", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_way", b"transfer_way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

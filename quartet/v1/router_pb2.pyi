@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quartet.v1 import kv_events_pb2 as _kv_events_pb2
+from quartet.v1 import prefill_pb2 as _prefill_pb2
 from quartet.v1 import transfer_pb2 as _transfer_pb2
 from quartet.v1 import types_pb2 as _types_pb2
 from quartet.v1 import worker_pb2 as _worker_pb2
@@ -97,6 +98,68 @@ WORKER_STATE_INCOMPATIBLE: WorkerState.ValueType  # 5
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
+class PrefillForRequest(_message.Message):
+    """Asks for a prefill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Required."""
+    model_fingerprint: _builtins.str
+    """Its fingerprint, as in WorkerRecord: only workers of the very same model prefill. Required."""
+    @_builtins.property
+    def start(self) -> _prefill_pb2.PrefillStart:
+        """The prompt. Its slot, its rank and its numbers of a router are ignored, and it has no media. Required."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        start: _prefill_pb2.PrefillStart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillForRequest: _TypeAlias = PrefillForRequest  # noqa: Y015
+
+@_typing.final
+class PrefillForResponse(_message.Message):
+    """A prompt that was prefilled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def result(self) -> _prefill_pb2.PrefillResult:
+        """As of the worker. Always set."""
+
+    @_builtins.property
+    def rank(self) -> _types_pb2.Rank:
+        """The worker that has it. Always set."""
+
+    def __init__(
+        self,
+        *,
+        result: _prefill_pb2.PrefillResult | None = ...,
+        rank: _types_pb2.Rank | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillForResponse: _TypeAlias = PrefillForResponse  # noqa: Y015
+
+@_typing.final
 class GenerateStart(_message.Message):
     """A request."""
 
@@ -119,6 +182,8 @@ class GenerateStart(_message.Message):
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Empty: the only one, if there is but one."""
     text: _builtins.str
@@ -172,6 +237,16 @@ class GenerateStart(_message.Message):
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaPart]:
         """Media that the prompt refers to, in order; for `chat`, use the messages' parts. Empty: text only."""
 
+    @_builtins.property
+    def ttft_target(self) -> _duration_pb2.Duration:
+        """Time to the first token that the client wants, not below 0. A router over several pools chooses one by it
+        (docs/global.md); others ignore it. Absent: that router's default.
+        """
+
+    @_builtins.property
+    def itl_target(self) -> _duration_pb2.Duration:
+        """Time between tokens that the client wants, likewise. Absent: that router's default."""
+
     def __init__(
         self,
         *,
@@ -192,10 +267,12 @@ class GenerateStart(_message.Message):
         num_choices: _builtins.int | None = ...,
         client_request_id: _builtins.str = ...,
         media: _abc.Iterable[Global___MediaPart] | None = ...,
+        ttft_target: _duration_pb2.Duration | None = ...,
+        itl_target: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "chat", b"chat", "num_choices", b"num_choices", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "chat", b"chat", "itl_target", b"itl_target", "num_choices", b"num_choices", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "media", b"media", "model", b"model", "num_choices", b"num_choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_key", b"session_key", "tenant", b"tenant", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "_seed", b"_seed", "adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "itl_target", b"itl_target", "media", b"media", "model", b"model", "num_choices", b"num_choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "seed", b"seed", "session_key", b"session_key", "tenant", b"tenant", "text", b"text", "text_options", b"text_options", "timeout", b"timeout", "token_ids", b"token_ids", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
@@ -675,6 +752,7 @@ class ChoicePlacement(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     NUM_MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
+    NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Its number, from 0. Always set."""
     num_matched_tokens: _builtins.int
@@ -682,6 +760,10 @@ class ChoicePlacement(_message.Message):
     cost: _builtins.float
     """What the request costs on the rank that prefills, by the router's policy, in the unit of `RankOption.cost`.
     Absent: the policy has no costs.
+    """
+    num_held_tokens: _builtins.int
+    """The most prompt tokens that any one rank of the model had cached, as the router knew it. 0: none, or it could not
+    be known.
     """
     @_builtins.property
     def prefill(self) -> _types_pb2.Rank:
@@ -699,10 +781,11 @@ class ChoicePlacement(_message.Message):
         decode: _types_pb2.Rank | None = ...,
         num_matched_tokens: _builtins.int = ...,
         cost: _builtins.float | None = ...,
+        num_held_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "choice", b"choice", "cost", b"cost", "decode", b"decode", "num_matched_tokens", b"num_matched_tokens", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "choice", b"choice", "cost", b"cost", "decode", b"decode", "num_held_tokens", b"num_held_tokens", "num_matched_tokens", b"num_matched_tokens", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
@@ -859,6 +942,7 @@ class Usage(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
     NUM_MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt. 0: it was cancelled before they were counted."""
     num_cached_tokens: _builtins.int
@@ -869,6 +953,10 @@ class Usage(_message.Message):
     """Attempts it took. 0: it was cancelled before the first began."""
     num_media_tokens: _builtins.int
     """Of the prompt's tokens, those that media fill. 0: none, or the worker that encoded them did not report it."""
+    num_evicted_tokens: _builtins.int
+    """Prompt tokens that were expected to be cached, and were evicted before the request came. 0: none, or the worker
+    does not say.
+    """
     def __init__(
         self,
         *,
@@ -877,10 +965,11 @@ class Usage(_message.Message):
         num_output_tokens: _builtins.int = ...,
         num_attempts: _builtins.int = ...,
         num_media_tokens: _builtins.int = ...,
+        num_evicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "num_media_tokens", b"num_media_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_media_tokens", b"num_media_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1013,6 +1102,9 @@ class ExplainResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FOREIGN_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_UNSALTED_TOKENS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """The policy that places requests. Always set."""
     model: _builtins.str
@@ -1023,6 +1115,14 @@ class ExplainResponse(_message.Message):
     """Tokens of the prompt. Always set."""
     num_waiting: _builtins.int
     """Choices queued in the router for this model; `options` are as if there were none. 0: none."""
+    num_held_tokens: _builtins.int
+    """The most prompt tokens that any one rank of the model has cached. 0: none."""
+    num_foreign_tokens: _builtins.int
+    """Prompt tokens beyond those that a rank of another model has cached: of no use here. 0: none."""
+    num_unsalted_tokens: _builtins.int
+    """Prompt tokens beyond those that a rank of the model has cached without the request's `cache_salt`. 0: none, or it
+    has none.
+    """
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankOption]:
         """Every rank of the model, also those that can't take the request; the chosen ones first, then by cost. Empty: all
@@ -1046,10 +1146,13 @@ class ExplainResponse(_message.Message):
         num_waiting: _builtins.int = ...,
         options: _abc.Iterable[Global___RankOption] | None = ...,
         wait: _duration_pb2.Duration | None = ...,
+        num_held_tokens: _builtins.int = ...,
+        num_foreign_tokens: _builtins.int = ...,
+        num_unsalted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_waiting", b"num_waiting", "options", b"options", "policy", b"policy", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_foreign_tokens", b"num_foreign_tokens", "num_held_tokens", b"num_held_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_unsalted_tokens", b"num_unsalted_tokens", "num_waiting", b"num_waiting", "options", b"options", "policy", b"policy", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1089,6 +1192,7 @@ class RankOption(_message.Message):
     COST_UNIT_FIELD_NUMBER: _builtins.int
     TERMS_FIELD_NUMBER: _builtins.int
     OBSTACLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     role: _worker_pb2.WorkerRole.ValueType
     """The role of its worker; a decode rank may prefill itself. Always set."""
     is_chosen: _builtins.bool
@@ -1101,6 +1205,8 @@ class RankOption(_message.Message):
     """The unit of `cost`, such as `s`. Empty: there is no cost."""
     obstacle: _builtins.str
     """Why the request can't go there now. Empty: it can."""
+    reason: _builtins.str
+    """Why it would go there, or why elsewhere, where no cost says so. Empty: the cost says it."""
     @_builtins.property
     def rank(self) -> _types_pb2.Rank:
         """The rank. Always set."""
@@ -1120,10 +1226,11 @@ class RankOption(_message.Message):
         cost_unit: _builtins.str = ...,
         terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         obstacle: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "cost_unit", b"cost_unit", "is_chosen", b"is_chosen", "num_matched_tokens", b"num_matched_tokens", "obstacle", b"obstacle", "rank", b"rank", "role", b"role", "terms", b"terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "cost_unit", b"cost_unit", "is_chosen", b"is_chosen", "num_matched_tokens", b"num_matched_tokens", "obstacle", b"obstacle", "rank", b"rank", "reason", b"reason", "role", b"role", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
@@ -1139,6 +1246,10 @@ class PlaceRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in SessionStart."""
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1147,15 +1258,21 @@ class PlaceRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Continues after an attempt that broke. Absent: a new request."""
 
+    @_builtins.property
+    def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in SessionStart."""
+
     def __init__(
         self,
         *,
         start: Global___GenerateStart | None = ...,
         resume: Global___Resume | None = ...,
+        prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1482,10 +1599,16 @@ class SessionStart(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the client; free again after the request's last terminal output. Default 0."""
     traceparent: _builtins.str
     """W3C trace context of this request. Empty: that of the stream, its `traceparent` metadata."""
+    request_id: _builtins.str
+    """Names the request in every log and span: 32 lower-case hexadecimal digits, new for each request. From a router over
+    several pools. Empty: this router draws one.
+    """
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1494,6 +1617,12 @@ class SessionStart(_message.Message):
     def resume(self) -> Global___Resume:
         """Continues after an attempt that broke. Absent: a new request."""
 
+    @_builtins.property
+    def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Namespaces whose routers prefill the prompt, the first of them that can: from a router over several pools. Each
+        must be one of this router's `prefill_pools`. Empty: this router's own workers prefill.
+        """
+
     def __init__(
         self,
         *,
@@ -1501,10 +1630,12 @@ class SessionStart(_message.Message):
         start: Global___GenerateStart | None = ...,
         resume: Global___Resume | None = ...,
         traceparent: _builtins.str = ...,
+        prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,11 @@ class RouterServiceStub:
                 request_serializer=quartet_dot_v1_dot_router__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_router__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.PrefillFor = channel.unary_unary(
+                '/quartet.v1.RouterService/PrefillFor',
+                request_serializer=quartet_dot_v1_dot_router__pb2.PrefillForRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_router__pb2.PrefillForResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -152,6 +157,15 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrefillFor(self, request, context):
+        """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
+        then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
+        that nobody takes expires. It waits for room as other requests do, and fails likewise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -189,6 +203,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=quartet_dot_v1_dot_router__pb2.GetModelRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_router__pb2.GetModelResponse.SerializeToString,
+            ),
+            'PrefillFor': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefillFor,
+                    request_deserializer=quartet_dot_v1_dot_router__pb2.PrefillForRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_router__pb2.PrefillForResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -388,6 +407,33 @@ class RouterService:
             '/quartet.v1.RouterService/GetModel',
             quartet_dot_v1_dot_router__pb2.GetModelRequest.SerializeToString,
             quartet_dot_v1_dot_router__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefillFor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.RouterService/PrefillFor',
+            quartet_dot_v1_dot_router__pb2.PrefillForRequest.SerializeToString,
+            quartet_dot_v1_dot_router__pb2.PrefillForResponse.FromString,
             options,
             channel_credentials,
             insecure,

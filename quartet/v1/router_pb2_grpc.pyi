@@ -72,6 +72,11 @@ class RouterServiceStub:
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]
     """Describes one model, or all."""
+    PrefillFor: _grpc.UnaryUnaryMultiCallable[_router_pb2.PrefillForRequest, _router_pb2.PrefillForResponse]
+    """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
+    then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
+    that nobody takes expires. It waits for room as other requests do, and fails likewise.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -117,6 +122,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model, or all."""
+    PrefillFor: _aio.UnaryUnaryMultiCallable[_router_pb2.PrefillForRequest, _router_pb2.PrefillForResponse]  # type: ignore[assignment]
+    """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
+    then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
+    that nobody takes expires. It waits for room as other requests do, and fails likewise.
+    """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Assigns every request to workers and streams the answer.
@@ -201,5 +211,16 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.GetModelResponse, _abc.Awaitable[_router_pb2.GetModelResponse]]:
         """Describes one model, or all."""
+
+    @_abc_1.abstractmethod
+    def PrefillFor(
+        self,
+        request: _router_pb2.PrefillForRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.PrefillForResponse, _abc.Awaitable[_router_pb2.PrefillForResponse]]:
+        """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
+        then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
+        that nobody takes expires. It waits for room as other requests do, and fails likewise.
+        """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,6 +22,7 @@ from typing import TypeAlias
 from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index.walk import Group, MaskMap, Sweep, Walker, walk
+from router.policy.base import LowerTokens
 
 _MAX_PREDICTED_BLOCKS = 1 << 20
 
@@ -31,6 +32,8 @@ _PAUSE_S = 0.01
 
 # Some 2 ms of the event loop at a time; a million entries take 50 turns.
 _SWEPT_AT_ONCE = 20_000
+
+_NOTHING_BELOW: dict[Rank, LowerTokens] = {}
 
 
 class PrefixIndex:
@@ -229,6 +232,18 @@ class Matches(Mapping[Rank, Match]):
             for number in numbers_in(mask)
         }
 
+    def lower_tokens(self, block_size: int) -> dict[Rank, LowerTokens]:
+        """The last of these tokens, of ranks that have them only on tiers below the device."""
+        if not self._kinds or self._kinds[-1] < Kind.HOST:
+            return _NOTHING_BELOW
+        by_number = self._numbering.ranks
+        return {
+            by_number[number]: LowerTokens(match.num_host_blocks * block_size, match.num_disk_blocks * block_size)
+            for match, mask in [(self._match(depths), mask) for depths, mask in self._reaches]
+            if match.num_host_blocks or match.num_disk_blocks
+            for number in numbers_in(mask)
+        }
+
     def _most_first(self) -> Sequence[Reach]:
         return sorted(self._reaches, key=_num_blocks, reverse=True) if len(self._reaches) > 1 else self._reaches
 
@@ -263,7 +278,7 @@ class PromptMatches(Mapping[Rank, int]):
     it is first read after a ``renew``.
     """
 
-    __slots__ = ("_block_size", "_index", "_num_tokens", "_sequence_hashes")
+    __slots__ = ("_block_size", "_index", "_lower_tokens", "_num_tokens", "_sequence_hashes")
 
     def __init__(self, index: PrefixIndex, sequence_hashes: Sequence[int], block_size: int) -> None:
         """``sequence_hashes`` name the prompt's full blocks, of ``block_size`` tokens each."""
@@ -271,6 +286,7 @@ class PromptMatches(Mapping[Rank, int]):
         self._sequence_hashes = sequence_hashes
         self._block_size = block_size
         self._num_tokens: Mapping[Rank, int] | None = None
+        self._lower_tokens = _NOTHING_BELOW
 
     def renew(self) -> None:
         """Forget what was looked up."""
@@ -292,8 +308,39 @@ class PromptMatches(Mapping[Rank, int]):
 
     def _known(self) -> Mapping[Rank, int]:
         if self._num_tokens is None:
-            self._num_tokens = self._index.match(self._sequence_hashes).num_tokens(self._block_size)
+            matches = self._index.match(self._sequence_hashes)
+            self._num_tokens = matches.num_tokens(self._block_size)
+            self._lower_tokens = matches.lower_tokens(self._block_size)
         return self._num_tokens
+
+    @property
+    def lower_tokens(self) -> Mapping[Rank, LowerTokens]:
+        """Which of these tokens lie below the device; ranks that have none there are left out."""
+        if self._num_tokens is None:
+            self._known()
+        return self._lower_tokens
+
+
+class LowerMatches(Mapping[Rank, LowerTokens]):
+    """``PromptMatches.lower_tokens``, as of the last ``renew``, looked up when it is first read."""
+
+    __slots__ = ("_matches",)
+
+    def __init__(self, matches: PromptMatches) -> None:
+        self._matches = matches
+
+    def __getitem__(self, rank: Rank) -> LowerTokens:
+        return self._matches.lower_tokens[rank]
+
+    def get(self, rank: Rank, default: LowerTokens | None = None) -> LowerTokens | None:  # type: ignore[override]
+        """As of any mapping; as in ``PromptMatches``, the inherited one would cost more."""
+        return self._matches.lower_tokens.get(rank, default)
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self._matches.lower_tokens)
+
+    def __len__(self) -> int:
+        return len(self._matches.lower_tokens)
 
 
 async def keep_up(index: PrefixIndex) -> None:

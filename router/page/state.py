@@ -41,6 +41,7 @@ def _totals(totals: RouterTotals, num_running_tokens: int) -> dict[str, Any]:
         "output_tokens": totals.num_output_tokens + num_running_tokens,
         "prompt_tokens": totals.num_prompt_tokens,
         "cached_tokens": totals.num_cached_tokens,
+        "reuse": totals.reuse,
         "queued": totals.num_queued,
         "running": totals.num_running,
         "ttft_bounds_s": totals.ttft_bounds_s,

@@ -9,13 +9,29 @@ import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from quartet.api.reuse import ExpectedReuse
 from quartet.discovery.base import Rank
-from quartet.events.load import StepTime
+from quartet.events.load import OnboardTime, StepTime
 
 #: Tokens that a step computes at most, if the worker does not say.
 DEFAULT_MAX_STEP_TOKENS = 2048
+
+# Of ranks that have not reported theirs, or have no tiers below the device.
+_NO_TIME = OnboardTime()
+
+
+class LowerTokens(NamedTuple):
+    """Tokens of a prompt that a rank has on tiers below the device, behind those that it has there.
+
+    Attributes:
+        num_host: these come first, some of them only in the host's memory.
+        num_disk: these follow, some of them only on disk.
+    """
+
+    num_host: int
+    num_disk: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,6 +52,7 @@ class Pending:
         is_local: it is prefilled where it is decoded: no rank that only prefills takes the media that it needs, or a
             hand-off of its blocks was found to be impossible.
         is_remote: it is not prefilled where it is decoded.
+        is_handed_in: another pool prefills it, so that its rank has nothing of the prompt to compute.
         avoid: ids of workers that just failed it; they are chosen only if no other worker will do.
         prefer_prefill: where its blocks are probably cached.
         priority: higher first. The queue gives 0 to each tenant's most urgent ones, whatever number the tenant gave.
@@ -44,7 +61,9 @@ class Pending:
         binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.
         sequence_hashes: names of its full blocks, first to last; empty if nothing is known of what is cached.
-        num_cached_tokens: how many of its leading tokens each rank has cached; ranks that have none are left out.
+        num_cached_tokens: how many of its leading tokens each rank has cached, on any tier; ranks that have none are
+            left out.
+        lower_tokens: the last so many of these lie below the device; ranks that have none there are left out.
     """
 
     num_tokens: int
@@ -55,6 +74,7 @@ class Pending:
     sampling_fields: frozenset[str] = frozenset()
     is_local: bool = False
     is_remote: bool = False
+    is_handed_in: bool = False
     avoid: frozenset[str] = frozenset()
     prefer_prefill: Rank | None = None
     priority: int = 0
@@ -64,9 +84,12 @@ class Pending:
     session_key: str = field(default="", repr=False)
     sequence_hashes: Sequence[int] = field(default=(), repr=False)
     num_cached_tokens: Mapping[Rank, int] = field(default_factory=dict)
+    lower_tokens: Mapping[Rank, LowerTokens] = field(default_factory=dict)
 
     def num_missing_tokens(self, rank: Rank) -> int:
         """Tokens to compute there; the last token is always computed."""
+        if self.is_handed_in:
+            return 1
         return max(self.num_tokens - self.num_cached_tokens.get(rank, 0), 1)
 
     def num_shared_tokens(self, other: Pending, block_size: int) -> int:
@@ -102,6 +125,7 @@ class Candidate:
         max_step_tokens: tokens that a step computes at most.
         step_time: how long its steps take.
         is_measured: ``step_time`` was measured there; else it is only good for comparing ranks with one another.
+        onboard_time: how long blocks take from its tiers below the device; what is unknown there counts as no time.
     """
 
     rank: Rank
@@ -124,6 +148,7 @@ class Candidate:
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     step_time: StepTime = field(default_factory=StepTime)
     is_measured: bool = True
+    onboard_time: OnboardTime = _NO_TIME
 
     @property
     def num_free_for_booking(self) -> int:
@@ -152,15 +177,21 @@ class Candidate:
 class Peers:
     """The routers that place requests on the same ranks. Each learns of the others' placements from load reports.
 
+    Routers that tell each other learn of them at once, and have a clock in common.
+
     Attributes:
         number: this router's number among them, from 0.
         num_routers: how many there are, this one included.
         ranks: the ranks that they share, in order; empty: those of the snapshot.
+        tell_bookings: all of them tell each other what they place.
+        clock_ahead_s: so much is the clock that they have in common ahead of that of ``Snapshot.now``.
     """
 
     number: int = 0
     num_routers: int = 1
     ranks: Sequence[Rank] = ()
+    tell_bookings: bool = False
+    clock_ahead_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -181,17 +212,23 @@ class Placement:
         num_cached_tokens: its leading tokens that should be cached where it is prefilled.
         cost: its expected cost where it is prefilled, as ``Policy.explain`` gives it; ``None``: the policy computes no
             cost.
+        expected: what the router knew of its cached tokens, set by ``Admission``; ``None``: nothing.
     """
 
     prefill: Rank | None
     decode: Rank
     num_cached_tokens: int = 0
     cost: float | None = None
+    expected: ExpectedReuse | None = None
 
     @property
     def prefills_at(self) -> Rank:
         """Where its prompt is computed."""
         return self.prefill or self.decode
+
+    def num_missing_tokens(self, pending: Pending) -> int:
+        """Tokens of ``pending``, which it places, to compute there; the last token is always computed."""
+        return max(pending.num_tokens - self.num_cached_tokens, 1)
 
 
 @dataclass(slots=True)

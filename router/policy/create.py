@@ -58,6 +58,11 @@ class PolicyConfig:
         if self.session_max_load_factor < 1:
             raise ConfigError("session_max_load_factor: must be at least 1, which is the mean")
 
+    @property
+    def reads_caches(self) -> bool:
+        """Whether what a rank has cached decides where prompts are computed; where they are decoded it never does."""
+        return (self.prefill_name or self.name) is PolicyName.KV_AWARE
+
 
 def create_policy(config: PolicyConfig, rng: random.Random) -> Policy:
     """The policy that ``config`` describes; all of its parts draw from ``rng``."""

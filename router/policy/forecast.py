@@ -61,6 +61,8 @@ class Job:
         is_due: it, or one behind it in the queue, has waited so long, or others overtook it so often, that none behind
             it may go first.
         num_missing: by forecast, tokens to compute there; ``None``: it can't go there.
+        onboard_s: by forecast, seconds in which cached tokens come from tiers below the device, while the rank computes
+            others; empty: none do.
         num_shared: by the other job's number, leading tokens that both have.
         deferral: for how long it is not sent to which rank.
     """
@@ -73,6 +75,7 @@ class Job:
     num_shared: Sequence[int]
     deferral: Deferral = AT_ONCE
     is_due: bool = False
+    onboard_s: Sequence[float] = ()
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ class Plan:
     Attributes:
         cost: of all of them together.
         groups: jobs that share a step, in order.
-        first_token_in_s: by group, seconds until its jobs have their first tokens.
+        first_token_in_s: by group, seconds until its jobs have their first tokens, but for what they load.
     """
 
     cost: float
@@ -155,11 +158,13 @@ class PrefillForecast:
         """The parts of the cost of ``job``, if it goes here alone; their sum is the cost of that plan."""
         weights, num_missing = self._weights, self._num_missing(job, ())
         wait_s, prefill_s = job.age_s + self._start_s(self.free_in_s, [job]), self.prefill_s(num_missing)
+        onboard_s = job.onboard_s[self.number] if job.onboard_s else 0.0
         work_s = self._step_time.prefill_s(num_missing)
         return {
             "wait_s": wait_s,
+            "onboard_s": onboard_s,
             "prefill_s": prefill_s,
-            "impatience_s": weights.impatience_per_s * (wait_s + prefill_s) ** 2,
+            "impatience_s": weights.impatience_per_s * (wait_s + onboard_s + prefill_s) ** 2,
             "work_s": weights.work * work_s,
             "decode_delay_s": weights.decode_delay * self._num_decoding * work_s,
             "transfer_s": self._transfer_cost_per_token * job.num_tokens,
@@ -189,6 +194,8 @@ class PrefillForecast:
             firsts.append(ends_in_s)
             for job in group:
                 first_s = job.age_s + ends_in_s
+                if job.onboard_s:
+                    first_s += job.onboard_s[self.number]
                 cost += first_s * (1.0 + weights.impatience_per_s * first_s)
                 cost += self._transfer_cost_per_token * job.num_tokens
             work_s = time.prefill_s(tokens)

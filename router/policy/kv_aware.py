@@ -6,7 +6,7 @@ come with them. A rank that has not reported how long its steps take gets its re
 be foreseen.
 
 In reading order: the configuration, the policy, the choice of the requests to plan (``choose_planned``), of the ranks
-to plan for if there are very many (``shortlist``), and how several routers share ranks (``PeerWaits``).
+to plan for if there are very many (``shortlist``), and how several routers share ranks (``PeerWaits``, ``PeerTurns``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Snapshot
 from router.policy.forecast import AT_ONCE, CostWeights, Deferral, Job, Plan, PrefillForecast
 from router.policy.joint import JointAssignment
+from router.policy.onboarding import start_at
 from router.policy.room import (
     JUST_FAILED,
     NOTHING_TAKEN,
@@ -39,24 +40,31 @@ from router.policy.room import (
 # In seconds. Requests with a prefill this short would feel the wait for others.
 _SHORT_PREFILL_S = 0.05
 
+# A turn that began longer ago is over, however late the router comes.
+_LATE_S = 1.0
+
 # Timers count milliseconds, and forecasts are not more exact.
 _MIN_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
-    """How far several routers keep out of each other's way (see ``PeerWaits``).
+    """How far several routers keep out of each other's way (see ``PeerWaits`` and ``PeerTurns``).
 
     Attributes:
         report_s: after so long a placement is in the load that all routers know.
         doubt_s: a rank of another router is forecast to be free so much later than it looks.
         saving_share: a prompt does not wait for another router's rank on which at least this share less is missing than
             on the best of the router's own ranks.
+        turn_s: routers that tell each other what they place have each rank in turn, for so long,
+        open_s: and send to it only in so much of the turn: in the rest of it the others are told.
     """
 
     report_s: float = 0.06
     doubt_s: float = 0.15
     saving_share: float = 0.25
+    turn_s: float = 0.004
+    open_s: float = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +120,7 @@ class KvAwarePolicy:
         """``rng`` breaks ties."""
         self._rng = rng
         self._config = config or KvAwareConfig()
+        self._turn_at: dict[Rank, float] = {}  # of ranks that it would send to but for the turn: when that begins
 
     @property
     def name(self) -> str:
@@ -134,8 +143,10 @@ class KvAwarePolicy:
         tally, next_poll_s = Tally(), math.inf
         for forecast, route, plan in zip(forecasts, routes, assignment.plans, strict=True):
             if not plan.groups:
+                self._turn_at.pop(route.candidate.rank, None)  # it needs no turn there
                 continue
-            num_bound, poll_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s)
+            deferred_s = self._deferred_s(route.candidate.rank, forecast, plan, snapshot)
+            num_bound, poll_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s, deferred_s)
             next_poll_s, num_spare = min(next_poll_s, poll_in_s), route.candidate.num_spare_tokens
             for position, group in enumerate(plan.groups):
                 for job in group:
@@ -173,6 +184,22 @@ class KvAwarePolicy:
             obstacle = "" if is_able else obstacle or JUST_FAILED
             options.append(_option(forecast, job, pending, route, obstacle))
         return options
+
+    def _deferred_s(self, rank: Rank, forecast: PrefillForecast, plan: Plan, snapshot: Snapshot) -> float:
+        """For how long the first of ``plan`` is not sent; a router that comes late to its turn takes it all the same.
+
+        An event loop that lags would else miss one turn after the other.
+        """
+        deferred_s, now = forecast.deferred_s(plan.groups[0]), snapshot.now
+        if not snapshot.peers.tell_bookings:
+            return deferred_s
+        turn_at = self._turn_at.pop(rank, math.inf)
+        if not deferred_s or forecast.free_in_s > self._config.margin_s:
+            return deferred_s
+        if turn_at <= now < turn_at + _LATE_S:
+            return 0.0
+        self._turn_at[rank] = turn_at if now < turn_at < math.inf else now + deferred_s
+        return deferred_s
 
     def _busy_s(self, queued: Sequence[Pending], routes: Sequence[_Route], now: float) -> float:
         """For so many seconds no rank that may prefill ``queued`` is given anything, whatever the plan; 0: who knows.
@@ -220,15 +247,14 @@ class KvAwarePolicy:
         ]
 
     def _jobs(self, planned: Sequence[Planned], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
-        everybody = (*snapshot.prefill, *snapshot.decode)
-        waits = PeerWaits([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
+        waits = self._peer_waits([route.candidate for route in routes], snapshot)
         jobs: list[Job] = []
         due_by = snapshot.now - self._config.overtaken_s
         last_due = max([number for number, one in enumerate(planned) if _is_due(one.pending, due_by)], default=-1)
         for number, one in enumerate(planned):
             pending = one.pending
             age_s = max(snapshot.now - pending.arrived_at, 0.0)
-            num_missing = self._num_missing(one, routes)
+            num_missing, onboard_s = _to_compute(pending, routes, self._able(one, routes))
             job = Job(
                 number=number,
                 num_tokens=pending.num_tokens,
@@ -236,26 +262,38 @@ class KvAwarePolicy:
                 priority=pending.priority,
                 is_due=number <= last_due,  # one that is due goes before those behind it, not before those ahead
                 num_missing=num_missing,
+                onboard_s=onboard_s,
                 num_shared=[
                     0 if other is one else pending.num_shared_tokens(other.pending, routes[0].candidate.block_size)
                     for other in planned
                 ],
-                deferral=waits.defer(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
+                deferral=self._deferral(waits, num_missing, routes, age_s),
             )
             jobs.append(job)
         return jobs
 
-    def _gather_s(self, num_missing: Sequence[int | None], routes: Sequence[_Route], age_s: float) -> float:
-        """For how much longer the request waits for others that may come with it."""
-        if age_s >= self._config.gather_s:
-            return 0.0
+    def _peer_waits(self, candidates: Sequence[Candidate], snapshot: Snapshot) -> PeerWaits | PeerTurns:
+        everybody, peers = (*snapshot.prefill, *snapshot.decode), snapshot.peers
+        if peers.num_routers > 1 and peers.tell_bookings:
+            return PeerTurns(candidates, everybody, peers, self._config.peers, snapshot.now)
+        return PeerWaits(candidates, everybody, peers, self._config.peers)
+
+    def _deferral(
+        self, waits: PeerWaits | PeerTurns, num_missing: Sequence[int | None], routes: Sequence[_Route], age_s: float
+    ) -> Deferral:
         pairs = zip(routes, num_missing, strict=True)
-        least_s = min([route.candidate.step_time.prefill_s(count) for route, count in pairs if count], default=0.0)
-        gather_s = self._config.gather_share * (least_s - _SHORT_PREFILL_S)
+        prefill_s = min([route.candidate.step_time.prefill_s(count) for route, count in pairs if count], default=0.0)
+        if isinstance(waits, PeerTurns) and prefill_s < _SHORT_PREFILL_S:
+            return AT_ONCE  # to meet another router's request costs less than to plan twice
+        return waits.defer(num_missing, age_s, self._gather_s(prefill_s, age_s))
+
+    def _gather_s(self, prefill_s: float, age_s: float) -> float:
+        """For how much longer a request with a prefill of ``prefill_s`` waits for others that may come with it."""
+        gather_s = self._config.gather_share * (prefill_s - _SHORT_PREFILL_S)
         return max(min(gather_s, self._config.gather_s) - age_s, 0.0)
 
-    def _num_missing(self, one: Planned, routes: Sequence[_Route]) -> list[int | None]:
-        """By route; ``None``: it can't be prefilled there."""
+    def _able(self, one: Planned, routes: Sequence[_Route]) -> list[bool]:
+        """By route, whether it can be prefilled there."""
         pending, can_go = one.pending, self._can_go(one, routes)
         able = [can_go(number) for number in range(len(routes))]
         if any(route.is_full for route in routes):
@@ -264,10 +302,7 @@ class KvAwarePolicy:
             candidates = [route.candidate for can, route in zip(able, routes, strict=True) if can]
             chosen = {candidate.rank for candidate in not_avoided(candidates, pending)}
             able = [can and route.candidate.rank in chosen for can, route in zip(able, routes, strict=True)]
-        return [
-            pending.num_missing_tokens(route.candidate.rank) if can else None
-            for can, route in zip(able, routes, strict=True)
-        ]
+        return able
 
     def _can_go(self, one: Planned, routes: Sequence[_Route]) -> Callable[[int], bool]:
         """Whether ``one`` can take a route, by its number."""
@@ -303,7 +338,7 @@ class KvAwarePolicy:
         return Placement(
             None if prefill is None else prefill.rank,
             decode.rank,
-            pending.num_cached_tokens.get(route.candidate.rank, 0),
+            start_at(route.candidate, pending).num_cached_tokens,
             cost,
         )
 
@@ -395,7 +430,8 @@ def shortlist(
         chosen.update(islice(_not_avoided_numbers(able, candidates, pending), length))
         known = [numbers[rank] for rank in pending.num_cached_tokens if rank in numbers]
         known = [number for number in known if number not in chosen and can_go(number)]
-        ends_in_s = {number: free_in_s[number] + _prefill_s(candidates[number], pending) for number in known}
+        prefill_s = _load_and_prefill_s if pending.lower_tokens else _prefill_s
+        ends_in_s = {number: free_in_s[number] + prefill_s(candidates[number], pending) for number in known}
         chosen.update(nsmallest(length // 2, known, key=ends_in_s.__getitem__))
     return sorted(chosen)
 
@@ -447,6 +483,43 @@ class PeerWaits:
         return Deferral(until_s, starts_in_s)
 
 
+class PeerTurns:
+    """When routers that tell each other what they place may send to each rank: in turn.
+
+    Routers that see the same free rank at the same moment would all send to it before they are told of each other. So
+    each rank is one router's at a time, by their common clock, and each router has other ranks at the same time.
+    What others placed in their turns a router knows in its own, so it needs no further doubt.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        everybody: Iterable[Candidate],
+        peers: Peers,
+        config: PeerConfig,
+        now: float,
+    ) -> None:
+        """``candidates`` are known by their position from here on; the order of ranks is as in ``PeerWaits``."""
+        self._config = config
+        in_order = peers.ranks or sorted(candidate.rank for candidate in everybody)
+        # Of more routers than ranks, some have no rank at a time; they are spread evenly among the others.
+        step = max(peers.num_routers / max(len(in_order), 1), 1.0)
+        begins = {rank: peers.number - int(position * step) for position, rank in enumerate(in_order)}
+        self._cycle_s = config.turn_s * peers.num_routers
+        time_s = (now + peers.clock_ahead_s) % self._cycle_s
+        self._since_s = [time_s - begins[candidate.rank] * config.turn_s for candidate in candidates]
+
+    def defer(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Deferral:
+        """For how long a prompt is not sent to each rank; arguments as in ``PeerWaits.defer``."""
+        until_s = [self._until_s(since_s + least_s) + least_s for since_s in self._since_s]
+        return Deferral(until_s, until_s)
+
+    def _until_s(self, since_s: float) -> float:
+        """Seconds until the router may send to a rank whose turn began ``since_s`` ago, or some cycles before that."""
+        passed_s = since_s % self._cycle_s
+        return 0.0 if passed_s < self._config.open_s else self._cycle_s - passed_s
+
+
 def _is_due(pending: Pending, due_by: float) -> bool:
     return pending.arrived_at <= due_by or pending.is_overtaken
 
@@ -456,6 +529,26 @@ def _routes(snapshot: Snapshot) -> list[_Route]:
     return prefill + [_Route(candidate, True) for candidate in snapshot.decode]
 
 
+def _to_compute(
+    pending: Pending, routes: Sequence[_Route], able: Sequence[bool]
+) -> tuple[list[int | None], list[float]]:
+    """By route, tokens to compute there, ``None`` if not ``able``, and seconds to load others; empty: none loads."""
+    if not pending.lower_tokens:
+        num_missing = [
+            pending.num_missing_tokens(route.candidate.rank) if can else None
+            for can, route in zip(able, routes, strict=True)
+        ]
+        return num_missing, []
+    starts = [start_at(route.candidate, pending) for route in routes]
+    return (
+        [
+            max(pending.num_tokens - start.num_cached_tokens, 1) if can else None
+            for can, start in zip(able, starts, strict=True)
+        ],
+        [start.onboard_s for start in starts],
+    )
+
+
 def _without_full(able: list[bool], routes: Sequence[_Route]) -> list[bool]:
     """``able``, by route, without the full ones, unless no other of ``able`` only prefills."""
     free = [can and not route.is_full for can, route in zip(able, routes, strict=True)]
@@ -463,11 +556,13 @@ def _without_full(able: list[bool], routes: Sequence[_Route]) -> list[bool]:
     return free if has_free else able
 
 
-def _num_bound(candidate: Candidate, forecast: PrefillForecast, plan: Plan, margin_s: float) -> tuple[int, float]:
+def _num_bound(
+    candidate: Candidate, forecast: PrefillForecast, plan: Plan, margin_s: float, deferred_s: float
+) -> tuple[int, float]:
     """How many groups of ``plan`` are bound now, and in how many seconds the next one may be."""
     if not candidate.is_measured:
         return len(plan.groups), math.inf  # when the rank runs out of prompts can't be foreseen
-    wait_s = max(forecast.free_in_s - margin_s, forecast.deferred_s(plan.groups[0]))
+    wait_s = max(forecast.free_in_s - margin_s, deferred_s)
     if wait_s > 0.0:
         return 0, wait_s
     return 1, plan.first_token_in_s[0] - margin_s if len(plan.groups) > 1 else math.inf
@@ -487,7 +582,7 @@ def _option(forecast: PrefillForecast, job: Job, pending: Pending, route: _Route
     return Option(
         rank=candidate.rank,
         is_decode=route.is_decode,
-        num_cached_tokens=pending.num_cached_tokens.get(candidate.rank, 0),
+        num_cached_tokens=start_at(candidate, pending).num_cached_tokens,
         cost=forecast.plan([job]).cost if is_weighed else None,
         cost_unit="s" if is_weighed else "",
         terms=terms,
@@ -506,6 +601,11 @@ def _free_in_s(candidate: Candidate, now: float) -> float:
 
 def _prefill_s(candidate: Candidate, pending: Pending) -> float:
     return candidate.step_time.prefill_s(pending.num_missing_tokens(candidate.rank))
+
+
+def _load_and_prefill_s(candidate: Candidate, pending: Pending) -> float:
+    start = start_at(candidate, pending)
+    return start.onboard_s + candidate.step_time.prefill_s(max(pending.num_tokens - start.num_cached_tokens, 1))
 
 
 def _not_avoided_numbers(numbers: Iterator[int], candidates: Sequence[Candidate], pending: Pending) -> Iterator[int]:

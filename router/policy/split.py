@@ -123,7 +123,7 @@ def _is_handed_off(placement: Placement | None) -> bool:
 def _prefilled(pending: Pending, snapshot: Snapshot) -> Pending:
     """It as ranks that only decode it see it: nothing is left to compute."""
     cached = {candidate.rank: pending.num_tokens for candidate in snapshot.decode}
-    return replace(pending, num_cached_tokens=cached, needs_media=frozenset())
+    return replace(pending, num_cached_tokens=cached, lower_tokens={}, needs_media=frozenset())
 
 
 def _for_decode(snapshot: Snapshot) -> Snapshot:

@@ -104,15 +104,18 @@ class RunCertificates:
     etcd_client: EtcdTls
 
 
-def issue_run_certificates(directory: Path, namespace: str, roles: Mapping[str, Role]) -> RunCertificates:
+def issue_run_certificates(
+    directory: Path, namespace: str, roles: Mapping[str, Role], pools: Mapping[str, str] | None = None
+) -> RunCertificates:
     """Make an authority for gRPC and another one for etcd below ``directory``, and all that one run needs of both.
 
     Two, because etcd lets in all certificates of its authority: a client of the router must not write records.
 
     Args:
         directory: is made, for its owner alone.
-        namespace: of all identities.
+        namespace: of all identities but those in ``pools``.
         roles: by the name of each process, what it is.
+        pools: by the name of a process, the namespace of its identity.
 
     Raises:
         OSError: a file can't be written.
@@ -122,7 +125,8 @@ def issue_run_certificates(directory: Path, namespace: str, roles: Mapping[str, 
     registry = CertificateAuthority(directory / "etcd", f"quartet {namespace} etcd")
 
     def identity(kind: IdentityKind, name: str, hosts: Sequence[str] = ()) -> TlsConfig:
-        files = grpc.issue(name, uris=[f"quartet://{namespace}/{kind}/{name}"], hosts=hosts)
+        own = (pools or {}).get(name, namespace)
+        files = grpc.issue(name, uris=[f"quartet://{own}/{kind}/{name}"], hosts=hosts)
         return TlsConfig(ca_file=files.ca_file, cert_file=files.cert_file, key_file=files.key_file)
 
     of_etcd = registry.issue("client")

@@ -38,6 +38,7 @@ from services.topology.topology import (
     ModelNeed,
     ProcessPlan,
     Topology,
+    plan_pool_routers,
     plan_router,
     plan_workers,
     with_certificates,
@@ -147,7 +148,8 @@ class LocalTopology:
         """
         router = topology.router
         http_port = router.http_port if router.port or not router.http_port else free_port()
-        router = replace(router, port=router.port or free_port(), http_port=http_port)
+        pool_ports = {pool: router.pool_ports.get(pool) or free_port() for pool in topology.pools}
+        router = replace(router, port=router.port or free_port(), http_port=http_port, pool_ports=pool_ports)
         self._topology = replace(topology, router=router)
         self._environment = environment
         self._observer = observer
@@ -178,8 +180,21 @@ class LocalTopology:
 
     @property
     def worker_ids(self) -> Collection[str]:
-        """The ids of its workers."""
-        return frozenset(plan.name for plan in self._plan_workers())
+        """The ids of its workers, as the router that clients call has them."""
+        return frozenset(map(_id_of, self._plan_workers()))
+
+    def workers_of(self, name: str) -> Collection[str] | None:
+        """Of ``worker_ids`` those that must be ready for the process ``name`` to serve; ``None``: that can't be seen.
+
+        For the router of a pool these are the pool's.
+        """
+        if name == ROUTER:
+            return ()
+        plans = self._plan_workers()
+        for plan in plan_pool_routers(self._topology):
+            if plan.name == name:
+                return [_id_of(worker) for worker in plans if worker.pool == plan.pool]
+        return next(([_id_of(plan)] for plan in plans if plan.name == name), None)
 
     async def start(self) -> None:
         """Start every process. Returns before they serve, except that a worker waits for earlier ones on its GPU.
@@ -198,7 +213,7 @@ class LocalTopology:
         if self._topology.signing_keys_file is None:
             self._topology = replace(self._topology, signing_keys_file=draw_signing_key(self._environment.run_dir))
         # Planned again: now the addresses of etcd and the path of the keys are known.
-        plans = [*self._plan_workers(), plan_router(self._topology)]
+        plans = [*self._plan_workers(), *plan_pool_routers(self._topology), plan_router(self._topology)]
         if self.certificates is not None:
             events_key_file = draw_events_key(self._environment.run_dir)
             plans = [with_certificates(plan, self.certificates.processes[plan.name], events_key_file) for plan in plans]
@@ -251,9 +266,11 @@ class LocalTopology:
         except ModuleNotFoundError as error:
             message = f"tls: certificates need the package {error.name}: .venv/bin/pip install -e '.[tls]'"
             raise ConfigError(message) from error
-        plans = [*workers, plan_router(self._topology)]
+        plans = [*workers, *plan_pool_routers(self._topology), plan_router(self._topology)]
         directory = self._environment.run_dir / "certificates"
-        return issue_run_certificates(directory, self._topology.namespace, {plan.name: plan.role for plan in plans})
+        roles = {plan.name: plan.role for plan in plans}
+        pools = {plan.name: plan.pool for plan in plans if plan.pool}
+        return issue_run_certificates(directory, self._topology.namespace, roles, pools)
 
     async def _provide_etcd(self) -> None:
         etcd = self._topology.discovery.etcd
@@ -322,7 +339,7 @@ class LocalTopology:
         if not plan.after:
             return
         self._observer.progress(f"{plan.name} waits for {', '.join(plan.after)} on the same GPU")
-        announced = wait_announced(self._topology.namespaced_discovery, plan.after)
+        announced = wait_announced(self._topology.discovery_of(plan.pool), plan.after)
         await while_running([self._children[name] for name in plan.after], announced)
 
     def _command(self, plan: ProcessPlan) -> list[str]:
@@ -486,6 +503,10 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")
+
+
+def _id_of(worker: ProcessPlan) -> str:
+    return f"{worker.pool}.{worker.name}" if worker.pool else worker.name
 
 
 def _check_models(models: Collection[ModelNeed]) -> None:

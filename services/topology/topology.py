@@ -18,6 +18,7 @@ from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
+from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
@@ -91,14 +92,16 @@ class RouterGroup:
     """The router.
 
     Attributes:
-        port: of its gRPC services on loopback; 0 takes a free one.
+        port: of its gRPC services on loopback; 0 takes a free one. With pools it is the global router's.
         http_port: of OpenAI's API on loopback; 0: there is none. If ``port`` is 0, it becomes a free one too.
-        overrides: settings of ``RouterConfig`` that differ from its defaults.
+        pool_ports: by pool, the port of its router; one that is left out becomes a free one.
+        overrides: settings of ``RouterConfig`` that differ from its defaults; with pools, of each pool's router.
         environment: variables of its process, over the topology's.
     """
 
     port: int = DEFAULT_ROUTER_PORT
     http_port: int = 0
+    pool_ports: Mapping[str, int] = field(default_factory=dict)
     overrides: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -142,6 +145,7 @@ class WorkerGroup:
 
     Attributes:
         role: encode, prefill or decode.
+        pool: namespace in which they run, with a router of its own; empty: that of the topology.
         name: their process names and worker ids are this and a number; empty: the role.
         replicas: how many.
         gpus: GPUs of each worker, as ``[[0], [1]]`` for two workers with one each; empty: nothing restricts them. In a
@@ -152,6 +156,7 @@ class WorkerGroup:
     """
 
     role: Role
+    pool: str = ""
     name: str = ""
     replicas: int = 1
     gpus: tuple[tuple[int, ...], ...] = ()
@@ -165,8 +170,9 @@ class WorkerGroup:
             raise ConfigError(f"role: must be one of {', '.join(_WORKER_ROLES)}, not {self.role}")
         if self.replicas < 1:
             raise ConfigError("replicas: must be at least 1")
-        if self.name:
-            check_name("name", self.name)
+        for field_name in ("name", "pool"):
+            if getattr(self, field_name):
+                check_name(field_name, getattr(self, field_name))
         self._check_gpus()
 
     @property
@@ -191,6 +197,8 @@ class Topology:
     Attributes:
         namespace: separates it from other topologies in the same discovery.
         engine: of every worker.
+        global_router: pools and grids of a global router (docs/global.md); the groups of ``workers`` then name their
+            pools, each of which gets a router. ``None``: there is one router, and no pools.
         environment: variables of every process, over those of ``quartet up``.
         share_gpus: ``gpus`` of several workers may name the same GPU. They are started one after the other, in their
             order here, because an engine takes a share of the memory that it finds free.
@@ -211,6 +219,7 @@ class Topology:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     router: RouterGroup = field(default_factory=RouterGroup)
     workers: tuple[WorkerGroup, ...]
+    global_router: Mapping[str, object] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     share_gpus: bool = False
     trtllm_start_interval_s: float = 2.0
@@ -230,8 +239,18 @@ class Topology:
         if self.trtllm_start_interval_s < 0:
             raise ConfigError("trtllm_start_interval_s: must not be negative")
         self._check_gpus()
+        self._check_pools()
         if self.tls:
             self._check_certificates()
+
+    def _check_pools(self) -> None:
+        for number, group in enumerate(self.workers):
+            if self.global_router is not None and not group.pool:
+                raise ConfigError(f"workers[{number}].pool: is missing; with global_router each group is in a pool")
+            if self.global_router is None and group.pool:
+                raise ConfigError(f"workers[{number}].pool: is for topologies with global_router")
+            if group.pool == self.namespace:
+                raise ConfigError(f"workers[{number}].pool: is the namespace of the global router")
 
     def _check_certificates(self) -> None:
         groups = [(f"workers[{number}]", group.overrides) for number, group in enumerate(self.workers)]
@@ -250,13 +269,23 @@ class Topology:
             raise ConfigError(f"environment.{_GPUS_VARIABLE}: the workers' gpus say it already")
 
     @property
-    def namespaced_discovery(self) -> DiscoveryConfig:
-        """``discovery`` in the topology's namespace."""
-        directory = self.discovery.file
+    def pools(self) -> Sequence[str]:
+        """The namespaces of its pools, in the order of the file; empty: there are none."""
+        return tuple(dict.fromkeys(group.pool for group in self.workers if group.pool))
+
+    @property
+    def prefill_pools(self) -> Sequence[str]:
+        """Those of them in which nothing decodes."""
+        decoding = {group.pool for group in self.workers if group.role is Role.DECODE}
+        return tuple(pool for pool in self.pools if pool not in decoding)
+
+    def discovery_of(self, pool: str) -> DiscoveryConfig:
+        """``discovery`` in the namespace of ``pool``; empty: in the topology's."""
+        directory, namespace = self.discovery.file, pool or self.namespace
         return replace(
             self.discovery,
-            etcd=replace(self.discovery.etcd, namespace=self.namespace),
-            file=None if directory is None else replace(directory, namespace=self.namespace),
+            etcd=replace(self.discovery.etcd, namespace=namespace),
+            file=None if directory is None else replace(directory, namespace=namespace),
         )
 
 
@@ -368,6 +397,8 @@ class ProcessPlan:
 
     Attributes:
         name: unique in the topology; a worker's is its worker id.
+        pool: namespace in which it runs; empty: that of the topology.
+        section: the part of ``settings`` that says how it serves; empty: all of them.
         num_threads: CPU threads of one operation; ``None``: the library's choice.
         model: the model that it reads, if any.
         gpus: the host's GPUs that it sees; empty: nothing restricts it.
@@ -381,6 +412,8 @@ class ProcessPlan:
     role: Role
     module: str
     settings: Mapping[str, object]
+    pool: str = ""
+    section: str = ""
     num_threads: int | None = None
     model: ModelNeed | None = None
     gpus: tuple[int, ...] = ()
@@ -418,6 +451,7 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
                 name=name,
                 role=group.role,
                 module=f"services.{group.role}",
+                pool=group.pool,
                 settings=to_settings(replace(config, worker_id=name, engine=engine)),
                 num_threads=engine.num_threads,
                 model=ModelNeed(config.model_path, has_weights=engine.needs_weights),
@@ -432,35 +466,80 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
     return plans
 
 
+def check_engines(plans: Sequence[ProcessPlan]) -> list[str]:
+    """Check the arguments that workers of ``plans`` give to TensorRT-LLM, engine files included, without the package.
+
+    An engine file that is not here is no error: a plan may be made on another host than it is for.
+
+    Returns:
+        What these workers will warn of, and files that are not here; each begins with the worker's name.
+
+    Raises:
+        ConfigError: naming the worker, the layer and the key.
+    """
+    warnings: list[str] = []
+    for plan in plans:
+        config = build(WorkerConfig, plan.settings)
+        if config.engine.kind is EngineKind.TRTLLM:
+            warnings += [f"{plan.name}: {warning}" for warning in _check_trtllm(plan, config)]
+    return warnings
+
+
 def plan_router(topology: Topology) -> ProcessPlan:
-    """The router to start. The router itself checks its overrides: only it knows ``RouterConfig``."""
+    """The router that clients call. It checks its overrides itself: only it knows ``RouterConfig``."""
     base = {
-        "server": {"address": f"{_LOOPBACK}:{topology.router.port}", "namespace": topology.namespace},
-        "discovery": to_settings(topology.namespaced_discovery),
-        "signing_keys_file": to_settings(topology.signing_keys_file),
-        "drain_timeout_s": topology.drain_timeout_s,
+        **_router_base(topology, "", topology.router.port),
         **({"http": {"port": topology.router.http_port}} if topology.router.http_port else {}),
     }
-    return ProcessPlan(
+    plan = ProcessPlan(
         name=ROUTER,
         role=Role.ROUTER,
         module="router",
         settings=merge(base, topology.router.overrides),
         environment={**topology.environment, **topology.router.environment},
     )
+    if topology.global_router is None:
+        return plan
+    # It finds no workers itself: the pools' routers do.
+    own = {name: value for name, value in base.items() if name not in ("discovery", "signing_keys_file")}
+    routers = {pool: [f"{_LOOPBACK}:{topology.router.pool_ports.get(pool, 0)}"] for pool in topology.pools}
+    settings = merge({"router": own, "pool_routers": routers}, topology.global_router)
+    return replace(plan, module="router.global_router", settings=settings, section="router")
+
+
+def plan_pool_routers(topology: Topology) -> list[ProcessPlan]:
+    """A router for each pool. Those of pools that decode have prompts prefilled by the pools that only prefill."""
+    ports, plans = topology.router.pool_ports, list[ProcessPlan]()
+    prefill_pools = {pool: [f"{_LOOPBACK}:{ports.get(pool, 0)}"] for pool in topology.prefill_pools}
+    for pool in topology.pools:
+        is_prefill = pool in topology.prefill_pools
+        role = {"required_roles": [Role.PREFILL.value]} if is_prefill else {"prefill_pools": prefill_pools}
+        base = {**_router_base(topology, pool, ports.get(pool, 0)), **role}
+        if topology.tls:
+            base["trusted_gateways"] = [f"{topology.namespace}/{ROUTER}"]
+        plan = ProcessPlan(
+            name=f"{ROUTER}-{pool}",
+            role=Role.ROUTER,
+            module="router",
+            pool=pool,
+            settings=merge(base, topology.router.overrides),
+            environment={**topology.environment, **topology.router.environment},
+        )
+        plans.append(plan)
+    return plans
 
 
 def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) -> ProcessPlan:
     """``plan`` with the certificate and the events' key of its process."""
     settings = {"server": {"tls": to_settings(tls)}, "events_key_file": to_settings(events_key_file)}
-    return replace(plan, settings=merge(plan.settings, settings))
+    return replace(plan, settings=merge(plan.settings, _in_section(plan, settings)))
 
 
 def with_http_identity(plan: ProcessPlan, tls: TlsConfig, keys_file: Path) -> ProcessPlan:
     """The router's ``plan`` with HTTP behind its certificate and API keys, where it does not say otherwise."""
     served = to_settings({"cert_file": tls.cert_file, "key_file": tls.key_file})
     http = {"tls": served, "keys_file": to_settings(keys_file), "operators": [LOCAL_TENANT]}
-    return replace(plan, settings=merge({"http": http}, plan.settings))
+    return replace(plan, settings=merge(_in_section(plan, {"http": http}), plan.settings))
 
 
 def to_settings(value: object) -> Any:
@@ -485,6 +564,26 @@ def merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, o
         below = merged.get(key)
         merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def _in_section(plan: ProcessPlan, settings: Mapping[str, object]) -> Mapping[str, object]:
+    return {plan.section: settings} if plan.section else settings
+
+
+def _router_base(topology: Topology, pool: str, port: int) -> dict[str, object]:
+    return {
+        "server": {"address": f"{_LOOPBACK}:{port}", **_namespaces(topology, pool)},
+        "discovery": to_settings(topology.discovery_of(pool)),
+        "signing_keys_file": to_settings(topology.signing_keys_file),
+        "drain_timeout_s": topology.drain_timeout_s,
+    }
+
+
+def _namespaces(topology: Topology, pool: str) -> dict[str, object]:
+    """The namespace of a server, and those that it trusts: pools of one topology trust each other."""
+    own = pool or topology.namespace
+    others = [name for name in (topology.namespace, *topology.pools) if name != own] if pool else []
+    return {"namespace": own, **({"trusted_namespaces": others} if others else {})}
 
 
 def _affinity(engine: EngineSettings, limits: Limits) -> Mapping[str, str]:
@@ -560,6 +659,16 @@ def _switch_model(settings: Settings, model: Path) -> Iterator[str]:
                 yield f"{where}.overrides.{setting}: left out, as it is another model's"
 
 
+def _check_trtllm(plan: ProcessPlan, config: WorkerConfig) -> Sequence[str]:
+    file = config.engine.extra_engine_args
+    if file is not None and not file.is_file():
+        return [f"extra_engine_args: {file} is not here, so TensorRT-LLM's arguments were not checked"]
+    try:
+        return llm_arguments(config.engine_spec, Use(str(plan.role))).warnings
+    except ConfigError as error:
+        raise ConfigError(f"{plan.name}: {error}") from error
+
+
 def _group_config(topology: Topology, number: int) -> WorkerConfig:
     group, where = topology.workers[number], f"workers[{number}]"
     base = WorkerConfig(
@@ -568,8 +677,8 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
         reasoning_parser=topology.model.reasoning_parser,
         tool_call_parser=topology.model.tool_call_parser,
         engine=topology.engine,
-        server=ServerConfig(namespace=topology.namespace),
-        discovery=topology.namespaced_discovery,
+        server=build(ServerConfig, _namespaces(topology, group.pool)),
+        discovery=topology.discovery_of(group.pool),
         signing_keys_file=topology.signing_keys_file if group.role is Role.DECODE else None,
         drain_timeout_s=topology.drain_timeout_s,
     )

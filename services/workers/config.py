@@ -10,6 +10,7 @@ from quartet.discovery.checks import is_address
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.settings import EncoderSettings, EngineSettings, EngineSpec
 from quartet.errors import ConfigError
+from quartet.events.vllm_config import VllmFeedConfig
 from quartet.media import file_size
 from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
@@ -37,6 +38,7 @@ class WorkerConfig:
             listens on.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         events_address: ``host:port`` that the ZMQ PUB socket binds.
+        vllm_events: where KV events are published in vLLM's form, too, for other indexers; ``None``: nowhere.
         custom_jinja_template: a Jinja file that lays out chats in place of the model's own template. It belongs to the
             model's identity: all workers of a pool have the same.
         reasoning_parser, tool_call_parser: how routers find reasoning and tool calls in answers to chats, by
@@ -63,6 +65,7 @@ class WorkerConfig:
     http_address: str = "127.0.0.1:0"
     events_address: str = "127.0.0.1:0"
     events_key_file: Path | None = None
+    vllm_events: VllmFeedConfig | None = None
     custom_jinja_template: Path | None = None
     reasoning_parser: str = ""
     tool_call_parser: str = ""
@@ -91,12 +94,18 @@ class WorkerConfig:
         file_size.check_setting(self.max_file_size_mb)
         self.server.check_events_key(self.events_key_file)
         check_parsers(self.reasoning_parser, self.tool_call_parser)
+        self._check_vllm_events()
         _ = self.listening
 
     @property
     def engine_spec(self) -> EngineSpec:
         """The specification of its engine and encoder."""
-        return EngineSpec(model_path=self.model_path, engine=self.engine, encoder=self.encoder)
+        return EngineSpec(
+            model_path=self.model_path,
+            engine=self.engine,
+            encoder=self.encoder,
+            tells_contents=self.vllm_events is not None,
+        )
 
     @property
     def max_file_size_bytes(self) -> int:
@@ -112,6 +121,16 @@ class WorkerConfig:
             http=self.server.check_beside(self.http_address, "http_address"),
             host=self.advertise_host,
         )
+
+    def _check_vllm_events(self) -> None:
+        if self.vllm_events is None:
+            return
+        if not self.engine.kind.tells_contents:
+            raise ConfigError(
+                f"vllm_events: they need the tokens of blocks, and {self.engine.kind} gives on only names"
+            )
+        is_insecure = self.server.insecure
+        self.vllm_events.check_reach("vllm_events", self.events_key_file, is_insecure=is_insecure)
 
     def _events_listening(self) -> ListenAddress:
         address = ListenAddress.parse(self.events_address, "events_address")

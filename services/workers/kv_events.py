@@ -1,13 +1,19 @@
-"""A worker's KV events: published as its engine's steps bring them, and snapshots for routers that join later."""
+"""A worker's KV events: published as its engine's steps bring them, and snapshots for routers that join later.
+
+On request they are published in vLLM's form, too: ``VllmEvents``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quartet.engine.base import StepOutput
 from quartet.errors import ServingError, WorkerUnavailableError
 from quartet.events.kv import KvSnapshot, RankEvents
+from quartet.events.vllm import VllmEvent
+from quartet.kvcache.vllm_blocks import VllmTranslator
 
 # A step takes far less; an engine without an output for so long is stuck.
 _SNAPSHOT_TIMEOUT_S = 10.0
@@ -41,10 +47,19 @@ class KvEvents:
     number is that of the last batch before it, and the engine need not stop for it.
     """
 
-    def __init__(self, engine: SnapshotSource, publisher: KvPublisher) -> None:
-        """Publish to ``publisher``. The reader of ``engine``'s outputs calls ``take`` with each, in order."""
+    def __init__(
+        self,
+        engine: SnapshotSource,
+        publisher: KvPublisher,
+        also: Callable[[RankEvents], None] | None = None,
+    ) -> None:
+        """Publish to ``publisher``. The reader of ``engine``'s outputs calls ``take`` with each, in order.
+
+        ``also`` takes the same changes after ``publisher``.
+        """
         self._engine = engine
         self._publisher = publisher
+        self._also = also
         self._waiting: list[asyncio.Future[KvSnapshot]] = []
         self._is_closed = False
 
@@ -52,6 +67,8 @@ class KvEvents:
         """Publish the events of ``step``; if it carries a snapshot, answer the callers that wait for one."""
         for changed in step.kv_events:
             self._publisher.publish_kv(changed)
+            if self._also is not None:
+                self._also(changed)
         if step.kv_snapshot is None:
             return
         snapshot = KvSnapshot(self._publisher.kv_number, step.kv_snapshot)
@@ -89,6 +106,34 @@ class KvEvents:
         for future in waiting:
             if not future.done():
                 future.set_exception(_gone())
+
+
+class VllmPublishing(Protocol):
+    """Publishes in vLLM's form (``quartet.events.vllm_publisher.VllmPublisher``)."""
+
+    def publish(self, events: Sequence[VllmEvent], data_parallel_rank: int) -> None:
+        """Publish events of a rank. Never blocks."""
+        ...
+
+
+class VllmEvents:
+    """Publishes a worker's changes in vLLM's form, rank by rank."""
+
+    def __init__(self, publisher: VllmPublishing, block_size: int) -> None:
+        """Publish to ``publisher`` what becomes of blocks of ``block_size`` tokens."""
+        self._publisher = publisher
+        self._block_size = block_size
+        self._translators: dict[int, VllmTranslator] = {}
+
+    def publish_kv(self, changed: RankEvents) -> None:
+        """Publish what changed, as far as it can be told. Never blocks."""
+        rank = changed.data_parallel_rank
+        translator = self._translators.get(rank)
+        if translator is None:
+            translator = self._translators[rank] = VllmTranslator(self._block_size)
+        events = translator.translate(changed.events)
+        if events:
+            self._publisher.publish(events, rank)
 
 
 def _gone() -> ServingError:

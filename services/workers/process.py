@@ -24,9 +24,11 @@ from quartet.discovery.host import host_identity, new_epoch
 from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.environment import become_other_rank, end_other_ranks, is_other_rank, set_log_level
 from quartet.errors import ConfigError, ServingError, WorkerReplacedError
-from quartet.events.curve import read_events_key
+from quartet.events.curve import EventsKey, read_events_key
+from quartet.events.kv import RankEvents
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
+from quartet.events.vllm_publisher import VllmPublisher
 from quartet.kvcache.hand_off import HandOffState
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
@@ -46,7 +48,7 @@ from services.encode.encode import EncodeParts
 from services.workers.config import EXIT_REPLACED, Advertised, WorkerConfig
 from services.workers.engine_parts import EngineParts
 from services.workers.flags import CommandLine
-from services.workers.kv_events import KvEvents
+from services.workers.kv_events import KvEvents, VllmEvents
 from services.workers.model import ServedModel, find_model
 from services.workers.parts import (
     EncoderFactory,
@@ -196,6 +198,8 @@ class WorkerProcess:
     def _make_parts(self) -> Parts:
         encoder_factory = self._encoder_factory or create_media_encoder
         if self._role is Role.ENCODE:
+            if self._config.vllm_events is not None:
+                raise ConfigError("vllm_events: an Encode worker has no KV blocks")
             return EncodeParts(self._surroundings, encoder_factory)
         return EngineParts(self._surroundings, self._engine_factory or create_engine, encoder_factory)
 
@@ -222,7 +226,7 @@ class WorkerProcess:
             serving.requests,
             source,
             server,
-            KvEvents(serving.snapshots, publisher),
+            KvEvents(serving.snapshots, publisher, self._vllm_events(stack, serving.abilities.block_size)),
             drain_timeout_s=self._config.drain_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
             transfers=self._surroundings.transfers,
@@ -332,12 +336,37 @@ class WorkerProcess:
         return Service(TRANSFER_SERVICE, lambda server: add_transfer_servicer(servicer, server))
 
     def _publisher(self) -> EventPublisher:
-        events, key_file = self._config.listening.events, self._config.events_key_file
-        key = None if key_file is None else read_events_key(key_file)
-        surroundings = self._surroundings
+        events, surroundings = self._config.listening.events, self._surroundings
         return EventPublisher(
-            events.host, events.port, worker_id=surroundings.worker_id, epoch=surroundings.epoch, key=key
+            events.host,
+            events.port,
+            worker_id=surroundings.worker_id,
+            epoch=surroundings.epoch,
+            key=self._events_key(),
         )
+
+    def _vllm_events(self, stack: AsyncExitStack, block_size: int) -> Callable[[RankEvents], None] | None:
+        """What publishes changes in vLLM's form, if that is configured; ``stack`` closes it."""
+        feed = self._config.vllm_events
+        if feed is None:
+            return None
+        publisher = VllmPublisher(
+            feed.listening.host,
+            feed.listening.port,
+            setting="vllm_events.address",
+            replay_port=feed.replay_port,
+            topic=feed.topic,
+            form=feed.form,
+            key=self._events_key(),
+        )
+        stack.callback(publisher.close)
+        replays = f", replays on port {publisher.replay_port}" if publisher.replay_port else ""
+        logger.info("KV events in vLLM's form on port %d%s", publisher.port, replays)
+        return VllmEvents(publisher, block_size).publish_kv
+
+    def _events_key(self) -> EventsKey | None:
+        key_file = self._config.events_key_file
+        return None if key_file is None else read_events_key(key_file)
 
     def _record(self, abilities: Abilities, addresses: Advertised, memory: BlockMemory | None) -> WorkerRecord:
         config, surroundings = self._config, self._surroundings

@@ -106,6 +106,8 @@ GENERATE_STARTS = st.builds(
     timeout_s=st.none() | SECONDS,
     num_choices=U32,
     client_request_id=TEXT,
+    ttft_target_s=st.none() | SECONDS,
+    itl_target_s=st.none() | SECONDS,
     media=st.lists(MEDIA_PARTS, max_size=3).map(tuple),
 )
 PLACES = st.builds(Rank, TEXT, U32)

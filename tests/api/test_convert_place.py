@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quartet.api.convert.answer import from_place_request, from_place_response, to_place_request, to_place_response
 from quartet.api.placement import PlacedChoice, PlacedRequest
-from quartet.api.request import GenerateStart, Resume
+from quartet.api.request import GenerateStart, Relayed, Resume
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.streams.convert.messages import to_signed_decode_start
 from quartet.streams.messages import SignedPlacement
@@ -59,7 +59,9 @@ PLACED = st.builds(
 
 @given(start=GENERATE_STARTS, resume=st.none() | RESUMES)
 def test_a_request_survives(start: GenerateStart, resume: Resume | None) -> None:
-    asked, resumed = from_place_request(over_the_wire(to_place_request(start, resume)))
+    relayed = Relayed(request_id="0f" * 16, prefill_namespaces=("a", "b"))
+    asked, resumed, came = from_place_request(over_the_wire(to_place_request(start, resume, relayed)))
+    assert came == relayed
     assert (asked.read(), None if resumed is None else resumed.read()) == (start, resume)
 
 

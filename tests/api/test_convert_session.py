@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.api.convert.answer import from_session_start
-from quartet.api.convert.request import to_generate_start, to_resume
-from quartet.api.request import Resume, SessionStart
+from quartet.api.convert.answer import from_session_start, to_session_start
+from quartet.api.convert.request import to_generate_start
+from quartet.api.request import GenerateStart, Relayed, Resume, SessionStart
+from quartet.errors import InvalidRequestError
 from quartet.v1 import router_pb2
 from tests.api.strategies import GENERATE_STARTS, TOKEN_ARRAYS
 from tests.streams.strategies import TEXT, U32, U64
@@ -25,17 +27,42 @@ RESUMES = st.builds(
     num_text_bytes=U64,
     model_fingerprint=TEXT,
 )
-STARTS = st.builds(SessionStart, slot=U32, start=GENERATE_STARTS, resume=st.none() | RESUMES, traceparent=TEXT)
+RELAYED = st.builds(
+    Relayed,
+    request_id=st.just("") | st.text("0123456789abcdef", min_size=32, max_size=32),
+    prefill_namespaces=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+).filter(lambda relayed: relayed != Relayed())
+STARTS = st.builds(
+    SessionStart,
+    slot=U32,
+    start=GENERATE_STARTS,
+    resume=st.none() | RESUMES,
+    traceparent=TEXT,
+    relayed=st.none() | RELAYED,
+)
 
 
 @given(STARTS)
 def test_a_start_survives(asked: SessionStart) -> None:
-    message = router_pb2.SessionStart(
-        slot=asked.slot,
-        start=to_generate_start(asked.start),
-        resume=None if asked.resume is None else to_resume(asked.resume),
-        traceparent=asked.traceparent,
+    assert isinstance(asked.start, GenerateStart)
+    message = to_session_start(
+        asked.slot,
+        to_generate_start(asked.start),
+        asked.resume,
+        asked.traceparent,
+        asked.relayed or Relayed(),
     )
     came = from_session_start(over_the_wire(message))
     resume = None if came.resume is None else came.resume.read()
     assert replace(came, start=came.start.read(), resume=resume) == asked
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"request_id": "F" * 32}, "request_id"), ({"prefill_namespaces": ["n"] * 65}, "prefill_namespaces")],
+)
+def test_what_names_no_request_is_refused(fields: dict[str, object], field: str) -> None:
+    start = router_pb2.GenerateStart(text="a")
+    with pytest.raises(InvalidRequestError) as refused:
+        from_session_start(router_pb2.SessionStart(start=start, **fields))
+    assert refused.value.field == field

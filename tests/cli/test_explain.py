@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from quartet.errors import ModelNotFoundError
 from quartet.v1 import router_pb2, types_pb2, worker_pb2
 from tests.cli.conftest import RunCli
@@ -79,6 +81,39 @@ async def test_the_time_that_a_prompt_would_be_kept_is_shown(start_router: Start
     assert "for room" not in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("held", "unsalted", "foreign", "line"),
+    [
+        (0, 0, 0, "No rank of the model has it cached."),
+        (64, 0, 0, "Cached: 64 tokens at one rank of the model at most."),
+        (
+            96,
+            0,
+            0,
+            "Cached: 96 tokens at one rank of the model at most; 64 where it goes, as another cost is lower there.",
+        ),
+        (0, 32, 0, "No rank of the model has it cached; 32 more without its cache_salt."),
+        (
+            64,
+            0,
+            16,
+            "Cached: 64 tokens at one rank of the model at most; 16 more only at ranks of another model, which can't "
+            "be used.",
+        ),
+    ],
+)
+async def test_what_is_cached_is_said_in_a_line(
+    held: int, unsalted: int, foreign: int, line: str, start_router: StartRouter, run_cli: RunCli
+) -> None:
+    matched = min(held, 64)
+    router = explaining(option("decode-0", DECODE, is_chosen=True, num_matched_tokens=matched))
+    explanation = router.explanation
+    explanation.num_held_tokens, explanation.num_unsalted_tokens = held, unsalted
+    explanation.num_foreign_tokens = foreign
+    result = await run_cli("explain", "Hi", "--router", await start_router(router))
+    assert result.stdout.endswith(f"{line}\n")
+
+
 async def test_json_holds_everything(start_router: StartRouter, run_cli: RunCli) -> None:
     router = explaining(
         option("decode-0", DECODE, {"wait_s": 0.5}, is_chosen=True, num_matched_tokens=64, cost=0.5, cost_unit="s")
@@ -91,6 +126,9 @@ async def test_json_holds_everything(start_router: StartRouter, run_cli: RunCli)
         "num_prompt_tokens": 1200,
         "num_waiting": 0,
         "wait_s": None,
+        "num_held_tokens": 0,
+        "num_foreign_tokens": 0,
+        "num_unsalted_tokens": 0,
         "options": [
             {
                 "rank": {"worker_id": "decode-0", "data_parallel_rank": 1},
@@ -101,6 +139,7 @@ async def test_json_holds_everything(start_router: StartRouter, run_cli: RunCli)
                 "cost_unit": "s",
                 "terms": {"wait_s": 0.5},
                 "obstacle": "",
+                "reason": "",
             }
         ],
     }

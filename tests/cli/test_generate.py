@@ -46,6 +46,7 @@ async def test_options_become_the_requests_fields(
 ) -> None:
     options = (
         "--model tiny --max-tokens 7 --temperature 0 --top-p 0.5 --top-k 3 --seed 11 --timeout 9 --stop . --stop !"
+        " --ttft-target 250 --itl-target 20"
     )
     result = await run_cli("generate", "Hi", "--chat", *options.split(), "--router", await start_router(router))
     assert result.exit_code == 0
@@ -54,6 +55,7 @@ async def test_options_become_the_requests_fields(
     sampling = start.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.0, 0.5, 3)
     assert (start.model, start.seed, start.timeout.seconds) == ("tiny", 11, 9)
+    assert (start.ttft_target.ToMilliseconds(), start.itl_target.ToMilliseconds()) == (250, 20)
     assert list(start.text_options.stop_strings) == [".", "!"]
 
 

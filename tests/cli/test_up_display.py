@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from cli.app import app
@@ -47,11 +48,16 @@ def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def shown(file: Path, *options: str) -> str:
+def dry_run(file: Path, *options: str) -> Result:
     result = CliRunner(env={"ETCD_ENDPOINTS": "127.0.0.1:1"}).invoke(app, ["up", str(file), "--dry-run", *options])
     assert list(Path.cwd().iterdir()) == []
     assert result.exit_code == 0, result.output
-    return result.output
+    return result
+
+
+def shown(file: Path, *options: str) -> str:
+    """The plan, without the notes before it."""
+    return dry_run(file, *options).stdout
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -197,13 +203,13 @@ def test_every_topology_for_gpus_can_be_shown_at_a_hundred_columns(file: Path) -
 @in_empty_directory
 def test_options_are_shown_as_they_would_act() -> None:
     options = ("--engine", "torch", "--model", "/some/model", "--served-model-name", "m", "--router-port", "7")
-    text = shown(CONFIGS / "trtllm/disagg.yaml", *options, "--allowed-local-media-path", "/srv", "--fail-fast")
-    rows = rows_of(text)
+    result = dry_run(CONFIGS / "trtllm/disagg.yaml", *options, "--allowed-local-media-path", "/srv", "--fail-fast")
+    rows = rows_of(result.stdout)
     assert rows["prefill-0"][:3] == ["prefill", "torch", "-"]
     assert {"model_path: /some/model", "model_name: m", "engine.dtype: float32"} <= set(rows["decode-0"])
     assert rows["router"][3] == "7"
     assert "media.allowed_local_paths: ['/srv']" in rows["router"]
-    assert "workers[0].gpus: left out, as the engine torch runs on none here" in text
+    assert "workers[0].gpus: left out, as the engine torch runs on none here" in result.stderr
 
 
 @in_empty_directory
@@ -231,6 +237,42 @@ def test_workers_are_changed_by_name_and_values_name_variables(monkeypatch: pyte
     assert {"engine.extra_engine_args: d.yaml", "model_path: /models/mine"} <= set(rows["decode-2"])
 
 
+KV_AWARE, EVENTS = "router.overrides.policy.name=kv_aware", "engine.publish_events_and_metrics"
+
+
+@in_empty_directory
+@pytest.mark.parametrize(
+    ("name", "assignments", "silent"),
+    [
+        ("agg", [KV_AWARE], "decode-0"),
+        ("disagg", [KV_AWARE], "prefill-0, decode-0"),
+        ("e_pd", ["router.overrides.policy.prefill_name=kv_aware"], "decode-0"),
+        ("disagg_router", [f"workers.decode-1.{EVENTS}=false"], "decode-1"),
+        ("agg", ["router.overrides.policy={}"], "decode-0"),
+        ("disagg", [], ""),
+        ("disagg", [KV_AWARE, f"{EVENTS}=true"], ""),
+        ("disagg", ["router.overrides.policy.decode_name=kv_aware"], ""),
+        ("disagg_router", [f"{EVENTS}=false", "router.overrides.policy.name=least_loaded"], ""),
+        ("disagg_router", [], ""),
+    ],
+)
+def test_workers_that_announce_nothing_are_named_where_the_router_goes_by_caches(
+    name: str, assignments: list[str], silent: str
+) -> None:
+    options = [part for assignment in assignments for part in ("--set", assignment)]
+    printed = dry_run(CONFIGS / f"trtllm/{name}.yaml", *options).stderr
+    notes = [line for line in printed.splitlines() if "announce none" in line]
+    assert [note.partition(" cached, and ")[2] for note in notes] == (
+        [f"{silent} announce none of it: set {EVENTS}=true for them"] if silent else []
+    )
+
+
+@in_empty_directory
+def test_other_engines_announce_what_they_have_cached() -> None:
+    printed = dry_run(CONFIGS / "trtllm/disagg.yaml", "--engine", "torch", "--set", KV_AWARE).stderr
+    assert printed and "announce none" not in printed
+
+
 _DOCUMENTED = [
     (dict(item.split("=", 1) for item in variables.split()), shlex.split(arguments, comments=True))
     for variables, arguments in re.findall(
@@ -255,6 +297,38 @@ def test_a_dry_run_reports_errors_as_a_real_run_does() -> None:
     )
     assert result.exit_code == 1
     assert "polizy: unknown; did you mean policy" in result.output
+
+
+_TWO = """\
+model: {path: nobody/nothing}
+engine: {kind: trtllm}
+workers:
+  - {role: prefill, overrides: {engine: {extra_engine_args: prefill.yaml}}}
+  - {role: decode, overrides: {engine: {override_engine_args: {kv_cache_config: {enable_block_reuse: false}}}}}
+"""
+
+
+@in_empty_directory
+def test_a_plan_with_wrong_arguments_of_tensorrt_llm_names_the_worker_and_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.yaml").write_text(_TWO)
+
+    def planned() -> Result:
+        return CliRunner().invoke(app, ["up", "two.yaml", "--dry-run"])
+
+    result = planned()
+    assert result.exit_code == 0
+    assert "prefill-0: extra_engine_args: prefill.yaml is not here, so" in result.stderr
+    assert "decode-0: override_engine_args: kv_cache_config.enable_block_reuse: is off" in result.stderr
+    (tmp_path / "prefill.yaml").write_text("disable_overlap_scheduler: false\n")
+    result = planned()
+    assert (result.exit_code, result.stdout) == (1, "")
+    said = "quartet: prefill-0: extra_engine_args: disable_overlap_scheduler: must be true on a prefill worker"
+    assert said in result.stderr
+    (tmp_path / "prefill.yaml").write_text("max_num_token: 8\n")
+    assert "quartet: prefill-0: extra_engine_args: max_num_token: " in planned().stderr
 
 
 @in_empty_directory

@@ -10,6 +10,8 @@ from typing import Any
 from quartet.discovery.base import (
     HostIdentity,
     Role,
+    RouterRecord,
+    RouterWatch,
     Synchronised,
     Watch,
     WorkerAdded,
@@ -40,6 +42,22 @@ _DECODE = WorkerRecord(
 )
 
 
+_ROUTER = RouterRecord(
+    router_id="router-0",
+    epoch=2**64 - 1,
+    grpc_address="127.0.0.1:50050",
+    http_address="127.0.0.1:8000",
+    metrics_address="127.0.0.1:9090",
+    events_address="tcp://127.0.0.1:50049",
+    max_generates=40_000,
+    contract_version="1",
+)
+
+
+def make_router(router_id: str = "router-0", **fields: Any) -> RouterRecord:
+    return replace(_ROUTER, router_id=router_id, **fields)
+
+
 def make_record(worker_id: str = "decode-0", **fields: Any) -> WorkerRecord:
     return replace(_DECODE, worker_id=worker_id, **fields)
 
@@ -47,6 +65,11 @@ def make_record(worker_id: str = "decode-0", **fields: Any) -> WorkerRecord:
 async def next_event(watch: Watch) -> WorkerEvent:
     async with asyncio.timeout(TIMEOUT_S):
         return await anext(aiter(watch))
+
+
+async def next_routers(watch: RouterWatch) -> list[RouterRecord]:
+    async with asyncio.timeout(TIMEOUT_S):
+        return list(await anext(aiter(watch)))
 
 
 async def read_until(watch: Watch, last: WorkerEvent) -> list[WorkerEvent]:

@@ -327,7 +327,7 @@ async def test_while_etcd_is_away_the_watch_keeps_what_it_knew(etcd: EtcdServer,
     with pytest.raises(DiscoveryError, match="UNAVAILABLE"):
         await registry.workers()
     await asyncio.to_thread(etcd.start)
-    later = await cluster.registry(etcd.endpoint).register(make_record("later", role=Role.ROUTER))
+    later = await cluster.registry(etcd.endpoint).register(make_record("later", role=Role.ENCODE))
     assert await next_event(watch) == WorkerAdded(later.record)
     assert await registry.workers() == [record, later.record]
 

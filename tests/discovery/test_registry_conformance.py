@@ -19,7 +19,15 @@ from quartet.discovery.base import (
 from quartet.discovery.record_json import to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
 from tests.discovery.backends import LEASE_S, Backend
-from tests.discovery.records import TIMEOUT_S, eventually, make_record, next_event, synchronised
+from tests.discovery.records import (
+    TIMEOUT_S,
+    eventually,
+    make_record,
+    make_router,
+    next_event,
+    next_routers,
+    synchronised,
+)
 from tests.stopwatch import Stopwatch
 
 
@@ -51,11 +59,52 @@ async def test_a_late_watch_reports_all_workers_and_then_that_it_is_synchronised
 
 
 async def test_a_list_is_ordered_by_role_and_id(backend: Backend) -> None:
-    records = [make_record("a"), make_record("a-b"), make_record("a.b"), make_record("0", role=Role.ROUTER)]
+    records = [make_record("a"), make_record("a-b"), make_record("a.b"), make_record("0", role=Role.PREFILL)]
     registry = backend.registry()
     for record in reversed(records):
         await registry.register(record)
     assert await registry.workers() == records
+
+
+async def test_routers_are_listed_and_watched_apart_from_workers(backend: Backend) -> None:
+    registry = backend.registry()
+    workers, routers = registry.watch(), registry.watch_routers()
+    await synchronised(workers)
+    assert await next_routers(routers) == []
+
+    first = await backend.registry().register(make_router("router-b"))
+    assert await next_routers(routers) == [first.record]
+    worker = await backend.registry().register(make_record())
+    second = await backend.registry().register(make_router("router-a"))
+    assert await next_routers(routers) == [second.record, first.record]
+    assert await next_event(workers) == WorkerAdded(worker.record)
+    assert await registry.routers() == [second.record, first.record]
+    assert await registry.workers() == [worker.record]
+
+    await first.close()
+    assert await next_routers(routers) == [second.record]
+    await worker.close()
+    assert await next_event(workers) == WorkerRemoved("decode-0", Role.DECODE)
+    await routers.close()
+    assert [each async for each in routers] == []
+
+
+async def test_a_router_that_starts_anew_takes_its_id_from_its_former_life(backend: Backend) -> None:
+    former = await backend.registry().register(make_router(epoch=1))
+    living = await backend.registry().register(make_router(epoch=2))
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(WorkerReplacedError, match="another process has registered as router router-0"):
+            await former.ended()
+    assert await backend.registry().routers() == [living.record]
+
+
+async def test_what_is_no_routers_record_is_no_router(backend: Backend) -> None:
+    router = make_router()
+    values = json.loads(to_json(router))
+    await backend.store(router.key, json.dumps({**values, "grpc_address": "nowhere"}).encode())
+    await backend.store(make_router("router-1").key, to_json(router))
+    await backend.registry().register(make_router("router-2"))
+    assert [record.router_id for record in await backend.registry().routers()] == ["router-2"]
 
 
 async def test_a_worker_that_starts_anew_replaces_its_record(backend: Backend) -> None:

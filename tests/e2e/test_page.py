@@ -157,6 +157,7 @@ def test_it_shows_the_fleet_and_its_figures_without_an_error(browser: Browser) -
     assert "0 waiting" in browser.one("#router").text
     figures = [element.text.splitlines()[0] for element in browser.all(".figure")]
     assert figures == ["Requests", "Tokens", "First token", "Queue", "Cache hits"]
+    assert not browser.one("#reuse").is_displayed()  # nothing was asked yet
     browser.one("[data-worker=decode-0] summary").click()
     browser.until(lambda: "shm" in browser.one("[data-worker=decode-0] .facts").text)
     assert browser.errors() == []
@@ -191,6 +192,7 @@ def test_a_chat_with_a_picture_streams_and_says_where_and_how_long(browser: Brow
     rows = [row.text for row in answer.find_elements(By.CSS_SELECTOR, ".why tbody tr")]
     assert len(rows) == 3 and sum("chosen" in row for row in rows) == 2
     browser.until(lambda: browser.all(".edge.seen"))
+    browser.until(lambda: browser.one("#reuse").text.startswith("Reuse: of "))
     assert browser.errors() == []
 
 

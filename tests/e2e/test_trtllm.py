@@ -1,8 +1,12 @@
-"""Topologies with the engine trtllm, on the stand-in of TensorRT-LLM: real processes, real tokens of the tiny model."""
+"""Topologies with the engine trtllm, on the stand-in of TensorRT-LLM: real processes, real tokens of the tiny model.
+
+All topologies on the stand-in of each line are in test_trtllm_topologies, which `make test` leaves out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 from collections.abc import Iterator
@@ -24,11 +28,13 @@ NUM_TOKENS = 24
 NUM_LOOK_TOKENS = 72
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
 LOOKS = [make_look(number) for number in (1, 2, 4)]
-#: Several of a role are in test_trtllm_chaos.
+#: Several of a role, and hand-offs of 1.2, are in test_trtllm_chaos.
 WORKERS = {
     "agg": {"decode-0"},
     "disagg": {"prefill-0", "decode-0"},
 }
+#: Of the stand-in.
+VERSIONS = {"agg": "1.2.1", "disagg": "1.4.0rc1", "epd_multimodal_image": "1.4.0rc1"}
 ALL_GONE_WITHIN_S = 8.0
 #: The shortest prompt is no longer.
 LOCAL_MAX_TOKENS = 50
@@ -45,12 +51,15 @@ def start(directory: Path, name: str, python: Path) -> Up:
     choices = ("--engine", "trtllm", "--model", str(tiny.CHECKPOINT), "--router-port", "0")
     # The stand-in has no MPI that could fail when several workers begin at once.
     stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}", "--set", "trtllm_start_interval_s=0")
-    # The default sampler pays no heed to seeds.
-    sampler = () if name.startswith("epd") else ("--set", "engine.override_engine_args={sampler_type: TRTLLMSampler}")
+    version = {"TENSORRT_LLM_STAND_IN": json.dumps({"version": VERSIONS[name]})}
+    # The default sampler of 1.2 pays no heed to seeds; that of 1.4 does, and there is no other.
+    old_sampler = ("--set", "engine.override_engine_args={sampler_type: TRTLLMSampler}")
+    sampler = old_sampler if VERSIONS[name] == "1.2.1" else ()
     # A rule by length alone, whatever the load is.
     overrides = f"router.overrides.policy={{name: least_loaded, local_prefill_max_tokens: {LOCAL_MAX_TOKENS}}}"
     policy = ("--set", overrides) if name == "disagg" else ()
-    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, *sampler, *policy, python=python)
+    options = (*choices, *stand_in, *sampler, *policy)
+    return Up(directory, str(CONFIGS / f"{name}.yaml"), *options, variables=version, python=python)
 
 
 async def ask_twice_for_two(client: QuartetClient, prompt: tuple[int, ...]) -> list[Completion]:
@@ -101,6 +110,8 @@ async def test_greedy_ids_of_pictures_are_those_of_transformers(
     async with start(tmp_path, "epd_multimodal_image", fork_server.python) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
+            [model] = await client.list_models()
+            assert "seed" in model.sampling_fields, "the stand-in is not of 1.4"
             for look, (ids, _is_near_tie) in zip(LOOKS, expected, strict=True):
                 pictures = [MediaFile(MediaKind.IMAGE, file) for file in look.files]
                 completion = await client.complete(

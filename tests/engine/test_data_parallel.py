@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quartet.engine.base import StepOutput
 from quartet.engine.data_parallel import DataParallelEngine, RankSnapshots
 from quartet.errors import EngineError
-from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
+from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks, Tier
 from tests.engine.fakes import WAIT_S, FakePuller
 from tests.kvcache.replica import Replica
 
@@ -102,3 +102,20 @@ def test_an_answer_without_a_waiter_is_no_part_of_the_next_snapshot() -> None:
     assert snapshots.take((), [StoredBlocks(1, {2: None})]) is None
     snapshots.want()
     assert snapshots.take((), [StoredBlocks(0, {1: None})]) is None
+
+
+def test_each_tier_of_a_rank_is_a_part_that_events_keep_up_to_date() -> None:
+    snapshots = RankSnapshots(2)
+    snapshots.want()
+    first = [StoredBlocks(0, {1: None, 2: 1}), StoredBlocks(0, {5: None}, Tier.HOST)]
+    assert snapshots.take((), first) is None
+    events = [Stored(1, [2], Tier.HOST), Removed([2]), Stored(None, [5], Tier.DISK), Removed([5], Tier.HOST)]
+    assert snapshots.take([RankEvents(0, events)], None) is None
+    whole = snapshots.take((), [StoredBlocks(1, {7: None})])
+    assert whole is not None
+    assert [(blocks.data_parallel_rank, blocks.tier, dict(blocks.parent_hashes)) for blocks in whole] == [
+        (0, Tier.DEVICE, {1: None}),
+        (0, Tier.HOST, {2: 1}),
+        (0, Tier.DISK, {5: None}),
+        (1, Tier.DEVICE, {7: None}),
+    ]

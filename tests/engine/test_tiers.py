@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind, StepOutput, TierCounts
+from quartet.engine.runner import ModelRunner, RunningRequest
 from quartet.engine.step_engine import StepEngine
-from quartet.engine.tiers import Speed, Tiering
+from quartet.engine.step_loop import OutputBuilder
+from quartet.engine.tiers import Link, Speed, Tiering, TierMessage, open_tiers
 from quartet.errors import RequestCancelledError
 from quartet.events.kv import StoredBlocks, Tier
-from quartet.events.load import StepTime
+from quartet.events.load import OnboardTime, StepTime
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
 from quartet.transfer.base import PoolMemory
+from quartet.transfer.disk_blocks import DiskBlocks
 from quartet.transfer.host_blocks import PlainHostBlocks, Saving
 from tests.engine.consumer import Consumer, StartEngine
 from tests.engine.fakes import WAIT_S, FakePuller, FakeRunner, expected_output, make_request
@@ -28,6 +33,10 @@ from tests.engine.tiers import make_tiers
 from tests.kvcache.replica import TierReplica
 
 PROMPT, OTHER = range(40), range(63, 23, -1)  # ten blocks each, of a pool of twelve
+
+
+#: Nothing is copied before it must be, but for one block a step.
+SINGLY = TierPlan(num_blocks=40, max_batch_size=1, max_concurrent_transfers=50)
 
 
 class GatedSaving:
@@ -93,6 +102,40 @@ async def test_an_evicted_prefix_is_loaded_from_the_host(start_engine: StartEngi
     assert tier(engine, Tier.HOST).num_loaded == 7, "two were still on the device"
 
 
+async def test_what_a_request_finds_makes_no_room_for_what_it_displaces(start_engine: StartEngine) -> None:
+    engine = await start_engine(FakeRunner(num_blocks=12), tiers=make_tiers(12))
+    consumer = Consumer(engine)
+    for prompt in (PROMPT, OTHER):
+        await answer(engine, consumer, prompt)
+    request = await answer(engine, consumer, PROMPT)
+    assert consumer.started[request.id].num_cached_tokens == 36
+    assert tier(engine, Tier.HOST).num_dropped == 3
+
+
+async def test_what_a_load_overwrites_is_copied_before(start_engine: StartEngine) -> None:
+    engine = await start_engine(FakeRunner(num_blocks=12), tiers=make_tiers(40, host_plan=SINGLY))
+    consumer = Consumer(engine)
+    for prompt in (PROMPT, OTHER, PROMPT, OTHER):
+        request = await answer(engine, consumer, prompt)
+    assert consumer.started[request.id].num_cached_tokens == 36
+
+
+async def test_an_engine_says_what_a_token_of_each_tier_takes(start_engine: StartEngine, tmp_path: Path) -> None:
+    def open_slow(runner: ModelRunner, post: Callable[[TierMessage], None], *, path: Path | None) -> Tiering:
+        assert isinstance(runner.memory, PoolMemory)
+        plan, host = TierPlan(num_blocks=20), PlainHostBlocks(runner.memory, 20, num_blocks=runner.num_blocks)
+        disk = None if path is None else DiskBlocks(path, runner.layout)
+        links = {Tier.HOST: Link(4.0), Tier.DISK: Link(8.0)}
+        return open_tiers(plan, None if disk is None else plan, host, disk, post, links=links)
+
+    # Blocks of four tokens.
+    for path, disk_s in ((None, 0.0), (tmp_path / "tier", 2.0)):
+        engine = await start_engine(FakeRunner(num_blocks=12), tiers=partial(open_slow, path=path))
+        assert engine.stats()[0].onboard_time == OnboardTime(host_s_per_token=1.0, disk_s_per_token=disk_s)
+    engine = await start_engine(FakeRunner(num_blocks=12))
+    assert engine.stats()[0].onboard_time is None
+
+
 async def test_a_load_that_fails_is_computed(start_engine: StartEngine) -> None:
     runner, host = FakeRunner(num_blocks=12), Host()
     engine = await start_engine(runner, tiers=make_tiers(20, host=host.make))
@@ -146,7 +189,8 @@ async def test_a_request_that_is_cancelled_while_it_loads_keeps_its_blocks_until
 
 async def test_a_pull_begins_once_what_it_overwrites_is_copied(start_engine: StartEngine) -> None:
     host, puller = Host(), FakePuller()
-    engine = await start_engine(FakeRunner(num_blocks=14), puller=puller, tiers=make_tiers(20, host=host.make))
+    tiers = make_tiers(20, host=host.make, host_plan=SINGLY)
+    engine = await start_engine(FakeRunner(num_blocks=14), puller=puller, tiers=tiers)
     consumer = Consumer(engine)
     await answer(engine, consumer, PROMPT)
     host.blocks.may_save.clear()
@@ -177,9 +221,9 @@ async def test_blocks_are_lost_where_too_many_are_on_their_way(start_engine: Sta
 
 async def test_what_one_request_loads_is_shared_with_those_that_come_meanwhile(start_engine: StartEngine) -> None:
     host = Host()
-    engine = await start_engine(FakeRunner(num_blocks=14), tiers=make_tiers(20, host=host.make))
+    engine = await start_engine(FakeRunner(num_blocks=34), tiers=make_tiers(60, host=host.make))
     consumer = Consumer(engine)
-    for prompt in (PROMPT, OTHER):
+    for prompt in (PROMPT, *([start, *OTHER[1:]] for start in range(1, 5))):
         await answer(engine, consumer, prompt)
     host.hold_loads()
     requests = [make_request(PROMPT, max_tokens=1) for _ in range(3)]
@@ -190,7 +234,20 @@ async def test_what_one_request_loads_is_shared_with_those_that_come_meanwhile(s
     for request in requests:
         await consumer.wait_terminal(request)
         assert consumer.started[request.id].num_cached_tokens == 36
-    assert tier(engine, Tier.HOST).num_loaded == 5
+    assert tier(engine, Tier.HOST).num_loaded == 9
+
+
+def test_a_request_s_time_in_the_queue_leaves_its_load_out() -> None:
+    now = 1.0
+    outputs = OutputBuilder(lambda: now)
+    running = RunningRequest(request=(request := make_request([1, 2])), seq=Sequence([1, 2], block_size=4))
+    outputs.submit(request.id, submitted_at=1.0)
+    outputs.take_load(request.id, 2.0)
+    now = 6.0
+    outputs.start([running])
+    output = outputs.build()
+    assert output is not None
+    assert [(started.queue_s, started.onboard_s) for started in output.started] == [(3.0, 2.0)]
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])

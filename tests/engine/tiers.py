@@ -29,10 +29,11 @@ def make_tiers(
     def open_them(runner: ModelRunner, post: Callable[[TierMessage], None]) -> Tiering:
         assert isinstance(runner.memory, PoolMemory)
         disk = None if path is None else DiskBlocks(path, runner.layout)
+        plan = host_plan or TierPlan(num_blocks=num_host_blocks)
         tiers = open_tiers(
-            host_plan or TierPlan(num_blocks=num_host_blocks),
+            plan,
             None if path is None else TierPlan(num_blocks=num_disk_blocks, policy=OffloadPolicy.PRESENCE),
-            host(runner.memory, num_host_blocks, runner.num_blocks),
+            host(runner.memory, plan.num_blocks, runner.num_blocks),
             disk,
             post,
         )

@@ -10,11 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet.events.bookings import BookedStart, RouterBookings
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
-from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, StepTime, TransferTotal, WorkerLoad
+from quartet.events.load import (
+    NumberedLoad,
+    OnboardTime,
+    PlacementProgress,
+    RankLoad,
+    StepTime,
+    TransferTotal,
+    WorkerLoad,
+)
 from quartet.events.wire import (
+    BOOKINGS_TOPIC,
     KV_TOPIC,
     LOAD_TOPIC,
+    MAX_BOOKED_STARTS,
     MAX_EVENTS,
     MAX_FRAME_BYTES,
     MAX_LOAD_BYTES,
@@ -22,8 +33,10 @@ from quartet.events.wire import (
     MAX_ROUTERS,
     MAX_WAYS,
     MalformedFrameError,
+    decode_bookings,
     decode_kv,
     decode_load,
+    encode_bookings,
     encode_kv,
     encode_load,
     split_events,
@@ -60,6 +73,7 @@ _ranks = st.builds(
     max_step_tokens=_counts,
     max_running=_counts,
     step_time=st.none() | _step_times,
+    onboard_time=st.none() | st.builds(OnboardTime, host_s_per_token=_seconds, disk_s_per_token=_seconds),
 )
 _numbers = st.lists(st.integers(1, 2**64 - 1), max_size=3).map(tuple)
 _ended = st.lists(st.tuples(st.integers(1, 2**64 - 1), _counts), min_size=1, max_size=3)
@@ -284,9 +298,34 @@ def test_a_negative_or_infinite_time_is_refused(bad: float) -> None:
     ranks = (
         RankLoad(num_total_blocks=1, step_ends_in_s=bad),
         RankLoad(num_total_blocks=1, step_time=StepTime(decode_base_s=bad)),
+        RankLoad(num_total_blocks=1, onboard_time=OnboardTime(disk_s_per_token=bad)),
     )
     loads = [WorkerLoad(worker_id="decode-0", epoch=7, ranks=(rank,)) for rank in ranks]
     for load in (*loads, replace(make_load(), transfers=(TransferTotal("shm", 1, bad),))):
         frames = encode_load(load, 0)
         with pytest.raises(MalformedFrameError, match="seconds"):
             decode_load(frames)
+
+
+_STARTS = [BookedStart("decode-0", 2**64 - 1, 3, 2**40, 100_000, 2**20), BookedStart("decode-1", 1, 0, 1, 0, 0)]
+
+
+def test_bookings_survive_their_frames() -> None:
+    bookings = RouterBookings("router-a", _STARTS)
+    frames = encode_bookings(bookings, 7)
+    assert frames[0] == BOOKINGS_TOPIC
+    assert decode_bookings(frames) == bookings
+
+
+def test_the_longest_bookings_are_read_and_longer_ones_are_refused() -> None:
+    longest = replace(_STARTS[0], worker_id="w" * 64)
+    assert len(decode_bookings(encode_bookings(RouterBookings("r", [longest] * MAX_BOOKED_STARTS), 1)).starts) > 1
+    for starts in (
+        [],
+        [longest] * (MAX_BOOKED_STARTS + 1),
+        [replace(longest, worker_id="w" * 300)] * MAX_BOOKED_STARTS,
+    ):
+        with pytest.raises(MalformedFrameError):
+            decode_bookings(encode_bookings(RouterBookings("r", starts), 1))
+    with pytest.raises(MalformedFrameError):
+        decode_bookings(encode_bookings(RouterBookings("", _STARTS), 1))

@@ -10,10 +10,11 @@ Outside of it ``import tensorrt_llm`` fails, as on every machine without the pac
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,35 @@ _NAME, _VARIABLE = "tensorrt_llm", "TENSORRT_LLM_STAND_IN"
 _shelf: dict[str, dict[str, ModuleType]] = {}
 
 
+class _Distribution(importlib.metadata.Distribution):
+    """What an installation says of itself without an import."""
+
+    def read_text(self, filename: str) -> str | None:
+        version = sys.modules[_NAME].__version__
+        return f"Name: {_NAME}\nVersion: {version}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return DIRECTORY / path
+
+
+_ANYTHING = importlib.metadata.DistributionFinder.Context()
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    """Finds the stand-in's distribution."""
+
+    def find_spec(self, *_: Any) -> None:
+        """Modules are found on the path."""
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context = _ANYTHING
+    ) -> Iterable[importlib.metadata.Distribution]:
+        return [_Distribution()] if context.name == _NAME else []
+
+
+_FINDER = _Finder()
+
+
 @contextmanager
 def installed(**switches: Any) -> Iterator[ModuleType]:
     """Make ``tensorrt_llm`` importable with ``switches`` (see `_stand_in/switches.py`); may be nested."""
@@ -32,6 +62,7 @@ def installed(**switches: Any) -> Iterator[ModuleType]:
     before, variable = _take_modules(), os.environ.get(_VARIABLE)
     sys.modules.update(_shelf.get(key, {}))
     sys.path.insert(0, str(DIRECTORY))
+    sys.meta_path.insert(0, _FINDER)
     os.environ[_VARIABLE] = key
     importlib.invalidate_caches()
     try:
@@ -40,6 +71,7 @@ def installed(**switches: Any) -> Iterator[ModuleType]:
         _shelf[key] = _take_modules()
         sys.modules.update(before)
         sys.path.remove(str(DIRECTORY))
+        sys.meta_path.remove(_FINDER)
         if variable is None:
             del os.environ[_VARIABLE]
         else:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from quartet.discovery.base import Registration, Registry, Role, WorkerKey, WorkerRecord, WorkerSet
+from quartet.discovery.base import AnyRecord, RecordSet, Registration, Registry, Role, WorkerKey
 from quartet.discovery.checks import check_name
 from quartet.discovery.record_json import RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
@@ -35,15 +35,15 @@ class MemoryStore:
         """The value under ``key``."""
         return self._values[namespace].get(key)
 
-    def records(self, namespace: str) -> list[WorkerRecord]:
+    def records(self, namespace: str) -> list[AnyRecord]:
         """The readable records, ordered by role and id."""
         parsed = (self._reader.record(key, value) for key, value in self._values[namespace].items())
         return sorted((record for record in parsed if record), key=lambda record: record.key)
 
-    async def feed(self, namespace: str, workers: WorkerSet) -> None:
-        """Keep ``workers`` up to date until cancelled."""
+    async def feed(self, namespace: str, known: RecordSet) -> None:
+        """Keep ``known`` up to date until cancelled."""
         async for _ in self.changes():
-            workers.replace(self.records(namespace))
+            known.replace(self.records(namespace))
 
     async def changes(self) -> AsyncIterator[None]:
         """Yield now, and after each change."""
@@ -69,7 +69,7 @@ class MemoryRegistration(Registration):
         self,
         store: MemoryStore,
         namespace: str,
-        record: WorkerRecord,
+        record: AnyRecord,
         *,
         on_close: Callable[[Registration], None],
     ) -> None:
@@ -78,7 +78,7 @@ class MemoryRegistration(Registration):
         self._namespace = namespace
         self._value = to_json(record)
         if (taken := self._find_other_role()) is not None:
-            raise DiscoveryError(f"worker_id {record.worker_id} is taken by {taken.role}/{taken.worker_id}")
+            raise DiscoveryError(f"{self.id_field} {record.key.worker_id} is taken by {taken.role}/{taken.worker_id}")
         store.put(namespace, record.key, self._value)
         self._keep(self._keep_registered())
 
@@ -88,12 +88,11 @@ class MemoryRegistration(Registration):
             if stored is not None and read_epoch(stored) is None:
                 self._store.put(self._namespace, self.record.key, self._value)
             elif stored not in (None, self._value) or self._find_other_role() is not None:
-                raise WorkerReplacedError(
-                    f"another process has registered as {self.record.role} {self.record.worker_id}"
-                )
+                raise WorkerReplacedError(f"another process has registered as {' '.join(self.record.key)}")
 
     def _find_other_role(self) -> WorkerKey | None:
-        keys = [WorkerKey(role, self.record.worker_id) for role in Role if role is not self.record.role]
+        own, id = self.record.key
+        keys = [WorkerKey(role, id) for role in Role if role is not own]
         return next((key for key in keys if self._store.get(self._namespace, key) is not None), None)
 
     async def _remove(self) -> None:
@@ -110,15 +109,15 @@ class MemoryRegistry(Registry):
         self._store = store or MemoryStore()
         self._namespace = namespace
 
-    async def register(self, record: WorkerRecord) -> MemoryRegistration:
+    async def register(self, record: AnyRecord) -> MemoryRegistration:
         """Announce ``record`` until the registration is closed."""
         registration = MemoryRegistration(self._store, self._namespace, record, on_close=self._open.discard)
         self._open.add(registration)
         return registration
 
-    async def workers(self) -> list[WorkerRecord]:
-        """The readable records of this moment, ordered by role and id."""
+    async def records(self) -> list[AnyRecord]:
+        """All readable records of this moment, ordered by role and id."""
         return self._store.records(self._namespace)
 
-    async def _feed(self, workers: WorkerSet) -> None:
-        await self._store.feed(self._namespace, workers)
+    async def _feed(self, known: RecordSet) -> None:
+        await self._store.feed(self._namespace, known)

@@ -9,7 +9,7 @@ if __name__ == "__main__":
     import tensorrt_llm  # found with the stand-in's path only
     from tensorrt_llm.llmapi import DisaggregatedParams
 
-    llm = tensorrt_llm.LLM(sys.argv[1], cache_transceiver_config={"backend": "UCX"}, disable_overlap_scheduler=True)
+    llm = tensorrt_llm.LLM(sys.argv[1], cache_transceiver_config={"backend": "NIXL"}, disable_overlap_scheduler=True)
     for _ in range(2):
         only = DisaggregatedParams(request_type="context_only")
         result = llm.generate(sys.argv[2], tensorrt_llm.SamplingParams(), disaggregated_params=only)

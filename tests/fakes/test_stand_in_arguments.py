@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import pickle
 import sys
@@ -99,7 +100,27 @@ def test_a_later_line_has_what_came_with_it() -> None:
         assert other.__version__ == "1.4.0rc1"
         assert other.llmapi.KvCacheConfig(disk_cache_size=1).disk_cache_size == 1
         assert {"priority", "conversation_params"} <= set(inspect.signature(other.LLM.generate_async).parameters)
+        assert hasattr(other.LLM, "get_kv_cache_capacity") and hasattr(other.LLM, "_check_health")
+        with pytest.raises(ValueError, match="Unknown connector preset: 'other'"):
+            other.llmapi.llm_args.KvCacheConnectorConfig(connector="other")
     assert LlmArgs is TorchLlmArgs
+
+
+def test_a_later_line_has_one_sampler_and_drops_its_name() -> None:
+    with installed(version="1.4.0rc1") as other:
+        assert "sampler_type" not in other.llmapi.llm_args.TorchLlmArgs.model_fields
+        with other.LLM(MODEL, sampler_type="auto") as llm:
+            assert not hasattr(llm.args, "sampler_type")
+        with pytest.raises(ValueError, match="TorchSampler is the only sampler"):
+            other.LLM(MODEL, sampler_type="TRTLLMSampler")
+        with pytest.raises(ValueError, match="invalid argument: enable_sleep"):
+            other.LLM(MODEL, enable_sleep=False)
+
+
+def test_an_installation_says_its_version_without_an_import() -> None:
+    for version in ("1.2.1", "1.4.0rc1"):
+        with installed(version=version):
+            assert importlib.metadata.version("tensorrt_llm") == version
 
 
 @pytest.mark.parametrize(

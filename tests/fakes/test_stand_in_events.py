@@ -242,6 +242,24 @@ async def test_events_may_turn_out_to_name_pictures() -> None:
     assert any(keys)
 
 
+@pytest.mark.parametrize("name", [None, "beach"])
+async def test_a_later_line_names_salts_and_pictures(name: str | None) -> None:
+    with installed(version="1.4.0rc1") as other, publishing(other) as llm:
+        inputs = {"prompt": "a <|image|> b", "multi_modal_data": {"image": picture()}}
+        inputs |= {"multi_modal_uuids": {"image": [name]}} if name else {}
+        await ended(llm.generate_async(inputs, other.SamplingParams(max_tokens=1), cache_salt="pepper"))
+        blocks = stored(events_of(llm))
+    assert {block["cache_salt"] for block in blocks} == {"pepper"}
+    assert not any(token["token_extra_id"] for block in blocks for token in block["tokens"])
+    keys = [key for block in blocks for key in block["mm_keys"]]
+    assert len({key["hash"] for key in keys}) == 1
+    assert (keys[0]["hash"] == name) if name else len(keys[0]["hash"]) == 64
+    offsets = [key["start_offset"] for key in keys]
+    size = len(blocks[0]["tokens"])
+    assert offsets == [0, *range(offsets[1], offsets[1] + size * (len(offsets) - 1), size)]
+    assert 0 < offsets[1] < size, "the picture begins within a block"
+
+
 async def test_statistics_have_the_description_s_keys_one_record_a_step() -> None:
     shapes = importlib.import_module("tensorrt_llm._stand_in.schema").API["shapes"]["iteration_stats"]
     llm = engine(enable_iter_perf_stats=True, enable_iter_req_stats=True, max_batch_size=1)

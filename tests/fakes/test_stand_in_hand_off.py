@@ -146,6 +146,8 @@ async def test_decode_must_get_prefill_s_tokens_and_layout() -> None:
         await steps_of(decoding(decode_engine(), result))
     with pytest.raises(RequestError, match="layout differs"):
         await steps_of(decoding(decode_engine(kv_cache_config={"tokens_per_block": 64}), await prefilled(prefill)))
+    with pytest.raises(RequestError, match="layout differs"):
+        await steps_of(decoding(decode_engine(transfer={"backend": "UCX"}), await prefilled(prefill)))
 
 
 async def test_a_pull_after_the_time_out_fails() -> None:

@@ -112,6 +112,28 @@ async def test_handles_of_several_pictures_are_not_taken() -> None:
         engine().generate_async(picture_prompt(*images), params(12), disaggregated_params=disagg)
 
 
+async def test_a_later_line_takes_several_handles_and_its_ids_stay_in_the_vocabulary() -> None:
+    prompt = picture_prompt(picture("red"), picture("blue"))
+    with installed(version="1.4.0rc1") as other, other.LLM(MODEL) as llm, other.MultimodalEncoder(MODEL) as tower:
+        parts = [
+            (await ended(tower.generate_async(picture_prompt(image)))).disaggregated_params
+            for image in prompt["multi_modal_data"]["image"]
+        ]
+        disagg = other.llmapi.DisaggregatedParams(
+            request_type="context_and_generation",
+            multimodal_embedding_handles=[handle for part in parts for handle in part.multimodal_embedding_handles],
+            multimodal_hashes=[item for part in parts for item in part.multimodal_hashes],
+        )
+        by_handles, by_pixels = [
+            await ended(llm.generate_async(prompt, other.SamplingParams(max_tokens=12, temperature=0.0), **options))
+            for options in ({"disaggregated_params": disagg}, {})
+        ]
+    assert by_handles.outputs[0].token_ids == by_pixels.outputs[0].token_ids
+    assert by_handles.prompt_token_ids == by_pixels.prompt_token_ids
+    [placeholder] = set(by_pixels.prompt_token_ids) - set(token_ids_of(LOOK.replace("<|image|>", "")))
+    assert by_pixels.prompt_token_ids.count(placeholder) == 2 * 64
+
+
 async def test_handles_that_are_gone_fail_the_request_alone() -> None:
     tower = encoder()
     disagg = (await ended(tower.generate_async(picture_prompt(picture())))).disaggregated_params

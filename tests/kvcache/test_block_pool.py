@@ -337,3 +337,39 @@ def test_releasing_for_an_unknown_holder_changes_nothing() -> None:
     pool = BlockManager(4, 4)
     pool.release(7)
     assert pool.counts.free == 4
+
+
+def test_what_was_evicted_lately_is_remembered_until_it_is_there_again() -> None:
+    pool = BlockManager(4, 4, has_events=True)
+    cache(pool, new_seq(10))
+    cache(pool, new_seq(12, first=100))  # takes the place of one block of the first
+    again = new_seq(10)
+    assert pool.allocate(again) == 4
+    assert pool.num_evicted_tokens(again) == 4
+    compute(pool, again)
+    pool.free(again)
+    assert pool.allocate(again) == 8
+    assert pool.num_evicted_tokens(again) == 0
+
+
+def test_no_more_evicted_blocks_are_remembered_than_the_pool_has() -> None:
+    pool = BlockManager(2, 4, has_events=True)
+    for first in (0, 100, 200):
+        cache(pool, new_seq(8, first=first))
+    known = [new_seq(9, first=first) for first in (0, 100)]
+    assert [pool.num_evicted_tokens(seq) for seq in known] == [0, 8]
+
+
+def test_a_block_that_is_evicted_again_is_remembered_from_then_on() -> None:
+    pool = BlockManager(3, 4, has_events=True)  # two whole blocks stay cached
+    # Evicted are 0, 100, 0 again, 200 and 300, of which three are remembered.
+    for first in (0, 100, 200, 0, 200, 300, 400, 500):
+        cache(pool, new_seq(5, first=first))
+    assert [pool.num_evicted_tokens(new_seq(5, first=first)) for first in (0, 100, 200, 300)] == [4, 0, 4, 4]
+
+
+def test_without_events_nothing_evicted_is_remembered() -> None:
+    pool = BlockManager(2, 4)
+    for first in (0, 100):
+        cache(pool, new_seq(8, first=first))
+    assert pool.num_evicted_tokens(new_seq(9)) == 0

@@ -403,7 +403,10 @@ class World:
         self._all_lives.append(life)
         return life
 
-    def _make_thread(self, runner_factory: Any, config: Any, listener: Any) -> InlineThread:
+    def _make_thread(
+        self, runner_factory: Any, config: Any, listener: Any, tiers_factory: None, *, tells_contents: bool
+    ) -> InlineThread:
+        assert tiers_factory is None and not tells_contents, "there are no tiers here, and nobody reads contents"
         thread = InlineThread(runner_factory, config, listener)
         thread.next_number = functools.partial(next, self.net.numbers)
         self._threads.append(thread)

@@ -32,6 +32,7 @@ from router.process import RouterProcess
 from services.workers import process as worker_process
 from services.workers.config import WorkerConfig
 from tests.engine.fakes import FakeRunner, expected_output
+from tests.engine.tiers import make_tiers
 from tests.text.builders import byte_level_backend
 
 TIMEOUT_S = 50.0
@@ -72,6 +73,7 @@ class System:
         worker_settings: of every worker that is started from now on.
         settings_by_id: settings of single workers.
         unreachable: ids of workers whose blocks no transfer reaches, as in a GPU's memory.
+        num_host_blocks: of the tier below each pool; 0: there is none.
         runners: by worker id.
         registry_ttl_s: after which a worker's record is gone that it no longer touches.
     """
@@ -82,6 +84,7 @@ class System:
     worker_settings: Mapping[str, Any] = field(default_factory=dict)
     settings_by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unreachable: Collection[str] = ()
+    num_host_blocks: int = 0
     runners: dict[str, FakeRunner] = field(default_factory=dict)
     workers: dict[str, Running] = field(default_factory=dict)
     engines: dict[str, StepEngine] = field(default_factory=dict)
@@ -124,7 +127,12 @@ class System:
         # One whose gate is closed cannot end before it is killed.
         close_timeout_s = 0.2 if config.worker_id in self.gates else 10.0
         engine = StepEngine(
-            load, SchedulerConfig(), puller=puller, kinds=frozenset({kind}), close_timeout_s=close_timeout_s
+            load,
+            SchedulerConfig(),
+            puller=puller,
+            kinds=frozenset({kind}),
+            close_timeout_s=close_timeout_s,
+            tiers=make_tiers(self.num_host_blocks) if self.num_host_blocks else None,
         )
         self.engines[config.worker_id] = engine
         return engine
@@ -210,6 +218,7 @@ async def running_system(
     worker: Mapping[str, Any] | None = None,
     settings_by_id: Mapping[str, Mapping[str, Any]] | None = None,
     unreachable: Collection[str] = (),
+    num_host_blocks: int = 0,
     registry_ttl_s: float = 60,
     **router: object,
 ) -> AsyncIterator[tuple[System, Stub]]:
@@ -222,6 +231,7 @@ async def running_system(
         worker_settings=worker or {},
         settings_by_id=settings_by_id or {},
         unreachable=unreachable,
+        num_host_blocks=num_host_blocks,
     )
     monkeypatch.setattr(worker_process, "create_engine", system.create_engine)
     # What tests wait for is seen by watching.

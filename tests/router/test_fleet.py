@@ -566,7 +566,7 @@ async def test_only_the_time_since_the_last_tick_is_taken_for_absence(
     monkeypatch: pytest.MonkeyPatch, pause_s: float, away_s: set[float]
 ) -> None:
     clock, noted = itertools.count(0.0, pause_s), list[float]()
-    monkeypatch.setattr("router.fleet.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("router.fleet.time", SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 0.0))
     monkeypatch.setattr("router.fleet._TICK_S", 0.001)
     table = WorkerTable("router-a", heartbeat_timeout_s=30)
     monkeypatch.setattr(table, "was_away", noted.append)

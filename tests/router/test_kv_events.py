@@ -25,6 +25,7 @@ from quartet.kvcache import block_hash
 from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.v1 import router_pb2 as pb
+from quartet.v1.types_pb2 import Sampling
 from router.fleet import Fleet
 from router.kv_index.feed import KvJoins
 from router.policy.create import PolicyConfig, PolicyName
@@ -33,7 +34,7 @@ from services.workers import process as worker_process
 from tests.router.kv_truth import Held, SetIndex
 from tests.router.records import make_load, make_record
 from tests.router.system import NUM_BLOCKS, System, expected, running_system
-from tests.router.test_servicer import generate, token_ids_of
+from tests.router.test_servicer import PROMPT, generate, token_ids_of
 from tests.router.test_servicer import make_start as router_start
 from tests.services.stream_workers import collect, make_start, until
 from tests.services.test_model_files import FakeWorker, serving
@@ -191,6 +192,37 @@ async def test_where_all_blocks_have_one_hash_no_request_gets_anothers_tokens(
             cached.append(answer[-1].finished.usage.num_cached_tokens)
         # The first time only what truly begins alike is shared, and then all but the last token.
         assert cached == [0, 8, 0, 8, 16, 16, 16, 16]
+
+
+async def test_explain_prices_blocks_that_lie_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = PolicyConfig(name=PolicyName.KV_AWARE)
+    async with running_system(tmp_path, monkeypatch, "decode-0", policy=policy, num_host_blocks=128) as (_, stub):
+
+        async def one_token(prompt: list[int]) -> list[pb.GenerateResponse]:
+            return await generate(
+                stub, router_start(token_ids=pb.TokenIds(ids=prompt), sampling=Sampling(max_tokens=1))
+            )
+
+        async def explained() -> pb.RankOption:
+            response = await stub.Explain(pb.ExplainRequest(start=router_start()), timeout=TIMEOUT_S)
+            [option] = response.options
+            return option
+
+        await one_token(PROMPT)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (option := await explained()).num_matched_tokens:
+                pass  # each look is a call that takes its time
+        assert option.terms["onboard_s"] == 0
+        for first in (1, 2):  # together they fill the pool
+            await one_token([first] * 150)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (await explained()).terms["onboard_s"]:
+                pass
+        assert (await explained()).num_matched_tokens == len(PROMPT)
+        answer = await one_token(PROMPT)
+        assert token_ids_of(answer) == expected(PROMPT, 1)
+        assert answer[0].accepted.choices[0].num_matched_tokens == len(PROMPT)
+        assert answer[-1].finished.time.onboard.ToNanoseconds() > 0
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.events.load import StepTime
+from quartet.events.load import OnboardTime, StepTime
 from router.book import Booking
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS
 from router.workers import KnownWorker
@@ -23,7 +23,8 @@ def take(worker: KnownWorker, now: float, **rank: object) -> None:
 def test_a_forecast_is_based_on_the_last_report() -> None:
     worker = KnownWorker(_RECORD, 100.0)
     assert [candidate.max_step_tokens for candidate in worker.candidates()] == [DEFAULT_MAX_STEP_TOKENS] * 2
-    step_time = StepTime(prefill_base_s=0.5)
+    assert worker.candidates()[0].onboard_time == OnboardTime()
+    step_time, onboard_time = StepTime(prefill_base_s=0.5), OnboardTime(host_s_per_token=2e-6)
     take(
         worker,
         200.0,
@@ -37,13 +38,14 @@ def test_a_forecast_is_based_on_the_last_report() -> None:
         num_running=2,
         num_waiting=1,
         step_time=step_time,
+        onboard_time=onboard_time,
     )
     worker.book.reserve(1, num_queued_tokens=30).send()
     first, second = worker.candidates()
     assert (first.step_ends_at, first.num_unbegun_tokens, second.num_unbegun_tokens) == (200.25, 70, 100)
     assert (first.num_spare_tokens, second.num_spare_tokens) == (50, 20)
     assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
-    assert second.step_time == step_time
+    assert (second.step_time, second.onboard_time) == (step_time, onboard_time)
     assert (first.max_requests, second.max_requests) == (8, 8)
     worker.stand_among(frozenset(), is_fed=True)
     assert [candidate.max_requests for candidate in worker.candidates()] == [10, 10]

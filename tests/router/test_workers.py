@@ -131,6 +131,15 @@ def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
     assert scene.table.placed_at("ab" * 16, 0) == set()
 
 
+def test_tokens_that_are_not_expected_in_the_cache_are_booked_as_queued(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    rank = Rank("decode-0", 0)
+    pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100, num_cached_tokens={rank: 40})
+    scene.table.reserve(Placement(None, rank, num_cached_tokens=10), pending).decode.send()
+    assert scene.candidate(record).num_queued_tokens == 40
+
+
 def test_silence_makes_a_worker_suspect_and_a_report_ends_it(scene: Scene) -> None:
     record = make_record()
     scene.join(record)

@@ -63,6 +63,7 @@ TABLE = {
     "/quartet.v1.RouterService/GetModel": {"client", "operator"},
     "/quartet.v1.RouterService/ListWorkers": {"operator"},
     "/quartet.v1.RouterService/WatchWorkers": {"operator"},
+    "/quartet.v1.RouterService/PrefillFor": {"peer"},
     "/quartet.v1.EncodeService/Encode": {"peer"},
     "/quartet.v1.PrefillService/Prefill": {"peer"},
     "/quartet.v1.DecodeService/Decode": EVERYBODY,
@@ -195,3 +196,31 @@ def test_routers_and_workers_are_peers(uris: list[str], expected: bool) -> None:
 
 def test_each_kind_counts_as_one_audience() -> None:
     assert {Identity("n", kind, "x").audience for kind in IdentityKind} == set(Audience)
+
+
+#: What holders of a trusted namespace may call; docs/security.md shows it too.
+OF_NEIGHBOURS = {
+    **{
+        f"/quartet.v1.RouterService/{name}": {"router"}
+        for name in ("Generate", "Place", "Session", "Explain", "GetModel", "ListWorkers", "WatchWorkers", "PrefillFor")
+    },
+    "/quartet.v1.TransferService/Pull": {"router", "worker"},
+    "/quartet.v1.DecodeService/Decode": {"client", "operator"},
+    "/quartet.v1.WorkerService/GetModelFiles": {"router", "client", "operator"},
+    "/grpc.health.v1.Health/*": {"router", "worker", "client", "operator"},
+}
+
+
+@pytest.mark.parametrize("kind", IdentityKind)
+@pytest.mark.parametrize("method", methods())
+def test_of_a_trusted_namespace_routers_and_workers_get_only_what_pools_need(method: str, kind: IdentityKind) -> None:
+    listed = OF_NEIGHBOURS.get(method) or OF_NEIGHBOURS.get(method.rpartition("/")[0] + "/*", set())
+    caller = auth(f"quartet://other/{kind}/x")
+    gate = Gate(namespace="prod", allow_anonymous=False, trusted_namespaces=frozenset({"other"}))
+    if str(kind) in listed:
+        gate.check(method, caller)
+    else:
+        with pytest.raises(PermissionDeniedError, match="may not call"):
+            gate.check(method, caller)
+    with pytest.raises(PermissionDeniedError, match="belongs to another namespace"):
+        Gate(namespace="prod", allow_anonymous=False).check(method, caller)

@@ -76,6 +76,14 @@ def test_a_placeholder_goes_by_either_name(name: str) -> None:
     assert media.placeholder_id == 9
 
 
+def test_llama_4_s_placeholder_is_the_picture_s_and_not_that_of_its_patches() -> None:
+    given = read_text_files(tiny.CHECKPOINT)
+    config = {**json.loads(given["config.json"]), "model_type": "llama4", "image_token_index": 9}
+    media = ModelText.from_files({**given, "config.json": json.dumps(config).encode()}).media
+    assert media is not None
+    assert media.placeholder_id == 7
+
+
 @pytest.mark.parametrize("config", [{}, {"image_token_id": 9}, {"vision_config": {}}])
 def test_a_model_without_a_tower_or_a_placeholder_takes_no_media(config: dict[str, object]) -> None:
     assert ModelText.from_files(files(config=config)).media is None

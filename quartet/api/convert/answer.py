@@ -17,10 +17,12 @@ from quartet.api.request import (
     Delta,
     GenerateStart,
     Placed,
+    Relayed,
     Resume,
     SessionStart,
     TimeBreakdown,
     Usage,
+    check_relayed,
 )
 from quartet.api.session_columns import Columns
 from quartet.discovery.base import Rank
@@ -114,6 +116,7 @@ def put_choice_placement(into: router_pb2.ChoicePlacement, placement: ChoicePlac
         put_rank(into.prefill, placement.prefill)
     put_rank(into.decode, placement.decode)
     into.num_matched_tokens = placement.num_matched_tokens
+    into.num_held_tokens = placement.num_held_tokens
     if placement.cost is not None:
         into.cost = placement.cost
 
@@ -126,6 +129,7 @@ def from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacemen
         decode=from_rank(message.decode),
         num_matched_tokens=message.num_matched_tokens,
         cost=message.cost if message.HasField("cost") else None,
+        num_held_tokens=message.num_held_tokens,
     )
 
 
@@ -212,6 +216,7 @@ def put_choice_finished(into: router_pb2.ChoiceFinished, finished: ChoiceFinishe
     used.num_output_tokens = usage.num_output_tokens
     used.num_attempts = usage.num_attempts
     used.num_media_tokens = usage.num_media_tokens
+    used.num_evicted_tokens = usage.num_evicted_tokens
     _put_time_breakdown(into.time, finished.time)
 
 
@@ -233,6 +238,7 @@ def _from_usage(message: router_pb2.Usage) -> Usage:
         num_output_tokens=message.num_output_tokens,
         num_attempts=message.num_attempts,
         num_media_tokens=message.num_media_tokens,
+        num_evicted_tokens=message.num_evicted_tokens,
     )
 
 
@@ -267,7 +273,28 @@ def from_session_start(message: pb.SessionStart) -> SessionStart:
         start=UnreadStart(message.start),
         resume=from_resume(message.resume) if message.HasField("resume") else None,
         traceparent=message.traceparent,
+        relayed=_from_relayed(message) if message.request_id or message.prefill_namespaces else None,
     )
+
+
+def to_session_start(
+    slot: int, start: pb.GenerateStart, resume: Resume | None, traceparent: str, relayed: Relayed
+) -> pb.SessionStart:
+    """The message of a request that a router over several pools relays."""
+    return pb.SessionStart(
+        slot=slot,
+        start=start,
+        resume=None if resume is None else to_resume(resume),
+        traceparent=traceparent,
+        prefill_namespaces=relayed.prefill_namespaces,
+        request_id=relayed.request_id,
+    )
+
+
+def _from_relayed(message: pb.SessionStart | pb.PlaceRequest) -> Relayed:
+    relayed = Relayed(request_id=message.request_id, prefill_namespaces=tuple(message.prefill_namespaces))
+    check_relayed(relayed)
+    return relayed
 
 
 def start_slot(head: bytes) -> int | None:
@@ -348,16 +375,27 @@ def _to_session_logprobs(columns: Columns) -> list[pb.SessionLogprobs]:
 # Place: what is asked of a router, and the placements that it answers with.
 
 
-def to_place_request(start: GenerateStart, resume: Resume | None = None) -> router_pb2.PlaceRequest:
+def to_place_request(
+    start: GenerateStart, resume: Resume | None = None, relayed: Relayed | None = None
+) -> router_pb2.PlaceRequest:
     """The message. Raises ``InvalidRequestError`` for what it can't hold; ``field`` is its path within ``start``."""
-    return router_pb2.PlaceRequest(start=to_generate_start(start), resume=None if resume is None else to_resume(resume))
+    return router_pb2.PlaceRequest(
+        start=to_generate_start(start),
+        resume=None if resume is None else to_resume(resume),
+        prefill_namespaces=() if relayed is None else relayed.prefill_namespaces,
+        request_id="" if relayed is None else relayed.request_id,
+    )
 
 
-def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Resume | None]:
-    """The request, and what it resumes. Raises ``InvalidRequestError``; ``field`` is its path within ``start``."""
+def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Resume | None, Relayed]:
+    """The request, what it resumes, and what a router over several pools said beside.
+
+    Raises ``InvalidRequestError``; ``field`` is its path within ``start``.
+    """
     if not message.HasField("start"):
         raise InvalidRequestError("start is missing", field="start")
-    return UnreadStart(message.start), from_resume(message.resume) if message.HasField("resume") else None
+    resume = from_resume(message.resume) if message.HasField("resume") else None
+    return UnreadStart(message.start), resume, _from_relayed(message)
 
 
 def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:

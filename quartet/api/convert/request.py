@@ -92,6 +92,8 @@ def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
             timeout=None if start.timeout_s is None else to_duration(start.timeout_s),
             num_choices=start.num_choices,
             client_request_id=start.client_request_id,
+            ttft_target=None if start.ttft_target_s is None else to_duration(start.ttft_target_s),
+            itl_target=None if start.itl_target_s is None else to_duration(start.itl_target_s),
         )
         message.media.extend(map(to_media_part, start.media))
         _put_prompt(message, start.prompt)
@@ -128,6 +130,8 @@ def from_generate_start(
         timeout_s=to_seconds(message.timeout) if message.HasField("timeout") else None,
         num_choices=message.num_choices if message.HasField("num_choices") else 1,
         client_request_id=message.client_request_id,
+        ttft_target_s=to_seconds(message.ttft_target) if message.HasField("ttft_target") else None,
+        itl_target_s=to_seconds(message.itl_target) if message.HasField("itl_target") else None,
         media=_from_media(message.media) if message.media else (),
     )
 

@@ -172,6 +172,18 @@ def _seed(value: Any, path: str) -> int:
     return int(integer(-(2**63), 2**64 - 1)(value, path)) % 2**64
 
 
+def _target_ms(value: Any, path: str) -> float:
+    target_ms = number(value, path)
+    if target_ms < 0:
+        raise InvalidRequestError(f"{path}: must not be below 0", field=path)
+    return target_ms
+
+
+def _target_s(found: Mapping[str, Any], name: str) -> float | None:
+    target_ms = found.get(name, found.get("nvext", {}).get(name))
+    return None if target_ms is None else target_ms / 1000
+
+
 def _json_text(value: Any, path: str) -> str:
     """A JSON object as text, which it may be already."""
     if not isinstance(value, str):
@@ -391,9 +403,10 @@ _COMMON: Mapping[str, Reader] = {
     "top_k": _top_k,
     "stop_token_ids": list_of(integer(0, _MAX_TOKEN_ID), max_length=MAX_STOP_IDS),
     "priority": integer(-_MAX_INT32, _MAX_INT32),
+    **dict.fromkeys(("ttft_target", "itl_target"), _target_ms),
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "nvext": fields_of({"ignore_eos": boolean}),
+    "nvext": fields_of({"ignore_eos": boolean, "ttft_target": _target_ms, "itl_target": _target_ms}),
     "spaces_between_special_tokens": only(True),
     "length_penalty": only(1, 1.0),
     **dict.fromkeys(("use_beam_search", "early_stopping", "return_tokens_as_token_ids", "echo"), only(False)),
@@ -464,7 +477,7 @@ EXTENSIONS: Mapping[str, Reader] = {
     for name in (
         *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"),
         *("min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-        *("structured_outputs", "cache_salt", "priority", "request_id"),
+        *("structured_outputs", "cache_salt", "priority", "request_id", "ttft_target", "itl_target"),
         *("stream_tool_arguments", "chat_template_kwargs"),
     )
 }
@@ -628,6 +641,8 @@ def _start(found: Mapping[str, Any], prompt: Prompt, caller: Caller, output: Out
         session_key=caller.session_key,
         num_choices=found.get("n", 1),
         client_request_id=found.get("request_id", caller.client_request_id),
+        ttft_target_s=_target_s(found, "ttft_target"),
+        itl_target_s=_target_s(found, "itl_target"),
     )
 
 

@@ -1,4 +1,4 @@
-"""From a worker's settings to the arguments of TensorRT-LLM 1.2; needs neither the package nor a GPU.
+"""From a worker's settings to the arguments of TensorRT-LLM; needs neither the package nor a GPU.
 
 ``merge_layers`` lays a file's arguments over those of our own fields, and ``override_engine_args`` over both. The
 ``prepare_``, ``keep_`` and ``publish_`` functions set what a worker's role needs if no layer sets it, and refuse other
@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quartet.config import load_yaml
@@ -19,7 +20,8 @@ from quartet.engine.settings import Backend, EngineSettings
 from quartet.engine.trtllm import schema
 from quartet.engine.trtllm.connector import check_connector, use_connector
 from quartet.engine.trtllm.schema import DECODING_CLASSES, ConfigTable, check_arguments
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, ModelFilesError
+from quartet.text import model_files
 
 if TYPE_CHECKING:
     from quartet.engine.settings import EngineSpec
@@ -82,7 +84,7 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     function sets what the role needs if no layer has set it.
 
     Raises:
-        ConfigError: names the setting (and key) that TensorRT-LLM 1.2, or the role, does not allow.
+        ConfigError: names the setting (and key) that TensorRT-LLM, or the role, does not allow.
     """
     arguments, backend = merge_layers(spec.engine)
     if use is Use.ENCODE:
@@ -95,6 +97,10 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     use_connector(arguments, spec.engine.connector)
     arguments.set_default("scheduler_config", _DEFAULT_SCHEDULER)
     timeout_s = prepare_prefill(arguments) if use is Use.PREFILL else prepare_decode(arguments)
+    if use is Use.PREFILL:
+        _warn_of_small_buffer(arguments, spec.model_path)
+    if spec.engine.logits_processors:
+        prepare_processors(arguments, use)
     publishes = spec.engine.publish_events_and_metrics
     has_events = publishes and publish_events(arguments)
     has_stats = publishes and publish_metrics(arguments, "enable_iter_perf_stats")
@@ -138,6 +144,8 @@ def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> L
         raise ConfigError("backend: _autodeploy hands no KV blocks over, so it serves on decode workers only")
     if spec.engine.connector is not None:
         raise ConfigError("connector: the backend _autodeploy takes none")
+    if spec.engine.logits_processors:
+        raise ConfigError("logits_processors: the backend _autodeploy takes no argument that lets them see every token")
     keep_safe_for_autodeploy(arguments)
     has_events = spec.engine.publish_events_and_metrics and publish_events(arguments)
     cache = arguments.section(KV_CACHE)
@@ -225,8 +233,10 @@ class Arguments:
         self.values[name] = value
 
     def keep_only(self, names: Container[str]) -> list[str]:
-        """Remove all other arguments; return the message names of those that were not ``None``."""
+        """Remove all other arguments and what was warned of them; return the names of those that were not ``None``."""
         others = [name for name in self.values if name not in names]
+        dropped = tuple(f"{self.origin(name)}{end}" for name in others for end in ":.")
+        self.warnings = [warning for warning in self.warnings if not warning.startswith(dropped)]
         return [self.origin(name) for name in others if self.values.pop(name) is not None]
 
 
@@ -234,7 +244,7 @@ def merge_layers(settings: EngineSettings) -> tuple[Arguments, Backend]:
     """Merge the layers of ``settings`` into arguments of ``LLM``, without ``model``; check each layer by itself.
 
     Raises:
-        ConfigError: names the layer and the key that TensorRT-LLM 1.2 does not take.
+        ConfigError: names the layer and the key that TensorRT-LLM does not take: 1.2, or what is installed, if later.
     """
     layers = _read_layers(settings)
     backend = _backend(settings, layers)
@@ -249,6 +259,9 @@ def merge_layers(settings: EngineSettings) -> tuple[Arguments, Backend]:
     for name, values in layers:
         _lay_over(merged, name, values)
     merged.values.pop("backend", None)
+    for name in schema.gone_arguments():
+        # What was said that asks for more than holds anyway was refused.
+        merged.values.pop(name, None)
     return merged, backend
 
 
@@ -413,7 +426,6 @@ def prepare_prefill(arguments: Arguments) -> float:
     timeout_s = prepare_decode(arguments)
     if timeout_s is None:
         raise ConfigError(f"{arguments.origin(_TRANSCEIVER)}: a prefill worker cannot do without its backend")
-    _warn_of_small_buffer(arguments)
     return timeout_s
 
 
@@ -439,14 +451,46 @@ def prepare_decode(arguments: Arguments) -> float | None:
     return timeout_ms / 1000
 
 
-def _warn_of_small_buffer(arguments: Arguments) -> None:
+def prepare_processors(arguments: Arguments, use: Use) -> None:
+    """Set what logits processors need to see every token of their own request.
+
+    Raises:
+        ConfigError: a layer sets a value that makes this impossible.
+    """
+    if arguments.values.get("speculative_config") is not None:
+        raise ConfigError(
+            f"{arguments.origin('speculative_config')}: must be unset with logits_processors, "
+            "which would be given the scores of others"
+        )
+    if not arguments.values.get("disable_overlap_scheduler", True):
+        raise ConfigError(
+            f"{arguments.origin('disable_overlap_scheduler')}: must be true with logits_processors, "
+            "which would not see the latest token"
+        )
+    arguments.set_default("disable_overlap_scheduler", True)
+    if use is Use.PREFILL:
+        arguments.warnings.append("logits_processors: NVIDIA does not support them where prompts are handed on")
+
+
+def _warn_of_small_buffer(arguments: Arguments, model_path: str) -> None:
     num_tokens = arguments.section(_TRANSCEIVER).get("max_tokens_in_buffer")
-    longest = arguments.values.get("max_seq_len")
-    if isinstance(num_tokens, int) and isinstance(longest, int) and num_tokens < longest:
+    longest = _value(arguments.values, "max_seq_len", int) or _length_of_model(model_path)
+    if longest is not None and not arguments.values.get("enable_chunked_prefill"):
+        longest = min(longest, _value(arguments.values, "max_num_tokens", int) or _MAX_NUM_TOKENS)
+    if isinstance(num_tokens, int) and longest is not None and num_tokens < longest:
         arguments.warnings.append(
-            f"{arguments.origin(_TRANSCEIVER)}.max_tokens_in_buffer: longer prompts, up to max_seq_len, "
+            f"{arguments.origin(_TRANSCEIVER)}.max_tokens_in_buffer: longer prompts, up to {longest} tokens, "
             "may fail to be handed on"
         )
+
+
+def _length_of_model(model_path: str) -> int | None:
+    """Tokens of a sequence that the model was made for; ``None``: not known, such as of one to be fetched yet."""
+    try:
+        files = {model_files.CONFIG: (Path(model_path) / model_files.CONFIG).read_bytes()}
+        return model_files.max_position_embeddings(files)
+    except (OSError, ModelFilesError):
+        return None  # what is wrong is said where the model is read
 
 
 def publish_events(arguments: Arguments) -> bool:
@@ -518,7 +562,11 @@ def _build(llm_args: Any, name: str, value: object) -> object:
         return value
     fields = dict(value)
     if name == "speculative_config":
-        class_name = DECODING_CLASSES[str(fields.pop("decoding_type"))]
+        if (decoding_type := str(fields["decoding_type"])) not in DECODING_CLASSES:
+            # Only a line after 1.2 passes with these, and it chooses the class itself.
+            return fields
+        del fields["decoding_type"]
+        class_name = DECODING_CLASSES[decoding_type]
         if not hasattr(llm_args, class_name):
             raise ConfigError(f"{name}.decoding_type: the TensorRT-LLM installed here{_version()} does not have it")
         return _made(name, getattr(llm_args, class_name), fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +128,9 @@ class CallBuilder:
             arguments |= {"priority": _priority(request.priority)}
         if request.traceparent:
             arguments["trace_headers"] = {"traceparent": request.traceparent}
+        if request.session_key and self._package.ConversationParams is not None:
+            params = self._package.ConversationParams(conversation_id=_conversation_id(request))
+            arguments |= {"conversation_params": params}  # of a later line, as the priority
         if generation.cache_salt:
             arguments["cache_salt"] = generation.cache_salt
         if generation.adapter:
@@ -181,6 +185,12 @@ class CallBuilder:
         free = replace(generation.sampling, guided=None)
         plain = replace(generation, data_parallel_rank=0, adapter="", media=(), sampling=free)
         check_request(replace(request, generation=plain, hand_off=None, media_blocks=(), media_inputs=()), limits)
+
+
+def _conversation_id(request: EngineRequest) -> str:
+    """A conversation's id: never blank, which is refused, and another one within each salt, as equal keys may be."""
+    named = f"{len(request.generation.cache_salt)} {request.generation.cache_salt}{request.session_key}"
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def _priority(priority: int) -> float:

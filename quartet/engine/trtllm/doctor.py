@@ -236,10 +236,10 @@ OTHER_VERSIONS: Mapping[str, str] = {
     "1.1": "lacks what came with 1.2, such as several answers and beam search on the PyTorch backend",
     "1.3": (
         "its hand-offs need a disagg_request_id, which Quartet gives, and its KV events may have hashes of text, "
-        "salts and media, which Quartet reads; arguments that came with it are passed on unchecked; penalties, min_p "
-        "and seeds count with TRTLLMSampler alone"
+        "salts and media, which Quartet reads; arguments that 1.2 does not know are passed on unchecked; penalties, "
+        "min_p and seeds count with TRTLLMSampler alone, or if it has no sampler_type any more"
     ),
-    "1.4": ("as 1.3; its one sampler honours penalties, min_p and seeds, and sampler_type: TRTLLMSampler is gone"),
+    "1.4": "as 1.3; its one sampler honours penalties, min_p and seeds, and sampler_type is gone",
 }
 
 
@@ -402,6 +402,10 @@ def _parameter(module: str, name: str, parameter: str) -> Callable[[], bool]:
     return lambda: parameter in inspect.signature(_get(module, name)).parameters
 
 
+def _annotation(module: str, name: str, key: str) -> Callable[[], bool]:
+    return lambda: key in _get(module, name).__annotations__
+
+
 def _takes_lower_case() -> bool:
     # Only one part of the arguments: making it reads no GPU, while making all of them would.
     try:
@@ -445,7 +449,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question("calls take a priority", _parameter("tensorrt_llm", "LLM.generate_async", "priority"), is_later=True),
     Question(
-        "calls take a conversation, which Quartet does not name",
+        "calls take a conversation",
         _parameter("tensorrt_llm", "LLM.generate_async", "conversation_params"),
         is_later=True,
     ),
@@ -457,6 +461,11 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "hashes in KV events may be text (kv_cache_event_hash_algo)",
         _field(_ARGS, "KvCacheConfig", "kv_cache_event_hash_algo"),
+        is_later=True,
+    ),
+    Question(
+        "prompts name their pictures (multi_modal_uuids), which KV events repeat",
+        _annotation("tensorrt_llm.inputs", "TextPrompt", "multi_modal_uuids"),
         is_later=True,
     ),
     Question("it has a gRPC server", _has("tensorrt_llm.grpc", "__name__"), is_later=True),

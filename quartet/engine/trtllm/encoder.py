@@ -117,11 +117,12 @@ class TrtllmEncoder:
 
     def _kinds(self, model: MediaModel) -> frozenset[MediaKind]:
         asked = self._spec.encoder.kinds
-        if asked is None:
-            return frozenset({MediaKind.EMBEDDINGS} if model.sizes is None else MediaKind)
-        if MediaKind.IMAGE in asked:
+        kinds = frozenset(asked or ({MediaKind.EMBEDDINGS} if model.sizes is None else MediaKind))
+        if MediaKind.IMAGE in kinds:
             model.need_sizes("encoder.kinds")
-        return frozenset(asked)
+        if MediaKind.EMBEDDINGS in kinds:
+            model.need_embeddings("encoder.kinds")
+        return kinds
 
     def _load(self) -> Any:
         from tensorrt_llm import MultimodalEncoder

@@ -23,7 +23,6 @@ from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.environment import check_ranks
 from quartet.engine.trtllm.errors import loss_of, start_error_of, trace_of
 from quartet.engine.trtllm.hand_off import CacheIdentity, PromptState
-from quartet.engine.trtllm.kv_events import UNANNOUNCED_BLOCKS
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.sampling import sampling_fields
@@ -189,7 +188,7 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
             placeholder_id=loaded.inputs.placeholder_id,
             reads_media=loaded.inputs.reads_media,
             metrics=None if loaded.metrics is None else loaded.metrics.collect,
-            unannounced_blocks=UNANNOUNCED_BLOCKS,
+            unannounced_blocks=loaded.unannounced_blocks,
         )
 
     def _on_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
@@ -321,7 +320,7 @@ class Claims:
 
         Raises:
             NoHandOffError: this engine takes no hand-offs.
-            LayoutMismatchError: it is of another engine, or of one with another model, dtype or block size.
+            LayoutMismatchError: it is of another engine, or of one whose blocks can't come here.
             HandOffStateError: it was used before.
             InvalidRequestError: it is not of this request's tokens.
         """
@@ -330,8 +329,8 @@ class Claims:
             raise NoHandOffError("this engine takes no hand-offs", field="hand_off")
         hand_off = request.hand_off
         state = PromptState.from_bytes(_opaque_state(hand_off))
-        if state.cache != cache:
-            raise LayoutMismatchError("the hand-off is of another model, dtype or block size", field="hand_off")
+        if (refusal := cache.refusal_of(state.cache)) is not None:
+            raise LayoutMismatchError(refusal, field="hand_off")
         generation = request.generation
         num_given = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
         if state.num_tokens != num_given - 1 or not generation.generated_token_ids:

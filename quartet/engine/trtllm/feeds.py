@@ -19,13 +19,8 @@ from typing import Any, Protocol
 
 from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.trtllm.errors import trace_of
-from quartet.engine.trtllm.kv_events import (
-    EventReader,
-    LlmEvent,
-    PrivateBlocks,
-    RankMirror,
-    UnreadableEventError,
-)
+from quartet.engine.trtllm.kv_events import EventReader, LlmEvent, RankMirror, UnreadableEventError
+from quartet.engine.trtllm.private_blocks import PrivateBlocks, PrivateRequest
 from quartet.events.kv import RankEvents, StoredBlocks
 
 logger = logging.getLogger(__name__)
@@ -85,6 +80,7 @@ class Feeds:
         on_record: Callable[[LlmRankStats], None] | None = None,
         media_token_ids: frozenset[int] = frozenset(),
         vocab_size: int | None = None,
+        names_private: bool = False,
     ) -> None:
         """Nothing is fetched before ``begin``.
 
@@ -97,14 +93,15 @@ class Feeds:
             on_change: called on a feed's thread when there are events to take, once until they are taken, and when a
                 fetch failed.
             on_record: called on a feed's thread with every step's record.
-            media_token_ids: tokens that stand for media: blocks with one are never reported.
+            media_token_ids: tokens that stand for media.
             vocab_size: tokens from here on stand for something other than text.
+            names_private: events may say whose blocks of a salt or of media are: report those, too.
         """
         self._num_ranks, self._wants_events = num_ranks, wants_events
         self._on_change, self._on_record = on_change, on_record
         self._reader = EventReader(block_size, media_token_ids, vocab_size)
-        self._private = PrivateBlocks(block_size)
-        self._mirrors = [RankMirror(rank, self._private.matches) for rank in range(num_ranks)]
+        self._private = PrivateBlocks(block_size, names_private=names_private)
+        self._mirrors = [RankMirror(rank, self._private.contents) for rank in range(num_ranks)]
         self._unapplied: deque[LlmEvent] = deque(maxlen=_MAX_UNAPPLIED_EVENTS)
         self._reported_until = 0.0
         self._has_unreadable = False
@@ -122,19 +119,15 @@ class Feeds:
         for poller in self._pollers:
             poller.begin()
 
-    def note_private(self, token_ids: Sequence[int], *, first_position: int = 0) -> ExitStack:
-        """Call this before submitting a request with a salt, an adapter or media: its blocks must not be reported.
-
-        Args:
-            token_ids: of its prompt and of what it has generated already.
-            first_position: of its first media item; 0 with a salt or an adapter.
+    def note_private(self, request: PrivateRequest) -> ExitStack:
+        """Call this before submitting a request with a salt, an adapter or media: its blocks are not plain ones.
 
         Returns:
             The caller closes it when the last output of the request came.
         """
         if not self._wants_events:
             return ExitStack()  # no block is reported at all
-        return self._private.add(token_ids, first_position)
+        return self._private.add(request)
 
     def take_kv_events(self) -> Sequence[RankEvents]:
         """Return the changes since the last call, in our names; ranks without a change are left out."""

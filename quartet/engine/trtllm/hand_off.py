@@ -23,6 +23,8 @@ _PREFIX = struct.Struct("<BI")
 # asks for logits.
 _NOT_CARRIED = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes", "first_gen_logits"})
 _LOGPROBS = "first_gen_log_probs"
+# Of ``cache_transceiver_config``; the values that leave the choice to variables or to the release.
+_MOVING, _LEFT_OPEN = ("backend", "transceiver_runtime"), ("DEFAULT", "AUTO")
 #: The field, where a release has it, of an id that prefill and decode both give a request.
 HAND_OFF_ID = "disagg_request_id"
 # Ids below are those that engines count up themselves; the field has 63 bits.
@@ -32,10 +34,35 @@ _BYTES, _TUPLE, _DTYPE, _TOP = "$bytes", "$tuple", "$dtype", "top"
 
 @dataclass(frozen=True, kw_only=True)
 class CacheIdentity:
-    """What must be the same on both sides."""
+    """What must be the same on both sides.
+
+    Attributes:
+        transceiver: fields of ``cache_transceiver_config`` that say how blocks move; one that is left to TensorRT-LLM,
+            or to the environment, is missing, and nothing is known of it.
+    """
 
     model_fingerprint: str
     block_size: int
+    transceiver: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_arguments(
+        cls, model_fingerprint: str, block_size: int, transceiver: Mapping[str, object] | None
+    ) -> CacheIdentity:
+        """``transceiver`` is ``cache_transceiver_config``."""
+        given = {name: (transceiver or {}).get(name) for name in _MOVING}
+        named = {name: value.upper() for name, value in given.items() if isinstance(value, str)}
+        known = {name: value for name, value in named.items() if value not in _LEFT_OPEN}
+        return cls(model_fingerprint=model_fingerprint, block_size=block_size, transceiver=known)
+
+    def refusal_of(self, other: CacheIdentity) -> str | None:
+        """Why an engine with this cache can't take the hand-off of ``other``; ``None``: it can, as far as is known."""
+        if (self.model_fingerprint, self.block_size) != (other.model_fingerprint, other.block_size):
+            return "the hand-off is of another model, dtype or block size"
+        for name, ours in self.transceiver.items():
+            if (theirs := other.transceiver.get(name, ours)) != ours:
+                return f"the hand-off goes by cache_transceiver_config.{name} {theirs}, here it is {ours}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +110,7 @@ class PromptState:
         header = {
             "model": self.cache.model_fingerprint,
             "block_size": self.cache.block_size,
+            "transceiver": dict(self.cache.transceiver),
             "num_tokens": self.num_tokens,
             "fields": {name: _plain(value, blobs) for name, value in self.fields.items()},
         }
@@ -104,7 +132,9 @@ class PromptState:
             header = json.loads(data[_PREFIX.size : _PREFIX.size + size])
             blobs = memoryview(data)[_PREFIX.size + size :]
             return cls(
-                cache=CacheIdentity(model_fingerprint=str(header["model"]), block_size=int(header["block_size"])),
+                cache=CacheIdentity.of_arguments(
+                    str(header["model"]), int(header["block_size"]), header.get("transceiver")
+                ),
                 num_tokens=int(header["num_tokens"]),
                 fields={str(name): _restored(value, blobs) for name, value in header["fields"].items()},
             )

@@ -56,6 +56,7 @@ class LlmInputs:
         unread_token_ids: the ids of a prompt in which TensorRT-LLM lays out the media itself, with one placeholder for
             each item; ``InputBuilder.laid_out`` finds the items later; ``None``: their positions are known.
         add_special_tokens: for ``SamplingParams``.
+        media_names: what KV events will call each item; empty: that is not known.
     """
 
     inputs: Mapping[str, object] = field(repr=False)
@@ -63,6 +64,7 @@ class LlmInputs:
     expected_token_ids: Sequence[int] | None = field(default=None, repr=False)
     unread_token_ids: Sequence[int] | None = field(default=None, repr=False)
     add_special_tokens: bool = True
+    media_names: Sequence[str] = ()
 
 
 class InputBuilder:
@@ -70,12 +72,14 @@ class InputBuilder:
 
     Attributes:
         embeddings: the pool with pulled embeddings; ``None``: the model takes no media.
+        names_media: TensorRT-LLM takes ids of pictures, which its KV events repeat.
     """
 
     def __init__(self, model: MediaModel | None, model_fingerprint: str) -> None:
         """Without a model, the builder takes text only."""
         self._model = model
         self._limits: MediaLimits | None = None
+        self.names_media = False
         self.embeddings: EmbeddingMemory | None = None
         if model is not None:
             self.embeddings = model.make_memory(model_fingerprint)
@@ -91,6 +95,11 @@ class InputBuilder:
     def reads_media(self) -> bool:
         """See ``EngineCapabilities``."""
         return self._model is not None
+
+    @property
+    def knows_sizes(self) -> bool:
+        """Whether it is known beforehand how many tokens each item fills."""
+        return self._model is not None and self._model.sizes is not None
 
     @property
     def placeholder_id(self) -> int | None:
@@ -131,7 +140,7 @@ class InputBuilder:
         text = read_prompt_text(self._model.tokenizer, token_ids, generation.media)
         inputs = _llm_inputs(self._model, text, items, token_ids)
         if self._model.sizes is not None:
-            return inputs
+            return _with_names(inputs, items, generation.media) if self.names_media else inputs
         return replace(inputs, expected_token_ids=None, unread_token_ids=collapse(token_ids, generation.media))
 
     def laid_out(self, generation: Generation, inputs: LlmInputs, became: Sequence[int], vocab_size: int) -> Generation:
@@ -302,6 +311,9 @@ class _ItemReader:
     def _item(self, span: MediaSpan | None, given: MediaFile | bytes | None, block_ids: Sequence[int]) -> MediaItem:
         if isinstance(given, bytes) and span is not None:
             return MediaItem(state=self._state(span, given))
+        is_picture = isinstance(given, MediaFile) and given.kind is MediaKind.IMAGE
+        if not is_picture and MediaKind.EMBEDDINGS not in self._model.kinds:
+            raise UnsupportedFieldError("this model takes no embeddings with TensorRT-LLM")
         if not isinstance(given, MediaFile):
             if not block_ids or span is None:
                 raise MediaLostError("the embeddings of the prompt's media are not here")
@@ -355,6 +367,18 @@ def _llm_inputs(model: MediaModel, text: PromptText, items: Sequence[MediaItem],
         expected_token_ids=token_ids,
         add_special_tokens=text.add_special_tokens,
     )
+
+
+def _with_names(inputs: LlmInputs, items: Sequence[MediaItem], spans: Sequence[MediaSpan]) -> LlmInputs:
+    """Have KV events name the items: a picture by our media id, a handle by the hash that came with it."""
+    if all(item.picture is not None for item in items):
+        names = [span.media_id.hex() for span in spans]
+        return replace(inputs, inputs={**inputs.inputs, "multi_modal_uuids": {"image": names}}, media_names=names)
+    hashes = [item.state.hashes for item in items if item.state is not None]
+    if len(hashes) != len(items):
+        return inputs  # embeddings have no id
+    names = ["".join(f"{part & 0xFFFFFFFF:08x}" for part in item) for item in hashes]
+    return replace(inputs, media_names=names)
 
 
 def _check_all_pictures(items: Sequence[MediaItem]) -> None:

@@ -6,9 +6,9 @@ and a parent. So ``RankMirror`` keeps every stored block under TensorRT-LLM's ha
 - The mirror follows only the largest attention window that a ``created`` event announced. A smaller one drops blocks
   that the largest one still needs, so what is in it does not show what can be reused. Before any ``created`` it follows
   none.
-- A block has no name of ours if it is not full (the last one of a sequence may be), if it is or might be private (see
-  ``PrivateBlocks``), or if the block before it has none. The mirror keeps it nonetheless: it does not report its
-  removal, and the blocks after it have no name either.
+- A block has no name of ours if it is not full (the last one of a sequence may be), if its contents are not known for
+  certain (see ``PrivateBlocks``), or if the block before it has none. The mirror keeps it nonetheless: it does not
+  report its removal, and the blocks after it have no name either.
 - The mirror does not keep a block after one that it does not know. If the block is stored again after its parent, it
   gets its name then.
 - ``removed`` is the end on every tier; the mirror ignores it for a block that it does not know.
@@ -18,30 +18,35 @@ and a parent. So ``RankMirror`` keeps every stored block under TensorRT-LLM's ha
   shows that this one, and all before it, are still there, and they are reported again. TensorRT-LLM's hash is of the
   contents, so the name is still the right one; a sequence that just stored a block has those before it on the device.
 
-TensorRT-LLM 1.2's events carry tokens, and nothing of what else decides a block's contents. ``PrivateBlocks`` knows
-which blocks must not be reported for that reason: those of requests with a salt, an adapter or media, which look like
-plain ones. Later events name salts and media, and such blocks are not reported, either.
+TensorRT-LLM 1.2's events carry tokens, and nothing of what else decides a block's contents: salt, adapter, media. Those
+of 1.3 and later may say of each block its sequence's salt, as it was given, and which parts of which media are in it
+(``mm_keys``), by names that we gave it with them. Or they may not: those of the second KV cache manager
+(``use_kv_cache_manager_v2``) have the key of the salt, and nothing in it. So ``PrivateBlocks`` remembers all requests
+with any of the three. It says which blocks must not be reported because they look like plain ones and may be theirs;
+and, where an event names salt or media, whether a request of ours has such a block. The name is made of that request's
+salt, tokens and media ids, and of nothing that the event alone says.
 
-Pure code, but for the lock and the clock of ``PrivateBlocks``; ``Feeds`` drives it.
+Pure code; ``Feeds`` drives it.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
 from quartet.discovery.base import SALTED_BLOCKS
 from quartet.events.kv import KvEvent, StoredBlocks, Tier
-from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES, chain_hash, hash_bytes, pack_token_ids, sequence_hashes
+from quartet.kvcache.block_hash import (
+    ExtraKey,
+    chain_hash,
+    hash_bytes,
+    pack_token_ids,
+)
 from quartet.kvcache.block_pool import EventLog
 
-#: What is never reported, as ``WorkerRecord`` says it.
+#: What is not reported, as ``WorkerRecord`` says it, where events don't say whose blocks they are; else adapters alone.
 UNANNOUNCED_BLOCKS = (SALTED_BLOCKS, "adapter", "media")
 
 _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
@@ -49,18 +54,12 @@ _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
 #: Blocks from before a gap that are remembered, some 200 bytes each; the oldest go first.
 _MAX_DOUBTFUL_BLOCKS = 1 << 18
 
-#: How long after a request's end its last events may still be sent; its last steps are long over by then.
-_GRACE_S = 5.0
-
-#: Requests that ended and whose events may still come, some 500 bytes each.
-_MAX_ENDED = 1 << 15
-
 #: TensorRT-LLM's name of a block: 64 bits, or since 1.3 possibly a digest's text (`kv_cache_event_hash_algo`).
 #: Nothing is read out of it.
 LlmHash: TypeAlias = int | str
 
-#: Whether a block with these tokens, after the one with that sequence hash, might be a private request's.
-IsPrivate = Callable[[int | None, bytes], bool]
+#: ``PrivateBlocks.contents``: what our hash of a block is made of, after the block with that name.
+Contents = Callable[["int | None", "LlmBlock"], "bytes | None"]
 
 
 class UnreadableEventError(Exception):
@@ -73,13 +72,30 @@ class LlmBlock:
 
     Attributes:
         block_hash: TensorRT-LLM's own name of it.
-        token_bytes: its tokens as ``pack_token_ids`` gives them; ``None`` for a block without a name of ours: it is
-            not full, or other things than tokens decide what is in it.
+        token_bytes: its tokens as ``pack_token_ids`` gives them; ``None``: it is not full, or they are not all text.
+        salt: of its sequence, as the event says it.
+        media: if it has parts of media, what the event says of them; there is no ``token_bytes`` then.
     """
 
     block_hash: LlmHash
     token_bytes: bytes | None
     tier: Tier = Tier.DEVICE
+    salt: str = ""
+    media: LlmMedia | None = None
+
+
+@dataclass(frozen=True)
+class LlmMedia:
+    """What an event says of a full block with parts of media.
+
+    Attributes:
+        token_ids: of its positions; ``None`` for what is no text.
+        parts: of each part, in order, where it begins in its item, in tokens (``None``: not said), and what the item is
+            called: by its hash, or the id that was given with it.
+    """
+
+    token_ids: tuple[int | None, ...]
+    parts: tuple[tuple[int | None, frozenset[str]], ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +159,7 @@ class EventReader:
         """
         self._block_size = block_size
         self._media_token_ids = media_token_ids
-        self._vocab_size = vocab_size
+        self._limit = (1 << 32) if vocab_size is None else vocab_size
 
     def read(self, item: Any) -> LlmEvent:
         """The event in ``item``. Raises ``UnreadableEventError``."""
@@ -171,23 +187,22 @@ class EventReader:
         raise ValueError("unknown type")
 
     def _block(self, block: Mapping[str, Any]) -> LlmBlock:
-        return LlmBlock(_hash(block["block_hash"]), self._token_bytes(block), _tier(block.get("cache_level") or 0))
+        salt = block.get("cache_salt") or ""
+        if not isinstance(salt, str):
+            raise TypeError("a salt is text")
+        token_bytes, media, tokens = None, None, block["tokens"]
+        if len(tokens) == self._block_size and not any(token.get("token_extra_id") for token in tokens):
+            # Since 1.3 the digest of a media item may stand in place of its first token.
+            token_ids = tuple(self._text(token["token_id"]) for token in tokens)
+            if block.get("mm_keys"):
+                media = LlmMedia(token_ids, tuple(map(_part, block["mm_keys"])))
+            elif None not in token_ids:
+                token_bytes = pack_token_ids(token_ids)  # type: ignore[arg-type]
+        return LlmBlock(_hash(block["block_hash"]), token_bytes, _tier(block.get("cache_level") or 0), salt, media)
 
-    def _token_bytes(self, block: Mapping[str, Any]) -> bytes | None:
-        tokens = block["tokens"]
-        # Versions later than 1.2 name pictures and salts; all versions number tokens that are not plain.
-        if len(tokens) != self._block_size or block.get("mm_keys") or block.get("cache_salt"):
-            return None
-        if any(token.get("token_extra_id") for token in tokens):
-            return None
-        token_ids = [token["token_id"] for token in tokens]
-        if any(isinstance(token_id, str) for token_id in token_ids):
-            return None  # since 1.3, the digest of a media item in place of its first token
-        return pack_token_ids(token_ids) if self._are_text(token_ids) else None
-
-    def _are_text(self, token_ids: Iterable[int]) -> bool:
-        limit = (1 << 32) if self._vocab_size is None else self._vocab_size
-        return all(0 <= token_id < limit and token_id not in self._media_token_ids for token_id in token_ids)
+    def _text(self, token_id: int | str) -> int | None:
+        is_text = isinstance(token_id, int) and 0 <= token_id < self._limit and token_id not in self._media_token_ids
+        return token_id if is_text else None  # type: ignore[return-value]
 
 
 class RankMirror:
@@ -199,9 +214,9 @@ class RankMirror:
         num_blocks: blocks on the device; ``None``: not reported yet.
     """
 
-    def __init__(self, rank: int, is_private: IsPrivate) -> None:
+    def __init__(self, rank: int, contents: Contents) -> None:
         self._rank = rank
-        self._is_private = is_private
+        self._contents = contents
         self._names = EventLog()
         self._blocks: dict[LlmHash, _Block] = {}
         self._doubtful: dict[LlmHash, _Block] = {}  # were here before a gap
@@ -272,23 +287,27 @@ class RankMirror:
             if block is None and parent is None and not has_name:
                 continue  # The block before it is unknown. Stored again after a known one, it gets its name.
             if block is None:
-                name = self._name(parent.sequence_hash if parent else None, stored_block) if has_name else None
+                name = self._name(parent, stored_block) if has_name else None
                 block = self._take_in(stored_block, name, parent_hash, parent)
             else:
                 self._move(block, stored_block.tier)
             parent, parent_hash, has_name = block, stored_block.block_hash, _has_name(block)
 
-    def _name(self, parent_name: int | None, stored: LlmBlock) -> int | None:
+    def _name(self, parent: _Block | None, stored: LlmBlock) -> int | None:
         """Sequence hash of a block whose parent has a name, or that has no parent."""
-        if stored.token_bytes is None or self._is_private(parent_name, stored.token_bytes):
+        if parent is not None and parent.salt != stored.salt:
+            return None  # every block of a sequence has its salt
+        contents = self._contents(None if parent is None else parent.sequence_hash, stored)
+        if contents is None:
             return None
-        return chain_hash(parent_name, hash_bytes(stored.token_bytes))
+        before = ExtraKey(cache_salt=stored.salt).hash_seed if parent is None else parent.sequence_hash
+        return chain_hash(before, hash_bytes(contents))
 
     def _take_in(
         self, stored: LlmBlock, name: int | None, parent_hash: LlmHash | None, parent: _Block | None
     ) -> _Block:
         self._doubtful.pop(stored.block_hash, None)
-        block = self._blocks[stored.block_hash] = _Block(name, parent_hash, stored.tier)
+        block = self._blocks[stored.block_hash] = _Block(name, parent_hash, stored.tier, stored.salt)
         if name is not None:
             self._names.store(name, parent.sequence_hash if parent else None, stored.tier)
         return block
@@ -331,98 +350,21 @@ class RankMirror:
         block.tier = tier
 
 
-class PrivateBlocks:
-    """Remembers each private request's first private block, for as long as events may still report that block.
-
-    A block after one without a name of ours has no name either, so one block for each request is enough. The tokens
-    that this block had at first are enough, too: any block that begins with them might be the request's. This also
-    withholds plain blocks that begin alike and are stored meanwhile: too little is reported, never too much. If too
-    many requests end while no event comes, they are forgotten, and every block counts as private until events catch
-    up. Thread-safe.
-    """
-
-    def __init__(self, block_size: int, clock: Callable[[], float] = time.monotonic, max_ended: int = _MAX_ENDED):
-        self._block_size_bytes = block_size * TOKEN_SIZE_BYTES
-        self._block_size = block_size
-        self._clock = clock
-        self._max_ended = max_ended
-        self._lock = threading.Lock()
-        # By parent: how many requests have exactly this block, or so far only its front.
-        self._full: dict[int | None, dict[bytes, int]] = {}
-        self._fronts: dict[int | None, dict[bytes, int]] = {}
-        self._ended: deque[tuple[float, _Start]] = deque()
-        self._overflowed_at: float | None = None
-
-    def __len__(self) -> int:
-        """The number of requests that are remembered."""
-        with self._lock:
-            return sum(sum(blocks.values()) for kind in (self._full, self._fronts) for blocks in kind.values())
-
-    def add(self, token_ids: Sequence[int], first_position: int = 0) -> ExitStack:
-        """Call this before submitting a private request, and close what it returns when its last output came.
-
-        Args:
-            token_ids: of its prompt and of what it has generated already.
-            first_position: where its contents begin to differ from a plain request's.
-        """
-        first_block = first_position // self._block_size
-        before = sequence_hashes(token_ids[: first_block * self._block_size], self._block_size)
-        block = token_ids[first_block * self._block_size : (first_block + 1) * self._block_size]
-        start = _Start(before[-1] if before else None, pack_token_ids(block))
-        with self._lock:
-            self._count(start, 1)
-        noted = ExitStack()
-        noted.callback(self._end, start)
-        return noted
-
-    def matches(self, parent: int | None, token_bytes: bytes) -> bool:
-        """Whether a block with these tokens, after the one with that sequence hash, might be private."""
-        with self._lock:
-            if self._overflowed_at is not None or token_bytes in self._full.get(parent, ()):
-                return True
-            return any(token_bytes.startswith(front) for front in self._fronts.get(parent, ()))
-
-    def forget(self, read_until: float) -> None:
-        """Forget old requests: all events sent before ``read_until``, in ``clock``'s seconds, were read."""
-        with self._lock:
-            while self._ended and self._ended[0][0] + _GRACE_S <= read_until:
-                self._count(self._ended.popleft()[1], -1)
-            if self._overflowed_at is not None and self._overflowed_at + _GRACE_S <= read_until:
-                self._overflowed_at = None
-
-    def _end(self, start: _Start) -> None:
-        with self._lock:
-            self._ended.append((self._clock(), start))
-            if len(self._ended) > self._max_ended:
-                self._overflowed_at = self._ended[-1][0]
-                while self._ended:
-                    self._count(self._ended.popleft()[1], -1)
-
-    def _count(self, start: _Start, change: int) -> None:
-        by_parent = self._full if len(start.token_bytes) == self._block_size_bytes else self._fronts
-        blocks = by_parent.setdefault(start.parent, {})
-        blocks[start.token_bytes] = blocks.get(start.token_bytes, 0) + change
-        if not blocks[start.token_bytes]:
-            del blocks[start.token_bytes]
-        if not blocks:
-            del by_parent[start.parent]
-
-
 @dataclass(slots=True)
 class _Block:
-    """``sequence_hash``: our name; ``parent``: TensorRT-LLM's name of the block before it."""
+    """``sequence_hash``: our name; ``parent``: TensorRT-LLM's name of the block before it; ``salt``: as events say."""
 
     sequence_hash: int | None
     parent: LlmHash | None
     tier: Tier
+    salt: str
 
 
-@dataclass(frozen=True)
-class _Start:
-    """The first private block of a sequence: after the block named ``parent``, and with these tokens at its front."""
-
-    parent: int | None
-    token_bytes: bytes
+def _part(key: Mapping[str, Any]) -> tuple[int | None, frozenset[str]]:
+    """What one of ``mm_keys`` says: the first manager puts the id that was given in place of the hash."""
+    offset = key.get("start_offset")
+    names = frozenset(name for name in (key.get("hash"), key.get("uuid")) if name and isinstance(name, str))
+    return offset if isinstance(offset, int) else None, names
 
 
 def _hash(name: int | str) -> LlmHash:

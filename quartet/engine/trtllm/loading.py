@@ -17,10 +17,11 @@ from quartet.engine.trtllm.book import RequestBook
 from quartet.engine.trtllm.feeds import Feeds, LlmRankStats
 from quartet.engine.trtllm.hand_off import CacheIdentity
 from quartet.engine.trtllm.inputs import InputBuilder, create_input_builder
+from quartet.engine.trtllm.kv_events import UNANNOUNCED_BLOCKS
 from quartet.engine.trtllm.logits import LogitsProcessors
 from quartet.engine.trtllm.metrics import ResultMetrics
 from quartet.engine.trtllm.model_facts import ModelFacts
-from quartet.engine.trtllm.package import Package
+from quartet.engine.trtllm.package import NAMING_LINE, Package
 from quartet.engine.trtllm.watchdog import shut_down
 from quartet.errors import ConfigError
 from quartet.events.kv import RankEvents
@@ -68,7 +69,23 @@ class LoadedLlm:
     @property
     def cache(self) -> CacheIdentity:
         """What must be the same in an engine that goes on with this engine's prompts."""
-        return CacheIdentity(model_fingerprint=self.facts.fingerprint, block_size=self.arguments.block_size)
+        transceiver = self.arguments.values.get("cache_transceiver_config")
+        return CacheIdentity.of_arguments(
+            self.facts.fingerprint,
+            self.arguments.block_size,
+            transceiver if isinstance(transceiver, Mapping) else None,
+        )
+
+    @property
+    def unannounced_blocks(self) -> tuple[str, ...]:
+        """As in ``WorkerRecord``. What the release may leave open counts as not announced."""
+        cache = getattr(getattr(self.llm, "args", None), "kv_cache_config", None)
+        # Not only True: another value leaves the choice to the release, and to the model.
+        may_be_v2 = getattr(cache, "use_kv_cache_manager_v2", False) is not False
+        if self.package.line < NAMING_LINE or may_be_v2:
+            return UNANNOUNCED_BLOCKS
+        has_ids = self.package.takes_media_ids and self.inputs.knows_sizes
+        return ("adapter",) if has_ids or not self.inputs.reads_media else ("adapter", "media")
 
     def wait_for_figures(self, timeout_s: float) -> list[RankEvents]:
         """Block until the size of the cache is known, ``timeout_s`` at most; return the KV events of that time."""
@@ -148,6 +165,7 @@ def loaded_llm(
         processors = LogitsProcessors(spec.engine.logits_processors)
         keywords = build_objects(arguments)
         package = Package()
+        inputs.names_media = package.takes_media_ids and arguments.has_events
         llm = package.LLM(**keywords)
         stack.callback(shut_down, llm)
         book = RequestBook(
@@ -177,6 +195,7 @@ def loaded_llm(
             on_record=take_record,
             media_token_ids=media_ids,
             vocab_size=facts.vocab_size,
+            names_private=package.line >= NAMING_LINE,
         )
         stack.callback(feeds.close)
         metrics = None

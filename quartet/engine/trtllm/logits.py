@@ -2,7 +2,7 @@
 
 ``engine.logits_processors`` names them: ``module:function``, or the name of an entry point of the group
 ``quartet.logits_processors``. Each is a function ``(token_ids, logits) -> None``, or a class of which every request
-gets an instance that is called so. ``token_ids`` are those of the prompt and of the output so far, and ``logits`` is a
+gets an instance that is called so. ``token_ids`` are those of the prompt and of the output so far. ``logits`` is a
 tensor [vocabulary] on the engine's device, to be changed in place.
 
 TensorRT-LLM pickles them to the process of each rank, so that they must be found there by their names.

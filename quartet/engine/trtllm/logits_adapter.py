@@ -34,7 +34,9 @@ class LogitsAdapter(LogitsProcessor):  # type: ignore[misc]
         stream_ptr: int | None,
         client_id: int | None = None,
     ) -> None:
-        """Change ``logits`` [1, beams, vocabulary] in place, on the CUDA stream ``stream_ptr`` if there is one.
+        """Change ``logits`` [1, 1, vocabulary] in place, on the CUDA stream ``stream_ptr`` if there is one.
+
+        There is one beam. Of several, releases disagree whether the first or the second dimension is theirs.
 
         An error of the processor is logged once a request, and the engine goes on with the logits as they are: raised,
         it would fail the requests of everybody else in the step.
@@ -45,8 +47,7 @@ class LogitsAdapter(LogitsProcessor):  # type: ignore[misc]
             stream = torch.cuda.stream(external(stream_ptr))
         try:
             with stream:
-                for beam, ids in enumerate(token_ids):
-                    self._processor(ids, logits[0, beam])
+                self._processor(token_ids[0], logits[0, 0])
         except Exception as error:  # noqa: BLE001 - the deployment's own code may raise anything
             if not self._has_failed:
                 self._has_failed = True

@@ -42,6 +42,12 @@ _DEFAULT_DTYPE = "bfloat16"
 #: Model types whose pictures' sizes are known here.
 SIZED_MODEL_TYPES = ("llava", "llava_next")
 
+# Model types whose input processors are known to leave ``mm_processor_kwargs`` unread.
+_WITHOUT_PROCESSOR_KWARGS = ("llava_next", "llama4")
+
+# Model types whose embeddings TensorRT-LLM wants with the places of special tokens among them, which no file tells.
+_WITHOUT_EMBEDDINGS = ("llama4",)
+
 # Towers with a row for the whole picture before those of the patches.
 _TOWERS_WITH_CLASS_ROW = ("clip_vision_model", "chinese_clip_vision_model")
 
@@ -73,6 +79,14 @@ class MediaModel:
     max_item_tokens: int
     max_pixels: int
     processor_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """The kinds of files that TensorRT-LLM can be given."""
+        kinds = {MediaKind.IMAGE}
+        if self.config.model_type not in _WITHOUT_EMBEDDINGS:
+            kinds.add(MediaKind.EMBEDDINGS)
+        return frozenset(kinds)
 
     def picture_inputs(self, pictures: Sequence[Image.Image]) -> dict[str, object]:
         """``pictures`` as ``generate_async`` takes them beside a prompt."""
@@ -106,6 +120,12 @@ class MediaModel:
             max_pixels=self.max_pixels,
         )
 
+    def need_embeddings(self, field: str) -> None:
+        """Raise ``ConfigError``, which names the setting ``field``, if TensorRT-LLM can be given no embeddings."""
+        if MediaKind.EMBEDDINGS not in self.kinds:
+            message = f"embeddings for models of type {self.config.model_type} are not supported"
+            raise ConfigError(f"{field}: {message}")
+
     def need_sizes(self, field: str) -> PictureSizes:
         """The sizes of pictures. Raises ``ConfigError``, which names the setting ``field``: they are not known."""
         if self.sizes is None:
@@ -119,13 +139,17 @@ def read_media_model(spec: EngineSpec) -> MediaModel | None:
     """Read the media model of ``spec``; ``None``: the model takes text only.
 
     Raises:
-        ConfigError: ``engine.num_embedding_blocks``: the largest picture has no room.
+        ConfigError: ``engine.num_embedding_blocks``: the largest picture has no room; ``engine.mm_processor_kwargs``:
+            TensorRT-LLM does not read them for this model.
         ModelFilesError: a file is missing or malformed.
         InvalidRequestError: field ``model``: the checkpoint lacks something needed, or contradicts itself.
     """
     config = read_media_config(spec.model_path)
     if config is None:
         return None
+    if spec.engine.mm_processor_kwargs and config.model_type in _WITHOUT_PROCESSOR_KWARGS:
+        message = f"TensorRT-LLM does not read them for models of type {config.model_type}"
+        raise ConfigError(f"engine.mm_processor_kwargs: {message}")
     tokenizer = Tokenizer.from_files(config.files)
     placeholder = tokenizer.token_text(config.placeholder_id)
     if placeholder is None:
@@ -269,7 +293,7 @@ class TrtllmSizer:
     def __init__(self, model: MediaModel) -> None:
         """Size pictures and embeddings."""
         # The worker has reported its engine's fingerprint already, and any other one would be wrong.
-        self.capabilities: EncoderCapabilities = model.capabilities(frozenset(MediaKind), model_fingerprint="")
+        self.capabilities: EncoderCapabilities = model.capabilities(model.kinds, model_fingerprint="")
         self._sizer = model.sizer()
 
     async def size(self, file: MediaFile) -> ItemSize:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import re
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
 
-#: The first line whose one sampler honours penalties, ``min_p`` and seeds.
-COMPLETE_SAMPLER_LINE = (1, 4)
+#: The first line of which every release has one sampler, which honours penalties, ``min_p`` and seeds.
+_ONE_SAMPLER_LINE = (1, 4)
+
+#: The first line whose KV events may say whose salted blocks and media are.
+NAMING_LINE = (1, 3)
 
 _LINE = re.compile(r"(\d+)\.(\d+)")
 
@@ -23,6 +28,10 @@ class Package:
     Attributes:
         line: the first two parts of its version; (0, 0) if it has none that can be read.
         takes_priority: whether a call may name a priority; 1.2 knows none.
+        has_one_sampler: whether there is no ``sampler_type`` to choose, as from late releases of 1.3 on. The one
+            sampler honours penalties, ``min_p`` and seeds.
+        takes_media_ids: whether a prompt may name its media, and KV events repeat the names; 1.2's don't.
+        ConversationParams: what tells a call its conversation; ``None``: calls take none.
     """
 
     def __init__(self) -> None:
@@ -33,6 +42,7 @@ class Package:
             from tensorrt_llm.executor.result import Logprob
             from tensorrt_llm.executor.utils import RequestError
             from tensorrt_llm.llmapi import DisaggregatedParams, GuidedDecodingParams
+            from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
             from tensorrt_llm.scheduling_params import SchedulingParams
 
         self.LLM, self.SamplingParams, self.SchedulingParams = LLM, SamplingParams, SchedulingParams
@@ -41,6 +51,11 @@ class Package:
         parameters = inspect.signature(LLM.generate_async).parameters
         self.takes_priority = "priority" in parameters
         self.line = line_of(str(__version__))
+        self.has_one_sampler = self.line >= _ONE_SAMPLER_LINE or "sampler_type" not in TorchLlmArgs.model_fields
+        prompt_keys = getattr(_later("tensorrt_llm.inputs", "TextPrompt"), "__annotations__", ())
+        self.takes_media_ids = self.line >= NAMING_LINE and "multi_modal_uuids" in prompt_keys
+        takes_conversation = "conversation_params" in parameters
+        self.ConversationParams = _later("tensorrt_llm.llmapi", "ConversationParams") if takes_conversation else None
         self.RequestError: type[Exception] = RequestError
 
     def has_disaggregated_field(self, name: str) -> bool:
@@ -53,18 +68,23 @@ class Package:
         return self.has_disaggregated_field("first_gen_log_probs")
 
 
+def _later(module: str, name: str) -> Any:
+    """What only a later line may have; ``None``: this one does not."""
+    return getattr(importlib.import_module(module), name, None)
+
+
 def line_of(text: str) -> tuple[int, int]:
     """The line of the version ``text``, such as (1, 2) for 1.2.1; (0, 0) if it can't be read."""
     found = _LINE.match(text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def installed_line() -> tuple[int, int]:
-    """The line of the installed package, without importing it; (0, 0) without one."""
+def installed_version() -> str | None:
+    """The version of the installed package, such as ``1.4.0rc1``, without importing it; ``None`` without one."""
     try:
-        return line_of(version("tensorrt_llm"))
+        return version("tensorrt_llm")
     except PackageNotFoundError:
-        return (0, 0)
+        return None
 
 
 def check_installed() -> None:

@@ -33,6 +33,7 @@ from quartet.engine.trtllm.errors import failure, is_foreseen, loss_of, refusal,
 from quartet.engine.trtllm.hand_off import PromptState
 from quartet.engine.trtllm.inputs import MediaItem, is_same_prompt
 from quartet.engine.trtllm.loading import LoadedLlm
+from quartet.engine.trtllm.private_blocks import PrivateRequest
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.engine.trtllm.token_cursor import NewTokens
 from quartet.errors import EngineError, InvalidRequestError, RequestCancelledError, RequestTimeoutError, ServingError
@@ -109,7 +110,7 @@ class LlmRequests:
         try:
             call = self._calls.call(request, state, self.num_blocks, media)
             # Before the first KV event of the request can come.
-            private = self._note_private(request)
+            private = self._note_private(request, call)
             handle = self._loaded.llm.generate_async(**call.arguments)
         except Exception as error:  # noqa: BLE001 - the request ends here, and `_refuse` logs
             private.close()
@@ -169,22 +170,29 @@ class LlmRequests:
         # Wait for the readers: the caller frees the memory that they read.
         await asyncio.to_thread(self._media_readers.shutdown, cancel_futures=True)
 
-    def _note_private(self, request: EngineRequest) -> ExitStack:
-        """Keep blocks of a salt, an adapter or media from being reported: the cache's events don't distinguish them."""
+    def _note_private(self, request: EngineRequest, call: Call) -> ExitStack:
+        """Have blocks of a salt, an adapter or media reported for what they are, or not at all."""
         generation = request.generation
-        is_private = bool(generation.cache_salt or generation.adapter)
-        if not is_private and not generation.media and not request.media_inputs:
+        has_media = bool(generation.media or request.media_inputs)
+        if not generation.cache_salt and not generation.adapter and not has_media:
             return ExitStack()
         token_ids = [*generation.prompt_token_ids, *generation.generated_token_ids]
-        if is_private:
-            first = 0
-        elif generation.media:
-            first = generation.media[0].first_position
-        else:  # not laid out yet: from the first placeholder on, the engine computes other tokens
+        unknown_from = None
+        if has_media and not generation.media:
+            # Not laid out yet: from the first placeholder on, the engine computes other tokens.
             placeholder_id = self._loaded.inputs.placeholder_id
             assert placeholder_id is not None, "media are refused else"
-            first = token_ids.index(placeholder_id)
-        return self._loaded.feeds.note_private(token_ids, first_position=first)
+            unknown_from = token_ids.index(placeholder_id)
+        return self._loaded.feeds.note_private(
+            PrivateRequest(
+                token_ids=token_ids,
+                salt=generation.cache_salt,
+                adapter=generation.adapter,
+                media=generation.media,
+                media_names=() if call.inputs is None else call.inputs.media_names,
+                unknown_from=unknown_from,
+            )
+        )
 
     def _refuse(self, request: EngineRequest, error: Exception) -> None:
         if not is_foreseen(error, self._loaded.package.RequestError):

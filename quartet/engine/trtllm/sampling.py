@@ -11,11 +11,11 @@ from typing import Any
 from quartet.engine.base import Generation, RequestKind
 from quartet.engine.sampling import GrammarKind, Sampling, check_fields, check_output_fields, guided_fields
 from quartet.engine.trtllm.arguments import LlmArguments
-from quartet.engine.trtllm.package import COMPLETE_SAMPLER_LINE, Package
+from quartet.engine.trtllm.package import Package
 
 # Fields of ``Sampling`` and ``OutputOptions`` that every release honours, whatever arguments the engine was made with.
 _SAMPLING_FIELDS = frozenset("temperature top_k top_p max_tokens min_tokens stop_token_ids ignore_eos logprobs".split())
-# What the default sampler before 1.4 accepts and ignores.
+# What the default sampler accepts and ignores as long as there are two to choose from.
 _FIELDS_OF_COMPLETE_SAMPLERS = frozenset("seed min_p repetition_penalty presence_penalty frequency_penalty".split())
 _COMPLETE_SAMPLER = "TRTLLMSampler"
 # The names of ``GuidedDecodingParams``; a choice is made a regular expression.
@@ -32,7 +32,7 @@ _SEED_MASK = 2**63 - 1
 def sampling_fields(arguments: LlmArguments, package: Package, kind: RequestKind) -> frozenset[str]:
     """Names of the ``Sampling`` and ``OutputOptions`` fields that an engine made with ``arguments`` honours."""
     fields = _SAMPLING_FIELDS
-    if package.line >= COMPLETE_SAMPLER_LINE or arguments.values.get("sampler_type") == _COMPLETE_SAMPLER:
+    if package.has_one_sampler or arguments.values.get("sampler_type") == _COMPLETE_SAMPLER:
         fields |= _FIELDS_OF_COMPLETE_SAMPLERS
     if kind is RequestKind.PREFILL and not package.hands_logprobs_over:
         fields -= {"logprobs"}

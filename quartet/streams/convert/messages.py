@@ -124,6 +124,7 @@ def to_engine_request(id: int, kind: RequestKind, start: WorkerStart) -> EngineR
         hand_off=start.hand_off,
         priority=start.context.priority,
         traceparent=start.context.traceparent,
+        session_key=start.context.session_key,
     )
 
 
@@ -264,6 +265,7 @@ def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> 
         transfer_bytes=started.transfer_bytes,
         num_prompt_tokens=num_prompt_tokens,
         transfer_way=to_transfer_way(started.transfer_way),
+        num_evicted_tokens=started.num_evicted_tokens,
         onboard=to_duration(started.onboard_s) if started.onboard_s else None,
     )
 
@@ -277,6 +279,7 @@ def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
         transfer_bytes=message.transfer_bytes,
         transfer_way=from_transfer_way(message.transfer_way),
         num_prompt_tokens=message.num_prompt_tokens,
+        num_evicted_tokens=message.num_evicted_tokens,
         onboard_s=to_seconds(message.onboard),
     )
 
@@ -356,6 +359,7 @@ def to_prefill_result(
         num_cached_tokens=prefilled.num_cached_tokens,
         queue=to_duration(prefilled.queue_s),
         compute=to_duration(prefilled.compute_s),
+        num_evicted_tokens=prefilled.num_evicted_tokens,
         onboard=to_duration(prefilled.onboard_s) if prefilled.onboard_s else None,
     )
     if prefilled.prompt_logprobs is not None:
@@ -383,8 +387,29 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         prompt_logprobs=(
             from_prompt_logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
         ),
+        num_evicted_tokens=message.num_evicted_tokens,
         onboard_s=to_seconds(message.onboard),
     )
+
+
+def to_prefill_outcome(outcome: PrefillOutcome) -> prefill_pb2.PrefillResult:
+    """The message of an outcome that a worker gave, for another router."""
+    result = prefill_pb2.PrefillResult(
+        token_id=outcome.token_id,
+        logprobs=None if outcome.logprobs is None else to_token_logprobs(outcome.logprobs),
+        finish_reason=(
+            types_pb2.FINISH_REASON_UNSPECIFIED
+            if outcome.finish_reason is None
+            else to_finish_reason(outcome.finish_reason)
+        ),
+        hand_off=None if outcome.hand_off is None else to_hand_off(outcome.hand_off),
+        num_cached_tokens=outcome.num_cached_tokens,
+        queue=to_duration(outcome.queue_s),
+        compute=to_duration(outcome.compute_s),
+    )
+    if outcome.prompt_logprobs is not None:
+        put_prompt_logprobs(result.prompt_logprobs, outcome.prompt_logprobs)
+    return result
 
 
 def to_finish_reason(reason: FinishReason) -> types_pb2.FinishReason.ValueType:

@@ -19,6 +19,13 @@ const FIGURES = [
   { name: "Cache hits", unit: "of prompts", read: cacheHits, show: (share) => `${Math.round(100 * share)} %`, ceiling: 1 },
 ];
 
+// What became of prompt tokens that might have been found cached, as `quartet_router_reuse_tokens_total` counts them.
+const LOST = [
+  ["evicted", "evicted before"],
+  ["elsewhere", "at another worker"],
+  ["missing", "not there as the router thought"],
+];
+
 /** Draws the figures of each state. */
 export class Charts {
   constructor() {
@@ -37,6 +44,9 @@ export class Charts {
       card.add(state.at_s, card.figure.read(this.states));
       if (card.figure.add) setText(card.unit, card.figure.unit + card.figure.add(this.states));
     }
+    const line = reuse(this.states);
+    byId("reuse").hidden = !line;
+    setText(byId("reuse"), line);
   }
 
   /** Begin anew: another router, or a pause. */
@@ -108,6 +118,19 @@ function cacheHits(states) {
   const then = before(states, CACHE_S).totals;
   const prompts = now.prompt_tokens - then.prompt_tokens;
   return prompts > 0 ? (now.cached_tokens - then.cached_tokens) / prompts : null;
+}
+
+/** Why no more is found cached; empty if no prompt came. */
+function reuse(states) {
+  const now = states.at(-1).totals;
+  const then = before(states, CACHE_S).totals;
+  const prompts = now.prompt_tokens - then.prompt_tokens;
+  if (prompts <= 0) return "";
+  const of = (part) => now.reuse[part] - then.reuse[part];
+  const lost = LOST.filter(([part]) => of(part) > 0).map(([part, what]) => `${short(of(part))} ${what}`);
+  const known = `Reuse: of ${short(prompts)} prompt tokens ${short(of("held"))} held, ${short(of("matched"))} where they went, ${short(of("cached"))} found`;
+  const unannounced = of("unannounced") > 0 ? [`${short(of("unannounced"))} found unannounced`] : [];
+  return [known, ...lost, ...unannounced].join(", ");
 }
 
 /** The median, taken evenly within its bucket. */

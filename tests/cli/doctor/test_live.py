@@ -41,12 +41,13 @@ ANSWERS = Answers(
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("version", ["1.2.1", pytest.param("1.4.0rc1", marks=pytest.mark.trtllm)])
 async def test_a_model_is_served_in_each_way_with_the_same_answers(
-    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+    version: str, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(fork_server.python))
     monkeypatch.setenv("PYTHONPATH", str(DIRECTORY))
-    monkeypatch.setenv("TENSORRT_LLM_STAND_IN", json.dumps({"check_health": True}))
+    monkeypatch.setenv("TENSORRT_LLM_STAND_IN", json.dumps({"version": version, "check_health": True}))
     command = ["doctor", "trtllm", "--live", "--model", str(tiny.CHECKPOINT), "--gpus", "", "--json"]
     async with asyncio.timeout(300):
         result = await asyncio.to_thread(CliRunner().invoke, app, command)
@@ -54,6 +55,7 @@ async def test_a_model_is_served_in_each_way_with_the_same_answers(
     findings = json.loads(result.stdout)["findings"]
     said = {finding["check"]: finding["message"] for finding in findings}
     assert findings[0]["check"] == "Quartet"
+    assert version in said["TensorRT-LLM"]
     assert "3 answers" in said["aggregated"]
     assert "3 prompts handed off" in said["disaggregated"]
     assert "4 answers" in said["with pictures"]

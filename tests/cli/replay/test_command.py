@@ -46,7 +46,7 @@ async def test_figures_are_written_as_documented(trace: str, run_cli: RunCli, tm
     path = tmp_path / "new" / "figures.json"
     options = (
         "--policy round_robin,least_loaded --requests 10 --workers 3 --routers 2 --load-age-ms 50 --seed 4 "
-        "--blocks 2000 --block-size 32 --good-ttft-ms 1e9 --good-itl-ms 0"
+        "--bookings-age-ms 2 --blocks 2000 --block-size 32 --good-ttft-ms 1e9 --good-itl-ms 0"
     )
     result = await run_cli("replay", trace, *options.split(), "--json", str(path))
     assert result.exit_code == 0, result.output
@@ -56,6 +56,7 @@ async def test_figures_are_written_as_documented(trace: str, run_cli: RunCli, tm
     assert (report["trace"], report["num_requests"], report["speed"], report["seed"]) == ("trace.jsonl.gz", 10, 1, 4)
     fleet = report["fleet"]
     assert (fleet["num_workers"], fleet["num_routers"], fleet["load_age_s"]) == (3, 2, 0.05)
+    assert fleet["bookings_age_s"] == 0.002
     assert (fleet["engine"]["num_blocks"], fleet["engine"]["block_size"]) == (2000, 32)
     assert fleet["objectives"] == {"ttft_ms": 1e9, "itl_ms": 0}
     assert report["policies"].keys() == {"round_robin", "least_loaded"}

@@ -25,7 +25,7 @@ from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import pack_token_ids, sequence_hashes, split_blocks
 from quartet.kvcache.sequence import Sequence as TokenSequence
-from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
+from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Policy, Snapshot
 
 each_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -92,6 +92,7 @@ def test_knowing_the_caches_helps(trace: list[TraceRequest]) -> None:
         {"num_routers": 3},
         {"load_age_s": 0.05},
         {"num_routers": 2, "load_age_s": 0.05},
+        {"num_routers": 5, "load_age_s": 0.05, "bookings_age_s": 0.002},
         {"num_prefill_workers": 2, "load_age_s": 0.05},
     ],
 )
@@ -100,6 +101,46 @@ def test_several_routers_with_old_reports_lose_nothing(
 ) -> None:
     requests = trace[:60]
     assert run(requests, name, **settings).requests_completed == len(requests)
+
+
+def test_more_routers_than_workers_do_better_if_they_tell_each_other(trace: list[TraceRequest]) -> None:
+    # All at once, as clients that were waiting for the same thing come.
+    bursts = [replace(request, arrival_s=float(request.arrival_s // 1)) for request in trace]
+    silent = run(bursts, "kv_aware", num_routers=8, load_age_s=0.05)
+    telling = run(bursts, "kv_aware", num_routers=8, load_age_s=0.05, bookings_age_s=0.002)
+    assert telling.ttft_ms.mean < 0.8 * silent.ttft_ms.mean
+
+
+def test_a_router_that_has_just_started_spreads_its_requests_over_ranks_that_others_know() -> None:
+    """Its index is empty, so it sees no reason to prefer a rank; it knows what the other router tells it."""
+    engine = EngineSettings()
+    workers = {rank: SimulatedWorker(rank, engine) for rank in (Rank(str(number)) for number in range(8))}
+    policies = [POLICIES["kv_aware"](random.Random(number)) for number in range(2)]
+    old, new = (
+        FleetRouter(
+            policies[number],
+            workers,
+            engine,
+            num_prefill=0,
+            load_age_s=0.05,
+            bookings_age_s=0.0,
+            peers=Peers(number=number, num_routers=2, tell_bookings=True),
+        )
+        for number in range(2)
+    )
+    sent: Counter[Rank] = Counter()
+    for number in range(8):
+        router, other = (old, new) if number % 2 else (new, old)
+        tokens = Pending(num_tokens=8000, num_reserved_tokens=8100, num_most_tokens=8200)
+        router.arrive(ReplayedRequest(number, tokens))
+        # Within four turns every rank is open to each router once.
+        for turn in range(4):
+            now = 1.0 + 0.02 * number + 0.004 * turn
+            for replayed in router.pump(now):
+                other.hear(replayed, now)
+                assert replayed.placement is not None
+                sent[replayed.placement.decode] += 1
+    assert sent == dict.fromkeys(workers, 1)
 
 
 @pytest.mark.parametrize(

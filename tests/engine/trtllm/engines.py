@@ -12,6 +12,8 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from quartet.engine.base import EngineRequest, Prefilled, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.engine.trtllm import feeds
@@ -28,6 +30,10 @@ from tests.fakes.installation import installed
 WAIT_S = 30.0
 #: No canary comes by itself, and a dead engine is soon noticed.
 TIMES = TrtllmTimes(warm_up_timeout_s=WAIT_S, canary_interval_s=3_600.0, check_interval_s=0.02)
+#: Switches for a release of each line that the adapter knows: 1.2, and the one after it.
+LINES: tuple[dict[str, Any], ...] = ({}, {"version": "1.4.0rc1"})
+#: For tests with the fixture `package` that take long, or are about 1.2.
+ON_1_2 = pytest.mark.parametrize("package", LINES[:1], indirect=True, ids=str)
 _ids = count(1)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from quartet.engine.trtllm.kv_events import EventReader, PrivateBlocks, RankMirror
+from quartet.engine.trtllm.kv_events import EventReader, RankMirror
+from quartet.engine.trtllm.private_blocks import PrivateBlocks, PrivateRequest
 from quartet.events.kv import Cleared, KvEvent, Removed, Stored, StoredBlocks, Tier
 from quartet.kvcache.block_hash import sequence_hashes
 
@@ -81,11 +83,15 @@ class RawEvents:
 class Listener:
     """A mirror, and a receiver of all its events."""
 
-    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
-        self.private = PrivateBlocks(block_size)
-        self.mirror = RankMirror(0, self.private.matches)
+    def __init__(self, block_size: int = BLOCK_SIZE, *, names_private: bool = False) -> None:
+        self.private = PrivateBlocks(block_size, names_private=names_private)
+        self.mirror = RankMirror(0, self.private.contents)
         self.replica = TierReplica()
         self._reader = EventReader(block_size, media_token_ids=frozenset({99}), vocab_size=1000)
+
+    def add(self, *token_ids: int, **more: Any) -> ExitStack:
+        """Note a private request."""
+        return self.private.add(PrivateRequest(token_ids=token_ids, **{"salt": "private", **more}))
 
     def receive(self, *items: dict[str, Any]) -> list[KvEvent]:
         for item in items:

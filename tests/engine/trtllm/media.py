@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaKind, MediaSize
 from tests.engine.trtllm.specs import spec_of
+from tests.tiny import CHECKPOINT
 
 WAIT_S = 30.0
 NUM_TOKENS = 64
@@ -56,6 +60,15 @@ def media_request(
         media_inputs=tuple(inputs),
         media_blocks=tuple(blocks),
     )
+
+
+def checkpoint_as(model_type: str, directory: Path) -> str:
+    """The tiny model's files in ``directory``, as those of a model of another type."""
+    for path in CHECKPOINT.iterdir():
+        shutil.copy(path, directory / path.name)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    return str(directory)
 
 
 def fill(builder: InputBuilder, block_ids: Sequence[int], rows: torch.Tensor) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quartet.engine.settings import Backend
 from quartet.engine.trtllm import schema
-from quartet.engine.trtllm.arguments import Use
+from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.errors import ConfigError
 from quartet.transfer.config import TransferConfig
-from tests.engine.trtllm.specs import arguments
+from tests.engine.trtllm.specs import arguments, spec_of
+from tests.tiny import MAX_MODEL_LEN
 
 AUTODEPLOY = {"backend": Backend.AUTODEPLOY, "dtype": "auto"}
 
@@ -63,6 +65,26 @@ def test_prefill_switches_the_overlap_scheduler_off_and_refuses_it() -> None:
         arguments(Use.PREFILL, {"disable_overlap_scheduler": False})
 
 
+def test_logits_processors_see_every_token_or_are_refused() -> None:
+    processors = {"logits_processors": ("brand_names",)}
+    decode, prefill = arguments(Use.DECODE, **processors), arguments(Use.PREFILL, **processors)
+    assert decode.values["disable_overlap_scheduler"] is prefill.values["disable_overlap_scheduler"] is True
+    assert arguments(Use.DECODE, {"disable_overlap_scheduler": True}, **processors).warnings == decode.warnings == ()
+    assert prefill.warnings == ("logits_processors: NVIDIA does not support them where prompts are handed on",)
+    with pytest.raises(
+        ConfigError, match=r"^override_engine_args: disable_overlap_scheduler: must be true with logits"
+    ):
+        arguments(Use.DECODE, {"disable_overlap_scheduler": False}, **processors)
+    speculative = {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1}}
+    assert arguments(Use.DECODE, speculative).values["speculative_config"] == speculative["speculative_config"]
+    for use in (Use.PREFILL, Use.DECODE):
+        with pytest.raises(ConfigError, match=r"^override_engine_args: speculative_config: must be unset with logits"):
+            arguments(use, speculative, **processors)
+    assert arguments(Use.DECODE, {"speculative_config": None}, **processors).warnings == ()
+    with pytest.raises(ConfigError, match=r"^logits_processors: the backend _autodeploy"):
+        arguments(**processors, **AUTODEPLOY)
+
+
 def test_room_for_beams_is_refused_by_the_layer_that_asks_for_it() -> None:
     for use in (Use.PREFILL, Use.DECODE):
         with pytest.raises(ConfigError, match=r"^max_beam_width: must be 1, not 2"):
@@ -81,6 +103,29 @@ def test_prefill_warns_of_a_buffer_that_longest_prompts_do_not_fit() -> None:
     [warning] = warnings(Use.PREFILL, 99)
     assert warning.startswith("override_engine_args: cache_transceiver_config.max_tokens_in_buffer: ")
     assert warnings(Use.PREFILL, 100) == warnings(Use.DECODE, 99) == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "longest"),
+    [
+        ({}, MAX_MODEL_LEN),  # as the model's files say
+        ({"max_seq_len": 9_000}, 8_192),  # what a step computes by default
+        ({"max_num_tokens": 500}, 500),
+        ({"max_num_tokens": 500, "enable_chunked_prefill": True}, MAX_MODEL_LEN),
+    ],
+)
+def test_the_longest_prompt_is_known_without_a_bound_of_its_own(override: dict[str, Any], longest: int) -> None:
+    for num_tokens, is_warned in ((longest - 1, True), (longest, False)):
+        config = {"cache_transceiver_config": {"max_tokens_in_buffer": num_tokens}}
+        warnings = arguments(Use.PREFILL, {**config, **override}).warnings
+        assert bool(warnings) is is_warned
+        assert all(f"up to {longest} tokens" in warning for warning in warnings)
+
+
+def test_a_model_that_is_not_here_yet_has_no_known_length() -> None:
+    config = {"cache_transceiver_config": {"max_tokens_in_buffer": 4}}
+    spec = replace(spec_of(override_engine_args=config), model_path="nobody/nothing")
+    assert llm_arguments(spec, Use.PREFILL).warnings == ()
 
 
 def test_only_an_encode_worker_loads_the_vision_part_alone() -> None:

@@ -36,7 +36,13 @@ def test_what_differs_in_a_later_line_is_named_and_all_that_is_relied_on_is_ther
     with installed(version="1.4.0rc1"):
         report = inspect_package()
     assert (report.version, _needed(report)) == ("1.4.0rc1", [])
-    for words in ("a priority", "a conversation", "rank, endpoint and schedule", "hashes in KV events"):
+    for words in (
+        "a priority",
+        "a conversation",
+        "rank, endpoint and schedule",
+        "hashes in KV events",
+        "their pictures",
+    ):
         assert _fact(report, words)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,11 @@ from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, 
 from quartet.engine.settings import Backend
 from quartet.engine.trtllm import hand_off
 from quartet.engine.trtllm.model_facts import ModelFacts
+from quartet.engine.trtllm.package import Package
 from quartet.engine.trtllm.sampling import sampling_params
 from quartet.errors import ConfigError, EngineError, NoHandOffError
 from tests.engine.fakes import make_request
-from tests.engine.trtllm.engines import Running, asked, decode_of, greedily, running, stand_in
+from tests.engine.trtllm.engines import ON_1_2, Running, asked, decode_of, greedily, running, stand_in
 from tests.engine.trtllm.specs import arguments
 from tests.fakes.driving import SPELL, STORY, greedy, text_of, token_ids_of
 from tests.tiny import CHECKPOINT
@@ -40,12 +40,6 @@ SWITCHES: list[dict[str, Any]] = [
     {"logprobs_as_floats": True, "single_use_state": False, "abort_pins_state": False},
     {"logprobs_as_floats": True, "end_id_in_tokens": False, "kv_event_lists": True},
 ]
-
-
-@pytest.fixture
-def package() -> Iterator[Any]:
-    with stand_in() as module:
-        yield module
 
 
 async def prefilled_by(prefill: Running, request: EngineRequest) -> Prefilled:
@@ -104,6 +98,7 @@ async def test_as_many_alternatives_come_as_were_asked_for(package: Any, num_top
         )
 
 
+@ON_1_2
 @pytest.mark.parametrize("interval", [1, 4])
 async def test_a_resumed_answer_goes_on_and_counts_what_was_given(package: Any, interval: int) -> None:
     expected = greedy(STORY, 12)
@@ -196,6 +191,7 @@ async def assert_seeded(decode: Running) -> None:
     assert len(set(answers)) == 3
 
 
+@ON_1_2
 async def test_every_sampling_field_reaches_the_engine(package: Any) -> None:
     sampling = Sampling(
         temperature=0.5,
@@ -225,6 +221,7 @@ async def test_every_sampling_field_reaches_the_engine(package: Any) -> None:
 IGNORED = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
+@ON_1_2
 async def test_fields_that_the_default_sampler_of_1_2_ignores_are_neither_announced_nor_taken(package: Any) -> None:
     async with running() as decode:
         assert not decode.engine.capabilities.sampling_fields & {*IGNORED, "seed"}
@@ -243,6 +240,14 @@ async def test_what_other_samplers_honour_is_announced_and_decides(
             request = asked(STORY, sampling=greedily(12, repetition_penalty=2.0))
             await decode.end_of(request)
             assert decode.tokens_of(request) != greedy(STORY, 12)
+
+
+def test_a_release_without_a_choice_of_samplers_has_the_complete_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As late ones of 1.3."""
+    with stand_in() as module:
+        assert not Package().has_one_sampler
+        monkeypatch.delitem(module.llmapi.llm_args.TorchLlmArgs.model_fields, "sampler_type")
+        assert Package().has_one_sampler
 
 
 async def test_log_probabilities_of_prompts_are_neither_announced_nor_taken(package: Any) -> None:
@@ -270,6 +275,7 @@ async def test_log_probabilities_are_refused_where_a_hand_off_does_not_carry_the
             assert len(decode.consumer.logprobs[alone.id]) == 3
 
 
+@ON_1_2
 async def test_a_result_that_contradicts_itself_fails_its_request_alone(
     package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +352,7 @@ async def test_kinds_of_grammars_are_announced_as_its_backend_follows_them(
     assert params["guided_decoding"] == {"structural_tag": tag.text}
 
 
+@ON_1_2
 async def test_a_trace_reaches_the_engine(package: Any) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with running() as decode, running(RequestKind.PREFILL) as prefill:
@@ -372,6 +379,7 @@ async def test_a_rank_a_salt_and_the_load_are_each_rank_s_own(package: Any) -> N
         assert [stats.num_output_tokens for stats in decode.engine.stats()] == [0, 3]
 
 
+@ON_1_2
 async def test_adapters_are_known_by_their_folders_and_named_in_the_call(package: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_adapter(tmp_path / name)

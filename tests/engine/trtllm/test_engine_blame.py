@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +21,7 @@ PREFILL, DECODE = RequestKind.PREFILL, RequestKind.DECODE
 SECRET = "what somebody asked for"
 
 
-@pytest.fixture(autouse=True)
-def _stand_in() -> Iterator[None]:
-    with stand_in():
-        yield
+pytestmark = pytest.mark.usefixtures("package")
 
 
 async def assert_serves(engine: Running, kind: RequestKind) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Prefilled, RequestKind
 from quartet.errors import RequestCancelledError, ServingError
-from tests.engine.trtllm.engines import TIMES, Running, asked, decode_of, running, stand_in
+from tests.engine.trtllm.engines import TIMES, Running, asked, decode_of, running
 from tests.fakes.driving import SPELL, STORY
 
 PREFILL = RequestKind.PREFILL
 _SLOW = {"cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": 50}}
 
 
-@pytest.fixture(autouse=True)
-def _stand_in() -> Iterator[None]:
-    with stand_in():
-        yield
+pytestmark = pytest.mark.usefixtures("package")
 
 
 def error_of(end: object) -> ServingError:

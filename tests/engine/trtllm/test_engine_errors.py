@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from quartet.errors import (
 )
 from quartet.kvcache.layout import BlocksPayload, OpaquePayload
 from tests.engine.fakes import fake_layout
-from tests.engine.trtllm.engines import Running, asked, decode_of, hand_off_of, running, stand_in
+from tests.engine.trtllm.engines import ON_1_2, Running, asked, decode_of, hand_off_of, running, stand_in
 from tests.fakes.driving import STORY, token_ids_of
 
 PREFILL = RequestKind.PREFILL
@@ -37,12 +36,6 @@ _SHORT = {"max_num_tokens": 8, "enable_chunked_prefill": False}
 
 class RequestError(RuntimeError):
     pass
-
-
-@pytest.fixture
-def package() -> Iterator[Any]:
-    with stand_in() as module:
-        yield module
 
 
 async def error_of(engine: Running, request: EngineRequest) -> ServingError:
@@ -201,6 +194,7 @@ async def test_a_prefill_takes_no_hand_off(package: Any) -> None:
         assert (await error_of(prefill, decode_of(request, prefilled, kind=PREFILL))).field == "hand_off"
 
 
+@ON_1_2
 async def test_a_hand_off_is_checked_before_it_is_claimed_and_used_once(package: Any) -> None:
     async with running(PREFILL) as prefill, running() as decode:
         request = asked(STORY, kind=PREFILL)
@@ -252,6 +246,23 @@ async def test_an_engine_with_another_cache_does_not_pull(package: Any) -> None:
         prefilled = await prefill.end_of(request)
         assert isinstance(await error_of(decode, decode_of(request, prefilled)), LayoutMismatchError)
         assert not decode.puller.claims
+
+
+async def test_an_engine_with_another_transceiver_does_not_pull(package: Any) -> None:
+    def by(backend: str) -> dict[str, Any]:
+        return {"override_engine_args": {"cache_transceiver_config": {"backend": backend}}}
+
+    async with running(PREFILL) as prefill, running(**by("UCX")) as other, running(**by("DEFAULT")) as unknown:
+        request = asked(STORY, kind=PREFILL)
+        prefilled = await prefill.end_of(request)
+        error = await error_of(other, decode_of(request, prefilled))
+        assert isinstance(error, LayoutMismatchError)
+        assert (error.field, error.message) == (
+            "hand_off",
+            "the hand-off goes by cache_transceiver_config.backend NIXL, here it is UCX",
+        )
+        assert not other.puller.claims
+        assert not isinstance(await unknown.end_of(decode_of(request, prefilled)), Failed), "variables decide there"
 
 
 async def test_prompts_as_they_come_from_the_wire_are_taken(package: Any) -> None:

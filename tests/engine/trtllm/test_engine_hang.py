@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +13,13 @@ from quartet.engine.base import EngineRequest, Failed
 from quartet.engine.sampling import Sampling
 from quartet.engine.trtllm.model_facts import ModelFacts
 from quartet.errors import EngineError
-from tests.engine.trtllm.engines import TIMES, WAIT_S, Running, asked, running, stand_in
+from tests.engine.trtllm.engines import LINES, ON_1_2, TIMES, WAIT_S, Running, asked, running, stand_in
 from tests.fakes.driving import STORY
 
 HASTY = replace(TIMES, canary_interval_s=0.02, canary_timeout_s=0.05, abort_timeout_s=0.02)
 
 
-@pytest.fixture(autouse=True)
-def _stand_in() -> Iterator[None]:
-    with stand_in():
-        yield
+pytestmark = pytest.mark.usefixtures("package")
 
 
 async def until(condition: Any) -> None:
@@ -44,6 +40,7 @@ async def cancel(decode: Running, running_one: EngineRequest) -> EngineRequest:
     return running_one
 
 
+@ON_1_2
 @pytest.mark.parametrize("end", [refuse, cancel])
 async def test_a_request_that_ends_during_a_hang_counts_as_no_step(end: Any) -> None:
     async with running(times=HASTY, publish_events_and_metrics=False) as decode:
@@ -70,6 +67,9 @@ async def test_an_engine_that_moves_between_hangs_is_seen_to_hang_again() -> Non
         decode.control.steps.close()
         request = asked(STORY, 64)
         decode.engine.submit(request)
+        # What was out before the hang has ended.
+        await asyncio.to_thread(decode.control.steps.wait_reached)
+        await decode.settle()
         await until(lambda: not decode.engine.is_alive)
         # A canary is still out, so none is sent for what hangs after this.
         canary = decode.engine._session._canary  # type: ignore[union-attr]
@@ -111,15 +111,16 @@ def _ranks_of(calls: Any) -> list[int]:
     return [call.arguments["scheduling_params"].attention_dp_rank for call in calls]
 
 
-@pytest.mark.parametrize("fatal_error", [False, True])
+@ON_1_2
+@pytest.mark.parametrize("switches", LINES, ids=str)
 async def test_a_rank_that_died_ends_all_though_the_llms_thread_is_blocked_and_is_not_waited_for(
-    fatal_error: bool, monkeypatch: pytest.MonkeyPatch
+    switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the stand-in's switch: where the executor notes it."""
     may_go_on, is_blocked = threading.Event(), threading.Event()
     # Nothing but the watchdog could notice it.
     times = replace(TIMES, check_interval_s=3_600.0)
-    with stand_in(fatal_error=fatal_error) as module:
+    with stand_in(**switches) as module:
         shutdowns: list[Any] = []
         async with running(times=times) as decode:
             monkeypatch.setattr(module.LLM, "shutdown", lambda llm: shutdowns.append(llm))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,13 @@ import pytest
 from quartet.engine.base import Failed, RequestKind
 from quartet.engine.trtllm.inputs import InputBuilder, LlmInputs
 from quartet.errors import EngineError, InvalidRequestError
-from tests.engine.trtllm.engines import asked, decode_of, running, stand_in
+from tests.engine.trtllm.engines import asked, decode_of, running
 from tests.fakes.driving import STORY
 
 PREFILL = RequestKind.PREFILL
 
 
-@pytest.fixture(autouse=True)
-def _stand_in() -> Iterator[None]:
-    with stand_in():
-        yield
+pytestmark = pytest.mark.usefixtures("package")
 
 
 async def test_a_decode_that_begins_with_another_token_than_prefill_gave_is_an_error() -> None:

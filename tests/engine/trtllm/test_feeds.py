@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quartet.engine.trtllm.feeds import Feeds, LlmRankStats, Poller
+from quartet.engine.trtllm.private_blocks import PrivateRequest
 from quartet.events.kv import Cleared
 from quartet.kvcache.block_hash import sequence_hashes
 from tests.engine.trtllm.kv_truth import RawEvents, TierReplica
@@ -158,7 +159,10 @@ async def test_a_salted_request_s_blocks_are_not_reported_and_plain_ones_of_befo
         plain = await ended(submit(module, llm, reader, STORY))
         await reader.until(lambda: reader.named == names_of(plain))
         salted_prompt = [9, 9, *token_ids_of(STORY)]
-        notes = [reader.feeds.note_private(ids) for ids in (salted_prompt, plain.prompt_token_ids)]
+        notes = [
+            reader.feeds.note_private(PrivateRequest(token_ids=ids, salt="tenant"))
+            for ids in (salted_prompt, plain.prompt_token_ids)
+        ]
         for ids in (salted_prompt, plain.prompt_token_ids):
             await ended(submit(module, llm, reader, ids, 12, cache_salt="tenant"))
         for note in notes:
@@ -276,7 +280,7 @@ async def test_a_private_request_that_ended_is_remembered_for_events_that_lag() 
     raw, may_go_on = RawEvents(), threading.Event()
     late = [raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])]), raw.stored(None, [(2, [5, 6, 7, 8])])]
     reader = Reader(Script([late[0]], may_go_on, late[1:]))
-    reader.feeds.note_private([1, 2, 3, 4, 5]).close()
+    reader.feeds.note_private(PrivateRequest(token_ids=[1, 2, 3, 4, 5], salt="tenant")).close()
     reader.feeds.begin()
     await reader.until(lambda: reader.feeds.figures(0).num_blocks is not None)
     may_go_on.set()

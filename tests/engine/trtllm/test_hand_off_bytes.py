@@ -56,6 +56,38 @@ def test_bytes_that_nothing_made_are_refused_by_their_field() -> None:
         assert caught.value.field == "hand_off"
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differs"),
+    [
+        ({"backend": "NIXL"}, {"backend": "UCX"}, "backend UCX, here it is NIXL"),
+        ({"backend": "NIXL"}, {"backend": "nixl"}, None),
+        ({"backend": "DEFAULT"}, {"backend": "UCX"}, None),
+        ({"backend": "NIXL"}, {"backend": None}, None),
+        ({"backend": "NIXL"}, None, None),
+        ({"backend": "NIXL", "transceiver_runtime": "CPP"}, {"backend": "NIXL", "transceiver_runtime": "auto"}, None),
+        (
+            {"backend": "NIXL", "transceiver_runtime": "CPP"},
+            {"backend": "NIXL", "transceiver_runtime": "PYTHON"},
+            "transceiver_runtime PYTHON, here it is CPP",
+        ),
+    ],
+)
+def test_transceivers_must_be_the_same_where_both_are_known(ours: Any, theirs: Any, differs: str | None) -> None:
+    here, there = (CacheIdentity.of_arguments("f" * 64, 32, config) for config in (ours, theirs))
+    sent = PromptState(cache=there, num_tokens=7, fields={"opaque_state": b""}).to_bytes()
+    came = PromptState.from_bytes(sent)
+    assert came.cache == there
+    said = None if differs is None else f"the hand-off goes by cache_transceiver_config.{differs}"
+    assert here.refusal_of(came.cache) == said
+
+
+def test_a_hand_off_of_before_names_no_transceiver_and_is_taken() -> None:
+    state = state_of(opaque_state=b"")
+    assert PromptState.from_bytes(state.to_bytes().replace(b'"transceiver"', b'"was-unknown"')) == state
+    with pytest.raises(InvalidRequestError):
+        PromptState.from_bytes(state.to_bytes().replace(b'"transceiver":{}', b'"transceiver":[1]'[:-3] + b"17"))
+
+
 def test_another_version_is_a_mismatch_and_no_failure() -> None:
     with pytest.raises(LayoutMismatchError):
         PromptState.from_bytes(b"\2" + state_of().to_bytes()[1:])

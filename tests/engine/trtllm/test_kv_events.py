@@ -176,7 +176,7 @@ def test_after_a_gap_what_follows_a_block_that_is_private_now_is_not_reported() 
     listener.receive(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
     raw.moved(1, 1)  # lost
     listener.receive(raw.removed(1))
-    listener.private.add([1, 2])
+    listener.add(1, 2)
     assert listener.receive(raw.stored(None, [(1, [1, 2])]), raw.stored(2, [(3, [5, 6])])) == []
 
 
@@ -228,7 +228,7 @@ def test_a_block_with_tokens_that_are_no_text_is_not_reported(token: int) -> Non
 def test_blocks_with_a_private_request_s_tokens_are_not_reported_nor_what_follows() -> None:
     raw, listener = RawEvents(), Listener()
     listener.receive(raw.created(), raw.stored(None, [(1, [1, 2])]))
-    listener.private.add([1, 2, 3, 4])
+    listener.add(1, 2, 3, 4)
     assert listener.receive(raw.stored(None, [(11, [1, 2]), (12, [3, 4])]), raw.stored(12, [(13, [5, 6])])) == []
     assert listener.receive(raw.stored(None, [(5, [2, 2])])), "others are"
     assert listener.receive(raw.removed(13, 12, 11)) == []
@@ -237,7 +237,7 @@ def test_blocks_with_a_private_request_s_tokens_are_not_reported_nor_what_follow
 
 def test_a_private_request_s_blocks_stay_unreported_beyond_a_gap() -> None:
     raw, listener = RawEvents(), Listener()
-    private = listener.private.add([1, 2])
+    private = listener.add(1, 2)
     listener.receive(raw.created(), raw.stored(None, [(11, [1, 2])]))
     private.close()
     listener.private.forget(float("inf"))

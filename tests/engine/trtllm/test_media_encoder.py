@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from quartet.errors import (
     WorkerUnavailableError,
 )
 from quartet.media.items import MediaFile, MediaKind
-from tests.engine.trtllm.media import WAIT_S, image_file, kept, rows_file, running_encoder
+from tests.engine.trtllm.media import WAIT_S, checkpoint_as, image_file, kept, rows_file, running_encoder
 from tests.engine.trtllm.specs import spec_of
 from tests.fakes.conftest import stand_in  # noqa: F401 - a fixture
 from tests.fakes.driving import picture
@@ -201,15 +200,6 @@ async def test_embeddings_lie_in_our_pool() -> None:
         assert encoder.stats().num_items == 1
 
 
-def llama4(directory: Path) -> str:
-    """A checkpoint whose pictures' sizes are unknown here."""
-    for path in CHECKPOINT.iterdir():
-        shutil.copy(path, directory / path.name)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "model_type": "llama4"}))
-    return str(directory)
-
-
 async def taken_kinds(encoder: MediaEncoder) -> frozenset[MediaKind]:
     """What it takes, once it is started; it is closed then."""
     try:
@@ -225,23 +215,33 @@ async def taken_kinds(encoder: MediaEncoder) -> frozenset[MediaKind]:
 async def test_embeddings_alone_take_neither_a_gpu_nor_the_package(kind: EngineKind, tmp_path: Path) -> None:
     settings = EngineSettings(kind=kind, dtype="float32")
     encoder = EncoderSettings(kinds=(MediaKind.EMBEDDINGS,))
-    spec = EngineSpec(model_path=llama4(tmp_path), engine=settings, encoder=encoder)
+    spec = EngineSpec(model_path=checkpoint_as("qwen3_vl", tmp_path), engine=settings, encoder=encoder)
     assert await taken_kinds(catalog.create_media_encoder(spec, None)) == {MediaKind.EMBEDDINGS}
     assert not control.engines
 
 
 async def test_a_model_whose_pictures_are_unknown_takes_embeddings_only(tmp_path: Path) -> None:
     spec = spec_of()
-    unknown = EngineSpec(model_path=llama4(tmp_path), engine=spec.engine, encoder=spec.encoder)
+    unknown = EngineSpec(model_path=checkpoint_as("qwen3_vl", tmp_path), engine=spec.engine, encoder=spec.encoder)
     assert await taken_kinds(catalog.create_media_encoder(unknown, None)) == {MediaKind.EMBEDDINGS}
     asked = EngineSpec(
         model_path=unknown.model_path, engine=spec.engine, encoder=EncoderSettings(kinds=(MediaKind.IMAGE,))
     )
-    with pytest.raises(ConfigError, match=r"encoder\.kinds: pictures of models of type llama4 are not supported"):
+    with pytest.raises(ConfigError, match=r"encoder\.kinds: pictures of models of type qwen3_vl are not supported"):
         await taken_kinds(catalog.create_media_encoder(asked, None))
     sizer = catalog.create_media_sizer(unknown)
     assert (await sizer.size(image_file(picture()))).num_tokens == 0
     assert (await sizer.size(rows_file(torch.ones(3, 256)))).num_tokens == 3
+
+
+async def test_llama_4_takes_pictures_alone_and_has_no_encode_worker(tmp_path: Path) -> None:
+    spec = replace(spec_of(), model_path=checkpoint_as("llama4", tmp_path))
+    for kinds in (None, (MediaKind.EMBEDDINGS,)):
+        asked = replace(spec, encoder=EncoderSettings(kinds=kinds))
+        with pytest.raises(ConfigError, match=r"^encoder\.kinds: embeddings for models of type llama4 are not"):
+            await taken_kinds(catalog.create_media_encoder(asked, None))
+    assert catalog.create_media_sizer(spec).capabilities.kinds == {MediaKind.IMAGE}
+    assert not control.engines
 
 
 async def test_encode_and_compute_workers_are_of_one_pool() -> None:

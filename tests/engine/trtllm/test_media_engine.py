@@ -24,7 +24,9 @@ from tests.fakes.driving import LOOK, greedy, picture, token_ids_of
 MAX_TOKENS = 12
 
 
-@pytest.fixture(autouse=True, params=[{}, {"handles_in_tuple": True, "context_finish": "not_finished"}])
+@pytest.fixture(
+    autouse=True, params=[{}, {"version": "1.4.0rc1", "handles_in_tuple": True, "context_finish": "not_finished"}]
+)
 def installation(request: pytest.FixtureRequest) -> Iterator[None]:
     with stand_in(**request.param):
         yield

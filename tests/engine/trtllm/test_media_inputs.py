@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from quartet.engine.settings import EncoderSettings, Modality
 from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.vision import create_vision
 from quartet.engine.trtllm.inputs import InputBuilder, LlmInputs, create_input_builder, is_same_prompt
+from quartet.engine.trtllm.media_model import need_media_model
 from quartet.engine.trtllm.media_state import read_state
 from quartet.errors import ConfigError, InvalidRequestError, MediaLostError, TransferError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
@@ -21,6 +23,7 @@ from quartet.kvcache.layout import HandOff
 from tests.engine.trtllm.media import (
     NUM_TOKENS,
     PLACEHOLDER_ID,
+    checkpoint_as,
     fill,
     image_file,
     kept,
@@ -118,17 +121,32 @@ async def test_a_picture_that_prefill_encodes_itself(builder: InputBuilder) -> N
 async def test_settings_of_the_picture_processor_go_with_every_picture() -> None:
     kwargs = {"image_mean": [0.9, 0.1, 0.5]}
     builder = create_input_builder(spec_of(modality=Modality.MULTIMODAL, mm_processor_kwargs=kwargs), "fingerprint")
-    async with running_encoder(mm_processor_kwargs=kwargs) as source:
-        state = (await kept(source, 1, picture())).state
-        handle: Any = read_state(state).handle
-        rows = SharedTensorContainer.from_dict(dict(handle)).get_local_view()
-        tower = create_vision(TorchEncoderConfig(model_path=str(CHECKPOINT), dtype="float32", processor_kwargs=kwargs))
-        [expected] = tower.encode([tower.pixels(picture())])
-        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
-        for given in (image_file(picture()), state):
-            request = media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[given])
-            assert builder.build(request).inputs["mm_processor_kwargs"] == kwargs
+    tower = create_vision(TorchEncoderConfig(model_path=str(CHECKPOINT), dtype="float32", processor_kwargs=kwargs))
+    [expected] = tower.encode([tower.pixels(picture())])
+    with installed(reads_processor_options=True):
+        from tensorrt_llm._torch.shared_tensor import SharedTensorContainer as Container
+
+        async with running_encoder(mm_processor_kwargs=kwargs) as source:
+            state = (await kept(source, 1, picture())).state
+            handle: Any = read_state(state).handle
+            rows = Container.from_dict(dict(handle)).get_local_view()
+            torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+    for given in (image_file(picture()), state):
+        request = media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[given])
+        assert builder.build(request).inputs["mm_processor_kwargs"] == kwargs
     builder.close()
+
+
+@pytest.mark.parametrize("model_type", ["llava_next", "llama4"])
+def test_settings_that_the_model_s_processor_does_not_read_are_refused(model_type: str, tmp_path: Path) -> None:
+    path = checkpoint_as(model_type, tmp_path)
+    spec = replace(spec_of(mm_processor_kwargs={"image_mean": [0.9, 0.1, 0.5]}), model_path=path)
+    with pytest.raises(ConfigError, match=rf"^engine\.mm_processor_kwargs: .* models of type {model_type}$"):
+        create_input_builder(spec, "fingerprint")
+    with pytest.raises(ConfigError, match=r"^engine\.mm_processor_kwargs: "):
+        need_media_model(spec)
+    text = replace(spec, engine=replace(spec.engine, modality=Modality.TEXT))
+    assert not create_input_builder(text, "fingerprint").reads_media
 
 
 def test_sizes_of_pictures_are_counted_with_the_replaced_settings() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, Requ
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.settings import Modality
 from quartet.engine.trtllm import media_model
-from quartet.errors import InvalidRequestError
+from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.media.items import MediaFile
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.engines import decode_of, greedily, running, stand_in
@@ -28,11 +28,9 @@ MAX_TOKENS = 12
 
 
 @pytest.fixture(autouse=True)
-def unsized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unsized(monkeypatch: pytest.MonkeyPatch, package: Any) -> None:
     """The tiny model as one of a type that is not counted."""
     monkeypatch.setattr(media_model, "SIZED_MODEL_TYPES", ())
-    with stand_in():
-        yield
 
 
 def with_files(kind: RequestKind, *files: MediaFile, text: str = LOOK, **changes: object) -> EngineRequest:
@@ -104,6 +102,28 @@ async def test_embeddings_as_files_are_no_different() -> None:
         request = with_files(RequestKind.DECODE, rows_file(red_rows()))
         assert isinstance(await worker.end_of(request), Finished)
         assert worker.tokens_of(request) == greedy(LOOK, MAX_TOKENS, picture())
+
+
+async def test_embeddings_without_their_special_tokens_are_refused_before_the_engine_sees_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with stand_in(embeddings_need_special_tokens=True):
+        async with running(modality=Modality.MULTIMODAL) as worker:
+            failed = await worker.end_of(with_files(RequestKind.DECODE, rows_file(torch.ones(3, 256))))
+            assert isinstance(failed, Failed) and "the engine refuses media" in str(failed.error), "as Llama 4 does"
+        monkeypatch.setattr(media_model, "_WITHOUT_EMBEDDINGS", ("llava",))
+        async with running(modality=Modality.MULTIMODAL) as worker:
+            num_calls = len(worker.control.calls)
+            file, pulled = (
+                with_files(RequestKind.DECODE, rows_file(torch.ones(3, 256))),
+                picture_request(RequestKind.DECODE, blocks=[(4, 3)]),
+            )
+            for request in (file, pulled):
+                failed = await worker.end_of(request)
+                assert isinstance(failed, Failed) and isinstance(failed.error, UnsupportedFieldError)
+                assert failed.error.field == "media[0]"
+            assert len(worker.control.calls) == num_calls
+            assert isinstance(await worker.end_of(with_files(RequestKind.DECODE, image_file(picture()))), Finished)
 
 
 async def test_files_and_placeholders_are_as_many() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.engine.trtllm import schema
+from quartet.engine.trtllm import package, schema
 from quartet.engine.trtllm.schema import fits, misfit
 from tests.fakes.installation import DIRECTORY
 
@@ -68,6 +68,14 @@ def test_llm_has_the_arguments_of_the_description() -> None:
     assert schema.LLM.types == described("TorchLlmArgs")
     assert set(schema.LLM.later) == set(entry["not_in_1_2"])
     assert set(schema.REFUSED) == set(API["rejected_keywords"]["torch_backend"]["names"])
+
+
+def test_what_is_gone_is_what_the_description_says_of_1_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "version", lambda _: "1.4.0rc1")
+    gone = schema.gone_arguments()
+    assert set(gone) == set(CLASSES["TorchLlmArgs"]["not_in_1_4"])
+    for name, entry in gone.items():
+        assert CLASSES["TorchLlmArgs"]["params"][name]["default"] in entry.idle
 
 
 def test_every_sub_config_of_the_description_is_known() -> None:

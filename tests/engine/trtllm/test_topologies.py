@@ -11,7 +11,6 @@ from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
-from quartet.media.items import MediaKind
 from router.config import RouterConfig
 from router.policy.create import PolicyName
 from services.topology.topology import ProcessPlan, Topology, load_topology, plan_router, plan_workers
@@ -32,21 +31,14 @@ def arguments_of(plan: ProcessPlan) -> LlmArguments:
     return llm_arguments(build(WorkerConfig, plan.settings).engine_spec, Use(str(plan.role)))
 
 
-def loads_a_model(plan: ProcessPlan) -> bool:
-    return build(WorkerConfig, plan.settings).encoder.kinds != (MediaKind.EMBEDDINGS,)
-
-
 def test_there_are_eleven_topologies() -> None:
     assert len(FILES) == 11
 
 
 def test_each_worker_has_as_many_gpus_as_its_model_takes(topology: Topology) -> None:
     for plan in plan_workers(topology, num_cores=8):
-        if loads_a_model(plan):
-            values = arguments_of(plan).values
-            assert len(plan.gpus) == values.get("tensor_parallel_size", 1), plan.name
-        else:
-            assert not plan.gpus
+        values = arguments_of(plan).values
+        assert len(plan.gpus) == values.get("tensor_parallel_size", 1), plan.name
 
 
 def test_prefill_and_decode_hand_over_by_the_same_way_the_same_blocks(topology: Topology) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for TensorRT-LLM 1.2: its Python API, made from ``api.json`` and strict about it, on the CPU.
+"""A stand-in for TensorRT-LLM 1.2, or 1.4: its Python API, made from ``api.json`` and strict about it, on the CPU.
 
 For tests alone. It generates with transformers in float32; `tensorrt_llm._stand_in.control` is how tests reach into it,
 `tensorrt_llm._stand_in.switches` what is not known of the real one.

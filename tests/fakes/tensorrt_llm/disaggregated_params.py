@@ -37,7 +37,7 @@ class _Rules:
 _HAS = {
     "mrope_position_ids_handle": SWITCHES.mrope_handles,
     "mrope_position_deltas_handle": SWITCHES.mrope_handles,
-    "disagg_request_id": SWITCHES.disagg_request_id or SWITCHES.is_1_4,
+    "disagg_request_id": SWITCHES.disagg_request_id,
     "first_gen_log_probs": SWITCHES.first_gen_log_probs,
 }
 DisaggregatedParams = make_dataclass(

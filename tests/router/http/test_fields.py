@@ -25,6 +25,8 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"priority": -2}, {"priority": 2}),
     ({"cache_salt": "mine"}, {"cache_salt": "mine"}),
     ({"request_id": "r-1"}, {"client_request_id": "r-1"}),
+    ({"ttft_target": 250, "itl_target": 0}, {"ttft_target_s": 0.25, "itl_target_s": 0.0}),
+    ({"nvext": {"ttft_target": 1000}}, {"ttft_target_s": 1.0, "itl_target_s": None}),
     ({"seed": 9}, {"seed": 9}),
     ({"seed": -1}, {"seed": 2**64 - 1}),
     ({"n": 3}, {"num_choices": 3}),

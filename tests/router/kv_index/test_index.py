@@ -11,7 +11,8 @@ import pytest
 from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index import index as index_upkeep
-from router.kv_index.index import Match, PrefixIndex, RankNumbers, keep_up
+from router.kv_index.index import LowerMatches, Match, PrefixIndex, PromptMatches, RankNumbers, keep_up
+from router.policy.base import LowerTokens
 
 A, B, C = Rank("a"), Rank("b"), Rank("c")
 _TIMEOUT_S = 30.0
@@ -85,6 +86,25 @@ def test_each_block_counts_for_the_tier_that_holds_it() -> None:
     assert matches[A] == Match(num_device_blocks=2, num_host_blocks=3, num_disk_blocks=4)
     assert matches[A].num_blocks == 9
     assert matches[B] == Match(num_disk_blocks=3)
+
+
+def test_a_prompt_is_looked_up_by_tier_when_it_is_first_read() -> None:
+    index = PrefixIndex()
+    matches = PromptMatches(index, PROMPT, 10)
+    lower = LowerMatches(matches)
+    index.store(A, None, PROMPT[:2])
+    assert (dict(matches), dict(lower)) == ({A: 20}, {})
+    index.store(A, PROMPT[1], PROMPT[2:5], Tier.HOST)
+    index.store(B, None, PROMPT[:3], Tier.DISK)
+    assert not lower, "known already"
+    matches.renew()
+    assert dict(lower) == {A: LowerTokens(30, 0), B: LowerTokens(0, 30)}
+    assert dict(matches) == {A: 50, B: 30}
+    assert (lower.get(A), lower.get(C)) == (LowerTokens(30, 0), None)
+    index.predict(A, PROMPT[:5], 1.0)
+    matches.renew()
+    assert dict(lower) == {B: LowerTokens(0, 30)}, "a request that was sent there loads the others"
+    assert matches.get(A) == 50
 
 
 def test_storing_a_block_whose_parent_the_rank_lacks_is_reported_as_a_loss() -> None:

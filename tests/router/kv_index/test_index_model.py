@@ -145,6 +145,12 @@ class IndexMachine(RuleBasedStateMachine):
                 assert count >= leading(prompt, blocks)
                 assert count == 0 or prompt[count - 1] in blocks
                 assert count == len(prompt) or prompt[count] not in blocks
+        lower = matches.lower_tokens(10)
+        assert lower == {
+            rank: (10 * match.num_host_blocks, 10 * match.num_disk_blocks)
+            for rank, match in matches.items()
+            if match.num_host_blocks or match.num_disk_blocks
+        }
         in_order = [match.num_blocks for match in matches.values()]
         assert in_order == sorted(in_order, reverse=True)
         assert len(in_order) == len(matches) == len(set(matches))

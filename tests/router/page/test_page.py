@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from quartet.telemetry.metrics import ReusePart
 from router.http.config import HttpConfig
 from router.page import feed as page_feed
 from router.page.feed import StateFeed
@@ -187,6 +188,7 @@ async def test_a_state_shows_workers_counts_and_hand_offs() -> None:
         totals = state["totals"]
         assert (totals["requests"], totals["failed_requests"], totals["output_tokens"]) == (2, 1, 3)
         assert sum(totals["ttft_counts"]) == 1 and len(totals["ttft_counts"]) == len(totals["ttft_bounds_s"]) + 1
+        assert totals["reuse"] == dict.fromkeys(ReusePart, 0) | {"unannounced": 2, "cached": 2}
         assert state["hand_offs"] == [["prefill-0", "decode-0", 1]]
 
 

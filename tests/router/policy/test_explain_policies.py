@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.discovery.base import Rank
-from quartet.events.load import StepTime
-from router.policy.base import Candidate, Option, Pending, Policy, Snapshot
+from quartet.events.load import OnboardTime, StepTime
+from router.policy.base import Candidate, LowerTokens, Option, Pending, Policy, Snapshot
 from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from router.policy.session_affinity import SessionAffinityPolicy
@@ -58,6 +58,11 @@ ranks = st.builds(
     num_unbegun_tokens=st.integers(0, 2000),
     step_ends_at=st.sampled_from([0.0, 5.001, 5.2]),
     num_decoding=st.integers(0, 5),
+    onboard_time=st.builds(
+        OnboardTime,
+        host_s_per_token=st.sampled_from([0.0, 1e-6, 1e-5]),
+        disk_s_per_token=st.sampled_from([0.0, 1e-5, 1e-4]),
+    ),
 )
 snapshots = st.builds(
     lambda prefill, decode: Snapshot(
@@ -69,15 +74,21 @@ snapshots = st.builds(
     st.lists(ranks, min_size=1, max_size=4),
 )
 pendings = st.builds(
-    lambda num_tokens, cached, avoid, session_key: pending(
+    lambda num_tokens, cached, is_below, avoid, session_key: pending(
         num_tokens,
         num_cached_tokens={Rank(name): min(count, num_tokens) for name, count in cached.items()},
+        lower_tokens={
+            Rank(name): LowerTokens(min(count, num_tokens) // 2, min(count, num_tokens) // 4)
+            for name, count in cached.items()
+            if is_below
+        },
         avoid=avoid,
         session_key=session_key,
         arrived_at=4.5,
     ),
     st.integers(1, 900),
     st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d1"]), st.integers(0, 500)),
+    st.booleans(),
     st.frozensets(st.sampled_from(["p0", "d0", "d1"])),
     st.sampled_from(["", "one", "other"]),
 )

@@ -13,7 +13,7 @@ from quartet.discovery.base import Rank
 from quartet.events.load import StepTime
 from router.policy.base import Candidate, Peers, Pending, Snapshot
 from router.policy.forecast import AT_ONCE
-from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy, PeerConfig, PeerWaits
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy, PeerConfig, PeerTurns, PeerWaits
 
 CONFIG = PeerConfig(report_s=0.1, doubt_s=0.5, saving_share=0.75)
 
@@ -113,3 +113,81 @@ def test_the_router_that_a_rank_belongs_to_does_not_depend_on_the_other_candidat
     whole = PeerWaits(everybody, everybody, peers, CONFIG).defer([10] * 9, 0.0, 0.0)
     some = PeerWaits(everybody[4:], everybody, peers, CONFIG).defer([10] * 5, 0.0, 0.0)
     assert list(some.until_s) == list(whole.until_s[4:])
+
+
+TURNS = PeerConfig(turn_s=0.004, open_s=0.002)
+
+
+def open_to(num_ranks: int, num_routers: int, now: float, ahead_s: float = 0.0) -> list[list[float]]:
+    """By router, for how long it sends nothing to each rank."""
+    ranks, found = candidates(num_ranks), []
+    for number in range(num_routers):
+        peers = Peers(number=number, num_routers=num_routers, tell_bookings=True, clock_ahead_s=ahead_s)
+        found.append(list(PeerTurns(ranks, ranks, peers, TURNS, now).defer([10] * num_ranks, 0.0, 0.0).until_s))
+    return found
+
+
+@given(num_ranks=st.integers(1, 12), num_routers=st.integers(2, 20), time_ms=st.integers(0, 5000))
+def test_each_rank_is_one_routers_at_a_time_and_every_routers_in_turn(
+    num_ranks: int, num_routers: int, time_ms: int
+) -> None:
+    now = time_ms / 1e3 + 1e-6
+    by_rank = list(zip(*open_to(num_ranks, num_routers, now), strict=True))
+    is_open = time_ms % 4 < 2
+    for waits_s in by_rank:
+        assert sum(wait_s == 0.0 for wait_s in waits_s) == is_open
+        turns = sorted(round(((now + wait_s) % (0.004 * num_routers)) / 0.004 - 0.25 * is_open) for wait_s in waits_s)
+        assert len({round((now + wait_s) / 0.004 - 0.25) for wait_s in waits_s}) == num_routers, turns
+
+
+def test_more_routers_than_ranks_are_spread_evenly_over_the_turns() -> None:
+    waits_s = open_to(2, 8, 1e-6)
+    # Every router has the next of both ranks within half a cycle, not one of the two at the end of a whole one.
+    assert max(map(min, waits_s)) <= 4 * 0.004
+
+
+def test_routers_with_clocks_that_differ_agree_by_the_common_one() -> None:
+    ranks = candidates(4)
+    ones = Peers(number=0, num_routers=4, tell_bookings=True, clock_ahead_s=100.0)
+    others = Peers(number=0, num_routers=4, tell_bookings=True, clock_ahead_s=7.0)
+    first = PeerTurns(ranks, ranks, ones, TURNS, 0.005).defer([10] * 4, 0.0, 0.0)
+    second = PeerTurns(ranks, ranks, others, TURNS, 93.005).defer([10] * 4, 0.0, 0.0)
+    assert first.until_s == pytest.approx(second.until_s)
+
+
+def test_a_short_prompt_waits_for_no_turn() -> None:
+    peers = Peers(number=0, num_routers=2, tell_bookings=True)
+    closed = 0.003  # no rank is open to any router
+    [[short], [long]] = [
+        policy().assign([pending(num_tokens)], Snapshot([], candidates(2), now=closed, peers=peers)).placements
+        for num_tokens in (100, 9000)
+    ]
+    assert short is not None
+    assert long is None
+
+
+def test_a_router_that_comes_late_to_its_turn_takes_it() -> None:
+    peers = Peers(number=1, num_routers=4, tell_bookings=True)
+    late = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, peers=TURNS))
+
+    def send(now: float) -> bool:
+        [placement] = late.assign([pending(9000)], Snapshot([], candidates(1), now=now, peers=peers)).placements
+        return placement is not None
+
+    # Its turn is from 4 to 6 ms.
+    assert [send(now) for now in (0.001, 0.002, 0.011)] == [False, False, True]
+    assert not send(0.012), "that turn is taken"
+    assert not send(9.999), "and one that was missed long ago is over"
+
+
+def test_a_turn_that_was_not_needed_is_over() -> None:
+    peers = Peers(number=1, num_routers=4, tell_bookings=True)
+    kept = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, peers=TURNS))
+    wanted, other = candidates(2)
+    to_wanted = pending(9000, cached={"00": 8000})
+    to_other = pending(9000, cached={"01": 8000})
+    snapshots = [Snapshot([], [wanted, other], now=now, peers=peers) for now in (0.0061, 0.0075, 0.0265)]
+    first, _, last = (
+        kept.assign([one], at) for one, at in zip((to_wanted, to_other, to_wanted), snapshots, strict=True)
+    )
+    assert first.placements == last.placements == [None]

@@ -13,8 +13,10 @@ import yaml
 from quartet.config import build, override
 from quartet.discovery.base import Role
 from quartet.errors import ConfigError
+from quartet.rpc.channels import TlsConfig
 from quartet.transfer.base import TransferWay
 from router.config import RouterConfig
+from router.global_router.config import GlobalRouterConfig
 from services.topology.certificates import issue_run_certificates
 from services.topology.topology import (
     ModelNeed,
@@ -23,6 +25,7 @@ from services.topology.topology import (
     WorkerGroup,
     load_topology,
     merge,
+    plan_pool_routers,
     plan_router,
     plan_workers,
     to_settings,
@@ -45,6 +48,7 @@ def write(directory: Path, text: str) -> Path:
     [
         ("agg", ["decode-0"]),
         ("disagg", ["prefill-0", "decode-0"]),
+        ("global", ["prefill-0", "prefill-1", "decode-0", "decode-1"]),
         ("mock_fleet", ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"]),
     ],
 )
@@ -74,12 +78,13 @@ def test_each_of_the_eleven_comes_for_a_laptop_and_for_gpus_with_the_same_worker
     laptop, host = (
         plan_workers(load_topology(CONFIGS / part / f"{name}.yaml"), num_cores=4) for part in ("", "trtllm")
     )
-    assert [plan.name for plan in laptop] == [plan.name for plan in host]
+    # Llama 4 takes no ready embeddings, and its pictures are encoded by Prefill.
+    only_laptop = {"encode-0"} if name == "epd_disagg" else set()
+    assert [plan.name for plan in laptop if plan.name not in only_laptop] == [plan.name for plan in host]
     kinds = [[build(WorkerConfig, plan.settings).engine.kind.value for plan in plans] for plans in (laptop, host)]
     assert kinds == [["torch"] * len(laptop), ["trtllm"] * len(host)]
     assert not any(plan.gpus for plan in laptop)
-    # Only what loads no model needs none.
-    assert all(plan.gpus or "embeddings" in str(plan.settings["encoder"]) for plan in host)
+    assert all(plan.gpus for plan in host)
 
 
 ON_GPUS = {
@@ -335,13 +340,13 @@ def test_assignments_lie_over_the_file(tmp_path: Path) -> None:
     topology = load_topology(file, ["router.port=0", "engine.scheduler.max_num_seqs=3", "namespace=other"])
     assert topology.router.port == 0
     assert topology.engine.scheduler.max_num_seqs == 3
-    assert topology.namespaced_discovery.etcd.namespace == "other"
+    assert topology.discovery_of("").etcd.namespace == "other"
 
 
 def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
     text = f"namespace: ns\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\nworkers: [{{role: decode}}]"
     topology = load_topology(write(tmp_path, text))
-    directory = topology.namespaced_discovery.file
+    directory = topology.discovery_of("").file
     assert directory is not None
     assert (directory.directory, directory.namespace) == (tmp_path, "ns")
 
@@ -413,7 +418,7 @@ def test_settings_are_what_build_reads() -> None:
     settings = to_settings(topology)
     assert isinstance(settings, dict)
     assert build(Topology, settings) == topology
-    group = {"role": Role.DECODE.value, "name": "", "replicas": 1, "gpus": [], "environment": {}}
+    group = {"role": Role.DECODE.value, "pool": "", "name": "", "replicas": 1, "gpus": [], "environment": {}}
     group["limits"] = {"cpus": None, "memory_gb": None}
     assert settings["workers"] == [{**group, "overrides": {"a": [1]}}]
 
@@ -456,3 +461,43 @@ def test_every_process_gets_its_own_certificate_and_all_of_them_one_key_for_even
     assert isinstance(config, RouterConfig) and config.http.tls is not None
     assert (config.http.port, config.http.keys_file) == (8000, tmp_path / "http_keys")
     assert config.http.tls.cert_file == run.processes["router"].cert_file
+
+
+def test_each_pool_is_a_namespace_with_a_router_and_trusts_the_others() -> None:
+    topology = replace(load_topology(CONFIGS / "global.yaml"), tls=True)
+    ports = {"prefill-fast": 1, "prefill-slow": 2, "decode-fast": 3, "decode-slow": 4}
+    topology = replace(topology, router=replace(topology.router, pool_ports=ports))
+    workers = [build(WorkerConfig, plan.settings) for plan in plan_workers(topology, num_cores=2)]
+    assert [one.discovery.etcd.namespace for one in workers] == list(ports)
+    assert [one.server.namespace for one in workers] == list(ports)
+    assert set(workers[0].server.trusted_namespaces) == {"global", "prefill-slow", "decode-fast", "decode-slow"}
+    routers = {plan.pool: plan for plan in plan_pool_routers(topology)}
+    assert list(routers) == list(ports)
+    prefill, decode = (build(RouterConfig, routers[pool].settings) for pool in ("prefill-fast", "decode-slow"))
+    assert (prefill.required_roles, prefill.prefill_pools) == ((Role.PREFILL,), {})
+    prefill_pools = {"prefill-fast": ("127.0.0.1:1",), "prefill-slow": ("127.0.0.1:2",)}
+    assert (decode.required_roles, decode.prefill_pools) == ((Role.DECODE,), prefill_pools)
+    assert (decode.server.address, decode.trusted_gateways) == ("127.0.0.1:4", ("global/router",))
+    plan = plan_router(topology)
+    config = build(GlobalRouterConfig, plan.settings)
+    assert (plan.module, config.pool_routers["decode-fast"]) == ("router.global_router", ("127.0.0.1:3",))
+    assert (config.router.server.address, config.router.http.port) == ("127.0.0.1:50050", 8000)
+    tls = TlsConfig(ca_file=Path("ca"), cert_file=Path("cert"), key_file=Path("key"))
+    served = with_http_identity(with_certificates(plan, tls, Path("events")), tls, Path("keys"))
+    assert build(GlobalRouterConfig, served.settings).router.http.keys_file == Path("keys")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": [{"role": "decode"}], "global_router": {}}, r"workers\[0\].pool: is missing"),
+        ({"workers": [{"role": "decode", "pool": "a"}]}, r"workers\[0\].pool: is for topologies with global_router"),
+        (
+            {"namespace": "a", "workers": [{"role": "decode", "pool": "a"}], "global_router": {}},
+            r"workers\[0\].pool: is the namespace of the global router",
+        ),
+    ],
+)
+def test_pools_and_a_global_router_go_together(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(Topology, settings)

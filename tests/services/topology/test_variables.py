@@ -10,7 +10,6 @@ from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.engine.settings import Modality
 from quartet.errors import ConfigError
-from quartet.media.items import MediaKind
 from router.config import RouterConfig
 from services.topology.topology import load_topology, plan_router, plan_workers
 from services.workers.config import WorkerConfig
@@ -45,10 +44,6 @@ EXPECTED = {
 APART = {**ENCODE, Role.PREFILL: ("4,5", Path("p.yaml")), Role.DECODE: ("6,7", Path("d.yaml"))}
 
 
-def loads_a_model(config: WorkerConfig) -> bool:
-    return config.encoder.kinds != (MediaKind.EMBEDDINGS,)
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_each_topology_takes_model_engine_files_and_gpus_from_them(file: Path) -> None:
     topology = load_topology(file, variables=ONE_EACH)
@@ -60,8 +55,7 @@ def test_each_topology_takes_model_engine_files_and_gpus_from_them(file: Path) -
         assert (config.model_path, config.model_name) == ("/models/mine", "mine")
         gpus, engine_file = expected[plan.role]
         assert config.engine.extra_engine_args == engine_file
-        # An encode worker that only hands embeddings on takes no GPU.
-        assert plan.environment.get("CUDA_VISIBLE_DEVICES") == (gpus if loads_a_model(config) else None)
+        assert plan.environment.get("CUDA_VISIBLE_DEVICES") == gpus
     assert build(RouterConfig, plan_router(topology).settings).http.port == 8080
 
 

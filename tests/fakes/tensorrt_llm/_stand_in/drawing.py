@@ -38,11 +38,14 @@ class Drawer:
         given = (params.temperature, params.top_k, params.top_p)
         self._is_greedy = given == (None, None, None) or params.temperature == 0 or params.top_k == 1
 
-    def draw(self, logits: torch.Tensor, generated: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """Return the next token and the log-probabilities (of the model, before any of the parameters)."""
+    def draw(self, logits: torch.Tensor, generated: Sequence[int], *, num_unseen: int = 0) -> tuple[int, torch.Tensor]:
+        """Return the next token and the log-probabilities (of the model, before any of the parameters).
+
+        The last ``num_unseen`` of the ``generated`` tokens are not known yet to what changes the logits.
+        """
         log_probs = torch.log_softmax(logits.float(), dim=-1)
         scores = logits.float().clone()
-        self._process(scores, [*self._prompt, *generated])
+        self._process(scores, [*self._prompt, *generated[: len(generated) - num_unseen]])
         scores = self._penalized(scores, generated)
         self._ban(scores, generated)
         if self._guide is not None:

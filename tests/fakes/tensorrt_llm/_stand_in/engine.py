@@ -192,7 +192,9 @@ class StandInEngine(EngineLoop):
                 self._report_due(request, seq)
 
     def _add(self, request: Request, seq: Sequence, logits: torch.Tensor) -> None:
-        seq.add(*seq.drawer.draw(logits, seq.token_ids), request.params.logprobs)
+        # The overlap scheduler samples a step before it has read the one before; a pulled prompt's token is read.
+        lags = not self._args.disable_overlap_scheduler and seq.num_steps > 0
+        seq.add(*seq.drawer.draw(logits, seq.token_ids, num_unseen=int(lags)), request.params.logprobs)
         seq.num_steps += 1
         request.first_token_at = request.first_token_at or time.monotonic()
 

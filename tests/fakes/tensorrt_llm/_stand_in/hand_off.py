@@ -133,8 +133,10 @@ class HandOffs:
 
     def _layout(self) -> str:
         """What both sides must have alike."""
-        cache = self._args.kv_cache_config
-        return f"{self._weights.path}|{cache.dtype}|{cache.tokens_per_block}"
+        cache, transceiver = self._args.kv_cache_config, self._args.cache_transceiver_config
+        backend = "NIXL" if transceiver.backend == "DEFAULT" else transceiver.backend
+        ways = f"{backend}|{getattr(transceiver, 'transceiver_runtime', None)}"
+        return f"{self._weights.path}|{cache.dtype}|{cache.tokens_per_block}|{ways}"
 
 
 def _pulled_from(request: Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorrt_llm._stand_in import kv_events
-from tensorrt_llm._stand_in.kv_events import EventLog
+from tensorrt_llm._stand_in.kv_events import EventLog, Item
 
 Keys = Sequence[tuple[int, int]]  # token id and token extra id
 
@@ -31,9 +31,17 @@ class _Block:
 
 @dataclass
 class Holding:
-    """What one sequence holds: cached blocks, in order, and room for others."""
+    """What one sequence holds: cached blocks, in order, and room for others.
+
+    Attributes:
+        salt: what decides, besides tokens, whose blocks can be shared.
+        told_salt: what events say of it.
+        items: its pictures.
+    """
 
     salt: str
+    told_salt: str = ""
+    items: Sequence[Item] = ()
     blocks: list[_Block] = field(default_factory=list)
     num_private: int = 0
 
@@ -61,12 +69,14 @@ class BlockBook:
         """Blocks that other requests can't get now."""
         return self._num_private + sum(block.num_users > 0 and block.level == 0 for block in self._cached.values())
 
-    def admit(self, keys: Keys, num_tokens: int, salt: str, *, reuse: bool) -> Holding | None:
-        """Hold room for ``num_tokens``, sharing the longest cached prefix of ``keys``; ``None`` if it isn't free."""
-        holding = Holding(salt)
+    def admit(self, holding: Holding, keys: Keys, num_tokens: int, *, reuse: bool) -> bool:
+        """Have an empty ``holding`` hold room for ``num_tokens``, sharing the longest cached prefix of ``keys``.
+
+        False if there is no room.
+        """
         if reuse:
             # A prompt's last token must be computed to have logits.
-            holding.blocks = self._longest_prefix(keys[:-1], salt)
+            holding.blocks = self._longest_prefix(keys[:-1], holding.salt)
         for block in holding.blocks:
             block.num_users += 1
         num_needed = -(-num_tokens // self.block_size) - len(holding.blocks)
@@ -74,7 +84,8 @@ class BlockBook:
         if num_needed > self.num_blocks - self.num_used:
             for block in holding.blocks:
                 block.num_users -= 1
-            return None
+            holding.blocks = []
+            return False
         self._make_room(num_needed)
         for block in holding.blocks:
             if block.level == 1:
@@ -85,7 +96,7 @@ class BlockBook:
         self.num_allocated += num_needed
         holding.num_private = num_needed
         self._num_private += num_needed
-        return holding
+        return True
 
     def store(self, holding: Holding, keys: Keys, *, reuse: bool, partial: bool = False) -> None:
         """Make what is complete of ``keys`` reusable, the last token (not computed yet) left out."""
@@ -101,7 +112,11 @@ class BlockBook:
             block, is_new = self._take_in(part, parent, holding.salt)
             if is_new:
                 first_parent = parent if not reported else first_parent
-                reported.append(kv_events.stored_block(block.block_hash, *zip(*part, strict=True), salt=holding.salt))
+                pictures = kv_events.mm_keys(holding.items, number * self.block_size, len(part))
+                told = kv_events.stored_block(
+                    block.block_hash, *zip(*part, strict=True), salt=holding.told_salt, mm_keys=pictures
+                )
+                reported.append(told)
             block.num_users += 1
             holding.blocks.append(block)
             holding.num_private -= 1

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from tensorrt_llm._stand_in.prompt import PreparedPrompt
 from tensorrt_llm._stand_in.schema import API, StandInError
+from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm._stand_in.weights import Weights, load_image_processor
+
+
+def _names(given: Any, num_items: int) -> list[str | None]:
+    if given is None:
+        return [None] * num_items
+    if len(given) != num_items or not all(name is None or isinstance(name, str) for name in given):
+        raise ValueError(f"multi_modal_uuids must name each of {num_items} items, or say None")
+    return list(given)
 
 
 class PromptReader:
@@ -53,7 +62,8 @@ class PromptReader:
         if not isinstance(inputs, dict) or not ("prompt" in inputs) ^ ("prompt_token_ids" in inputs):
             raise TypeError(f"The inputs must be type str or list of int or a prompt dict, but got {type(inputs)}")
         kind = "text_prompt" if "prompt" in inputs else "tokens_prompt"
-        if unknown := set(inputs) - set(API["shapes"][kind]) | ({"query_token_ids"} & set(inputs)):
+        later = {"multi_modal_uuids"} if SWITCHES.is_1_4 else set()
+        if unknown := set(inputs) - set(API["shapes"][kind]) - later | ({"query_token_ids"} & set(inputs)):
             raise StandInError(f"keys of a prompt that would be ignored, or that are not imitated: {sorted(unknown)}")
         if others := set(inputs.get("multi_modal_data") or {}) - {"image"}:
             raise ValueError(f"the model doesn't take {sorted(others)}")
@@ -89,13 +99,14 @@ class PromptReader:
     ) -> PreparedPrompt:
         if not self._weights.has_vision:
             raise ValueError("the model has no vision tower")
-        features = None if embeddings is None else [item.float() for item in _as_list(embeddings)]
-        pixels = None if pictures is None else self.pixels(_as_list(pictures), parts.get("mm_processor_kwargs") or {})
+        features = None if embeddings is None else [_rows(item) for item in _as_list(embeddings)]
+        options = (parts.get("mm_processor_kwargs") or {}) if SWITCHES.reads_processor_options else {}
+        pixels = None if pictures is None else self.pixels(_as_list(pictures), options)
         num_items = len(features if features is not None else pixels)  # type: ignore[arg-type]
         place: Any = self._weights.image_token_id
         if token_ids.count(place) != num_items:
             raise ValueError(f"{token_ids.count(place)} placeholders in the prompt, but {num_items} pictures")
-        if len(handles) > 1:
+        if len(handles) > 1 and not SWITCHES.several_handles:
             raise NotImplementedError("Only one mm_handle is supported for LlavaNext for now")
         if handles and len(handles) != num_items:
             raise ValueError(f"{len(handles)} embedding handles, but {num_items} pictures")
@@ -108,19 +119,25 @@ class PromptReader:
         items = self._item_ids(item_tokens, are_embeddings=features is not None and not handles)
         expanded = [new for old in token_ids for new in (next(items) if old == place else [old])]
         given = disagg.multimodal_hashes if disagg else None
+        names = _names((parts.get("multi_modal_uuids") or {}).get("image"), num_items)
         return PreparedPrompt(
             parts.get("prompt"),
             expanded,
             vocab_size=self._weights.vocab_size,
+            placeholder=place if SWITCHES.ids_in_vocabulary else None,
             pixel_values=None if handles or features is not None else pixels,
             features=None if handles or features is None else torch.cat(features),
             handles=handles,
             item_hashes=given or [hash_of(item) for item in (features if features is not None else pixels)],  # type: ignore[union-attr]
             item_tokens=item_tokens,
+            item_names=names,
         )
 
     def _item_ids(self, item_tokens: Sequence[int], *, are_embeddings: bool) -> Iterator[list[int]]:
         """The ids of each item, as LLaVA's input processor makes them: one and the same, or of embeddings a count."""
+        if SWITCHES.ids_in_vocabulary:
+            yield from ([self._weights.image_token_id] * num_tokens for num_tokens in item_tokens)
+            return
         first = self._weights.vocab_size
         for num_tokens in item_tokens:
             yield [*range(first, first + num_tokens)] if are_embeddings else [first + 1] * num_tokens
@@ -144,6 +161,15 @@ class PromptReader:
                 picture = picture.numpy()
             made.append(processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
         return torch.cat(made)
+
+
+def _rows(item: Any) -> torch.Tensor:
+    if isinstance(item, dict):
+        raise StandInError("embeddings with special tokens are not imitated")
+    if SWITCHES.embeddings_need_special_tokens:
+        raise ValueError("embeddings must say which special tokens go where among them")
+    rows: torch.Tensor = item.float()
+    return rows
 
 
 def hash_of(item: torch.Tensor) -> list[int]:

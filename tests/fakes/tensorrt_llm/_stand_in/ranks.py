@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tensorrt_llm._stand_in.kv_blocks import BlockBook, Keys
+from tensorrt_llm._stand_in.kv_blocks import BlockBook, Holding, Keys
 from tensorrt_llm._stand_in.kv_events import EventLog
 from tensorrt_llm._stand_in.request import Request, Sequence
 from tensorrt_llm._stand_in.switches import SWITCHES
@@ -19,7 +19,8 @@ class Rank:
         self.number, self.reuse = number, config.enable_block_reuse
         publishes = config.event_buffer_max_size > 0 and config.enable_block_reuse
         dp_rank = number if args.enable_attention_dp else None
-        self.log = EventLog(config.event_buffer_max_size, dp_rank, was_put) if publishes else None
+        is_v2 = getattr(config, "use_kv_cache_manager_v2", False)
+        self.log = EventLog(config.event_buffer_max_size, dp_rank, was_put, is_v2=is_v2) if publishes else None
         size, num_blocks = config.tokens_per_block, SWITCHES.num_kv_blocks
         if config.max_tokens is not None:
             num_blocks = min(num_blocks, config.max_tokens // size)
@@ -42,8 +43,8 @@ class Rank:
         reuse = self.reuse and request.params.prompt_logprobs is None
         for seq in request.sequences:
             for book in self.books:
-                holding = book.admit(keys, num_tokens, request.salt, reuse=reuse)
-                if holding is None:
+                holding = _holding(request)
+                if not book.admit(holding, keys, num_tokens, reuse=reuse):
                     self.release(request)
                     return False
                 seq.holdings.append(holding)
@@ -79,6 +80,11 @@ class Rank:
             "missedBlocks": book.num_missed,
             "cacheHitRate": book.num_reused / total if total else 0.0,
         }
+
+
+def _holding(request: Request) -> Holding:
+    told = request.salt if request.adapter_path is None else request.salt.rpartition("#")[0]
+    return Holding(request.salt, told, request.prompt.items())
 
 
 def _keys(request: Request, generated: list[int]) -> Keys:

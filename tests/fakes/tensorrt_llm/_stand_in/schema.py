@@ -33,9 +33,10 @@ class StandInError(AssertionError):
     """A use of the package that would go wrong without its saying so, or that its description does not cover."""
 
 
-def make_enum(name: str, values: dict[str, str] | None = None) -> Any:
+def make_enum(name: str) -> Any:
     """The enum called ``name`` in the description."""
-    members = values or {value: value for value in API["enums"][name]}
+    known = [*API["enums"][name], *(API["enums"]["later"].get(name, []) if SWITCHES.is_1_4 else [])]
+    members = {value: value for value in known}
     functional: Any = enum.Enum
     made = functional(name, members, type=str)
     NAMES[name] = made
@@ -78,7 +79,9 @@ def params_of(name: str, *, uncertain: bool = False) -> dict[str, dict[str, Any]
     entry = API["classes"].get(name) or API["methods"][name]
     inherited = params_of(entry["extends"]) if "extends" in entry else {}
     later = entry.get("later_params", {}) if SWITCHES.is_1_4 else {}
-    return {**inherited, **entry["params"], **(entry.get("uncertain_params", {}) if uncertain else {}), **later}
+    gone = entry.get("not_in_1_4", []) if SWITCHES.is_1_4 else []
+    own = {**entry["params"], **(entry.get("uncertain_params", {}) if uncertain else {}), **later}
+    return {**inherited, **{name: param for name, param in own.items() if name not in gone}}
 
 
 def make_model(

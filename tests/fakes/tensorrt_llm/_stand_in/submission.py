@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from tensorrt_llm._stand_in.conversation import check_conversation
 from tensorrt_llm._stand_in.engine import StandInEngine
 from tensorrt_llm._stand_in.guide import make_guide
 from tensorrt_llm._stand_in.prompts import PromptReader
@@ -56,6 +57,7 @@ def make_request(
             raise StandInError(f"{name} is not imitated")
     recorded = {**given, "sampling_params": copy.deepcopy(given["sampling_params"])}
     _check_params(params)
+    check_conversation(given.get("conversation_params"))
     if disagg is not None:
         check_types("DisaggregatedParams", disagg)
         _check_disagg(disagg, given["inputs"], params, args, reader)
@@ -78,7 +80,7 @@ def make_request(
         adapter_path=_adapter(given["lora_request"], args),
         guide=_guide(params, args, tokenizer),
         stop_words=stop_words,
-        processors=_processors(params),
+        processors=_processors(params, args),
     )
     if args.enable_attention_dp and not request.salt and prompt.token_ids == _DUMMY_PROMPT:
         # Upstream it finds the dummy's blocks in the cache, and its rank ends.
@@ -149,10 +151,13 @@ def _complete(params: Any, args: Any, tokenizer: Any, disagg: Any) -> list[tuple
     return words + [(stop, list(tokenizer.encode(stop, add_special_tokens=False))) for stop in stops]
 
 
-def _processors(params: Any) -> list[Any]:
+def _processors(params: Any, args: Any) -> list[Any]:
     """Copies, as the rank's process gets them."""
     given = params.logits_processor
     given = given if isinstance(given, list) else [] if given is None else [given]
+    if given and args.speculative_config is not None:
+        # Upstream counts one row of logits a request where there are several, and says nothing.
+        raise StandInError("logits processors change the rows of others with speculative decoding")
     for processor in given:
         if len(inspect.signature(processor).parameters) not in (4, 5):
             raise ValueError("a logits processor takes 4 or 5 arguments")

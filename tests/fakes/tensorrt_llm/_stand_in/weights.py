@@ -64,7 +64,7 @@ class Weights:
         """Compute a prompt; logits [1 or num_tokens, vocabulary] and the cache of its KV."""
         with torch.inference_mode():
             ids = torch.tensor([prompt.token_ids])
-            is_item = ids >= self.vocab_size
+            is_item = torch.tensor([[prompt.is_item(token_id) for token_id in prompt.token_ids]])
             embeddings = self.model.get_input_embeddings()(ids.masked_fill(is_item, 0))
             features = self.features_of(prompt)
             if features is not None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from PIL import Image
 from tensorrt_llm._stand_in.schema import StandInError, signed
+from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm._stand_in.weights import load_tokenizer
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text."""
+
+    prompt: str
+    multi_modal_data: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
+    multi_modal_embeddings: dict[str, Any]
+
+
+if SWITCHES.is_1_4:
+    TextPrompt.__annotations__["multi_modal_uuids"] = dict[str, list[Any]]
 
 
 @signed("default_multimodal_input_loader", self_name=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tensorrt_llm._stand_in.switches import SWITCHES
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.result import CompletionOutput, RequestOutput
 from tensorrt_llm.llmapi.llm import LLM
@@ -45,3 +46,8 @@ __all__ = [
     "SchedulerConfig",
     "TorchCompileConfig",
 ]
+
+if SWITCHES.is_1_4:
+    from tensorrt_llm._stand_in.conversation import ConversationParams
+
+    __all__ += ["ConversationParams"]

@@ -66,7 +66,9 @@ class BaseLLM:
         if backend == "pytorch" and (names := [name for name in arguments if name in rejected]):
             raise ValueError(f"The following arguments are not supported by the PyTorch backend: {', '.join(names)}")
         for name in arguments:
-            if name not in _BACKENDS[backend].model_fields:
+            # 1.4 drops the name of its only sampler, or refuses another's by itself.
+            is_dropped = SWITCHES.is_1_4 and name == "sampler_type"
+            if name not in _BACKENDS[backend].model_fields and not is_dropped:
                 raise ValueError(f"{type(self).__name__} got invalid argument: {name}")
 
     def _tokenizer(self, weights: Weights) -> Any:

@@ -64,10 +64,31 @@ MoeConfig = make_model("MoeConfig")
 AttentionDpConfig = make_model("AttentionDpConfig")
 TorchCompileConfig = make_model("TorchCompileConfig")
 Nvfp4GemmConfig = make_model("Nvfp4GemmConfig")
-_CONNECTOR_FIELDS = ("connector", "connector_module", "connector_scheduler_class", "connector_worker_class")
+_PARTS_OF_CONNECTOR = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+
+
+class _ConnectorRules(pydantic.BaseModel):
+    @pydantic.model_validator(mode="after")
+    def _resolve(self) -> Any:
+        if not SWITCHES.connector_names:
+            return self
+        config: Any = self
+        if config.connector not in (None, "lmcache", "lmcache-mp", "kvbm"):
+            raise ValueError(f"Unknown connector preset: {config.connector!r}")
+        for name in _PARTS_OF_CONNECTOR:
+            if config.connector is not None:
+                setattr(config, name, getattr(config, name) or f"{name} of {config.connector}")
+            elif getattr(config, name) is None:
+                raise ValueError(f"{name} is required")
+        return self
+
+
 KvCacheConnectorConfig = make_model(
     "KvCacheConnectorConfig",
-    own=dict.fromkeys(_CONNECTOR_FIELDS, (str | None, None)) if SWITCHES.connector_names else None,
+    _ConnectorRules,
+    own=dict.fromkeys(("connector", *_PARTS_OF_CONNECTOR, "server_url"), (str | None, None))
+    if SWITCHES.connector_names
+    else None,
 )
 PeftCacheConfig = make_model("PeftCacheConfig", _PeftCacheRules)
 
@@ -80,6 +101,12 @@ EagleDecodingConfig = make_model("EagleDecodingConfig", DecodingBaseConfig)
 MTPDecodingConfig = make_model("MTPDecodingConfig", DecodingBaseConfig)
 NGramDecodingConfig = make_model("NGramDecodingConfig", DecodingBaseConfig)
 _SPECULATIVE = {"Eagle": EagleDecodingConfig, "MTP": MTPDecodingConfig, "NGram": NGramDecodingConfig}
+if SWITCHES.is_1_4:
+    _SPECULATIVE |= {
+        "Eagle3": make_model("EagleDecodingConfig", DecodingBaseConfig),
+        "PARD": make_model("DecodingBaseConfig", DecodingBaseConfig),
+        "SA": make_model("DecodingBaseConfig", DecodingBaseConfig, own={"max_matching_ngram_size": (int, -1)}),
+    }
 
 
 class _TorchRules(pydantic.BaseModel):
@@ -89,6 +116,20 @@ class _TorchRules(pydantic.BaseModel):
     @classmethod
     def _any_case(cls, value: Any) -> Any:
         return value.upper() if isinstance(value, str) and not isinstance(value, LoadFormat) else value
+
+    @pydantic.field_validator("speculative_config", mode="before", check_fields=False)
+    @classmethod
+    def _by_decoding_type(cls, value: Any) -> Any:
+        return _speculative(dict(value)) if SWITCHES.is_1_4 and isinstance(value, dict) else value
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_sampler_type(cls, values: Any) -> Any:
+        if not SWITCHES.is_1_4 or "sampler_type" not in values:
+            return values
+        if values["sampler_type"] not in ("auto", "TorchSampler"):
+            raise ValueError("'sampler_type' was removed: TorchSampler is the only sampler")
+        return {name: value for name, value in values.items() if name != "sampler_type"}
 
     @pydantic.model_validator(mode="before")
     @classmethod

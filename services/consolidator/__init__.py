@@ -1,0 +1,1 @@
+"""The consolidator: several sources' KV events as one feed."""

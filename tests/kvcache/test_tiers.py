@@ -1,0 +1,68 @@
+"""Policies of tiers, and what is lost where there is no room."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.kvcache.block_pool import EvictedBlock
+from quartet.kvcache.tiers import LowerTiers, OffloadPolicy, TierPlan
+
+
+def evicted(number: int, block_id: int = 0, num_uses: int = 1) -> EvictedBlock:
+    """Block ``number`` of a sequence, from 1."""
+    parent = None if number == 1 else number - 1
+    return EvictedBlock(block_id, bytes([number]) * 32, bytes([number - 1]) * 32, number, parent, num_uses)
+
+
+def evict(tiers: LowerTiers, *blocks: EvictedBlock) -> list[int]:
+    """The blocks whose content has to be copied."""
+    tiers.take(blocks)
+    urgent, _ = tiers.saves([block.block_id for block in blocks], 0)
+    tiers.saved(urgent)
+    return [block.name.sequence_hash for block in urgent]
+
+
+def here(tiers: LowerTiers) -> set[int]:
+    return {block.name.sequence_hash for block in tiers.host}
+
+
+@pytest.mark.parametrize(
+    ("policy", "copied"), [(OffloadPolicy.PASS_ALL, [[1], [1]]), (OffloadPolicy.PRESENCE, [[1], []])]
+)
+def test_a_block_that_is_there_is_copied_again_by_pass_all_only(policy: OffloadPolicy, copied: list[list[int]]) -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=4, policy=policy))
+    assert [evict(tiers, evicted(1)), evict(tiers, evicted(1))] == copied
+
+
+def test_by_presence_lfu_a_block_goes_down_with_its_second_use() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=4, policy=OffloadPolicy.PRESENCE_LFU))
+    assert evict(tiers, evicted(1)) == []
+    assert evict(tiers, evicted(2, num_uses=2)) == [2], "it was shared"
+    assert evict(tiers, evicted(1)) == [1], "it was computed twice"
+    often = LowerTiers(TierPlan(num_blocks=4, policy=OffloadPolicy.PRESENCE_LFU, min_lfu_count=3))
+    assert [evict(often, evicted(1, num_uses=2)), evict(often, evicted(1, num_uses=2))] == [[], [1]]
+
+
+@pytest.mark.parametrize(("policy", "num_written"), [(OffloadPolicy.PRESENCE, 1), (OffloadPolicy.PRESENCE_LFU, 0)])
+def test_only_what_was_used_again_is_written_to_disk_by_default(policy: OffloadPolicy, num_written: int) -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=1), TierPlan(num_blocks=4, policy=policy))
+    evict(tiers, evicted(1))
+    write = tiers.writes()
+    assert (0 if write is None else len(write.blocks)) == num_written
+
+
+def test_of_more_than_there_is_room_for_the_first_of_a_sequence_stay() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=2))
+    evict(tiers, *(evicted(number, number) for number in (4, 3, 2, 1)))
+    assert here(tiers) == {1, 2}
+    assert tiers.host.totals.num_dropped == 2
+
+
+def test_the_last_of_a_sequence_is_the_first_to_be_forgotten() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=3))
+    evict(tiers, *(evicted(number, number) for number in (3, 2, 1)))
+    evict(tiers, evicted(9))
+    assert here(tiers) == {1, 2, 9}
+    evict(tiers, evicted(2), evicted(1))  # they were used meanwhile, and are here
+    evict(tiers, evicted(8))
+    assert here(tiers) == {1, 2, 8}

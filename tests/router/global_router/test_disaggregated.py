@@ -1,0 +1,204 @@
+"""Prompts are prefilled in one namespace and decoded in another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from quartet.client import Delta, QuartetClient, Sampling
+from quartet.discovery.base import Rank
+from quartet.rpc.channels import create_channel
+from quartet.v1 import router_pb2 as pb
+from router.policy.base import Pending
+from tests.router.global_router.scene import Scene, Stub, running_pools
+from tests.router.global_router.test_aggregated import PROMPT, start
+from tests.router.session_reader import SessionReader
+from tests.router.system import TIMEOUT_S, expected
+
+SETTINGS: dict[str, Any] = {
+    "num_prefill_pools": 2,
+    "num_decode_pools": 2,
+    "prefill_pool_dynamo_namespaces": ["p0", "p1"],
+    "decode_pool_dynamo_namespaces": ["d0", "d1"],
+    "prefill_pool_selection_strategy": {
+        "ttft_min": 0,
+        "ttft_max": 1000,
+        "ttft_resolution": 2,
+        "isl_min": 0,
+        "isl_max": 100,
+        "isl_resolution": 2,
+        "prefill_pool_mapping": [[0, 1], [0, 0]],
+    },
+    "decode_pool_selection_strategy": {
+        "itl_min": 0,
+        "itl_max": 100,
+        "itl_resolution": 2,
+        "context_length_min": 0,
+        "context_length_max": 100,
+        "context_length_resolution": 1,
+        "decode_pool_mapping": [[0, 1]],
+    },
+}
+WORKERS = {"p0": ["prefill-0"], "p1": ["prefill-0"], "d0": ["decode-0"], "d1": ["decode-0"]}
+
+
+@dataclass
+class Ran:
+    """Where a request ran, its tokens, and the bytes of blocks that were moved for it."""
+
+    prefill: str = ""
+    decode: str = ""
+    tokens: list[int] = field(default_factory=list)
+    num_moved_bytes: int = 0
+
+
+async def run(stub: Stub, *, ttft_ms: int, itl_ms: int) -> Ran:
+    """Ask for eight tokens with these targets."""
+    message = start(8)
+    message.ttft_target.FromMilliseconds(ttft_ms)
+    message.itl_target.FromMilliseconds(itl_ms)
+    call, ran = stub.Generate(timeout=TIMEOUT_S), Ran()
+    await call.write(pb.GenerateRequest(start=message))
+    await call.done_writing()
+    async for response in call:
+        if response.HasField("accepted"):
+            [placement] = response.accepted.choices
+            ran.prefill, ran.decode = placement.prefill.worker_id, placement.decode.worker_id
+        ran.tokens += response.delta.token_ids
+        ran.num_moved_bytes += response.finished.time.transfer_bytes
+    return ran
+
+
+def num_prefills(scene: Scene) -> dict[str, int]:
+    """Prompts that each prefill worker has computed."""
+    return {name: pool.runners["prefill-0"].num_steps for name, pool in scene.pools.items() if name.startswith("p")}
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_each_phase_runs_in_the_pool_that_its_target_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, with_tls=with_tls) as (scene, stub):
+        tokens = expected(PROMPT, 8)
+        hasty = await run(stub, ttft_ms=100, itl_ms=10)
+        assert (hasty.prefill, hasty.decode, hasty.tokens) == ("p0", "d0.decode-0", tokens)
+        assert hasty.num_moved_bytes > 0
+        counts = num_prefills(scene)
+        assert counts["p0"] > 0 and counts["p1"] == 0
+        patient = await run(stub, ttft_ms=900, itl_ms=90)
+        assert (patient.prefill, patient.decode, patient.tokens) == ("p1", "d1.decode-0", tokens)
+        assert num_prefills(scene)["p1"] > 0
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_clients_stream_from_the_pool_where_they_are_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, with_tls=with_tls) as (scene, _):
+        tls = None if scene.certificates is None else scene.certificates.client
+        async with QuartetClient(scene.address, tls=tls) as client, asyncio.timeout(TIMEOUT_S):
+            whole = await client.complete(
+                token_ids=PROMPT, path="direct", ttft_target_s=0.1, itl_target_s=0.01, sampling=Sampling(max_tokens=8)
+            )
+        [placement] = whole.accepted.choices
+        assert placement.prefill is not None
+        assert (placement.prefill.worker_id, placement.decode.worker_id) == ("p0", "d0.decode-0")
+        assert list(whole.choices[0].token_ids) == expected(PROMPT, 8)
+
+
+async def test_each_router_knows_a_request_by_one_name_and_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router")
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, with_tls=True) as (scene, _):
+        assert scene.certificates is not None
+        async with create_channel(scene.address, scene.certificates.client) as channel:
+            await run(Stub(channel), ttft_ms=100, itl_ms=10)
+    lines = [record.quartet_fields for record in caplog.records if record.name == "router.request_log"]
+    assert len(lines) == 2
+    assert len({line["request_id"] for line in lines}) == 1
+    assert {line["tenant"] for line in lines} == {"client"}
+
+
+def test_a_prompt_that_another_pool_prefills_leaves_its_rank_nothing_to_compute() -> None:
+    rank = Rank("decode-0")
+    pending = Pending(num_tokens=100, num_reserved_tokens=200, num_most_tokens=300)
+    assert pending.num_missing_tokens(rank) == 100
+    assert replace(pending, is_handed_in=True).num_missing_tokens(rank) == 1
+
+
+async def test_a_pool_that_does_not_trust_the_other_prefills_nothing_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted_by = {"p0": ["global"]}
+    running = running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, with_tls=True, trusted_by=trusted_by)
+    async with running as (scene, stub):
+        ran = await run(stub, ttft_ms=100, itl_ms=10)
+        assert (ran.decode, ran.tokens) == ("d0.decode-0", expected(PROMPT, 8))
+        counts = num_prefills(scene)
+        assert counts["p0"] == 0 and counts["p1"] > 0
+
+
+async def test_blocks_that_a_pool_may_not_pull_come_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The router of p0 prefills for d0, but p0's worker lets nobody of d0 pull.
+    trusting = running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, with_tls=True, workers_trust={"p0": ["global"]})
+    async with trusting as (scene, stub):
+        ran = await run(stub, ttft_ms=100, itl_ms=10)
+        assert (ran.decode, ran.tokens) == ("d0.decode-0", expected(PROMPT, 8))
+        counts = num_prefills(scene)
+        assert counts["p0"] > 0 and counts["p1"] > 0
+
+
+async def test_where_no_pool_prefills_the_decode_pool_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS) as (scene, stub):
+        for name in ("p0", "p1"):
+            router = scene.pools[name].router
+            assert router is not None
+            await router.end()
+        # Whether the global router knows that yet or not.
+        first = await run(stub, ttft_ms=100, itl_ms=10)
+        await scene.wait_ready("d0.decode-0", "d1.decode-0")
+        second = await run(stub, ttft_ms=100, itl_ms=10)
+        assert first.tokens == second.tokens == expected(PROMPT, 8)
+        assert (second.prefill, second.num_moved_bytes) == ("", 0)
+
+
+async def test_a_request_goes_on_where_its_decode_pool_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, gated=["d1"]) as (scene, _):
+        pool = scene.pools["d1"]
+        pool.gates["decode-0"].release(3)
+        tokens = list[int]()
+        async with QuartetClient(scene.address) as client, asyncio.timeout(TIMEOUT_S):
+            async for part in client.generate(
+                token_ids=PROMPT, itl_target_s=0.09, sampling=Sampling(max_tokens=20), path="session"
+            ):
+                if isinstance(part, Delta):
+                    tokens += part.token_ids
+                    # The first token comes from the prefill.
+                    if len(tokens) > 1 and pool.router is not None and not pool.router.task.done():
+                        pool.router.task.cancel()
+        assert tokens == expected(PROMPT, 20)
+
+
+async def test_a_namespace_that_the_router_does_not_know_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS) as (scene, _):
+        async with grpc.aio.insecure_channel(scene.pools["d0"].address) as channel:
+            session = SessionReader(Stub(channel))
+            await session.start(3, start(), prefill_namespaces=["p0", "nowhere"])
+            await session.half_close()
+            await session.read_all()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await Stub(channel).Place(pb.PlaceRequest(start=start(), prefill_namespaces=["nowhere"]))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        failure = session.received[3].failure
+        assert failure is not None and (failure.reason, failure.field) == ("INVALID_FIELD", "prefill_namespaces")
