@@ -176,8 +176,8 @@ def test_it_chooses_as_engines_do(host_gb_per_s: float, disk_gb_per_s: float) ->
     step_time = StepTime(prefill_base_s=0.0001, prefill_s_per_token=0.0005)
     tiers = TierSettings(host=plan, disk=plan, host_gb_per_s=host_gb_per_s, disk_gb_per_s=disk_gb_per_s)
     simulated = SimulatedTiers(tiers, size_bytes, step_time, 64)
-    host_s = size_bytes / host_gb_per_s / 1e9
-    speeds = {Tier.HOST: Speed(host_s), Tier.DISK: Speed(host_s + size_bytes / disk_gb_per_s / 1e9)}
+    gb_per_s = {Tier.HOST: host_gb_per_s, Tier.DISK: disk_gb_per_s}
+    speeds = {tier: Speed(size_bytes / speed / 1e9) for tier, speed in gb_per_s.items()}
     slots = PlainHostBlocks(PoolMemory(4, 64), 4, num_blocks=4)
     real = Tiering(LowerTiers(plan, plan), slots, None, lambda _message: None, speeds=speeds)
     real.forecast_by(lambda: step_time, 64)
