@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from benchmarks.routing_cases import OTHERS, OURS
+from benchmarks.tiers_replay import BELOW, LOADS
 
 #: A report as ``benchmarks.report`` writes it, and what one row of a table shows of it.
 Report: TypeAlias = Mapping[str, Any]
@@ -702,6 +703,40 @@ _TIER_COST_COLUMNS: Columns = {
 }
 
 
+def tiers_replay_tables(report: Report) -> str:
+    """A row for each replay: what is below the pools, and what comes of it."""
+    rows = [{"about": LOADS[run["load"]].about, "name": BELOW[run["below"]], **run} for run in report["runs"]]
+    return _table(_TIERS_REPLAY_COLUMNS, rows)
+
+
+def _is_wanted_of_tiers(run: Row) -> bool:
+    return (run["load"], run["below"]) == ("conversation", "host")
+
+
+def _tiers_ratio(run: Row) -> str:
+    if run["ratio"] is None:
+        return ""
+    ratio = f"{run['ratio']:.2f}"
+    return f"**{ratio}**" if _is_wanted_of_tiers(run) and run["ratio"] > _MOST_OF_DEVICE else ratio
+
+
+_MOST_OF_DEVICE = 0.8
+_TIERS_REPLAY_COLUMNS: Columns = {
+    "": "{about}",
+    "below the pool": "{name}",
+    "mean TTFT (ms)": "{result[ttft_ms][mean]:.1f}",
+    "of that without": _tiers_ratio,
+    "wanted": lambda run: f"<= {_MOST_OF_DEVICE}" if _is_wanted_of_tiers(run) else "",
+    "p50": "{result[ttft_ms][p50]:.0f}",
+    "p90": "{result[ttft_ms][p90]:.0f}",
+    "p99": "{result[ttft_ms][p99]:.0f}",
+    "reuse": "{result[reuse_ratio]:.3f}",
+    "from the host": "{result[host_ratio]:.3f}",
+    "from disk": "{result[disk_ratio]:.3f}",
+    "blocks lost": "{result[blocks_dropped]:,}",
+}
+
+
 _NONE = "-"
 
 
@@ -1203,6 +1238,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "encode": encode_tables,
     "engine": engine_tables,
     "tiers": tiers_tables,
+    "tiers_replay": tiers_replay_tables,
     "routing": routing_tables,
     "prefixes": prefixes_tables,
     "routers": routers_tables,

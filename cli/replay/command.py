@@ -19,17 +19,24 @@ from cli.output import reporting_errors
 from cli.replay.policies import POLICIES, MakePolicy, find_policies
 from cli.replay.results import Objectives, PolicyResult, Spread
 from cli.replay.simulation import FleetSettings, Simulation
+from cli.replay.tiers import TierSettings
 from cli.replay.worker import EngineSettings
 from cli.traces.format import TraceRequest, read_trace
+from quartet.kvcache.tiers import TierPlan
 
 _MS = 1e3
 _PACKAGES = ("quartet", "numpy", "xxhash")
 _ENGINE, _OBJECTIVES, _FLEET = EngineSettings(), Objectives(), FleetSettings()
+_TIERS = TierSettings(host=TierPlan(num_blocks=1))
 _PIPE_WIDTH = 180
 
 
 def _fleet(name: str, help: str, minimum: float = 1) -> Any:
     return typer.Option(name, min=minimum, rich_help_panel="Fleet", help=help)
+
+
+def _tiers(name: str, help: str, minimum: float) -> Any:
+    return typer.Option(name, min=minimum, rich_help_panel="Tiers", help=help)
 
 
 def _goodput(name: str, help: str) -> Any:
@@ -81,6 +88,16 @@ def replay(
     ] = None,
     num_blocks: Annotated[int, _fleet("--blocks", "KV blocks of each worker.")] = _ENGINE.num_blocks,
     block_size: Annotated[int, _fleet("--block-size", "Tokens of a KV block.")] = _ENGINE.block_size,
+    host_blocks: Annotated[
+        int, _tiers("--host-blocks", "Blocks of each worker in host memory, for those that its pool evicts.", 0)
+    ] = 0,
+    disk_blocks: Annotated[int, _tiers("--disk-blocks", "Blocks of each worker on disk, below those.", 0)] = 0,
+    host_gb_per_s: Annotated[
+        float, _tiers("--host-gb-per-s", "How fast blocks move between the pool and host memory.", 0.001)
+    ] = _TIERS.host_gb_per_s,
+    disk_gb_per_s: Annotated[
+        float, _tiers("--disk-gb-per-s", "How fast between host memory and disk.", 0.001)
+    ] = _TIERS.disk_gb_per_s,
     good_ttft_ms: Annotated[
         float, _goodput("--good-ttft-ms", "It counts requests whose first token takes no longer,")
     ] = _OBJECTIVES.ttft_ms,
@@ -100,6 +117,14 @@ def replay(
     """
     if not 0 < speed < math.inf:
         raise typer.BadParameter("must be above 0, and finite", param_hint="--speed")
+    if disk_blocks and not host_blocks:
+        raise typer.BadParameter("needs --host-blocks: blocks go to disk from there", param_hint="--disk-blocks")
+    tiers = TierSettings(
+        host=TierPlan(num_blocks=host_blocks),
+        disk=TierPlan(num_blocks=disk_blocks) if disk_blocks else None,
+        host_gb_per_s=host_gb_per_s,
+        disk_gb_per_s=disk_gb_per_s,
+    )
     output = OutputFiles(json=json_file, plot=plot_file)
     output.check()
     fleet = FleetSettings(
@@ -109,7 +134,7 @@ def replay(
         num_routers=routers,
         load_age_s=load_age_ms / _MS,
         bookings_age_s=None if bookings_age_ms is None else bookings_age_ms / _MS,
-        engine=EngineSettings(num_blocks=num_blocks, block_size=block_size),
+        engine=EngineSettings(num_blocks=num_blocks, block_size=block_size, tiers=tiers if host_blocks else None),
         objectives=Objectives(ttft_ms=good_ttft_ms, itl_ms=good_itl_ms),
     )
     with reporting_errors():
@@ -165,7 +190,7 @@ def _print_results(console: Console, title: str, results: Mapping[str, PolicyRes
             _spread(result.ttft_ms),
             _spread(result.itl_ms, digits=2),
             _spread(result.e2e_ms),
-            f"{result.reuse_ratio:.3f}",
+            _reuse(result),
             f"{result.imbalance:.2f}",
             f"{result.output_tokens_per_s:.0f}",
             f"{result.goodput_per_s:.2f}",
@@ -174,6 +199,13 @@ def _print_results(console: Console, title: str, results: Mapping[str, PolicyRes
             f"{result.cpu_s:.1f}",
         )
     console.print(table)
+
+
+def _reuse(result: PolicyResult) -> str:
+    """In all, and what of it came from lower tiers."""
+    tiers = {"host": result.host_ratio, "disk": result.disk_ratio}
+    below = [f"{ratio:.3f} {name}" for name, ratio in tiers.items() if ratio]
+    return f"{result.reuse_ratio:.3f}" + (f" ({', '.join(below)})" if below else "")
 
 
 def _spread(spread: Spread, digits: int = 0) -> str:

@@ -36,6 +36,9 @@ class PolicyResult:
         output_tokens_per_s: over the time from the first arrival to the last token.
         duration_s: that time, in the replay's seconds.
         cpu_s: CPU time of the replay.
+        host_ratio, disk_ratio: prompt tokens that came from the host's memory or from disk, over the same; a part of
+            ``reuse_ratio``.
+        blocks_dropped: evicted blocks that did not reach the host, for want of time or room.
     """
 
     ttft_ms: Spread
@@ -49,6 +52,9 @@ class PolicyResult:
     output_tokens_per_s: float
     duration_s: float
     cpu_s: float
+    host_ratio: float = 0.0
+    disk_ratio: float = 0.0
+    blocks_dropped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,11 @@ class Recorder:
         self.num_refused = 0
         self._ended: list[Timeline] = []
         self._gaps_s = array("d")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the requests that have ended."""
+        return sum(item.num_prompt_tokens for item in self._ended)
 
     def took(self, timeline: Timeline, ends: Sequence[float]) -> None:
         """A request got a token at the end of each of these steps."""
@@ -111,8 +122,7 @@ class Recorder:
             ttft_ms=_spread(ttft_ms),
             itl_ms=_spread(_MS * np.frombuffer(self._gaps_s, dtype=float)),
             e2e_ms=_spread(e2e_ms),
-            reuse_ratio=sum(item.num_cached_tokens for item in ended)
-            / max(sum(item.num_prompt_tokens for item in ended), 1),
+            reuse_ratio=sum(item.num_cached_tokens for item in ended) / max(self.num_prompt_tokens, 1),
             imbalance=float(work.max() / work.mean()) if work.any() else 1.0,
             requests_refused=self.num_refused,
             requests_completed=len(ended),

@@ -6,7 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from heapq import heappop, heappush
 from math import inf
@@ -103,10 +103,19 @@ class Simulation:
                 gc.enable()
         on_progress(self._num_ended)
         num_prefilling = self._settings.num_prefill_workers
-        return self._recorder.result(
-            [worker.num_computed_tokens for worker in list(self._workers.values())[: num_prefilling or None]],
+        workers = list(self._workers.values())
+        result = self._recorder.result(
+            [worker.num_computed_tokens for worker in workers[: num_prefilling or None]],
             self._settings.objectives,
             time.process_time() - began,
+        )
+        lower = [worker.tiers.lower for worker in workers if worker.tiers is not None]
+        num_prompt_blocks = max(self._recorder.num_prompt_tokens, 1) / self._settings.engine.block_size
+        return replace(
+            result,
+            host_ratio=sum(tiers.host.totals.num_loaded for tiers in lower) / num_prompt_blocks,
+            disk_ratio=sum(tiers.disk.totals.num_loaded for tiers in lower) / num_prompt_blocks,
+            blocks_dropped=sum(tiers.host.totals.num_dropped for tiers in lower),
         )
 
     def _replay(self, on_progress: Callable[[int], None]) -> None:
@@ -114,6 +123,8 @@ class Simulation:
         while self._num_ended < len(self._requests):
             now = min(worker.next_at for worker in self._workers.values())
             now = min(now, *(router.poll_at for router in self._routers))
+            if self._settings.engine.tiers is not None:
+                now = min(now, *(worker.tiers.next_at for worker in self._workers.values() if worker.tiers is not None))
             if self._pulls:
                 now = min(now, self._pulls[0][0])
             if num_begun < len(self._requests):
@@ -139,6 +150,8 @@ class Simulation:
             if progress is not None:
                 self._touched.add(rank)
                 self._take(progress, now)
+            if worker.end_tiers(now):
+                self._touched.add(rank)
         while self._pulls and self._pulls[0][0] <= now:
             self._end_pull(heappop(self._pulls)[1], now)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
+from cli.replay.tiers import SimulatedTiers, TierSettings
 from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest
 from quartet.engine.mock.model import FULL_CONTEXT_TOKENS, StepTiming
@@ -34,6 +35,7 @@ class EngineSettings:
     Attributes:
         kv_bytes_per_token: of all layers; only transfers use it. The default is that of a model with 8 billion
             parameters and grouped queries, in 16 bits.
+        tiers: below each pool; ``None``: what is evicted is gone.
     """
 
     block_size: int = 64
@@ -42,6 +44,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 8_192
     kv_bytes_per_token: int = 131_072
     timing: StepTiming = field(default_factory=StepTiming)
+    tiers: TierSettings | None = None
 
     @property
     def num_pool_tokens(self) -> int:
@@ -100,6 +103,7 @@ class SimulatedWorker:
     Attributes:
         next_at: when the next step ends; ``inf``: none runs.
         num_computed_tokens: prompt tokens computed, ever.
+        tiers: those below its pool, if there are any.
     """
 
     def __init__(self, rank: Rank, settings: EngineSettings) -> None:
@@ -108,7 +112,9 @@ class SimulatedWorker:
         self.next_at = inf
         self.num_computed_tokens = 0
         self._settings = settings
-        self._blocks = BlockManager(settings.num_blocks, settings.block_size, has_events=True)
+        self.tiers = _tiers(settings)
+        lower = None if self.tiers is None else self.tiers.lower
+        self._blocks = BlockManager(settings.num_blocks, settings.block_size, has_events=True, lower=lower)
         limits = EngineLimits(
             max_model_len=settings.num_pool_tokens,
             num_pool_tokens=settings.num_pool_tokens,
@@ -121,7 +127,7 @@ class SimulatedWorker:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             short_prompts_part=0.0,
         )
-        self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True)
+        self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True, onboarding=self.tiers)
         self._state: WorkerState | None = None  # until the next call
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
         self._num_left = 0  # of prompts that steps have begun, after the running one
@@ -173,6 +179,17 @@ class SimulatedWorker:
         self._state = None
         self.scheduler.release(id)
 
+    def end_tiers(self, now: float) -> bool:
+        """End what moves between tiers and ends by ``now``; true if anything did: call ``begin`` after this."""
+        if self.tiers is None or now < self.tiers.next_at:
+            return False
+        self._state = None
+        for ended in self.tiers.end(now):
+            running = self.scheduler.end_load(ended.id, ended.num_blocks)
+            if not running.is_started:
+                self._num_missing[ended.id] = running.num_uncomputed_tokens
+        return True
+
     def begin(self, now: float) -> Sequence[Pull]:
         """Begin the next step if none runs and there is something to do; return the pulls to start meanwhile."""
         if not self.is_idle:
@@ -184,6 +201,10 @@ class SimulatedWorker:
             return ()
         schedule = self.scheduler.schedule()
         self._chunks = schedule.chunks
+        if self.tiers is not None:
+            self.tiers.begin_step(schedule, now)
+        for load in schedule.loads:
+            self._num_missing.pop(load.id, None)
         for running in schedule.started:
             self._num_missing.pop(running.id, None)
         self._num_left = sum(
@@ -232,6 +253,14 @@ class SimulatedWorker:
             num_steps = next(number for number, end in enumerate(self._quiet_ends, 1) if end > now)
             self._quiet_ends = self._quiet_ends[:num_steps]
             self.next_at = self._quiet_ends[-1]
+
+
+def _tiers(settings: EngineSettings) -> SimulatedTiers | None:
+    if settings.tiers is None:
+        return None
+    block_size_bytes = settings.block_size * settings.kv_bytes_per_token
+    step_time = measured(settings.timing)
+    return SimulatedTiers(settings.tiers, block_size_bytes, step_time, settings.max_num_batched_tokens)
 
 
 def measured(timing: StepTiming) -> StepTime:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cli.traces.format import write_trace
+from cli.traces.format import TraceRequest, write_trace
 from cli.traces.generate import Arrivals, TraceConfig, generate
 from tests.cli.conftest import RunCli
 
@@ -156,3 +157,28 @@ async def test_a_file_that_cannot_be_written_is_reported_beside_the_table(
     assert result.exit_code == 1
     assert f"quartet: can't write {path}: " in result.stderr
     assert "round_robin" in result.stdout
+
+
+async def test_tiers_are_those_of_the_options(trace: str, run_cli: RunCli) -> None:
+    options = "--policy round_robin --host-blocks 300 --disk-blocks 900 --host-gb-per-s 30 --disk-gb-per-s 4"
+    result = await run_cli("replay", trace, *options.split(), "--json", "-")
+    assert result.exit_code == 0, result.output
+    tiers = json.loads(result.stdout)["fleet"]["engine"]["tiers"]
+    assert (tiers["host"]["num_blocks"], tiers["disk"]["num_blocks"]) == (300, 900)
+    assert (tiers["host_gb_per_s"], tiers["disk_gb_per_s"]) == (30, 4)
+
+
+async def test_the_table_says_what_came_from_lower_tiers(tmp_path: Path, run_cli: RunCli) -> None:
+    prompt = TraceRequest(arrival_s=0.0, num_input_tokens=1088, num_output_tokens=1, hash_ids=(1, 2, 3))
+    other = TraceRequest(arrival_s=9.0, num_input_tokens=2560, num_output_tokens=1, hash_ids=(4, 5, 6, 7, 8))
+    write_trace([prompt, other, replace(prompt, arrival_s=18.0)], path := tmp_path / "again.jsonl")
+    options = "--policy round_robin --workers 1 --blocks 40 --host-blocks 100"
+    result = await run_cli("replay", str(path), *options.split())
+    assert result.exit_code == 0, result.output
+    assert "0.216 (0.216 host)" in result.stdout
+
+
+async def test_without_a_host_there_is_no_disk(trace: str, run_cli: RunCli) -> None:
+    result = await run_cli("replay", trace, "--disk-blocks", "100")
+    assert result.exit_code == 2
+    assert "needs --host-blocks" in result.output
