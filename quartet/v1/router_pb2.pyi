@@ -1249,7 +1249,7 @@ class PlaceRequest(_message.Message):
     PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As in SessionStart."""
+    """As in SessionStart. Empty: this router draws one."""
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1260,7 +1260,7 @@ class PlaceRequest(_message.Message):
 
     @_builtins.property
     def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As in SessionStart."""
+        """As in SessionStart. Empty: this router's own workers prefill."""
 
     def __init__(
         self,
