@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.discovery.base import Role
+from quartet.discovery.base import Role, WorkerRecord
 from quartet.discovery.file import FileRegistration
 from quartet.errors import ConfigError
 from quartet.kvcache.hand_off import HandOffTicket
@@ -26,11 +26,15 @@ async def test_a_registration_that_breaks_is_no_secret_and_its_worker_drains(
     caplog.set_level("INFO", logger="services")
     must_break = asyncio.Event()
 
-    async def keep_alive(_self: FileRegistration) -> None:
+    keep_alive = FileRegistration._keep_alive
+
+    async def break_worker(self: FileRegistration) -> None:
+        if not isinstance(self.record, WorkerRecord):
+            await keep_alive(self)
         await must_break.wait()
         raise FileNotFoundError("certificates/ca.pem")
 
-    monkeypatch.setattr(FileRegistration, "_keep_alive", keep_alive)
+    monkeypatch.setattr(FileRegistration, "_keep_alive", break_worker)
     async with running_system(tmp_path, monkeypatch, "decode-0") as (system, _stub):
         must_break.set()
         with pytest.raises(TaskEndedError, match=r"registration.*ca\.pem"):
