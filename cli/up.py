@@ -163,7 +163,8 @@ async def wait_ready(
 
 def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
     """A line where the router goes by caches of which workers say nothing. Raises ``ConfigError``."""
-    if not build(RouterConfig, plan_router(topology).settings, "router.overrides").policy.reads_caches:
+    routers = [plan_router(topology)] if topology.global_router is None else plan_pool_routers(topology)
+    if not any(build(RouterConfig, plan.settings, "router.overrides").policy.reads_caches for plan in routers):
         return
     plans = [plan for plan in plan_workers(topology, num_cores=num_cores) if plan.role is not Role.ENCODE]
     silent = [plan.name for plan in plans if not build(WorkerConfig, plan.settings).engine.publish_events_and_metrics]

@@ -71,7 +71,13 @@ async def _put_dead_worker(client: EtcdClient, worker_id: str) -> WorkerRecord:
     """Register a worker without renewing its lease: when it goes, a lease has passed."""
     record = make_record(worker_id)
     lease_id = new_lease_id()
-    await client.grant(lease_id)
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                await client.grant(lease_id)
+                break
+            except DiscoveryError:
+                pass  # other clients of this process found the server gone, and gRPC shares what it knows
     await client.put(_key(record), to_json(record), lease_id)
     return record
 

@@ -159,7 +159,7 @@ async def test_only_processes_of_the_run_reach_its_etcd(run: Run) -> None:
         tls=EtcdTls(ca_file=of_etcd / "ca.pem", cert_file=of_etcd / "client.pem", key_file=of_etcd / "client.key"),
     )
     assert config.tls is not None
-    assert len(await list_keys(config)) == len(SERVICES) - 1
+    assert len(await list_keys(config)) == len(SERVICES)
     for refused in (
         replace(config, tls=EtcdTls(ca_file=config.tls.ca_file)),
         replace(config, tls=replace(config.tls, cert_file=client.cert_file, key_file=client.key_file)),

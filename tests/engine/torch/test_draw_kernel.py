@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from quartet.engine.sampling import Sampling
@@ -83,6 +83,14 @@ _SAMPLINGS = st.builds(
     is_tied=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**32),
+)
+@example(  # zeros of both signs
+    samplings=[Sampling(temperature=0.3, top_k=1, frequency_penalty=1.1)] * 3,
+    vocab_size=32,
+    spread=0.1,
+    is_tied=True,
+    dtype=torch.bfloat16,
+    seed=4_294_967_296,
 )
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_row_gets_the_token_that_the_cpu_draws(

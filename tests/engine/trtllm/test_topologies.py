@@ -13,7 +13,14 @@ from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
 from router.config import RouterConfig
 from router.policy.create import PolicyName
-from services.topology.topology import ProcessPlan, Topology, load_topology, plan_router, plan_workers
+from services.topology.topology import (
+    ProcessPlan,
+    Topology,
+    load_topology,
+    plan_pool_routers,
+    plan_router,
+    plan_workers,
+)
 from services.workers.config import WorkerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -78,7 +85,8 @@ def test_wherever_routing_goes_by_caches_workers_say_what_is_in_them(monkeypatch
 
 
 def routes_by_cache(topology: Topology) -> bool:
-    return build(RouterConfig, plan_router(topology).settings).policy.name is PolicyName.KV_AWARE
+    routers = [plan_router(topology)] if topology.global_router is None else plan_pool_routers(topology)
+    return any(build(RouterConfig, plan.settings).policy.name is PolicyName.KV_AWARE for plan in routers)
 
 
 def test_gpt_oss_has_the_bounds_and_the_memory_of_its_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -769,7 +769,8 @@ def _least(extremes, row, num_splits):  # type: ignore[no-untyped-def]
 @triton.jit
 def _distance(best, values, temperature):  # type: ignore[no-untyped-def]
     """How far logits are from the best one after temperature; 0 if they are infinite."""
-    distances = tl.div_rn(best - values, tl.zeros_like(values) + temperature)
+    # A difference of zeros may be -0, whose bits are those of a negative integer.
+    distances = tl.div_rn(tl.abs(best - values), tl.zeros_like(values) + temperature)
     return tl.where(values == float("inf"), 0.0, distances)
 
 
