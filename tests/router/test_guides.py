@@ -154,15 +154,16 @@ async def test_grammars_that_would_end_or_stop_a_router_are_refused(checked: lis
     assert await guide_at_worker(fleet_with(), chat(), guided(SCHEMA)) == guided(SCHEMA)
 
 
-async def test_checks_are_forgotten_at_last(checked: list[GuidedDecoding]) -> None:
+async def test_checks_are_forgotten_at_last(checked: list[GuidedDecoding], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.guides._NUM_KEPT", 16)
     fleet = fleet_with()
-    for number in range(300):
+    for number in range(20):
         await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=2, guided=guided_choice([str(number)])))))
-    assert len(fleet.pipeline.context.grammars._known) == 256
-    first, last = guided_choice(["0"]), guided_choice(["299"])
+    assert len(fleet.pipeline.context.grammars._known) == 16
+    first, last = guided_choice(["0"]), guided_choice(["19"])
     for grammar in (first, last):
         await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=2, guided=grammar))))
-    assert len(checked) == 301 and checked[-1] == first
+    assert len(checked) == 21 and checked[-1] == first
 
 
 async def test_engines_of_other_libraries_check_grammars_themselves(checked: list[GuidedDecoding]) -> None:
