@@ -59,10 +59,12 @@ class Pipeline:
 
         ``on_queued`` is called when a choice of it begins to wait for a worker: it has passed all checks then.
         """
-        request = RouterRequest(start, resume, traceparent, relayed or Relayed())
-        run = GenerateRun(request, self._context, sink, self._running.discard, on_queued)
+        run = self._make_run(RouterRequest(start, resume, traceparent, relayed or Relayed()), sink, on_queued)
         self._running.add(run)
         return run
+
+    def _make_run(self, request: RouterRequest, sink: AnswerSink, on_queued: Callable[[], None] | None) -> GenerateRun:
+        return GenerateRun(request, self._context, sink, self._running.discard, on_queued)
 
     async def place(
         self,

@@ -67,21 +67,8 @@ class RelayPipeline(Pipeline):
         self._pools = pools
         self._config = config
 
-    def generate(
-        self,
-        start: AskedStart,
-        sink: AnswerSink,
-        *,
-        resume: Resume | None = None,
-        traceparent: str = "",
-        relayed: Relayed | None = None,
-        on_queued: Callable[[], None] | None = None,
-    ) -> GenerateRun:
-        """As ``Pipeline.generate``."""
-        request = RouterRequest(start, resume, traceparent, relayed or Relayed())
-        run = RelayRun(request, self, sink, self._running.discard, on_queued)
-        self._running.add(run)
-        return run
+    def _make_run(self, request: RouterRequest, sink: AnswerSink, on_queued: Callable[[], None] | None) -> GenerateRun:
+        return RelayRun(request, self, sink, self._running.discard, on_queued)
 
     async def place(
         self,

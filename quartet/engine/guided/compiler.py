@@ -15,9 +15,8 @@ from typing import TypeAlias
 
 import llguidance
 
-from quartet.engine.guided.grammar import LIMITS, llguidance_grammar, refusal
+from quartet.engine.guided.grammar import LIMITS, deep_stacks, llguidance_grammar, refusal
 from quartet.engine.guided.masks import Guide
-from quartet.engine.guided.threads import deep_stacks
 from quartet.engine.sampling import GuidedDecoding
 from quartet.errors import EngineError, ServingError
 

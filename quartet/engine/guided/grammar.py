@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import llguidance
@@ -30,6 +32,8 @@ LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 
+# Several times the stack that a router's check has for the same grammar.
+_STACK_SIZE = 16 << 20
 _MAX_TAGS = 1024
 _MAX_MESSAGE_LENGTH = 300
 # llguidance names what it lacks so.
@@ -62,6 +66,16 @@ def llguidance_grammar(guided: GuidedDecoding, special_token: SpecialToken) -> s
             lark = _of_structural_tag(guided.text, special_token)
     check_encodable(lark)  # the texts in it were JSON
     return llguidance.LLMatcher.grammar_from_lark(lark)
+
+
+@contextmanager
+def deep_stacks() -> Iterator[None]:
+    """Threads that begin meanwhile have stacks on which any grammar can be read that routers let pass."""
+    usual = threading.stack_size(_STACK_SIZE)
+    try:
+        yield
+    finally:
+        threading.stack_size(usual)
 
 
 def check_grammar(guided: GuidedDecoding, special_token: SpecialToken = lambda _text: None) -> None:

@@ -13,8 +13,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from quartet.engine.guided.grammar import FIELD
-from quartet.engine.guided.threads import deep_stacks
+from quartet.engine.guided.grammar import FIELD, deep_stacks
 from quartet.errors import InvalidRequestError
 
 if TYPE_CHECKING:
