@@ -43,7 +43,7 @@ test: setup tools  ## Run all tests but those of test-bench, test-chaos, test-tr
 	$(PYTEST) -m "not chaos and not bench and not trtllm and not clients"
 
 test-unit: setup tools  ## Run the tests that start no service processes
-	$(PYTEST) -m "not e2e and not chaos"
+	$(PYTEST) -m "not e2e and not chaos and not bench"
 
 test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about 2 minutes
 	@tools/schema_suite.sh || true

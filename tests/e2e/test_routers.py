@@ -50,10 +50,9 @@ async def answer(stack: Stack, num_requests: int) -> set[str]:
 def test_clients_find_both_routers_and_go_on_when_one_is_killed(two: Stack) -> None:
     addresses = {name: two.processes[name].grpc_address for name in ("router", "other")}
     wait_until(lambda: listed(two) == addresses, LEASE_GONE_S, lambda: f"both are listed, but {listed(two)}")
-    assert asyncio.run(answer(two, 12)) == set(addresses.values())
+    assert asyncio.run(answer(two, 20)) == set(addresses.values())
     two.kill("other")
-    # Its record is still there: clients that begin with it go on to the next one.
-    assert listed(two) == addresses
+    # While its record is still there, clients that begin with it go on to the next one.
     assert asyncio.run(answer(two, 6)) == {addresses["router"]}
     wait_until(lambda: set(listed(two)) == {"router"}, LEASE_GONE_S, lambda: f"one is listed, but {listed(two)}")
     # Without etcd it answers as before, and withdraws in bounded time.
