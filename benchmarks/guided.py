@@ -35,7 +35,7 @@ from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
 from quartet.engine.base import EngineRequest, FinishReason, Generation, RequestKind, StepOutput
 from quartet.engine.guided.compiler import Compiled, GrammarCompiler
-from quartet.engine.guided.masks import Guide
+from quartet.engine.guided.masks import Guide, Restarts
 from quartet.engine.runner import ModelRunner
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling
 from quartet.engine.scheduler import SchedulerConfig
@@ -383,8 +383,9 @@ class _Masks:
         for number in range(max(map(len, outputs))):
             going = [row for row, token_ids in enumerate(outputs) if number < len(token_ids)]
             began = time.perf_counter()
+            restarts = Restarts()
             for row in going if number else ():
-                guides[row].take(outputs[row][number - 1 : number])
+                guides[row].take(outputs[row][number - 1 : number], restarts)
             matchers = [(guides[row].matcher, index) for index, row in enumerate(going)]
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.nbytes // len(bits), len(bits))
             times.append((time.perf_counter() - began) * _US)

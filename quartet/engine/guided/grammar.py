@@ -33,7 +33,7 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 # Several times the stack that a router's check has for the same grammar.
-_STACK_SIZE = 16 << 20
+_STACK_SIZE, _STACK_LOCK = 16 << 20, threading.Lock()
 _MAX_TAGS = 1024
 _MAX_MESSAGE_LENGTH = 300
 # llguidance names what it lacks so.
@@ -71,11 +71,12 @@ def llguidance_grammar(guided: GuidedDecoding, special_token: SpecialToken) -> s
 @contextmanager
 def deep_stacks() -> Iterator[None]:
     """Threads that begin meanwhile have stacks on which any grammar can be read that routers let pass."""
-    usual = threading.stack_size(_STACK_SIZE)
-    try:
-        yield
-    finally:
-        threading.stack_size(usual)
+    with _STACK_LOCK:  # the size is the whole process's
+        usual = threading.stack_size(_STACK_SIZE)
+        try:
+            yield
+        finally:
+            threading.stack_size(usual)
 
 
 def check_grammar(guided: GuidedDecoding, special_token: SpecialToken = lambda _text: None) -> None:

@@ -30,6 +30,13 @@ _FREE_S, _MASK_S = 0.15, 0.005
 StartAlone: TypeAlias = Callable[[float], llguidance.LLMatcher | None]
 
 
+class Restarts:
+    """CPU time that the guides of one step may take together to begin again: everybody in the step waits for it."""
+
+    def __init__(self) -> None:
+        self.left_s = _FREE_S
+
+
 class Guide:
     """Where one output stands in its grammar. It knows only the tokens that it was given, so it can go on anywhere.
 
@@ -56,18 +63,20 @@ class Guide:
         """How many it was given."""
         return len(self._token_ids)
 
-    def take(self, token_ids: Sequence[int]) -> None:
+    def take(self, token_ids: Sequence[int], restarts: Restarts) -> None:
         """These tokens follow those that came before. A token that the grammar does not allow sets ``error``."""
         self._token_ids += token_ids
-        if token_ids and self.error is None and not self._consume(token_ids) and not self._begin_again():
+        if token_ids and self.error is None and not self._consume(token_ids) and not self._begin_again(restarts):
             self.fail()
 
-    def compute(self, address: int, num_bytes: int) -> None:
+    def compute(self, address: int, num_bytes: int, restarts: Restarts) -> None:
         """Write the mask of the next token to memory. A grammar whose masks take too long sets ``error``.
 
         All requests of a step wait for the slowest mask.
         """
-        is_written = self._write(address, num_bytes) or (self._begin_again() and self._write(address, num_bytes))
+        is_written = self._write(address, num_bytes)
+        if not is_written and self._begin_again(restarts):
+            is_written = self._write(address, num_bytes)
         self._num_masks += 1
         if not is_written:
             self.fail(self.matcher.get_error() or "its mask could not be computed")
@@ -85,16 +94,24 @@ class Guide:
     def _budget_s(self) -> float:
         return _FREE_S + _MASK_S * self._num_masks - self._spent_s
 
-    def _begin_again(self) -> bool:
+    def _begin_again(self, restarts: Restarts) -> bool:
         """Whether another matcher, which shares nothing, is where this one should be."""
-        if self._start_alone is None:
+        budget_s = min(self._budget_s, restarts.left_s)
+        if self._start_alone is None or budget_s <= 0:
             return False
         began = time.thread_time()
-        matcher, self._start_alone = self._start_alone(self._budget_s), None
+        start_alone, self._start_alone = self._start_alone, None
+        try:
+            matcher = start_alone(budget_s)
+        except BaseException:  # as in _consume
+            logger.exception("a grammar could not be compiled again")
+            matcher = None
         if matcher is not None:
             self.matcher = matcher
         is_there = matcher is not None and self._consume(self._token_ids)
-        self._spent_s += time.thread_time() - began
+        spent_s = time.thread_time() - began
+        self._spent_s += spent_s
+        restarts.left_s -= spent_s
         return is_there
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
@@ -148,6 +165,7 @@ class MaskThread:
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // _WORD_BITS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quartet-masks")
+        self._has_begun = False
 
     def begin(self, requests: Sequence[RunningRequest]) -> PendingMasks | None:
         """Begin with the masks for the next tokens of those ``requests`` that are guided; ``None``: none is.
@@ -159,7 +177,10 @@ class MaskThread:
             return None
         jobs = [_Job.of(running) for _, running in guided]
         masks = TokenMasks([row for row, _ in guided], np.empty((len(jobs), self._num_words), np.int32))
-        with deep_stacks():  # the first one begins the thread
+        if self._has_begun:
+            return PendingMasks(masks, self._thread.submit(self._fill, jobs, masks.bits))
+        self._has_begun = True
+        with deep_stacks():  # the thread begins with its first job
             return PendingMasks(masks, self._thread.submit(self._fill, jobs, masks.bits))
 
     def close(self) -> None:
@@ -167,12 +188,13 @@ class MaskThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _fill(self, jobs: Sequence[_Job], bits: npt.NDArray[np.int32]) -> None:
+        restarts = Restarts()
         for job in jobs:
-            job.guide.take(job.new_token_ids)
+            job.guide.take(job.new_token_ids, restarts)
         row_bytes, address = bits.shape[1] * bits.itemsize, bits.ctypes.data
         for row, job in enumerate(jobs):
             if job.guide.error is None:
-                job.guide.compute(address + row * row_bytes, row_bytes)
+                job.guide.compute(address + row * row_bytes, row_bytes, restarts)
         for row, job in enumerate(jobs):
             if job.guide.error is None and not bits[row].any():
                 job.guide.fail()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quartet.engine.guided.compiler import SHORT_LENGTH, Compiled, GrammarCompiler
-from quartet.engine.guided.masks import Guide, MaskThread
+from quartet.engine.guided.masks import Guide, MaskThread, Restarts
 from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling
 from quartet.errors import InvalidRequestError, ServingError, UnsupportedFieldError
@@ -194,8 +194,29 @@ def test_a_grammar_that_takes_long_to_compile_is_not_compiled_beside_a_step(
     guides = [guide_of(compiler, grammar) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr("quartet.engine.guided.compiler.llguidance.LLMatcher", None)  # compiling would fail loudly
-        guides[0].take([tiny.EOS_ID])
+        guides[0].take([tiny.EOS_ID], Restarts())
     assert guides[0].error is not None and guides[1].error is None
+
+
+def test_the_guides_of_one_step_begin_again_for_a_bounded_time(compiler: GrammarCompiler) -> None:
+    grammar = guided({"type": "string", "pattern": "^[0-9]{1,8}$"})
+    spent = Restarts()
+    spent.left_s = 0.0
+    begun = list[float]()
+    for restarts in (spent, Restarts()):
+        guide = Guide(guide_of(compiler, grammar).matcher, lambda budget_s: begun.append(budget_s))
+        guide.take([tiny.EOS_ID], restarts)
+        assert guide.error is not None
+    assert len(begun) == 1 and 0 < begun[0] <= Restarts().left_s
+
+
+def test_an_error_while_it_begins_again_is_that_guides_own(compiler: GrammarCompiler) -> None:
+    def fail(_budget_s: float) -> None:
+        raise ValueError("no grammar any more")
+
+    guide = Guide(guide_of(compiler, guided({"type": "string", "pattern": "^[0-9]{1,7}$"})).matcher, fail)
+    guide.take([tiny.EOS_ID], Restarts())
+    assert guide.error is not None
 
 
 def test_a_grammar_whose_masks_take_too_long_is_that_guides_error_alone(
@@ -219,7 +240,7 @@ def test_a_grammar_whose_masks_take_too_long_is_that_guides_error_alone(
 def test_a_grammar_is_compiled_once_and_guides_do_not_know_each_other(compiler: GrammarCompiler) -> None:
     first, second = guide_of(compiler, PERSON), compiler.find(PERSON)
     assert isinstance(second, Guide)
-    first.take([tiny.EOS_ID])
+    first.take([tiny.EOS_ID], Restarts())
     assert first.error is not None and second.error is None and not second.matcher.is_error()
 
 
@@ -295,6 +316,6 @@ def test_special_tokens_stand_in_tags_by_their_id(compiler: GrammarCompiler, mas
     tool, system = vocabulary["<|tool|>"], vocabulary["<|system|>"]
     [start] = allowed(masks, running(guide))
     assert tool in start and system not in start
-    guide.take([tool])
+    guide.take([tool], Restarts())
     [inside] = allowed(masks, running(guide, [tool]))
     assert {piece(i) for i in inside} == {"1"}
