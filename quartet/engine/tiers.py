@@ -198,6 +198,8 @@ class Tiering:
         """Save what the step and its transfers overwrite, and begin its loads; before anything of it begins."""
         if self.lower.pending:
             self._save(schedule)
+        if schedule.pulls and self._num_saving():
+            self._delay_pulls(schedule)
         for load in schedule.loads:
             self._begin_load(load)
         if self._disk is not None:
@@ -265,11 +267,9 @@ class Tiering:
             self.lower.saved(batch)
             lost.difference_update(map(id, batch))
         self.lower.lose([block for block in urgent if id(block) in lost])
-        if schedule.pulls and self._num_saving():
-            self._delay_pulls(schedule)
 
     def _delay_pulls(self, schedule: Schedule) -> None:
-        """Others write to the blocks of pulls, and wait for no stream of ours."""
+        """Others write to the blocks of pulls, which may still be being saved, and wait for no stream of ours."""
         pulls, schedule.pulls = schedule.pulls, []
         savings = tuple(self._savings)
 

@@ -136,6 +136,8 @@ class BlockManager:
         if not self._evicted:
             return 0
         end = (len(seq) - 1) // self.block_size
+        if index < end and seq.sequence_hash(index) in self._evicted:
+            seq.sequence_hash(end - 1)  # all of them at once
         while index < end and seq.sequence_hash(index) in self._evicted:
             index += 1
         return (index - first) * self.block_size

@@ -333,8 +333,8 @@ class LowerTiers:
 
     def is_loading(self, digest: bytes) -> bool:
         """Whether a load reads that block."""
-        host, disk = self.host.get(digest), self.disk.get(digest)
-        return any(block is not None and (block.num_readers or block.is_arriving) for block in (host, disk))
+        block = self.host.get(digest) or self.disk.get(digest)  # one on the host may just be on its way to disk, too
+        return block is not None and (block.num_readers > 0 or block.is_arriving)
 
     def release(self, blocks: Sequence[TierBlock]) -> None:
         """What was found, and is not loaded or was."""

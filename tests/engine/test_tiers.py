@@ -14,16 +14,18 @@ import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind, StepOutput, TierCounts
 from quartet.engine.runner import ModelRunner, RunningRequest
+from quartet.engine.scheduler import Pull, Schedule
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import OutputBuilder
-from quartet.engine.tiers import Link, Speed, Tiering, TierMessage, open_tiers
+from quartet.engine.tiers import Link, PullsReady, Speed, Tiering, TierMessage, open_tiers
 from quartet.errors import RequestCancelledError
 from quartet.events.kv import StoredBlocks, Tier
 from quartet.events.load import OnboardTime, StepTime
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.kvcache.block_pool import EvictedBlock
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import PieceRun, PoolMemory
 from quartet.transfer.disk_blocks import DiskBlocks
 from quartet.transfer.host_blocks import PlainHostBlocks, Saving
 from tests.engine.consumer import Consumer, StartEngine
@@ -318,6 +320,31 @@ async def test_a_prefill_loads_what_it_hands_off(start_engine: StartEngine) -> N
     decoding.submit(request)
     await decodes.wait_terminal(request)
     assert [prefilled.token_id, *decodes.tokens[request.id]] == expected_output(request.generation)
+
+
+def test_pulls_wait_for_blocks_that_an_earlier_step_began_to_save() -> None:
+    hosts, posted, ready = list[GatedHostBlocks](), list[TierMessage](), threading.Event()
+
+    def host(memory: PoolMemory, num_slots: int, num_blocks: int) -> GatedHostBlocks:
+        hosts.append(GatedHostBlocks(memory, num_slots, num_blocks))
+        return hosts[0]
+
+    def post(message: TierMessage) -> None:
+        posted.append(message)
+        ready.set()
+
+    tiers = make_tiers(4, host=host)(FakeRunner(num_blocks=12), post)
+    hosts[0].may_save.clear()
+    tiers.lower.take([EvictedBlock(3, bytes(32), bytes(32), 1, None)])
+    tiers.begin_step(Schedule())
+    assert not tiers.lower.pending, "it is on its way"
+    pull = Pull(7, PieceRun(0, [3]))
+    tiers.begin_step(schedule := Schedule(pulls=[pull]))
+    assert schedule.pulls == [] and not posted
+    hosts[0].may_save.set()
+    assert ready.wait(WAIT_S)
+    assert posted == [PullsReady([pull])]
+    tiers.close()
 
 
 @pytest.mark.parametrize("kind", [FakeRunner, LaunchingRunner])

@@ -66,3 +66,16 @@ def test_the_last_of_a_sequence_is_the_first_to_be_forgotten() -> None:
     evict(tiers, evicted(2), evicted(1))  # they were used meanwhile, and are here
     evict(tiers, evicted(8))
     assert here(tiers) == {1, 2, 8}
+
+
+def test_a_block_that_is_written_to_disk_is_not_being_loaded() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=2), TierPlan(num_blocks=4, policy=OffloadPolicy.PRESENCE))
+    for number in (1, 2):
+        evict(tiers, evicted(number))
+    write = tiers.writes()
+    assert write is not None
+    name = write.blocks[0].name
+    assert not tiers.is_loading(name.digest), "it can be shared from the host now"
+    tiers.find(name.parent_digest, [])
+    tiers.host.get(name.digest).num_readers += 1  # type: ignore[union-attr]
+    assert tiers.is_loading(name.digest)
