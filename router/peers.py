@@ -95,6 +95,8 @@ class Peering:
                 logger.warning("router %s is not announced yet: %s", record.router_id, error)
                 await asyncio.sleep(_ANNOUNCE_AGAIN_S)
         if self._registration is not None:
+            if self._is_withdrawn:  # it was being registered then
+                await self._registration.close()
             await self._registration.ended()
         await asyncio.Event().wait()
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from quartet.api.convert.prefill import AskedPrefill, PrefilledFor
 from quartet.discovery.base import Rank
 from quartet.engine.sampling import check_fields, check_output_fields
-from quartet.errors import ModelNotFoundError, ServingError, WorkerUnavailableError
+from quartet.errors import ModelNotFoundError, RequestTimeoutError, ServingError, WorkerUnavailableError
 from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, sequence_hashes
 from quartet.streams.client import FINAL
 from quartet.streams.messages import PrefillOutcome, WorkerStart
@@ -22,8 +22,6 @@ from router.book import Booking, Reservation, numbering
 from router.context import RouterContext
 from router.policy.base import Pending, Placement, Snapshot
 from router.workers import Pool, PoolKey, WorkerTable
-
-_DEFAULT_TIMEOUT_S = 600.0
 
 
 class PrefillTable:
@@ -70,6 +68,7 @@ class PrefillFor:
 
         Raises:
             ModelNotFoundError: no worker has the very same model.
+            RequestTimeoutError: its time is over, which is at most what this router gives any request.
             ServingError: it can't be placed, or all attempts failed.
         """
         start, key = asked.start, PoolKey(asked.model_name, asked.model_fingerprint)
@@ -79,11 +78,20 @@ class PrefillFor:
         generation = start.generation
         check_fields(generation.sampling, pool.sampling_fields, "this model")
         check_output_fields(generation.output, pool.sampling_fields, "this model")
-        await self._context.intake.enter(start.context.tenant, len(generation.prompt_token_ids))
-        timeout_s = start.context.timeout_s or _DEFAULT_TIMEOUT_S
+        most_s = self._context.max_timeout_s
+        timeout_s = min(start.context.timeout_s or most_s, most_s)
+        deadline = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._context.intake.enter(start.context.tenant, len(generation.prompt_token_ids))
+                return await self._run(start, pool, deadline)
+        except TimeoutError as error:
+            raise RequestTimeoutError("the prompt was not prefilled in time") from error
+
+    async def _run(self, start: WorkerStart, pool: Pool, deadline: float) -> PrefilledFor:
         avoid = set[str]()
         for number in range(self._context.config.max_attempts):
-            reservation = await self._admission.admit(self._queued(start, pool, timeout_s, avoid, is_retry=number > 0))
+            reservation = await self._admission.admit(self._queued(start, pool, deadline, avoid, is_retry=number > 0))
             rank = reservation.placement.decode
             try:
                 return PrefilledFor(outcome=await self._prefill(start, rank, reservation.decode), rank=rank)
@@ -98,7 +106,7 @@ class PrefillFor:
         raise failure
 
     def _queued(
-        self, start: WorkerStart, pool: Pool, timeout_s: float, avoid: set[str], *, is_retry: bool
+        self, start: WorkerStart, pool: Pool, deadline: float, avoid: set[str], *, is_retry: bool
     ) -> QueuedRequest:
         generation, context = start.generation, start.context
         token_ids = [*generation.prompt_token_ids, *generation.generated_token_ids]
@@ -110,7 +118,7 @@ class PrefillFor:
             priority=context.priority,
             tenant=context.tenant,
             num_tokens=num_tokens,
-            deadline=now + timeout_s,
+            deadline=deadline,
         )
         return QueuedRequest(
             standing=standing,

@@ -28,6 +28,8 @@ from router.policy.room import max_requests, with_step_times
 from router.untaken import Capacity
 
 #: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
+# Routers that tell what they send; what more say is not heard.
+_MAX_PEERS = 64
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 # A worker's last reports may come after the router noticed its end, but not later than this.
@@ -904,6 +906,8 @@ class PeerWatch:
     def on_told(self, router_id: str, now: float) -> None:
         """A router told what it has sent."""
         is_new = router_id not in self._told_at or router_id not in self._active_at
+        if is_new and len(self._told_at) >= _MAX_PEERS:
+            return
         self._told_at[router_id] = self._active_at[router_id] = now
         if is_new:
             self.poll(now)

@@ -559,6 +559,8 @@ def check_relayed(relayed: Relayed) -> None:
     if len(relayed.prefill_namespaces) > _MAX_PREFILL_NAMESPACES:
         message = f"there are more than {_MAX_PREFILL_NAMESPACES} namespaces"
         raise InvalidRequestError(message, field="prefill_namespaces")
+    if len(set(relayed.prefill_namespaces)) < len(relayed.prefill_namespaces):
+        raise InvalidRequestError("a namespace is named twice", field="prefill_namespaces")
 
 
 # A session in domain terms: many requests on one stream, by slot, and its limits.

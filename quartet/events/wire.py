@@ -40,7 +40,7 @@ MAX_EVENTS = 8192
 #: And a load report that is longer, or has more entries: each is read by itself.
 MAX_LOAD_BYTES = 1 << 18
 #: And bookings that are longer, or name more starts.
-MAX_BOOKINGS_BYTES, MAX_BOOKED_STARTS = 1 << 16, 512
+MAX_BOOKINGS_BYTES, MAX_BOOKED_STARTS = 1 << 16, 256
 #: Ranks that a worker may have, as discovery allows, routers that it may report to, and ways that it may have used.
 MAX_RANKS, MAX_ROUTERS, MAX_WAYS = 1024, 4096, 16
 

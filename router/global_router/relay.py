@@ -174,6 +174,25 @@ class _Progress:
     is_timed: bool = False
 
 
+@dataclass
+class _Tried:
+    """What was tried for a choice, or for all of them while they go together.
+
+    Attributes:
+        failed: namespaces of pools that are not to be asked again.
+        num_lost: by namespace, how often a router of it was lost.
+        num_relays: how often pools were asked in vain.
+    """
+
+    failed: set[str] = field(default_factory=set)
+    num_lost: Counter[str] = field(default_factory=Counter)
+    num_relays: int = 0
+
+    def copy(self) -> _Tried:
+        """For a choice that goes on alone."""
+        return _Tried(set(self.failed), self.num_lost.copy(), self.num_relays)
+
+
 class RelayRun(GenerateRun):
     """One request, from arrival to the end of all its choices, at one pool after another."""
 
@@ -191,7 +210,6 @@ class RelayRun(GenerateRun):
         self._progress = {choice: _Progress() for choice in request.choices}
         self._accepted_terms: Accepted | None = None
         self._num_relays = 0
-        self._num_lost: Counter[str] = Counter()  # by namespace, how often a router of it was lost
         super().__init__(request, pipeline.context, sink, on_end, on_queued, prepare=prepare_to_relay)
 
     @property
@@ -212,7 +230,7 @@ class RelayRun(GenerateRun):
         self._log.prepared((), num_relayed=len(self._progress))
         if request.resume is not None:
             self._take_resume(request.resume)
-        await self._run_leg(None, set())
+        await self._run_leg(None, _Tried())
 
     def _take_resume(self, resume: Resume) -> None:
         progress = self._progress[resume.choice]
@@ -220,16 +238,16 @@ class RelayRun(GenerateRun):
         progress.num_text_bytes, progress.num_reasoning_bytes = resume.num_text_bytes, resume.num_reasoning_bytes
         progress.num_tool_calls, progress.num_argument_bytes = resume.num_tool_calls, resume.num_argument_bytes
 
-    async def _run_leg(self, choice: int | None, failed: set[str]) -> None:
+    async def _run_leg(self, choice: int | None, tried: _Tried) -> None:
         """Run all choices, or one of them, at one pool after another until they have ended."""
         while True:
             num_generated = 0 if choice is None else len(self._progress[choice].token_ids)
-            chosen = self._pipeline.choose(self._request, num_generated, failed)
+            chosen = self._pipeline.choose(self._request, num_generated, tried.failed)
             try:
                 await self._relay(chosen, choice)
                 return
             except ServingError as error:
-                self._check_retry(error, chosen.serving, failed)
+                self._check_retry(error, chosen.serving, tried)
             if self._accepted_terms is None:
                 continue
             left = [number for number, progress in self._progress.items() if not progress.has_ended]
@@ -237,23 +255,25 @@ class RelayRun(GenerateRun):
                 # From now on each goes its own way: only single choices are resumed.
                 async with asyncio.TaskGroup() as group:
                     for number in left:
-                        group.create_task(self._run_leg(number, set(failed)))
+                        group.create_task(self._run_leg(number, tried.copy()))
                 return
             choice = left[0] if choice is None else choice
 
-    def _check_retry(self, error: ServingError, pool: Pool, failed: set[str]) -> None:
+    def _check_retry(self, error: ServingError, pool: Pool, tried: _Tried) -> None:
         """Note that ``pool`` failed the request. Raises ``error`` if no other may go on."""
         if self._is_cancelled:
+            self.cancel_work()  # all legs end so, not only this one
             raise asyncio.CancelledError
         has_output = any(progress.token_ids for progress in self._progress.values())
         is_lost = isinstance(error, _LOST)
         is_refused = isinstance(error, _REFUSED) and not has_output and self._pipeline.pools.retries_to_faster
-        if not (is_lost or is_refused) or self._num_relays >= _MAX_ATTEMPTS:
+        tried.num_relays += 1
+        if not (is_lost or is_refused) or tried.num_relays >= _MAX_ATTEMPTS:
             raise error
         # Another router of the pool may answer where one was lost.
-        self._num_lost[pool.namespace] += 1
-        if not isinstance(error, RouterUnavailableError) or self._num_lost[pool.namespace] >= len(pool.links):
-            failed.add(pool.namespace)
+        tried.num_lost[pool.namespace] += 1
+        if not isinstance(error, RouterUnavailableError) or tried.num_lost[pool.namespace] >= len(pool.links):
+            tried.failed.add(pool.namespace)
         self._pipeline.pools.note_retry(pool)
 
     async def _relay(self, chosen: Chosen, choice: int | None) -> None:
@@ -310,6 +330,8 @@ class RelayRun(GenerateRun):
         """A pool placed the request, or its end came before."""
         first = self._accepted_terms is None
         if accepted.choices:
+            if self._request.held is not None:
+                self._request.held.leave()
             self._accepted_terms = self._accepted_terms or accepted
             self._log.placement = Placement(prefill=accepted.choices[0].prefill, decode=accepted.choices[0].decode)
         if first and not self._choices.is_accepted:

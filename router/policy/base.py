@@ -228,6 +228,8 @@ class Placement:
 
     def num_missing_tokens(self, pending: Pending) -> int:
         """Tokens of ``pending``, which it places, to compute there; the last token is always computed."""
+        if pending.is_handed_in:
+            return 1
         return max(pending.num_tokens - self.num_cached_tokens, 1)
 
 

@@ -24,6 +24,8 @@ def start_at(candidate: Candidate, pending: Pending) -> Start:
 
     What takes an unknown time counts as on the device. Until steps' times are known, workers load all.
     """
+    if pending.is_handed_in:
+        return Start(pending.num_tokens - 1)
     num_cached = pending.num_cached_tokens.get(candidate.rank, 0)
     lower = pending.lower_tokens.get(candidate.rank)
     if lower is None:

@@ -30,7 +30,7 @@ RESUMES = st.builds(
 RELAYED = st.builds(
     Relayed,
     request_id=st.just("") | st.text("0123456789abcdef", min_size=32, max_size=32),
-    prefill_namespaces=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+    prefill_namespaces=st.lists(TEXT.filter(bool), max_size=3, unique=True).map(tuple),
 ).filter(lambda relayed: relayed != Relayed())
 STARTS = st.builds(
     SessionStart,
@@ -59,7 +59,11 @@ def test_a_start_survives(asked: SessionStart) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"request_id": "F" * 32}, "request_id"), ({"prefill_namespaces": ["n"] * 65}, "prefill_namespaces")],
+    [
+        ({"request_id": "F" * 32}, "request_id"),
+        ({"prefill_namespaces": [f"n{number}" for number in range(65)]}, "prefill_namespaces"),
+        ({"prefill_namespaces": ["n", "m", "n"]}, "prefill_namespaces"),
+    ],
 )
 def test_what_names_no_request_is_refused(fields: dict[str, object], field: str) -> None:
     start = router_pb2.GenerateStart(text="a")

@@ -95,6 +95,18 @@ async def test_an_answer_is_whole_on_each_path(pools: tuple[Scene, Stub], path: 
     assert [choice.finished.usage.num_prompt_tokens for choice in whole.choices] == [5, 5, 5]
 
 
+async def test_an_answer_that_runs_is_no_prompt_that_waits(pools: tuple[Scene, Stub]) -> None:
+    scene, stub = pools
+    assert scene.pipeline is not None
+    call = stub.Generate(timeout=TIMEOUT_S)
+    await call.write(pb.GenerateRequest(start=start(100)))
+    await call.done_writing()
+    response = await call.read()
+    assert response.HasField("accepted") and scene.pipeline.num_running == 1
+    assert scene.pipeline.context.prompts.num_bytes == 0
+    call.cancel()
+
+
 async def test_ids_that_a_client_does_not_want_stay_here(pools: tuple[Scene, Stub]) -> None:
     scene, _ = pools
     async with QuartetClient(scene.address) as client:

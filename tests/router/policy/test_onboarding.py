@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quartet.discovery.base import Rank
 from quartet.events.load import OnboardTime, StepTime
-from router.policy.base import Candidate, LowerTokens, Option, Pending, Snapshot
+from router.policy.base import Candidate, LowerTokens, Option, Pending, Placement, Snapshot
 from router.policy.forecast import CostWeights, Job, Plan, PrefillForecast
 from router.policy.greedy import LeastLoadedPolicy
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy, shortlist
@@ -178,3 +178,10 @@ def test_a_rank_begins_as_soon_as_it_can(counts: tuple[int, int, int], host_s: f
     ]
     assert start in [(num_cached, pytest.approx(onboard_s)) for num_cached, onboard_s in ways]
     assert ready_in_s(*start) == pytest.approx(min(ready_in_s(*way) for way in ways))
+
+
+def test_nothing_of_a_prompt_that_is_handed_in_is_computed_or_loaded() -> None:
+    request = pending(here=(100, 300, 300))
+    request.is_handed_in = True
+    assert start_at(candidate("here"), request) == (999, 0.0)
+    assert Placement(None, Rank("here")).num_missing_tokens(request) == request.num_missing_tokens(Rank("here")) == 1
