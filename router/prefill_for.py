@@ -13,7 +13,13 @@ from dataclasses import replace
 from quartet.api.convert.prefill import AskedPrefill, PrefilledFor
 from quartet.discovery.base import Rank
 from quartet.engine.sampling import check_fields, check_output_fields
-from quartet.errors import ModelNotFoundError, RequestTimeoutError, ServingError, WorkerUnavailableError
+from quartet.errors import (
+    ModelNotFoundError,
+    PromptTooLongError,
+    RequestTimeoutError,
+    ServingError,
+    WorkerUnavailableError,
+)
 from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, sequence_hashes
 from quartet.streams.client import FINAL
 from quartet.streams.messages import PrefillOutcome, WorkerStart
@@ -68,6 +74,7 @@ class PrefillFor:
 
         Raises:
             ModelNotFoundError: no worker has the very same model.
+            PromptTooLongError: no worker could hold it.
             RequestTimeoutError: its time is over, which is at most what this router gives any request.
             ServingError: it can't be placed, or all attempts failed.
         """
@@ -78,12 +85,18 @@ class PrefillFor:
         generation = start.generation
         check_fields(generation.sampling, pool.sampling_fields, "this model")
         check_output_fields(generation.output, pool.sampling_fields, "this model")
+        num_tokens = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
+        if num_tokens >= pool.max_model_len:
+            message = (
+                f"{num_tokens} tokens leave no room for an answer: it and the prompt may have {pool.max_model_len}"
+            )
+            raise PromptTooLongError(message, field="start.generation.prompt_token_ids")
         most_s = self._context.max_timeout_s
         timeout_s = min(start.context.timeout_s or most_s, most_s)
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._context.intake.enter(start.context.tenant, len(generation.prompt_token_ids))
+                await self._context.intake.enter(start.context.tenant, num_tokens)
                 return await self._run(start, pool, deadline)
         except TimeoutError as error:
             raise RequestTimeoutError("the prompt was not prefilled in time") from error

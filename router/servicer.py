@@ -19,8 +19,8 @@ from quartet.api.fleet import Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import AskedStart, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
-from quartet.errors import DrainingError, ProtocolError, UnimplementedError
-from quartet.rpc.audience import Identity, caller_identity
+from quartet.errors import DrainingError, PermissionDeniedError, ProtocolError, UnimplementedError
+from quartet.rpc.audience import Identity, IdentityKind, caller_identity
 from quartet.rpc.errors import public_error
 from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import Service, StalledCalls
@@ -198,6 +198,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """As router.proto says."""
         if self._prefills is None:
             raise UnimplementedError("this router prefills for no others")
+        identity = self._identity(context)
+        if identity is not None and identity.kind is not IdentityKind.ROUTER:
+            raise PermissionDeniedError("only routers may have prompts prefilled for them")
         return to_prefill_for_response(await self._prefills.run(from_prefill_for_request(request)))
 
     async def _read_start(self, context: _Context, identity: Identity | None) -> AskedStart:

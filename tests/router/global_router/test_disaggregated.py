@@ -202,3 +202,15 @@ async def test_a_namespace_that_the_router_does_not_know_is_refused(
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         failure = session.received[3].failure
         assert failure is not None and (failure.reason, failure.field) == ("INVALID_FIELD", "prefill_namespaces")
+
+
+async def test_only_routers_may_have_prompts_prefilled_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS, with_tls=True) as (scene, _stub):
+        assert scene.certificates is not None
+        worker = scene.certificates.issue("p0", "worker", "prefill-0")
+        async with create_channel(scene.pools["p0"].address, worker) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await Stub(channel).PrefillFor(pb.PrefillForRequest(model="tiny"), timeout=TIMEOUT_S)
+        assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
