@@ -161,7 +161,7 @@ class Tiering:
         self._loaders = _threads("quartet-load", lower.host_plan)
         self._writers = _threads("quartet-write", lower.disk_plan or lower.host_plan)
         self._loads: dict[int, _Load] = {}
-        self._savings: list[Saving] = []
+        self._savings: list[_SavedBatch] = []
         self._num_writing = 0
         self._writes_again_at = 0.0
         self._step_time: Callable[[], StepTime | None] = lambda: None
@@ -221,8 +221,7 @@ class Tiering:
         """End the threads, and give files and memory back. The pool is still there."""
         for threads in (self._loaders, self._writers):
             threads.shutdown(cancel_futures=True)
-        for saving in self._savings:
-            saving.wait()
+        _wait_for(self._savings)
         if self._disk is not None:
             self._disk.close()
         self._host.close()
@@ -262,8 +261,9 @@ class Tiering:
             batch = blocks[begin : begin + plan.max_batch_size]
             if begin >= len(needed) and self._num_saving() >= plan.max_concurrent_transfers:
                 break
-            saving = self._host.save([block.source or 0 for block in batch], [block.slot for block in batch])
-            self._savings.append(saving)
+            block_ids, slots = [block.source or 0 for block in batch], [block.slot for block in batch]
+            saving = self._host.save(block_ids, slots)
+            self._savings.append(_SavedBatch(saving, frozenset(block_ids), frozenset(slots)))
             self.lower.saved(batch)
             lost.difference_update(map(id, batch))
         self.lower.lose([block for block in urgent if id(block) in lost])
@@ -274,14 +274,13 @@ class Tiering:
         savings = tuple(self._savings)
 
         def wait() -> None:
-            for saving in savings:
-                saving.wait()
+            _wait_for(savings)
             self._post(PullsReady(pulls))
 
         self._loaders.submit(wait)
 
     def _num_saving(self) -> int:
-        self._savings = [saving for saving in self._savings if not saving.is_done]
+        self._savings = [batch for batch in self._savings if not batch.saving.is_done]
         return len(self._savings)
 
     def _begin_load(self, load: Load) -> None:
@@ -295,15 +294,16 @@ class Tiering:
         self._num_saving()
         for begin in begins:
             job = _LoadJob(load.id, begin, blocks[begin : begin + size], load.block_ids[begin : begin + size])
-            self._loaders.submit(self._run_load, job, tuple(self._savings))
+            # Others are not waited for: the link moves what is saved beside what is loaded.
+            savings = [batch for batch in self._savings if batch.meets(job)]
+            self._loaders.submit(self._run_load, job, savings)
 
-    def _run_load(self, job: _LoadJob, savings: Sequence[Saving]) -> None:
+    def _run_load(self, job: _LoadJob, savings: Sequence[_SavedBatch]) -> None:
         """On a thread of its own: from disk to the host, and from there to the pool."""
         has_arrived = [block.disk is None for block in job.blocks]
         is_loaded, seconds = False, {}
         try:
-            for saving in savings:
-                saving.wait()
+            _wait_for(savings)
             began = time.monotonic()
             for index, block in enumerate(job.blocks):
                 if block.disk is not None and self._disk is not None:
@@ -352,13 +352,12 @@ class Tiering:
             self._num_saving()
             self._writers.submit(self._run_write, write, tuple(self._savings))
 
-    def _run_write(self, write: DiskWrite, savings: Sequence[Saving]) -> None:
+    def _run_write(self, write: DiskWrite, savings: Sequence[_SavedBatch]) -> None:
         """On a thread of its own."""
         is_good = [False] * len(write.blocks)
         try:
             assert self._disk is not None, "there is a disk"
-            for saving in savings:
-                saving.wait()
+            _wait_for(savings)
             self._disk.delete(write.removed)
             for index, block in enumerate(write.blocks):
                 self._disk.write(block.name, self._host.slot(block.slot))
@@ -374,6 +373,25 @@ class _LoadJob:
     first: int
     blocks: Sequence[LoadedBlock]
     block_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _SavedBatch:
+    """A copy of blocks of the pool to slots that was begun."""
+
+    saving: Saving
+    block_ids: frozenset[int]
+    slots: frozenset[int]
+
+    def meets(self, job: _LoadJob) -> bool:
+        """Whether the load writes what this reads, or reads or writes what this writes."""
+        slots = (block.host.slot for block in job.blocks)
+        return not (self.block_ids.isdisjoint(job.block_ids) and self.slots.isdisjoint(slots))
+
+
+def _wait_for(batches: Sequence[_SavedBatch]) -> None:
+    for batch in batches:
+        batch.saving.wait()
 
 
 def open_tiers(

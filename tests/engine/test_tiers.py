@@ -14,20 +14,20 @@ import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind, StepOutput, TierCounts
 from quartet.engine.runner import ModelRunner, RunningRequest
-from quartet.engine.scheduler import Pull, Schedule
+from quartet.engine.scheduler import Load, Pull, Schedule
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import OutputBuilder
-from quartet.engine.tiers import Link, PullsReady, Speed, Tiering, TierMessage, open_tiers
+from quartet.engine.tiers import Link, LoadBatchEnded, PullsReady, Speed, Tiering, TierMessage, open_tiers
 from quartet.errors import RequestCancelledError
 from quartet.events.kv import StoredBlocks, Tier
 from quartet.events.load import OnboardTime, StepTime
-from quartet.kvcache.block_hash import sequence_hashes
+from quartet.kvcache.block_hash import chain_digest, sequence_hashes
 from quartet.kvcache.block_pool import EvictedBlock
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
 from quartet.transfer.base import PieceRun, PoolMemory
 from quartet.transfer.disk_blocks import DiskBlocks
-from quartet.transfer.host_blocks import PlainHostBlocks, Saving
+from quartet.transfer.host_blocks import DONE, PlainHostBlocks, Saving
 from tests.engine.consumer import Consumer, StartEngine
 from tests.engine.fakes import WAIT_S, FakePuller, FakeRunner, expected_output, make_request
 from tests.engine.launching import LaunchingRunner
@@ -44,14 +44,15 @@ SINGLY = TierPlan(num_blocks=40, max_batch_size=1, max_concurrent_transfers=50)
 class GatedSaving:
     """A copy that is under way until ``event`` is set, as on a GPU."""
 
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, event: threading.Event, is_waited_for: threading.Event) -> None:
+        self._event, self._is_waited_for = event, is_waited_for
 
     @property
     def is_done(self) -> bool:
         return self._event.is_set()
 
     def wait(self) -> None:
+        self._is_waited_for.set()
         assert self._event.wait(WAIT_S)
 
 
@@ -61,13 +62,14 @@ class GatedHostBlocks(PlainHostBlocks):
     def __init__(self, memory: PoolMemory, num_slots: int, num_blocks: int) -> None:
         super().__init__(memory, num_slots, num_blocks=num_blocks)
         self.may_load, self.may_save, self.began = threading.Event(), threading.Event(), threading.Event()
+        self.is_waited_for = threading.Event()
         self.fails = False
         self.may_load.set()
         self.may_save.set()
 
     def save(self, block_ids: Items[int], slots: Items[int]) -> Saving:
         super().save(block_ids, slots)
-        return GatedSaving(self.may_save)
+        return DONE if self.may_save.is_set() else GatedSaving(self.may_save, self.is_waited_for)
 
     def load(self, slots: Items[int], block_ids: Items[int]) -> None:
         self.began.set()
@@ -344,6 +346,40 @@ def test_pulls_wait_for_blocks_that_an_earlier_step_began_to_save() -> None:
     hosts[0].may_save.set()
     assert ready.wait(WAIT_S)
     assert posted == [PullsReady([pull])]
+    tiers.close()
+
+
+@pytest.mark.parametrize("is_met", [False, True])
+def test_a_load_waits_only_for_copies_of_what_it_overwrites(is_met: bool) -> None:
+    hosts, posted, ended = list[GatedHostBlocks](), list[TierMessage](), threading.Event()
+
+    def post(message: TierMessage) -> None:
+        posted.append(message)
+        ended.set()
+
+    def host(memory: PoolMemory, num_slots: int, num_blocks: int) -> GatedHostBlocks:
+        hosts.append(GatedHostBlocks(memory, num_slots, num_blocks))
+        return hosts[0]
+
+    tiers = make_tiers(4, host=host)(FakeRunner(num_blocks=12), post)
+    digest = chain_digest(bytes(32), b"first")
+    tiers.lower.take([EvictedBlock(2, digest, bytes(32), 1, None)])
+    tiers.begin_step(Schedule())
+    found = tiers.lower.find(bytes(32), [b"first"])
+    hosts[0].may_save.clear()
+    hosts[0].began.clear()
+    tiers.lower.take([EvictedBlock(3, b"other", bytes(32), 2, None)])
+    tiers.begin_step(Schedule(loads=[Load(7, found, [3 if is_met else 4])]))
+    if is_met:
+        assert hosts[0].is_waited_for.wait(WAIT_S)
+        assert not ended.is_set()
+    else:
+        assert ended.wait(WAIT_S)
+    hosts[0].may_save.set()
+    assert ended.wait(WAIT_S)
+    [message] = posted
+    assert isinstance(message, LoadBatchEnded)
+    assert message.is_loaded
     tiers.close()
 
 
