@@ -16,17 +16,16 @@ from typing import TypeAlias
 
 from quartet.engine.base import TierCounts
 from quartet.engine.scheduler import Load, Pull, Schedule
+from quartet.engine.tier_rules import Forecast, load_s_per_block, save_batches
 from quartet.events.kv import Tier
 from quartet.events.load import StepTime
 from quartet.kvcache.sequence import Sequence as TokenSequence
-from quartet.kvcache.tiers import DiskWrite, LoadedBlock, LowerTiers, TierBlock, TierPlan
+from quartet.kvcache.tiers import DiskWrite, LoadedBlock, LowerTiers, TierPlan
 from quartet.transfer.disk_blocks import DiskBlocks
 from quartet.transfer.host_blocks import HostBlocks, Saving
 
 logger = logging.getLogger(__name__)
 
-# A load's way through another thread, and the turn of the engine's thread that it takes more.
-_LATENCY_S = 0.001
 # Of a measured speed this share counts, the rest is what was known before.
 _NEWS = 0.25
 # A speed that was found too low is doubted by so much of its distance to the best one, each time that it decides.
@@ -189,8 +188,18 @@ class Tiering:
 
         ``seq`` has its blocks of the pool. Until the steps' times are known, all are loaded.
         """
-        found = seq.blocks_below
-        num_loaded = self._num_loaded(found, len(seq) - seq.num_computed_tokens, seq.block_size)
+        found, step_time = seq.blocks_below, self._step_time()
+        if step_time is None:
+            return
+        forecast = Forecast(
+            step_time=step_time,
+            max_step_tokens=self._max_step_tokens,
+            s_per_block=self.s_per_block,
+            loading_s=sum(load.expected_s for load in self._loads.values()),
+        )
+        num_loaded = forecast.num_loaded(found, len(seq) - seq.num_computed_tokens, seq.block_size)
+        for tier in {block.tier for block in found[num_loaded:]}:
+            self._speeds[tier].doubt()
         self.lower.release(found[num_loaded:])
         seq.blocks_below = found[:num_loaded]
 
@@ -226,47 +235,12 @@ class Tiering:
             self._disk.close()
         self._host.close()
 
-    def _num_loaded(self, found: Sequence[TierBlock], num_missing_tokens: int, block_size: int) -> int:
-        """How many of ``found`` to load: none, all, or those before one of another tier."""
-        step_time = self._step_time()
-        if step_time is None:
-            return len(found)
-        load_s = _LATENCY_S + sum(load.expected_s for load in self._loads.values())
-        best, best_s = 0, step_time.prefill_in_steps_s(num_missing_tokens, self._max_step_tokens, 0.0)
-        for number, block in enumerate(found, 1):
-            load_s += self._load_s(block.tier)
-            if number < len(found) and found[number].tier is block.tier:
-                continue
-            num_left = num_missing_tokens - number * block_size
-            total_s = load_s + step_time.prefill_in_steps_s(num_left, self._max_step_tokens, 0.0)
-            if total_s < best_s:
-                best, best_s = number, total_s
-        for tier in {block.tier for block in found[best:]}:
-            self._speeds[tier].doubt()
-        return best
-
-    def _load_s(self, tier: Tier) -> float:
-        """Seconds for a block to come from there; what is on disk comes by way of the host."""
-        host_s = self._speeds[Tier.HOST].s_per_block
-        return host_s if tier is Tier.HOST else host_s + self._speeds[tier].s_per_block
-
     def _save(self, schedule: Schedule) -> None:
-        plan = self.lower.host_plan
-        urgent, others = self.lower.saves(_written(schedule), plan.max_batch_size)
-        needed = [block for load in schedule.loads for block in load.blocks if block.source is not None]
-        known = set(map(id, needed))
-        blocks = needed + [block for block in (*urgent, *others) if id(block) not in known]
-        lost = {id(block) for block in urgent} - known
-        for begin in range(0, len(blocks), plan.max_batch_size):
-            batch = blocks[begin : begin + plan.max_batch_size]
-            if begin >= len(needed) and self._num_saving() >= plan.max_concurrent_transfers:
-                break
+        for batch in save_batches(self.lower, schedule, self._num_saving):
             block_ids, slots = [block.source or 0 for block in batch], [block.slot for block in batch]
             saving = self._host.save(block_ids, slots)
             self._savings.append(_SavedBatch(saving, frozenset(block_ids), frozenset(slots)))
             self.lower.saved(batch)
-            lost.difference_update(map(id, batch))
-        self.lower.lose([block for block in urgent if id(block) in lost])
 
     def _delay_pulls(self, schedule: Schedule) -> None:
         """Others write to the blocks of pulls, which may still be being saved, and wait for no stream of ours."""
@@ -286,7 +260,8 @@ class Tiering:
     def _begin_load(self, load: Load) -> None:
         blocks = self.lower.begin_load(load.blocks)
         size = self.lower.host_plan.max_batch_size
-        expected_s = sum(self._load_s(Tier.HOST if block.disk is None else Tier.DISK) for block in blocks)
+        tiers = (Tier.HOST if block.disk is None else Tier.DISK for block in blocks)
+        expected_s = sum(load_s_per_block(self.s_per_block, tier) for tier in tiers)
         begins = range(0, max(1, len(blocks)), size)
         self._loads[load.id] = _Load(blocks, self._clock(), expected_s, len(begins))
         self._loads[load.id].has_arrived = [False] * len(blocks)
@@ -344,7 +319,7 @@ class Tiering:
     def _write(self) -> None:
         plan = self.lower.disk_plan
         assert plan is not None, "there is a disk"
-        while self._num_writing < plan.max_concurrent_transfers and self._clock() >= self._writes_again_at:
+        while self._num_writing < plan.num_threads and self._clock() >= self._writes_again_at:
             write = self.lower.writes()
             if write is None:
                 return
@@ -433,24 +408,10 @@ def _probe_host(host: HostBlocks, plan: TierPlan) -> float:
     return (time.monotonic() - began) / num_blocks
 
 
-def _written(schedule: Schedule) -> list[int]:
-    """The pool's blocks that a step and its transfers write to."""
-    written: list[int] = []
-    for chunk in schedule.chunks:
-        seq = chunk.running.seq
-        first, end = chunk.first_position, chunk.first_position + chunk.num_tokens
-        written += seq.block_table[first // seq.block_size : -(-end // seq.block_size)]
-    for load in schedule.loads:
-        written += load.block_ids
-    for pull in schedule.pulls:
-        written += [copy.block_id for copy in pull.copies]
-    return written
-
-
 def _num_leading(items: Sequence[bool]) -> int:
     """How many are true, up to the first that is not."""
     return next((index for index, item in enumerate(items) if not item), len(items))
 
 
 def _threads(name: str, plan: TierPlan) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(plan.max_concurrent_transfers, name)
+    return ThreadPoolExecutor(plan.num_threads, name)

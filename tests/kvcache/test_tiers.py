@@ -34,6 +34,16 @@ def test_a_block_that_is_there_is_copied_again_by_pass_all_only(policy: OffloadP
     assert [evict(tiers, evicted(1)), evict(tiers, evicted(1))] == copied
 
 
+def test_a_copy_that_pass_all_makes_again_and_has_no_time_for_leaves_the_one_that_is_there() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=4, policy=OffloadPolicy.PASS_ALL))
+    evict(tiers, evicted(1))
+    tiers.take([evicted(1), evicted(2, 1)])
+    urgent, _ = tiers.saves([0, 1], 0)
+    tiers.lose(urgent)
+    assert here(tiers) == {1}
+    assert (tiers.host.totals.num_dropped, tiers.pending) == (1, {})
+
+
 def test_by_presence_lfu_a_block_goes_down_with_its_second_use() -> None:
     tiers = LowerTiers(TierPlan(num_blocks=4, policy=OffloadPolicy.PRESENCE_LFU))
     assert evict(tiers, evicted(1)) == []
