@@ -84,6 +84,7 @@ class TierBlock:
         is_whole: the slot has the content, too.
         num_readers: loads that read it, or are about to.
         is_arriving: its content comes from the next tier.
+        is_stuck: what reads it, or brings it, takes so long that nobody waits for it.
         is_leaving: it is being written to the next tier.
         is_known: events have said that it is here.
         was_written: on the host: it was written to disk, or came from there.
@@ -96,6 +97,7 @@ class TierBlock:
     is_whole: bool = False
     num_readers: int = 0
     is_arriving: bool = False
+    is_stuck: bool = False
     is_leaving: bool = False
     is_known: bool = False
     was_written: bool = False
@@ -351,9 +353,9 @@ class LowerTiers:
         return sum(1 for _ in self._run(digest, contents))
 
     def is_loading(self, digest: bytes) -> bool:
-        """Whether a load reads that block."""
+        """Whether a load reads that block, and is worth waiting for."""
         block = self.host.get(digest) or self.disk.get(digest)  # one on the host may just be on its way to disk, too
-        return block is not None and (block.num_readers > 0 or block.is_arriving)
+        return block is not None and not block.is_stuck and (block.num_readers > 0 or block.is_arriving)
 
     def release(self, blocks: Sequence[TierBlock]) -> None:
         """What was found, and is not loaded or was."""
@@ -380,10 +382,16 @@ class LowerTiers:
         self.release(found[len(loaded) :])
         return loaded
 
+    def give_up(self, loaded: Sequence[LoadedBlock]) -> None:
+        """Nobody waits for these any more. They stay where they are until ``end_load``."""
+        for item in loaded:
+            item.host.is_stuck = True
+
     def end_load(self, loaded: Sequence[LoadedBlock], is_good: Sequence[bool]) -> None:
         """The bytes of each came, or did not: then the block is gone."""
         for item, came in zip(reversed(loaded), reversed(is_good), strict=True):
             host, disk = item.host, item.disk
+            host.is_stuck = False
             self._table(disk or host).totals.num_loaded += came
             self._table(disk or host).totals.num_failed += not came
             if disk is None:

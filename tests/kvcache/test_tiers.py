@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from quartet.events.kv import Tier
+from quartet.kvcache.block_hash import chain_digest
 from quartet.kvcache.block_pool import EvictedBlock
-from quartet.kvcache.tiers import LowerTiers, OffloadPolicy, TierPlan
+from quartet.kvcache.tiers import BlockName, LowerTiers, OffloadPolicy, TierPlan
 
 
 def evicted(number: int, block_id: int = 0, num_uses: int = 1) -> EvictedBlock:
@@ -89,3 +91,18 @@ def test_a_block_that_is_written_to_disk_is_not_being_loaded() -> None:
     tiers.find(name.parent_digest, [])
     tiers.host.get(name.digest).num_readers += 1  # type: ignore[union-attr]
     assert tiers.is_loading(name.digest)
+
+
+def test_nobody_waits_for_a_load_that_was_given_up_and_its_slot_stays() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=1), TierPlan(num_blocks=4, policy=OffloadPolicy.PRESENCE))
+    digest = chain_digest(bytes(32), b"first")
+    tiers.restore([BlockName(digest, bytes(32), 1, None)])
+    loaded = tiers.begin_load(tiers.find(bytes(32), [b"first"]))
+    assert tiers.is_loading(digest)
+    tiers.give_up(loaded)
+    assert not tiers.is_loading(digest)
+    assert tiers.find(bytes(32), [b"first"]) == []
+    assert evict(tiers, evicted(9)) == [], "what hangs may write to the only slot"
+    tiers.end_load(loaded, [True])
+    [found] = tiers.find(bytes(32), [b"first"])
+    assert (found.tier, tiers.is_loading(digest)) == (Tier.HOST, True)
