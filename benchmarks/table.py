@@ -715,7 +715,11 @@ _TIER_COST_COLUMNS: Columns = {
 
 def tiers_replay_tables(report: Report) -> str:
     """A row for each replay: what is below the pools, and what comes of it."""
-    rows = [{"about": LOADS[run["load"]].about, "name": BELOW[run["below"]], **run} for run in report["runs"]]
+    rows = [
+        {"about": LOADS[run["load"]].about, "name": BELOW[run["below"]], **run}
+        for run in report["runs"]
+        if run["below"] in BELOW
+    ]
     return _table(_TIERS_REPLAY_COLUMNS, rows)
 
 

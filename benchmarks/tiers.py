@@ -83,7 +83,6 @@ class Plan:
         model: its shape; ``None``: the tiny model's checkpoint.
         prompt_tokens: of each prompt of hits.
         max_step_tokens: of one step; ``None``: the engine's default.
-        max_transfers: batches on their way to the host, of 16 blocks: room for all that one step overwrites.
         num_rounds: after ``num_warm_ups`` that do not count.
         must_load: tiers from which the engine has to load, though it may find that computing is quicker.
         wanted_ratio: of first tokens from the host over those that are computed; ``None``: any.
@@ -94,7 +93,6 @@ class Plan:
     block_size: int
     prompt_tokens: int
     max_step_tokens: int | None
-    max_transfers: int
     num_rounds: int
     num_warm_ups: int
     must_load: frozenset[Tier]
@@ -134,7 +132,6 @@ PLANS: Mapping[str, Plan] = {
         block_size=32,
         prompt_tokens=2_000,
         max_step_tokens=None,
-        max_transfers=4,
         num_rounds=5,
         num_warm_ups=0,
         must_load=frozenset({Tier.HOST, Tier.DISK}),
@@ -147,7 +144,6 @@ PLANS: Mapping[str, Plan] = {
         block_size=32,
         prompt_tokens=8_016,
         max_step_tokens=8_192,
-        max_transfers=20,
         num_rounds=5,
         num_warm_ups=1,
         # Files may come more slowly than a GPU computes.
@@ -351,8 +347,7 @@ class _Bench:
         """Hits of one tier."""
         plan, is_disk = self._plan, tier is Tier.DISK
         disk = self._disk(plan.disk_blocks) if is_disk else DiskCacheSettings()
-        host = HostCacheSettings(num_blocks=plan.host_blocks(tier), max_concurrent_transfers=plan.max_transfers)
-        cache = CacheSettings(host=host, disk=disk)
+        cache = CacheSettings(host=HostCacheSettings(num_blocks=plan.host_blocks(tier)), disk=disk)
         client, source = self._client(plan.pool_blocks, cache), random.Random(tier.name)
         ask = partial(
             measure_hit,
