@@ -39,12 +39,12 @@ from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.peers import Peering
 from router.policy.create import create_policy
-from router.prefill_for import PrefillFor, PrefillTable
+from router.prefill_for import PrefillFor
 from router.prefill_pools import PrefillPools
 from router.prepare import max_message_bytes
 from router.prompt_memory import PromptMemory
 from router.readiness import Readiness
-from router.servicer import FILE_FIELDS, RouterServicer, router_service
+from router.servicer import FILE_FIELDS, NUMBER_FIELDS, RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
 from router.thread_queue import TokenizeQueue
@@ -122,7 +122,9 @@ class RouterProcess:
             stack.callback(grammars.close)
             pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing, grammars)
             stack.push_async_callback(pipeline.context.prefill_pools.close)
-            servicer = self._servicer(pipeline, table, fleet, self._prefills_for_others(pipeline, table, index))
+            prefills = self._prefills_for_others(pipeline, table, index)
+            self._watch_requests(pipeline, prefills)
+            servicer = self._servicer(pipeline, table, fleet, prefills)
             server = self._server(servicer, table, fleet)
             grpc_port = await server.start()
             self.address = f"{config.server.address.rpartition(':')[0]}:{grpc_port}"
@@ -249,6 +251,7 @@ class RouterProcess:
         limits = MessageLimits(
             max_bytes=lambda: max_message_bytes(table.pools(time.monotonic()), fleet.texts.known),
             file_fields=FILE_FIELDS,
+            number_fields=NUMBER_FIELDS,
         )
         return RpcServer(self._config.server, [router_service(servicer)], limits=limits, num_listeners=_NUM_LISTENERS)
 
@@ -268,7 +271,7 @@ class RouterProcess:
         table.listen(admission.wake)
         encode = self._encode_tools(table, fleet, index)
         keys, media_queue = self._signing_keys, self._media_queue(table, tenants)
-        pipeline = self._make_pipeline(
+        return self._make_pipeline(
             RouterContext(
                 router_id=table.router_id,
                 table=table,
@@ -289,19 +292,23 @@ class RouterProcess:
                 prefill_pools=PrefillPools(config.prefill_pools, config.server.tls),
             )
         )
+
+    def _watch_requests(self, pipeline: Pipeline, prefills: PrefillFor | None) -> None:
+        media, admission = pipeline.context.media, pipeline.context.admission
+        encode = media.encode
+
+        def num_queued() -> int:
+            num_prefills = 0 if prefills is None else prefills.num_queued
+            return admission.length + media.queue.length + encode.waits.length + encode.queue.length + num_prefills
+
         self._metrics.watch_requests(
-            lambda: admission.length + media_queue.length + encode.waits.length + encode.queue.length,
-            lambda: pipeline.num_running,
+            num_queued, lambda: pipeline.num_running + (0 if prefills is None else prefills.num_running)
         )
-        return pipeline
 
     def _prefills_for_others(self, pipeline: Pipeline, table: WorkerTable, index: PrefixIndex) -> PrefillFor | None:
         """What prefills for routers of other namespaces; ``None``: nothing does."""
-        config = self._config
-        policy = create_policy(config.policy, random.Random())
-        admission = Admission(PrefillTable(table), policy, config.admission, index, self._metrics, self._tenants)
-        table.listen(admission.wake)
-        return PrefillFor(pipeline.context, admission, table)
+        policy = create_policy(self._config.policy, random.Random())
+        return PrefillFor(pipeline.context, policy, self._config.admission, index)
 
     def _make_pipeline(self, context: RouterContext) -> Pipeline:
         return Pipeline(context)

@@ -780,7 +780,8 @@ class Pool:
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that at least one decode worker honours, or one
             prefill worker where none decodes; requests with them go only to workers that honour them.
         media: media that any of its workers takes.
-        adapters: adapters that at least one decode worker serves; requests for them go only there.
+        adapters: adapters that at least one decode worker serves, or one prefill worker where none decodes; requests
+            for them go only there.
         reasoning_parser, tool_call_parser: those that most workers name; empty: none names one.
     """
 
@@ -819,7 +820,7 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], ready: _Ready) -
         block_size=_usual([worker.record.block_size for worker in models]),
         sampling_fields=frozenset().union(*[worker.record.sampling_fields for worker in holders]),
         media=_describe_media(models, encode, [*ready.prefill, *ready.decode], ready.encode),
-        adapters=frozenset().union(*[worker.record.adapters for worker in decode]),
+        adapters=frozenset().union(*[worker.record.adapters for worker in holders]),
         num_ready_prefill=len(ready.prefill),
         num_ready_decode=len(ready.decode),
         num_ready_encode=len(ready.encode),
