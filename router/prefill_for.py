@@ -130,8 +130,8 @@ class PrefillFor:
 
     def _pool(self, asked: UnreadPrefill) -> Pool:
         """The pool that prefills it; refuses what can be refused unread. Raises as ``run``."""
-        key = PoolKey(asked.model_name, asked.model_fingerprint)
-        pool = next((one for one in self._table.pools(time.monotonic()) if one.key == key), None)
+        key, now = PoolKey(asked.model_name, asked.model_fingerprint), time.monotonic()
+        pool = next((one for one in self._table.pools(now) if one.key == key), None)
         if pool is None:
             raise ModelNotFoundError("no worker here has this model", field="model_fingerprint")
         if asked.num_tokens >= pool.max_model_len:
@@ -139,6 +139,10 @@ class PrefillFor:
                 f"{asked.num_tokens} tokens leave no room for an answer: it and the prompt may have"
                 f" {pool.max_model_len}"
             )
+            raise PromptTooLongError(message, field="start.generation.prompt_token_ids")
+        ranks = self._table.snapshot(key, now).prefill
+        if ranks and all(rank.num_blocks(asked.num_tokens) > rank.num_total_blocks for rank in ranks):
+            message = f"no rank that prefills has room for {asked.num_tokens} tokens"
             raise PromptTooLongError(message, field="start.generation.prompt_token_ids")
         if asked.num_salt_characters > MAX_SALT_LENGTH:
             message = f"cache_salt is longer than {MAX_SALT_LENGTH} characters"

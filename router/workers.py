@@ -359,8 +359,10 @@ class WorkerTable:
     def reserve_prefill(self, placement: Placement, pending: Pending) -> Booking:
         """Reserve the room that ``pending`` takes at a prefill worker, for a router of another namespace."""
         rank = placement.prefills_at
-        return self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
-            rank.data_parallel_rank, num_queued_tokens=placement.num_missing_tokens(pending)
+        return self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve_prompt(
+            rank.data_parallel_rank,
+            num_tokens=pending.num_reserved_tokens,
+            num_queued_tokens=placement.num_missing_tokens(pending),
         )
 
     def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:

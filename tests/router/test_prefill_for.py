@@ -168,6 +168,20 @@ async def test_a_tenant_pays_once_for_a_prefill_and_in_the_account_of_its_reques
     scene.assert_nothing_left()
 
 
+async def test_prompts_wait_here_and_not_at_a_worker_whose_room_is_promised() -> None:
+    scene, gate = Scene("prefill-0", "decode-0"), asyncio.Event()  # a rank of 1,000 tokens
+    scene.fleet.hops.plan("prefill", Plan(gate=gate), Plan(gate=gate))
+    first = scene.ask(tenant="flooder")
+    await scene.fleet.hops.hung.wait()
+    second, other = scene.ask(tenant="flooder"), scene.ask(tenant="other", num_tokens=90)
+    await settle()
+    assert [len(call.start.generation.prompt_token_ids) for call in scene.fleet.hops.calls] == [900, 90]
+    assert scene.prefills.num_queued == 1
+    gate.set()
+    await asyncio.gather(first, second, other)
+    scene.assert_nothing_left()
+
+
 async def test_an_attempt_that_failed_goes_on_elsewhere_with_the_same_hashes() -> None:
     scene = Scene("prefill-0", "prefill-1", "decode-0")
     scene.fleet.hops.plan("prefill", Plan(error=WorkerUnavailableError("away")))
@@ -198,6 +212,7 @@ async def test_a_prompt_that_ends_workers_is_not_sent_to_all_of_them() -> None:
     ("changes", "error", "field"),
     [
         ({"num_tokens": 2000}, PromptTooLongError, "start.generation.prompt_token_ids"),
+        ({"num_tokens": 1001}, PromptTooLongError, "start.generation.prompt_token_ids"),
         ({"num_tokens": 2000, "num_generated": 1000}, PromptTooLongError, "start.generation.prompt_token_ids"),
         ({"cache_salt": "s" * (MAX_SALT_LENGTH + 1)}, InvalidRequestError, "start.generation.cache_salt"),
         ({"adapter": "unknown"}, UnsupportedFieldError, "start.generation.adapter"),
