@@ -7,6 +7,7 @@ there and what waits there, and the room that the prompt takes until its blocks 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ from quartet.errors import (
 )
 from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, sequence_hashes
 from quartet.streams.messages import PrefillOutcome, WorkerStart
+from quartet.telemetry.logging import FinishedRequest, log_request
 from router.admission import Admission, QueuedRequest
 from router.attempts import Hop, HopFailedError, RetryHints
 from router.book import Booking, Reservation, numbering
@@ -34,8 +36,11 @@ from router.kv_index.index import PrefixIndex
 from router.lost_workers import LostWorkers
 from router.policy.base import Pending, Placement, Policy, Snapshot
 from router.prompt_memory import HeldPrompt, prefill_bytes
+from router.request_log import outcome_of
 from router.tenants import MAX_SALT_LENGTH
 from router.workers import Pool, PoolKey, WorkerTable
+
+logger = logging.getLogger(__name__)
 
 
 class PrefillTable:
@@ -96,7 +101,7 @@ class PrefillFor:
         """Prefill at the worker that the policy names, or, if that fails, at another.
 
         What refuses it comes first, then it counts among the prompts that wait, then it waits for its tenant's turn,
-        and only then it is read.
+        and only then it is read. One line is logged at its end.
 
         Raises:
             ModelNotFoundError: no worker has the very same model.
@@ -106,11 +111,33 @@ class PrefillFor:
             RequestTimeoutError: its time is over, which is at most what this router gives any request.
             ServingError: it can't be placed, or all attempts failed.
         """
-        pool = self._pool(asked)
+        began = time.monotonic()
+        line = FinishedRequest(
+            request_id=asked.request_id,
+            outcome="prefilled",
+            path="prefill_for",
+            tenant=asked.tenant,
+            num_prompt_tokens=asked.num_tokens,
+        )
+        self.num_running += 1
+        try:
+            prefilled = await self._run_in_time(asked, self._pool(asked))
+            line.model, line.prefill_worker = asked.model_name, prefilled.rank.worker_id
+            line.num_cached_tokens = prefilled.outcome.num_cached_tokens
+            line.prefill_queue_s = prefilled.outcome.queue_s
+            return prefilled
+        except BaseException as error:
+            line.outcome = outcome_of(error)
+            raise
+        finally:
+            self.num_running -= 1
+            line.total_s = time.monotonic() - began
+            log_request(logger, line)
+
+    async def _run_in_time(self, asked: UnreadPrefill, pool: Pool) -> PrefilledFor:
         most_s = self._context.max_timeout_s
         timeout_s = min(most_s if asked.timeout_s is None else asked.timeout_s, most_s)
         deadline, prompts, held = time.monotonic() + timeout_s, self._context.prompts, None
-        self.num_running += 1
         try:
             async with asyncio.timeout(timeout_s) as timeout:
                 held = prompts.hold(asked.tenant, asked.priority, prefill_bytes(asked.num_tokens), timeout)
@@ -124,7 +151,6 @@ class PrefillFor:
                 raise prompts.full_error() from error
             raise RequestTimeoutError("the prompt was not prefilled in time") from error
         finally:
-            self.num_running -= 1
             if held is not None:
                 held.leave()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -255,6 +256,19 @@ async def test_workers_are_told_no_higher_priority_than_the_tenant_may_have() ->
     for tenant, priority in (("acme", 9), ("acme", 2), ("other", 9)):
         await scene.ask(tenant=tenant, priority=priority)
     assert [call.start.context.priority for call in scene.fleet.hops.calls] == [3, 2, 0]
+
+
+async def test_one_line_is_logged_for_each_however_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="router.prefill_for")
+    scene = Scene("prefill-0")
+    await scene.ask(tenant="acme", request_id="0f" * 16)
+    with pytest.raises(PromptTooLongError):
+        await scene.ask(num_tokens=5000)
+    well, ill = (record.quartet_fields for record in caplog.records)
+    assert (well["request_id"], well["outcome"], well["tenant"]) == ("0f" * 16, "prefilled", "acme")
+    assert (well["prefill_worker"], well["num_prompt_tokens"]) == ("prefill-0", NUM_TOKENS)
+    assert (ill["outcome"], ill["num_prompt_tokens"]) == ("prompt_too_long", 5000)
+    assert well["path"] == ill["path"] == "prefill_for"
 
 
 async def test_a_prompt_that_no_model_here_takes_is_refused_before_it_is_parsed(

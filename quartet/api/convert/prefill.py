@@ -29,7 +29,7 @@ class UnreadPrefill:
 
     Attributes:
         model_name, model_fingerprint: of the very model that is to prefill.
-        tenant, priority: as of its context.
+        request_id, tenant, priority: as of its context; the id is not checked.
         timeout_s: seconds that it may take; ``None``: no limit of its own.
         adapter: by name; empty: the base model.
         num_salt_characters: of its cache salt.
@@ -44,6 +44,7 @@ class UnreadPrefill:
         "num_salt_characters",
         "num_tokens",
         "priority",
+        "request_id",
         "tenant",
         "timeout_s",
     )
@@ -58,7 +59,7 @@ class UnreadPrefill:
         context, generation = start.context, start.generation
         self._message = message
         self.model_name, self.model_fingerprint = message.model, message.model_fingerprint
-        self.tenant, self.priority = context.tenant, context.priority
+        self.request_id, self.tenant, self.priority = context.request_id, context.tenant, context.priority
         check_name("start.context.tenant", self.tenant)  # before anything is kept by it
         field = "start.context.timeout"
         self.timeout_s = to_non_negative_seconds(context.timeout, field) if context.HasField("timeout") else None
