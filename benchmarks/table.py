@@ -713,6 +713,21 @@ _TIER_COST_COLUMNS: Columns = {
 }
 
 
+def gpu_short_tables(report: Report) -> str:
+    """First tokens of prompts whose last few tokens are computed, by a graph and launched one by one."""
+    return _table(_GPU_SHORT_COLUMNS, [{**case, "gpus": report["gpus"]} for case in report["cases"]])
+
+
+_GPU_SHORT_COLUMNS: Columns = {
+    "cached tokens": "{context:,}",
+    "computed": "{num_tokens}",
+    "first token by a graph, ms": lambda row: f"{1e3 * row['graph_s']:.1f}",
+    "launched one by one, ms": lambda row: f"{1e3 * row['launched_s']:.1f}",
+    "ratio": lambda row: f"{row['graph_s'] / row['launched_s']:.2f}",
+    "the engine takes": lambda row: "the graph" if row["is_graph"] else "launches",
+}
+
+
 def tiers_replay_tables(report: Report) -> str:
     """A row for each replay: what is below the pools, and what comes of it."""
     rows = [
@@ -1253,6 +1268,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "engine": engine_tables,
     "tiers": tiers_tables,
     "tiers_gpu": tiers_tables,
+    "gpu_short": gpu_short_tables,
     "tiers_replay": tiers_replay_tables,
     "routing": routing_tables,
     "prefixes": prefixes_tables,
