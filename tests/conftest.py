@@ -57,9 +57,7 @@ CHROMEDRIVER = "/usr/bin/chromedriver"
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files that start processes: the others, which are short, fill what is left of each core at the end."""
-    starts_processes = {
-        item.path for item in items if item.get_closest_marker("e2e") or item.get_closest_marker("chaos")
-    }
+    starts_processes = {item.path for item in items if any(map(item.get_closest_marker, ("e2e", "chaos", "bench")))}
 
     def position(item: pytest.Item) -> int:
         if item.path not in starts_processes:
