@@ -34,8 +34,8 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.load_profile("quartet")
 
 
-#: Of files that start processes, or attack, those that take longest, the longest first: begun late, they would be
-#: waited for.
+#: Of files that start processes, attack or measure, those that take longest, the longest first: begun late, they would
+#: be waited for.
 LONGEST = (
     "test_launched_hand_off_model.py",
     "test_isolation.py",
@@ -47,6 +47,9 @@ LONGEST = (
     "test_relay.py",
     "test_multimodal.py",
     "test_paths.py",
+    "test_faults.py",
+    "test_hand_off_model.py",
+    "test_wedge.py",
 )
 
 
