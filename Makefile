@@ -17,7 +17,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dis
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools test test-unit test-bench test-chaos test-trtllm test-clients bench lint lint-format lint-code lint-types lint-imports lint-protos \
+.PHONY: help setup tools test test-unit test-bench test-chaos test-long test-trtllm test-clients bench lint lint-format lint-code lint-types lint-imports lint-protos \
   lint-stubs generate format release-protos clean
 
 help:  ## List the targets
@@ -51,6 +51,10 @@ test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about
 
 test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 3 minutes
 	$(PYTEST) -m chaos tests/chaos
+
+test-long: setup tools  ## Run what test-bench and test-chaos run at once, as the gate does; about 4 minutes
+	@tools/schema_suite.sh || true
+	$(PYTEST) -m "bench or chaos" tests/benchmarks tests/chaos
 
 test-trtllm: setup tools  ## Start each topology for TensorRT-LLM on its stand-in, as 1.2 and as 1.4; about 3 minutes
 	$(PYTEST) --dist load -m trtllm tests/e2e/test_trtllm_topologies.py tests/cli/doctor/test_live.py
