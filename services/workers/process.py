@@ -36,6 +36,7 @@ from quartet.supervision import LoopWatch, Supervisor, TaskEndedError, end_proce
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
+from quartet.telemetry.vllm_names import show_worker_as_vllm
 from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
 from quartet.transfer.cuda.lent import CudaServer
 from quartet.transfer.cuda.memory import DeviceMemory
@@ -232,7 +233,20 @@ class WorkerProcess:
             transfers=self._surroundings.transfers,
         )
         servicer.serve(worker)
+        if self._role is not Role.ENCODE:
+            self._show_as_vllm(serving)
         await self._run_worker(worker, publisher, serving, stop)
+
+    def _show_as_vllm(self, serving: Serving) -> None:
+        show_worker_as_vllm(
+            self._registry,
+            self._surroundings.metrics,
+            serving.requests.stats,
+            model=self._served_model.name,
+            block_size=serving.abilities.block_size,
+            num_blocks=serving.abilities.num_blocks,
+            prefills=self._role is Role.PREFILL,
+        )
 
     async def _run_worker(
         self, worker: Worker, publisher: EventPublisher, serving: Serving, stop: asyncio.Event
