@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,19 @@ def test_each_alert_says_what_is_wrong_and_where_to_look() -> None:
         page, _, anchor = rule["annotations"]["description"].partition("docs/troubleshooting.md#")
         if anchor:
             assert page and anchor in anchors(FOLDER.parents[1] / "docs/troubleshooting.md")
+
+
+def test_each_alert_and_dashboard_is_documented_and_each_alert_has_its_fault() -> None:
+    root = FOLDER.parents[1]
+    page, faults = (root / "docs/observability.md").read_text(), (root / "tests/e2e/test_deploy.py").read_text()
+    for rule in RULES:
+        assert f"| `{rule['alert']}` |" in page
+        assert f'wait_fires("{rule["alert"]}"' in faults
+    for dashboard in DASHBOARDS:
+        assert f"| `{dashboard.name}.json` |" in page
+    titles = {panel.title for dashboard in DASHBOARDS for panel in dashboard.panels}
+    named = re.findall(r"(?:fleet|worker|routing|hand-offs|errors): ([A-Z][^|;]+?) ?[|;]", page)
+    assert len(named) > 15 and set(named) <= titles
 
 
 def anchors(page: Path) -> set[str]:
