@@ -172,7 +172,7 @@ class Admission:
             self._due_pump = loop.call_at(self._rests_until, self._pump) if rests else loop.call_soon(self._pump)
 
     def num_waiting(self, pool: PoolKey) -> int:
-        """Choices that wait for a worker of ``pool``."""
+        """Choices that wait for a worker of ``pool``. Any thread may ask."""
         return self._queue.num_waiting(pool)
 
     def preview(self, queued: QueuedRequest) -> tuple[Pending, Snapshot]:
