@@ -375,6 +375,8 @@ class BlockManager:
             self._num_in_use += 1
             if self._num_holders[block_id]:
                 self._num_held -= 1
+            elif self._retention is None:
+                del self._cached[block_id]
             else:
                 self._take_cached(block_id)
         self._num_users[block_id] += 1

@@ -273,6 +273,18 @@ def test_what_a_session_has_left_behind_goes_before_what_others_asked_since() ->
     assert [pool.num_cached(3, first) for first in (1, 2, 3, 4)] == [0, 2, 3, 3]
 
 
+def test_a_branch_that_has_lost_its_end_is_still_the_oldest() -> None:
+    pool = Pool(40)
+    pool.serve(3, 1, key="talk")
+    for first in range(2, 9):
+        pool.serve(1, first, key="talk")
+    pool.serve(11, 10, key="other")  # takes a block of the first branch
+    pool.serve(1, 9, key="talk")  # one branch too many
+    for other in (20, 21, 22):
+        pool.serve(19, other)
+    assert [pool.num_cached(3, 1), pool.num_cached(1, 2), pool.num_cached(11, 10)] == [0, 1, 11]
+
+
 def test_a_branch_that_ends_within_another_is_let_go_of_with_the_session() -> None:
     pool = Pool(16)
     pool.serve(3, 1, key="talk")
