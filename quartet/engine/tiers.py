@@ -299,9 +299,9 @@ class Tiering:
         """
         for load in self._loads.values():
             load.stop_timer()
-        for threads in (self._loaders, self._writers):
-            threads.shutdown(cancel_futures=True)
-        self._readers.shutdown(wait=not self._num_stuck, cancel_futures=True)
+        self._loaders.shutdown(cancel_futures=True)
+        for threads in (self._readers, self._writers):
+            threads.shutdown(wait=not self._num_stuck, cancel_futures=True)
         _wait_for(self._savings)
         if self._num_stuck:
             return

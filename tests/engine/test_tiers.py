@@ -263,8 +263,9 @@ class HangingDiskBlocks(DiskBlocks):
         return super().read(name, into)
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["the disk wakes", "the engine ends"])
 async def test_what_a_disk_that_hangs_does_not_bring_in_time_is_computed_and_it_is_left_alone(
-    start_engine: StartEngine, tmp_path: Path
+    start_engine: StartEngine, tmp_path: Path, ends: bool
 ) -> None:
     disks, late = list[HangingDiskBlocks](), list[Callable[[], None]]()
 
@@ -300,6 +301,10 @@ async def test_what_a_disk_that_hangs_does_not_bring_in_time_is_computed_and_it_
         await answer(engine, consumer, [number, *OTHER[1:]])
     await answer(engine, consumer, PROMPT)
     assert disks[0].num_begun == num_begun
+    if ends:
+        await engine.close()
+        disks[0].may_read.set()
+        return
     disks[0].may_read.set()
     async with asyncio.timeout(WAIT_S):
         while tier(engine, Tier.DISK).blocks.in_use:
