@@ -679,7 +679,7 @@ _ENGINE_COLUMNS: Columns = {
 
 def tiers_tables(report: Report) -> str:
     """What a hit of each tier saves, and what tiers cost."""
-    wanted, gpus = report.get("wanted_ratio", 1 / 6), report.get("gpus", ())
+    wanted, gpus = report["wanted_ratio"], report["gpus"]
     rows = [{"tier": tier, "wanted": wanted if tier == "host" else None, **report[tier]} for tier in ("host", "disk")]
     head = f"{report['prompt_tokens']:,} tokens, all but the last block from"
     hits = _table({head: "{tier}", **_TIER_COLUMNS}, rows)
@@ -699,7 +699,7 @@ _TIER_COLUMNS: Columns = {
     "computed, ms": lambda row: f"{1e3 * row['computed_s']:.0f}",
     "ratio": "{ratio:.3f}",
     "wanted": lambda row: f"<= 1/{round(1 / row['wanted'])}" if row["wanted"] else "",
-    "cached in the pool, ms": lambda row: f"{1e3 * row['cached_s']:.1f}" if "cached_s" in row else "not measured",
+    "cached in the pool, ms": lambda row: f"{1e3 * row['cached_s']:.1f}",
     "GB/s": "{gb_per_s:.2f}",
     "rounds": lambda row: len(row["hits"]),
     "of these, loaded": lambda row: sum(map(_is_loaded, row["hits"])),

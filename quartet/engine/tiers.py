@@ -43,13 +43,15 @@ class LoadBatchEnded:
     Attributes:
         has_arrived: of each block, whether its slot of the host has it.
         is_loaded: whether the pool has those up to the first that has not arrived.
-        seconds: that the batch took, by the tier that its blocks came from.
+        began_at, read_at, ended_at: when it began, had read all from disk, and ended, in seconds of ``time.monotonic``.
     """
 
     batch: LoadBatch
     has_arrived: Sequence[bool]
     is_loaded: bool
-    seconds: Mapping[Tier, float]
+    began_at: float
+    read_at: float
+    ended_at: float
 
 
 @dataclass(frozen=True)
@@ -297,9 +299,9 @@ class Tiering:
         """
         for load in self._loads.values():
             load.stop_timer()
-        for threads in (self._loaders, self._writers):
-            threads.shutdown(cancel_futures=True)
-        self._readers.shutdown(wait=not self._num_stuck, cancel_futures=True)
+        self._loaders.shutdown(cancel_futures=True)
+        for threads in (self._readers, self._writers):
+            threads.shutdown(wait=not self._num_stuck, cancel_futures=True)
         _wait_for(self._savings)
         if self._num_stuck:
             return
@@ -313,6 +315,7 @@ class Tiering:
         seq.blocks_below = seq.blocks_below[:num_blocks]
 
     def _save(self, schedule: Schedule) -> None:
+        self._forget_saved()
         for batch in save_batches(self.lower, schedule, self._num_saving):
             block_ids, slots = [block.source or 0 for block in batch], [block.slot for block in batch]
             saving = self._host.save(block_ids, slots)
@@ -334,8 +337,11 @@ class Tiering:
         self._loaders.submit(wait)
 
     def _num_saving(self) -> int:
-        self._savings = [batch for batch in self._savings if not batch.saving.is_done]
+        self._forget_saved()
         return len(self._savings)
+
+    def _forget_saved(self) -> None:
+        self._savings = [batch for batch in self._savings if not batch.saving.is_done]
 
     def _begin_load(self, load: Load) -> None:
         blocks = self.lower.begin_load(load.blocks)
@@ -343,7 +349,7 @@ class Tiering:
         tiers = (Tier.HOST if block.disk is None else Tier.DISK for block in blocks)
         expected_s = sum(load_s_per_block(self.s_per_block, tier) for tier in tiers)
         running = self._loads[load.id] = RunningLoad(load.id, self._clock(), expected_s, [False] * len(blocks))
-        self._num_saving()
+        self._forget_saved()
         for begin in range(0, max(1, len(blocks)), size):
             ids = load.block_ids[begin : begin + size]
             batch = LoadBatch(running, begin, blocks[begin : begin + size], ids)
@@ -359,25 +365,24 @@ class Tiering:
     def _run_load(self, batch: LoadBatch, savings: Sequence[_SavedBatch]) -> None:
         """On a thread of its own: from disk to the host, and from there to the pool."""
         has_arrived = [block.disk is None for block in batch.blocks]
-        is_loaded, seconds = False, {}
+        is_loaded, began_at, read_at = False, 0.0, 0.0
         try:
             _wait_for(savings)
-            began = time.monotonic()
+            began_at = time.monotonic()
             for index, block in enumerate(batch.blocks):
                 if block.disk is not None and self._disk is not None:
                     has_arrived[index] = self._disk.read(block.disk.name, self._host.slot(block.host.slot))
             self._wait_link(Tier.DISK, batch.num_read)
-            read_s = time.monotonic() - began
+            read_at = time.monotonic()
             if batch.begin_writing():
                 num_loaded = _num_leading(has_arrived)
                 slots = [block.host.slot for block in batch.blocks[:num_loaded]]
                 self._host.load(slots, batch.block_ids[:num_loaded])
                 self._wait_link(Tier.HOST, num_loaded)
-                seconds = {Tier.DISK: read_s, Tier.HOST: time.monotonic() - began - read_s}
                 is_loaded = True
         except Exception:  # the job ends here: what it did not bring is computed
             logger.exception("blocks could not be loaded from a lower tier")
-        self._post(LoadBatchEnded(batch, has_arrived, is_loaded, seconds))
+        self._post(LoadBatchEnded(batch, has_arrived, is_loaded, began_at, read_at, time.monotonic()))
 
     def _wait_link(self, tier: Tier, num_blocks: int) -> None:
         if tier in self._links and num_blocks:
@@ -391,9 +396,6 @@ class Tiering:
             self._reads_again_at = self._clock() + _PAUSE_S
             return None
         if ended.is_loaded:
-            for tier, num_blocks in ((Tier.DISK, batch.num_read), (Tier.HOST, _num_leading(ended.has_arrived))):
-                if num_blocks:
-                    self._speeds[tier].observe(num_blocks, ended.seconds[tier])
             end = batch.first + len(batch.blocks)
             load.is_loaded[batch.first : end] = ended.has_arrived
         load.batches.remove(batch)
@@ -420,9 +422,22 @@ class Tiering:
         del self._loads[load.id]
         # All at once: the first of a sequence is the most recently used one.
         ended = sorted(load.ended, key=lambda item: item.batch.first)
+        self._observe(ended)
         blocks = [block for item in ended for block in item.batch.blocks]
         self.lower.end_load(blocks, [has for item in ended for has in item.has_arrived])
         return EndedLoad(load.id, _num_leading(load.is_loaded), self._clock() - load.began_at)
+
+    def _observe(self, ended: Sequence[LoadBatchEnded]) -> None:
+        """Learn from a load. Its batches share the links, so what one takes says little."""
+        if not ended or not all(batch.is_loaded for batch in ended):
+            return
+        began_at = min(batch.began_at for batch in ended)
+        read = [item for item in ended if item.batch.num_read]
+        num_read, num_blocks = sum(item.batch.num_read for item in read), sum(len(item.batch.blocks) for item in ended)
+        if num_read:
+            self._speeds[Tier.DISK].observe(num_read, max(item.read_at for item in read) - began_at)
+        elif num_blocks:
+            self._speeds[Tier.HOST].observe(num_blocks, max(item.ended_at for item in ended) - began_at)
 
     def _write(self) -> None:
         plan = self.lower.disk_plan
@@ -432,7 +447,7 @@ class Tiering:
             if write is None:
                 return
             self._num_writing += 1
-            self._num_saving()
+            self._forget_saved()
             self._writers.submit(self._run_write, write, tuple(self._savings))
 
     def _run_write(self, write: DiskWrite, savings: Sequence[_SavedBatch]) -> None:
@@ -488,6 +503,7 @@ def open_tiers(
     if disk is not None:
         names = disk.scan()
         disk.delete(lower.restore(names))
+        disk.trim_others(lower.disk.num_blocks * host.block_size_bytes)
         logger.info("%d blocks are on disk in %s", len(lower.disk), disk.folder)
     links = links or {}
     seconds = {Tier.HOST: _probe_host(host, host_plan)}

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from queue import Queue
 from random import Random
+from weakref import WeakSet
 
 import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind, StepOutput, TierCounts
-from quartet.engine.runner import ModelRunner, RunningRequest
+from quartet.engine.runner import ModelRunner, RunningRequest, ScheduledChunk
 from quartet.engine.scheduler import Load, Pull, Schedule
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import OutputBuilder
@@ -258,8 +263,9 @@ class HangingDiskBlocks(DiskBlocks):
         return super().read(name, into)
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["the disk wakes", "the engine ends"])
 async def test_what_a_disk_that_hangs_does_not_bring_in_time_is_computed_and_it_is_left_alone(
-    start_engine: StartEngine, tmp_path: Path
+    start_engine: StartEngine, tmp_path: Path, ends: bool
 ) -> None:
     disks, late = list[HangingDiskBlocks](), list[Callable[[], None]]()
 
@@ -295,6 +301,10 @@ async def test_what_a_disk_that_hangs_does_not_bring_in_time_is_computed_and_it_
         await answer(engine, consumer, [number, *OTHER[1:]])
     await answer(engine, consumer, PROMPT)
     assert disks[0].num_begun == num_begun
+    if ends:
+        await engine.close()
+        disks[0].may_read.set()
+        return
     disks[0].may_read.set()
     async with asyncio.timeout(WAIT_S):
         while tier(engine, Tier.DISK).blocks.in_use:
@@ -332,6 +342,20 @@ async def test_blocks_come_back_from_disk_also_after_a_restart(
     assert consumer.started[request.id].num_cached_tokens == 36
     assert tier(engine, Tier.DISK).num_loaded == 9
     assert runner.chunk_sizes[-1] == [4]
+
+
+async def test_an_engine_that_starts_bounds_the_files_of_former_models(
+    start_engine: StartEngine, tmp_path: Path
+) -> None:
+    runner = FakeRunner(num_blocks=12)
+    former = DiskBlocks(tmp_path, replace(runner.layout, model_fingerprint="former"))
+    for number in range(3):
+        name = BlockName(bytes([number]) * 32, bytes(32), number, None)
+        former.write(name, memoryview(bytes(runner.layout.piece_size_bytes)))
+    former.close()
+    os.utime(former.folder, (0, 0))
+    await start_engine(runner, tiers=make_tiers(40, 2, tmp_path))
+    assert not former.folder.exists()
 
 
 @pytest.mark.parametrize("place", [0, 20, 60, 100, -1])
@@ -410,6 +434,32 @@ def test_pulls_wait_for_blocks_that_an_earlier_step_began_to_save() -> None:
     tiers.close()
 
 
+def test_copies_that_have_ended_are_forgotten() -> None:
+    class Saved:
+        is_done = True
+
+        def wait(self) -> None:
+            pass
+
+    kept = WeakSet[Saved]()
+
+    class NotingHostBlocks(PlainHostBlocks):
+        def save(self, block_ids: Items[int], slots: Items[int]) -> Saving:
+            super().save(block_ids, slots)
+            kept.add(saving := Saved())
+            return saving
+
+    def host(memory: PoolMemory, num_slots: int, num_blocks: int) -> PlainHostBlocks:
+        return NotingHostBlocks(memory, num_slots, num_blocks=num_blocks)
+
+    tiers = make_tiers(4, host=host)(FakeRunner(num_blocks=12), lambda _message: None)
+    for number in range(20):
+        tiers.lower.take([EvictedBlock(3, bytes([number]) * 32, bytes(32), number, None)])
+        tiers.begin_step(Schedule(chunks=[chunk_to(3)]))
+    assert len(kept) <= 2
+    tiers.close()
+
+
 def test_pulls_go_on_if_the_copies_that_they_wait_for_fail() -> None:
     posted, ready = list[TierMessage](), threading.Event()
 
@@ -436,6 +486,36 @@ def test_pulls_go_on_if_the_copies_that_they_wait_for_fail() -> None:
     tiers.begin_step(Schedule(pulls=[pull]))
     assert ready.wait(WAIT_S)
     assert posted == [PullsReady([pull])]
+
+
+@pytest.mark.parametrize("where", [Tier.HOST, Tier.DISK])
+def test_what_a_block_takes_is_learned_from_whole_loads_as_their_batches_share_the_link(
+    tmp_path: Path, where: Tier
+) -> None:
+    posted = Queue[TierMessage]()
+    runner = FakeRunner(num_blocks=12)
+    tiers = make_tiers(0, 20, tmp_path, host_plan=TierPlan(num_blocks=20, max_batch_size=2))(runner, posted.put)
+    contents = [bytes([number]) for number in range(6)]
+    digests = list(accumulate(contents, chain_digest, initial=bytes(32)))
+    if where is Tier.HOST:
+        evicted = [EvictedBlock(n, digests[n + 1], digests[n], n, n - 1 if n else None) for n in range(6)]
+        tiers.lower.take(evicted)
+        tiers.begin_step(Schedule(loads=[Load(1, [], range(6))]))
+        tiers.take(posted.get(timeout=WAIT_S))
+    else:
+        tiers.lower.restore([BlockName(digests[n + 1], digests[n], n, n - 1 if n else None) for n in range(6)])
+    before = tiers.s_per_block
+    tiers.begin_step(Schedule(loads=[Load(7, tiers.lower.find(bytes(32), contents), range(6))]))
+    for number in range(3):
+        message = posted.get(timeout=WAIT_S)
+        assert isinstance(message, LoadBatchEnded)
+        # All begin at once, and end one after the other.
+        times = {"began_at": 100.0, "read_at": 102.0 + 2 * number, "ended_at": 102.0 + 2 * number}
+        tiers.take(replace(message, has_arrived=[True, True], **times))
+    other = Tier.HOST if where is Tier.DISK else Tier.DISK
+    assert tiers.s_per_block[where] == pytest.approx(before[where] + 0.25 * (1.0 - before[where]))
+    assert tiers.s_per_block[other] == before[other]
+    tiers.close()
 
 
 @pytest.mark.parametrize("is_met", [False, True])
@@ -497,6 +577,13 @@ async def test_many_requests_that_displace_one_another_get_what_they_should(
     assert tier(engine, Tier.HOST).num_loaded > 0
     assert engine.stats()[0].num_in_use_blocks == 0
     assert tier(engine, Tier.HOST).blocks.in_use == 0
+
+
+def chunk_to(block_id: int) -> ScheduledChunk:
+    """A step's part that writes to this block."""
+    seq = Sequence([1, 2], block_size=4)
+    seq.block_table = [block_id]
+    return ScheduledChunk(RunningRequest(request=make_request([1, 2]), seq=seq), 0, 2, samples=True)
 
 
 def found_blocks(*tiers: Tier) -> list[TierBlock]:
