@@ -18,7 +18,7 @@ from quartet.engine.scheduler import Pull, Scheduler, SchedulerConfig
 from quartet.engine.step_time import step_work
 from quartet.engine.validation import EngineLimits
 from quartet.events.kv import KvEvent
-from quartet.events.load import StepTime
+from quartet.events.load import OnboardTime, StepTime
 from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.sequence import Sequence as TokenSequence
 
@@ -272,3 +272,14 @@ def measured(timing: StepTiming) -> StepTime:
         decode_base_s=timing.decode_base / 1e3,
         decode_s_per_context_token=timing.decode_linear / FULL_CONTEXT_TOKENS / 1e3,
     )
+
+
+def onboard_time(settings: EngineSettings) -> OnboardTime:
+    """What a worker with these settings would have measured of its loads, as ``SimulatedTiers`` forecasts them."""
+    tiers = settings.tiers
+    if tiers is None:
+        return OnboardTime()
+    host_s = settings.kv_bytes_per_token / (tiers.host_gb_per_s * 1e9)
+    # What is on disk is copied to the host first.
+    disk_s = 0.0 if tiers.disk is None else settings.kv_bytes_per_token / (tiers.disk_gb_per_s * 1e9) + host_s
+    return OnboardTime(host_s_per_token=host_s, disk_s_per_token=disk_s)
