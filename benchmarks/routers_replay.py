@@ -4,7 +4,7 @@ Eight workers, load reports 50 ms old, kv_aware. Each seed decides ties and has 
 recorded trace, from another place in it, at 1.5x. Without ``--trace`` it has a generated one. Time is virtual, so the
 machine changes only how long the benchmark takes. FILE is written anew after each replay.
 
-    python -m benchmarks.routers_replay --json FILE [--trace FILE] [--plot FILE.png] [--seeds 5] [--requests 1000]
+    python -m benchmarks.routers_replay --json FILE [--trace FILE] [--plot FILE.png] [--seeds 5] [--requests 500]
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the recorded trace")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw mean TTFT against the number of routers")
     parser.add_argument("--seeds", type=int, default=5, help=f"replays of each row; of parts {_NUM_PART_SEEDS} at most")
-    parser.add_argument("--requests", type=int, default=1_000, help="of each replay")
+    parser.add_argument("--requests", type=int, default=500, help="of each replay")
     parser.add_argument("--processes", type=int, default=2, help="replays at a time")
     arguments = parser.parse_args()
     report = Report("routers_replay", packages=("numpy", "xxhash"), revision=arguments.commit)
