@@ -17,7 +17,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dis
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools test test-unit test-bench test-chaos test-trtllm test-clients bench lint lint-format lint-code lint-types lint-imports lint-protos \
+.PHONY: help setup tools test test-unit test-bench test-chaos test-long test-trtllm test-clients test-deploy bench lint lint-format lint-code lint-types lint-imports lint-protos \
   lint-stubs generate format release-protos clean
 
 help:  ## List the targets
@@ -39,8 +39,8 @@ run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg
 run-gpu-%: setup tools  ## Start configs/gpu/%.yaml on this machine's GPUs: run-gpu-agg, run-gpu-disagg (ARGS=...)
 	@exec $(BIN)/quartet up configs/gpu/$*.yaml $(ARGS)
 
-test: setup tools  ## Run all tests but those of test-bench, test-chaos, test-trtllm and test-clients (JOBS=4: that many at once)
-	$(PYTEST) -m "not chaos and not bench and not trtllm and not clients"
+test: setup tools  ## Run all tests but those of test-bench, test-chaos, -trtllm, -clients and -deploy (JOBS=4: that many at once)
+	$(PYTEST) -m "not chaos and not bench and not trtllm and not clients and not deploy"
 
 test-unit: setup tools  ## Run the tests that start no service processes
 	$(PYTEST) -m "not e2e and not chaos and not bench"
@@ -52,12 +52,20 @@ test-bench: setup tools  ## Have benchmarks measure real servers, shortly; about
 test-chaos: setup tools  ## Attack a fleet: faults, hostile inputs, hostile tenants; about 3 minutes
 	$(PYTEST) -m chaos tests/chaos
 
+test-long: setup tools  ## Run what test-bench and test-chaos run at once, as the gate does; about 4 minutes
+	@tools/schema_suite.sh || true
+	$(PYTEST) -m "bench or chaos" tests/benchmarks tests/chaos
+
 test-trtllm: setup tools  ## Start each topology for TensorRT-LLM on its stand-in, as 1.2 and as 1.4; about 3 minutes
 	$(PYTEST) --dist load -m trtllm tests/e2e/test_trtllm_topologies.py tests/cli/doctor/test_live.py
 
 test-clients: setup tools  ## Drive HTTP with aiperf and guidellm, in environments of their own (7 GB); about 2 minutes
 	@tools/clients.sh
 	$(PYTEST) -m clients tests/e2e/test_clients.py
+
+test-deploy: setup tools  ## Have a real Prometheus run deploy/prometheus on a fleet: dashboards have data, alerts fire; about 4 minutes
+	@tools/prometheus.sh
+	$(PYTEST) -m deploy tests/e2e/test_deploy.py
 
 bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 7 minutes)
 	$(BIN)/python -m benchmarks
@@ -82,9 +90,11 @@ lint-protos: setup
 
 lint-stubs: setup
 	$(BIN)/python -m codegen.generate --check
+	$(BIN)/python -m codegen.dashboards --check
 
-generate: setup  ## Generate quartet/v1 from protos/
+generate: setup  ## Generate quartet/v1 from protos/, and deploy/grafana from codegen/dashboards.py
 	$(BIN)/python -m codegen.generate
+	$(BIN)/python -m codegen.dashboards
 
 format: setup  ## Format the code and apply the linter's safe fixes
 	$(BIN)/ruff format .

@@ -678,23 +678,33 @@ _ENGINE_COLUMNS: Columns = {
 
 def tiers_tables(report: Report) -> str:
     """What a hit of each tier saves, and what tiers cost."""
-    hits = _table(_TIER_COLUMNS, [{"tier": tier, **report[tier]} for tier in ("host", "disk")])
+    wanted, gpus = report.get("wanted_ratio", 1 / 6), report.get("gpus", ())
+    rows = [{"tier": tier, "wanted": wanted if tier == "host" else None, **report[tier]} for tier in ("host", "disk")]
+    head = f"{report['prompt_tokens']:,} tokens, all but the last block from"
+    hits = _table({head: "{tier}", **_TIER_COLUMNS}, rows)
     cost = report["cost"]
-    row = {"ratio": cost["ratio"], "without": median(cost["without"]), "with_tiers": median(cost["with_tiers"])}
-    return f"{hits}\n{_table(_TIER_COST_COLUMNS, [{'num_alternations': len(cost['without']), **row}])}"
+    clock = f"the clock ({', '.join(gpus)})" if gpus else "the CPU"
+    row = {"clock": clock, "num_alternations": len(cost["without"]), "ratio": cost["ratio"]}
+    sides = {"without": median(cost["without"]), "with_tiers": median(cost["with_tiers"])}
+    return f"{hits}\n{_table(_TIER_COST_COLUMNS, [row | sides])}"
+
+
+def _is_loaded(hit: Row) -> bool:
+    return bool(hit["num_loaded_tokens"])
 
 
 _TIER_COLUMNS: Columns = {
-    "2,000 tokens, all but the last block from": "{tier}",
     "first token after, ms": lambda row: f"{1e3 * row['loaded_s']:.1f}",
     "computed, ms": lambda row: f"{1e3 * row['computed_s']:.0f}",
     "ratio": "{ratio:.3f}",
-    "wanted": lambda row: "<= 1/6" if row["tier"] == "host" else "",
+    "wanted": lambda row: f"<= 1/{round(1 / row['wanted'])}" if row["wanted"] else "",
+    "cached in the pool, ms": lambda row: f"{1e3 * row['cached_s']:.1f}" if "cached_s" in row else "not measured",
     "GB/s": "{gb_per_s:.2f}",
     "rounds": lambda row: len(row["hits"]),
+    "of these, loaded": lambda row: sum(map(_is_loaded, row["hits"])),
 }
 _TIER_COST_COLUMNS: Columns = {
-    "tokens a CPU second, nothing evicted": "",
+    "nothing evicted, tokens a second of": "{clock}",
     "without tiers": "{without:.0f}",
     "with": "{with_tiers:.0f}",
     "ratio": "{ratio:.3f}",
@@ -703,9 +713,28 @@ _TIER_COST_COLUMNS: Columns = {
 }
 
 
+def gpu_short_tables(report: Report) -> str:
+    """First tokens of prompts whose last few tokens are computed, by a graph and launched one by one."""
+    return _table(_GPU_SHORT_COLUMNS, [{**case, "gpus": report["gpus"]} for case in report["cases"]])
+
+
+_GPU_SHORT_COLUMNS: Columns = {
+    "cached tokens": "{context:,}",
+    "computed": "{num_tokens}",
+    "first token by a graph, ms": lambda row: f"{1e3 * row['graph_s']:.1f}",
+    "launched one by one, ms": lambda row: f"{1e3 * row['launched_s']:.1f}",
+    "ratio": lambda row: f"{row['graph_s'] / row['launched_s']:.2f}",
+    "the engine takes": lambda row: "the graph" if row["is_graph"] else "launches",
+}
+
+
 def tiers_replay_tables(report: Report) -> str:
     """A row for each replay: what is below the pools, and what comes of it."""
-    rows = [{"about": LOADS[run["load"]].about, "name": BELOW[run["below"]], **run} for run in report["runs"]]
+    rows = [
+        {"about": LOADS[run["load"]].about, "name": BELOW[run["below"]], **run}
+        for run in report["runs"]
+        if run["below"] in BELOW
+    ]
     return _table(_TIERS_REPLAY_COLUMNS, rows)
 
 
@@ -1304,6 +1333,8 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "encode": encode_tables,
     "engine": engine_tables,
     "tiers": tiers_tables,
+    "tiers_gpu": tiers_tables,
+    "gpu_short": gpu_short_tables,
     "tiers_replay": tiers_replay_tables,
     "routing": routing_tables,
     "prefixes": prefixes_tables,

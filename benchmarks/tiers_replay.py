@@ -32,7 +32,6 @@ _STDOUT = "-"
 _POLICY = "kv_aware"
 _SPEED = 1.5
 _NUM_HOST, _NUM_DISK = 4, 16  # times the device's blocks
-_LARGE_BATCH = 64
 _AGENTS = TraceConfig(
     arrivals=Arrivals(rate=6.0),
     sessions=SessionConfig(
@@ -71,7 +70,6 @@ BELOW: Mapping[str, str] = {
     DEVICE: "nothing",
     "host": "host",
     "disk": "host and disk",
-    "host_large_batches": f"host, batches of {_LARGE_BATCH}",
 }
 
 
@@ -128,13 +126,13 @@ def replay(name: str, below: str, trace: Path | None) -> Run:
 
 
 def tiers_of(below: str, num_blocks: int) -> TierSettings | None:
-    """The tiers called ``below``, of a pool of so many blocks; transfers are bounded as by engines' defaults."""
+    """The tiers called ``below``, of a pool of so many blocks; transfers go by engines' defaults."""
     host = TierPlan(num_blocks=_NUM_HOST * num_blocks)
     if below == "host":
         return TierSettings(host=host)
     if below == "disk":
         return TierSettings(host=host, disk=TierPlan(num_blocks=_NUM_DISK * num_blocks))
-    return TierSettings(host=replace(host, max_batch_size=_LARGE_BATCH)) if below == "host_large_batches" else None
+    return None
 
 
 def compared(runs: Sequence[Run]) -> list[Run]:

@@ -84,17 +84,20 @@ class Admission:
         index: PrefixIndex,
         metrics: RouterMetrics,
         tenants: Tenants | None = None,
+        *,
+        share: FairShare | None = None,
     ) -> None:
         """Start with an empty queue.
 
         ``index`` knows the workers' cached blocks and learns which requests they get; ``tenants`` have the weights.
+        ``share`` is that of another queue, in which tenants pay for this one too; ``None``: this queue has its own.
         """
         self._table = table
         self._policy = policy
         self._config = config
         self._index = index
         self._metrics = metrics
-        self.share = FairShare(tenants, num_fixed_tokens=FIXED_TOKENS)
+        self.share = share or FairShare(tenants, num_fixed_tokens=FIXED_TOKENS)
         self._queue: FairQueue[QueuedRequest] = FairQueue(self.share)
         self._num_standings = 0
         self._num_coming = 0  # choices of admitted requests that have still to be queued
@@ -169,7 +172,7 @@ class Admission:
             self._due_pump = loop.call_at(self._rests_until, self._pump) if rests else loop.call_soon(self._pump)
 
     def num_waiting(self, pool: PoolKey) -> int:
-        """Choices that wait for a worker of ``pool``."""
+        """Choices that wait for a worker of ``pool``. Any thread may ask."""
         return self._queue.num_waiting(pool)
 
     def preview(self, queued: QueuedRequest) -> tuple[Pending, Snapshot]:

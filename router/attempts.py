@@ -67,6 +67,9 @@ _NOT_THERE = (
     errors.UnimplementedError,
     errors.PermissionDeniedError,
     errors.RequestTimeoutError,
+    errors.PromptTooLongError,
+    errors.UnsupportedFieldError,
+    errors.MessageTooLargeError,
 )
 
 # The decode worker can't take over what a prefill worker has, however often that prefills.

@@ -110,6 +110,15 @@ class WorkerBook:
         self._num_booked += 1
         return Booking(self, data_parallel_rank, self._block_size, num_blocks, num_queued_tokens)
 
+    def reserve_prompt(self, data_parallel_rank: int, *, num_tokens: int, num_queued_tokens: int) -> Booking:
+        """Reserve room for the ``num_tokens`` tokens of a prompt at a rank that only prefills.
+
+        The rank takes all of it at once, so nothing is promised any more once a report includes it.
+        """
+        booking = self.reserve(data_parallel_rank, num_reserved_tokens=num_tokens, num_queued_tokens=num_queued_tokens)
+        booking.take_all_at_once()
+        return booking
+
     def reserve_items(self, num_items: int) -> ItemsBooking:
         """Count ``num_items`` items to encode: an encode worker reports items where others report requests."""
         self._num_booked += 1
@@ -264,6 +273,10 @@ class Booking:
                 self._has_grown = True
                 self._book.on_growth(self)
         return num_held * self._block_size
+
+    def take_all_at_once(self) -> None:
+        """The report that counts it in includes all its blocks."""
+        self._num_settled = self._num_reserved
 
     def begin_settling(self) -> None:
         """A report came: the next report certainly includes what the request holds now."""

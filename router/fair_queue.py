@@ -277,8 +277,8 @@ class FairQueue(Generic[EntryT]):
         return [pool for pool, lanes in self._pools.items() if lanes]
 
     def num_waiting(self, pool: PoolKey) -> int:
-        """Entries that wait for ``pool``."""
-        return sum(len(lane.entries) for lane in self._pools.get(pool, {}).values())
+        """Entries that wait for ``pool``. Any thread may ask."""
+        return sum(len(lane.entries) for lane in tuple(self._pools.get(pool, {}).values()))
 
     def add(self, entry: EntryT) -> None:
         """Insert ``entry`` at its position."""

@@ -17,7 +17,7 @@ from router.explain import ExplainTurns, explain
 from router.fair_queue import Standing
 from router.place import PlaceRun
 from router.policy.base import Placement
-from router.prepare import Prepare, RouterRequest, check_namespaces, resume_in_turns, run_prepared
+from router.prepare import Prepare, RouterRequest, resume_in_turns, run_prepared
 from router.request_log import RequestLog
 
 
@@ -192,7 +192,6 @@ class GenerateRun:
 
     async def _generate(self, request: RouterRequest) -> None:
         context = self._context
-        check_namespaces(request, context)
         outputs = request.make_outputs(self._sink, request.start.text_options, context.metrics)
         if request.media is not None:
             for output in outputs.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 
 from quartet.discovery.base import CONTRACT_VERSION, SPOKEN_VERSIONS, Registration, Registry, RouterRecord, RouterWatch
 from quartet.discovery.host import new_epoch
@@ -48,6 +49,7 @@ class Peering:
     Attributes:
         start_id: what workers know it by: new at each start, so their reports don't include what an earlier process of
             this router placed.
+        routers: all that discovery lists, this one included; ``None``: it has listed none yet. Any thread may read it.
     """
 
     def __init__(self, config: RouterConfig, key: EventsKey | None) -> None:
@@ -61,6 +63,7 @@ class Peering:
         self._bookings = PeerBookings(self._publisher)
         self._registration: Registration | None = None
         self._is_withdrawn = False
+        self.routers: Sequence[RouterRecord] | None = None
 
     async def follow(self, watch: RouterWatch, fleet: Fleet, table: WorkerTable) -> None:
         """Be told by all other routers that discovery lists, in a version known here, until ``watch`` is closed.
@@ -68,6 +71,7 @@ class Peering:
         While there are some, tell them what ``table`` sends; without any, a start costs no more than before.
         """
         async for routers in watch:
+            self.routers = routers
             others = [
                 record
                 for record in routers

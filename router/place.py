@@ -19,7 +19,7 @@ from router.context import RouterContext
 from router.fair_queue import Standing
 from router.media.request import UNARY_COPIES, RequestMedia
 from router.policy.base import Placement
-from router.prepare import RouterRequest, check_namespaces, resume_in_turns, run_prepared
+from router.prepare import RouterRequest, resume_in_turns, run_prepared
 from router.request_log import RequestLog
 from router.signing import Gang, SignedRun, Signer
 from router.untaken import Untaken
@@ -107,7 +107,6 @@ class PlaceRun:
             self._context.untaken.check(asked.tenant, pool.key)
 
     async def _place(self, request: RouterRequest) -> PlacedRequest:
-        check_namespaces(request, self._context)
         if request.start.output.num_prompt_logprobs is not None:
             message = "placed requests have no log probabilities of their prompts; Generate gives them"
             raise UnsupportedFieldError(message, field="output.num_prompt_logprobs")

@@ -111,6 +111,7 @@ async def run_prepared(
         ServingError: the model's text files are unavailable; and all errors of ``run``.
     """
     request.check()
+    _check_namespaces(request, context)
     _refuse_too_many_ids(request, context.table)
     try:
         if request.asked.shows_media:
@@ -713,7 +714,7 @@ def find_pool(start: AskedStart, table: WorkerTable, resume: Resume | None = Non
     raise model_error(table, start.model, "model", time.monotonic())
 
 
-def check_namespaces(request: RouterRequest, context: RouterContext) -> None:
+def _check_namespaces(request: RouterRequest, context: RouterContext) -> None:
     """Refuse namespaces of which the router does not know. Raises ``InvalidRequestError``."""
     for namespace in request.prefill_namespaces:
         if namespace not in context.prefill_pools.namespaces:

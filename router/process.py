@@ -6,8 +6,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -21,6 +22,8 @@ from quartet.streams.signed_start import SigningKeys
 from quartet.supervision import LoopWatch, Supervisor
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
+from quartet.telemetry.targets import Target
+from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
 from router.config import RouterConfig
 from router.context import RouterContext
@@ -37,14 +40,15 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
+from router.observed import model_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
-from router.prefill_for import PrefillFor, PrefillTable
+from router.prefill_for import PrefillFor
 from router.prefill_pools import PrefillPools
 from router.prepare import max_message_bytes
 from router.prompt_memory import PromptMemory
 from router.readiness import Readiness
-from router.servicer import FILE_FIELDS, RouterServicer, router_service
+from router.servicer import FILE_FIELDS, NUMBER_FIELDS, RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
 from router.thread_queue import TokenizeQueue
@@ -101,14 +105,19 @@ class RouterProcess:
         """
         config = self._config
         async with AsyncExitStack() as stack:
-            telemetry = TelemetryServer(config.http_address, self._registry, self._probes())
-            http_port = telemetry.start()
-            stack.push_async_callback(telemetry.close)
             peering = Peering(config, self._events_key)
             stack.callback(peering.close)
             table = WorkerTable(peering.start_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
+            targets = partial(self._targets, table, peering)
+            telemetry = TelemetryServer(config.http_address, self._registry, self._probes(), targets)
+            http_port = telemetry.start()
+            stack.push_async_callback(telemetry.close)
             index = PrefixIndex()
-            kv = KvJoins(index, count=lambda outcome: self._metrics.snapshots.labels(outcome).inc())
+            kv = KvJoins(
+                index,
+                count=lambda outcome: self._metrics.snapshots.labels(outcome).inc(),
+                on_gap=self._metrics.kv_gaps.inc,
+            )
             self._metrics.watch_index(
                 lambda: kv.num_live, lambda: index.num_blocks(Tier.DEVICE), lambda: index.num_predicted_blocks
             )
@@ -122,12 +131,14 @@ class RouterProcess:
             stack.callback(grammars.close)
             pipeline = self._pipeline(table, fleet, index, fetcher, tokenizing, grammars)
             stack.push_async_callback(pipeline.context.prefill_pools.close)
-            servicer = self._servicer(pipeline, table, fleet, self._prefills_for_others(pipeline, table, index))
+            prefills = self._prefills_for_others(pipeline, table, index)
+            self._watch_requests(pipeline, prefills)
+            servicer = self._servicer(pipeline, table, fleet, prefills)
             server = self._server(servicer, table, fleet)
             grpc_port = await server.start()
             self.address = f"{config.server.address.rpartition(':')[0]}:{grpc_port}"
             stack.push_async_callback(server.drain, 0)
-            http = await self._start_http(pipeline)
+            http = await self._start_http(pipeline, targets)
             if http is not None:
                 stack.push_async_callback(http.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
@@ -162,7 +173,14 @@ class RouterProcess:
         tasks.start("registration", peering.announce(registry, **ports))
         tasks.start("tend", fleet.tend())
 
-    async def _start_http(self, pipeline: Pipeline) -> HttpServer | None:
+    def _targets(self, table: WorkerTable, peering: Peering) -> Sequence[Target]:
+        """What Prometheus is told of: nothing before discovery has listed it. Any thread may ask."""
+        if peering.routers is None:
+            return ()
+        namespace = self._config.discovery.namespace
+        return scrape_targets(table.statuses(time.monotonic()), peering.routers, namespace)
+
+    async def _start_http(self, pipeline: Pipeline, targets: Callable[[], Sequence[Target]]) -> HttpServer | None:
         config = self._config
         if not config.http.port:
             return None
@@ -173,6 +191,7 @@ class RouterProcess:
             namespace=config.server.namespace,
             stall_timeout_s=config.stall_timeout_s,
             is_ready=self._probes().is_ready,
+            targets=targets,
         )
         port = self._openai_port = await server.start()
         scheme = "http" if config.http.tls is None else "https"
@@ -249,6 +268,7 @@ class RouterProcess:
         limits = MessageLimits(
             max_bytes=lambda: max_message_bytes(table.pools(time.monotonic()), fleet.texts.known),
             file_fields=FILE_FIELDS,
+            number_fields=NUMBER_FIELDS,
         )
         return RpcServer(self._config.server, [router_service(servicer)], limits=limits, num_listeners=_NUM_LISTENERS)
 
@@ -268,7 +288,7 @@ class RouterProcess:
         table.listen(admission.wake)
         encode = self._encode_tools(table, fleet, index)
         keys, media_queue = self._signing_keys, self._media_queue(table, tenants)
-        pipeline = self._make_pipeline(
+        return self._make_pipeline(
             RouterContext(
                 router_id=table.router_id,
                 table=table,
@@ -289,19 +309,28 @@ class RouterProcess:
                 prefill_pools=PrefillPools(config.prefill_pools, config.server.tls),
             )
         )
+
+    def _watch_requests(self, pipeline: Pipeline, prefills: PrefillFor | None) -> None:
+        media, admission = pipeline.context.media, pipeline.context.admission
+        encode = media.encode
+
+        def num_queued() -> int:
+            num_prefills = 0 if prefills is None else prefills.num_queued
+            return admission.length + media.queue.length + encode.waits.length + encode.queue.length + num_prefills
+
         self._metrics.watch_requests(
-            lambda: admission.length + media_queue.length + encode.waits.length + encode.queue.length,
-            lambda: pipeline.num_running,
+            num_queued, lambda: pipeline.num_running + (0 if prefills is None else prefills.num_running)
         )
-        return pipeline
+        show_router_as_vllm(
+            self._registry,
+            self._metrics,
+            lambda: model_figures(pipeline.context.table.statuses(time.monotonic()), admission.num_waiting),
+        )
 
     def _prefills_for_others(self, pipeline: Pipeline, table: WorkerTable, index: PrefixIndex) -> PrefillFor | None:
         """What prefills for routers of other namespaces; ``None``: nothing does."""
-        config = self._config
-        policy = create_policy(config.policy, random.Random())
-        admission = Admission(PrefillTable(table), policy, config.admission, index, self._metrics, self._tenants)
-        table.listen(admission.wake)
-        return PrefillFor(pipeline.context, admission, table)
+        policy = create_policy(self._config.policy, random.Random())
+        return PrefillFor(pipeline.context, policy, self._config.admission, index)
 
     def _make_pipeline(self, context: RouterContext) -> Pipeline:
         return Pipeline(context)

@@ -14,6 +14,7 @@ from sys import getsizeof
 
 from quartet.api.request import AskedStart, GenerateStart, Prompt, Resume, TextPrompt, TokenPrompt
 from quartet.errors import QueueFullError
+from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES
 from quartet.media.items import MediaPart
 from quartet.text.chat_message import ChatMessage
 from router.config import AdmissionConfig
@@ -198,6 +199,11 @@ def unread_bytes(asked: AskedStart, resume: Resume | None) -> int:
     """What a request that was not read yet takes in memory."""
     num_bytes = _REQUEST_BYTES + (_TOKEN_BYTES * asked.num_token_ids or asked.num_message_bytes)
     return num_bytes if resume is None else num_bytes + _TOKEN_BYTES * len(resume.generated_token_ids)
+
+
+def prefill_bytes(num_tokens: int) -> int:
+    """What a prompt of so many tokens takes that came in the one message of a call, which keeps it until its end."""
+    return _REQUEST_BYTES + (_TOKEN_BYTES + TOKEN_SIZE_BYTES) * num_tokens
 
 
 def request_bytes(start: GenerateStart, resume: Resume | None) -> int:

@@ -72,8 +72,9 @@ class RequestLog:
             # Before the request is prepared, its number of choices is only the client's claim.
             num_failed = self._num_choices - len(finished) if self._is_prepared else 1
             outcomes += [failure] * num_failed
+        model = request.pool.key.model_name if self._is_prepared else ""
         for outcome in outcomes:
-            self._metrics.requests.labels(outcome).inc()
+            self._metrics.requests.count(outcome, model)
         used, longest, asked = _summed(usages), _longest(times), request.asked
         line = FinishedRequest(
             request_id=request.request_id,
@@ -93,7 +94,7 @@ class RequestLog:
             total_s=time.monotonic() - request.arrived_at,
         )
         if self._is_prepared:
-            line.model = request.pool.key.model_name
+            line.model = model
             if request.media is not None and request.media.encode_rank is not None:
                 line.encode_worker = request.media.encode_rank.worker_id
             line.tokenize_s = request.tokenize_s

@@ -17,7 +17,7 @@ from quartet.api.convert.prefill import from_prefill_for_request, to_prefill_for
 from quartet.api.convert.unread import UnreadStart
 from quartet.api.fleet import Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
-from quartet.api.request import AskedStart, SessionLimits, SessionStart
+from quartet.api.request import AskedStart, Relayed, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
 from quartet.errors import DrainingError, PermissionDeniedError, ProtocolError, UnimplementedError
 from quartet.rpc.audience import Identity, IdentityKind, caller_identity
@@ -41,6 +41,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 #: Fields of requests that hold text as long as a file: a `data:` URL.
 FILE_FIELDS = frozenset({"quartet.v1.MediaPart.url"})
+
+#: Fields of requests that hold packed token ids: those of prefills for other namespaces.
+NUMBER_FIELDS = frozenset({"quartet.v1.Generation.prompt_token_ids", "quartet.v1.Generation.generated_token_ids"})
 
 # Watchers get changes at most this often.
 _WATCH_INTERVAL_S = 0.25
@@ -131,7 +134,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Place(self, request: pb.PlaceRequest, context: _Context) -> pb.PlaceResponse:
         """As router.proto says."""
         start, resume, relayed = from_place_request(request)
-        start = self._with_tenant(start, self._identity(context))
+        identity = self._identity(context)
+        self._check_relayed(relayed, identity)
+        start = self._with_tenant(start, identity)
         traceparent = _traceparent(context)
         placed = await self._pipeline.place(start, resume=resume, traceparent=traceparent, relayed=relayed)
         return to_place_response(placed)
@@ -145,6 +150,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         client = _name(identity) or context.peer()
 
         def begin(asked: SessionStart, sink: AnswerSink) -> GenerateRun:
+            self._check_relayed(asked.relayed, identity)
             start = self._with_tenant(asked.start, identity)
             own = valid_traceparent(asked.traceparent)
             return self._pipeline.generate(
@@ -201,7 +207,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         identity = self._identity(context)
         if identity is not None and identity.kind is not IdentityKind.ROUTER:
             raise PermissionDeniedError("only routers may have prompts prefilled for them")
-        return to_prefill_for_response(await self._prefills.run(from_prefill_for_request(request)))
+        asked = from_prefill_for_request(request)
+        asked = asked.for_tenant(self._tenant(asked.tenant, identity, believes_neighbours=True))
+        return to_prefill_for_response(await self._prefills.run(asked))
 
     async def _read_start(self, context: _Context, identity: Identity | None) -> AskedStart:
         # A client that opens a stream and sends nothing must not delay a drain.
@@ -215,13 +223,28 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return caller_identity(context.auth_context()) if self._has_tls else None
 
     def _with_tenant(self, start: AskedStart, identity: Identity | None) -> AskedStart:
-        if identity is None:
-            tenant = start.tenant if self._is_loopback else ""
-        else:
-            is_foreign = self._namespace not in ("", identity.namespace)
-            name = f"{identity.namespace}/{identity.name}" if is_foreign else identity.name
-            tenant = self._names.tenant(name, start.tenant)
+        tenant = self._tenant(start.tenant, identity)
         return start if tenant == start.tenant else start.for_tenant(tenant)
+
+    def _tenant(self, named: str, identity: Identity | None, *, believes_neighbours: bool = False) -> str:
+        """The tenant of a request that names ``named``.
+
+        ``believes_neighbours``: callers of other namespaces, who are of trusted ones, are gateways.
+        """
+        if identity is None:
+            return named if self._is_loopback else ""
+        is_foreign = self._namespace not in ("", identity.namespace)
+        name = f"{identity.namespace}/{identity.name}" if is_foreign else identity.name
+        return self._names.tenant(name, named, is_gateway=believes_neighbours and is_foreign)
+
+    def _check_relayed(self, relayed: Relayed | None, identity: Identity | None) -> None:
+        """Only routers relay; without certificates nobody knows who does. Raises ``PermissionDeniedError``."""
+        is_router = identity is not None and identity.kind is IdentityKind.ROUTER
+        if relayed is None or is_router or not self._has_tls:
+            return
+        for field in ("prefill_namespaces", "request_id"):
+            if getattr(relayed, field):
+                raise PermissionDeniedError(f"only routers may set {field}", field=field)
 
     def _statuses(self, model: str) -> list[WorkerStatus]:
         statuses = self._table.statuses(time.monotonic())

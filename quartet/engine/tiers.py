@@ -16,23 +16,24 @@ from typing import TypeAlias
 
 from quartet.engine.base import TierCounts
 from quartet.engine.scheduler import Load, Pull, Schedule
+from quartet.engine.tier_rules import Forecast, load_s_per_block, save_batches
 from quartet.events.kv import Tier
 from quartet.events.load import StepTime
 from quartet.kvcache.sequence import Sequence as TokenSequence
-from quartet.kvcache.tiers import DiskWrite, LoadedBlock, LowerTiers, TierBlock, TierPlan
+from quartet.kvcache.tiers import DiskWrite, LoadedBlock, LowerTiers, TierPlan
 from quartet.transfer.disk_blocks import DiskBlocks
 from quartet.transfer.host_blocks import HostBlocks, Saving
 
 logger = logging.getLogger(__name__)
 
-# A load's way through another thread, and the turn of the engine's thread that it takes more.
-_LATENCY_S = 0.001
 # Of a measured speed this share counts, the rest is what was known before.
 _NEWS = 0.25
 # A speed that was found too low is doubted by so much of its distance to the best one, each time that it decides.
 _DOUBT = 0.02
-# After a write that failed: the disk may be full.
+# After a write that failed, for the disk may be full; after a read that hung, too.
 _PAUSE_S = 10.0
+# A load from disk may take so many times what is forecast, and so much more; then its request computes.
+_PATIENCE, _PATIENCE_S = 4.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,22 @@ class LoadBatchEnded:
     """A batch of a load has ended; nothing of it writes to the pool any more.
 
     Attributes:
-        first: its first block's place in the load.
         has_arrived: of each block, whether its slot of the host has it.
         is_loaded: whether the pool has those up to the first that has not arrived.
         seconds: that the batch took, by the tier that its blocks came from.
     """
 
-    id: int
-    first: int
+    batch: LoadBatch
     has_arrived: Sequence[bool]
     is_loaded: bool
     seconds: Mapping[Tier, float]
+
+
+@dataclass(frozen=True)
+class LoadIsLate:
+    """A load should have ended long ago, unless it has."""
+
+    load: RunningLoad
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,12 @@ class WriteEnded:
 
 @dataclass(frozen=True)
 class PullsReady:
-    """Blocks that these pulls write to were saved."""
+    """Blocks that these pulls write to were saved, or their copies have failed."""
 
     pulls: Sequence[Pull]
 
 
-TierMessage: TypeAlias = LoadBatchEnded | WriteEnded | PullsReady
+TierMessage: TypeAlias = LoadBatchEnded | LoadIsLate | WriteEnded | PullsReady
 
 
 @dataclass(frozen=True)
@@ -114,16 +120,63 @@ class Link:
         time.sleep(max(0.0, due_at - time.monotonic()))
 
 
-@dataclass
-class _Load:
-    """A load under way; ``has_arrived`` and ``is_loaded`` are of each block, as far as known."""
+class LoadBatch:
+    """Some blocks of a load, which one thread moves.
 
-    blocks: Sequence[LoadedBlock]
+    Attributes:
+        is_given_up: nobody waits for it, and others write to the pool's blocks.
+    """
+
+    def __init__(self, load: RunningLoad, first: int, blocks: Sequence[LoadedBlock], block_ids: Sequence[int]) -> None:
+        """``first``: which of the load's blocks comes first here; ``block_ids``: the pool's."""
+        self.load, self.first, self.blocks, self.block_ids = load, first, blocks, block_ids
+        self.is_given_up = False
+        self._lock = threading.Lock()
+        self._writes_to_pool = False
+
+    @property
+    def num_read(self) -> int:
+        """Blocks that come from disk."""
+        return sum(block.disk is not None for block in self.blocks)
+
+    def begin_writing(self) -> bool:
+        """It is about to write to the pool. False: it must not, as it was given up."""
+        with self._lock:
+            self._writes_to_pool = not self.is_given_up
+            return self._writes_to_pool
+
+    def give_up(self) -> bool:
+        """Have it write nothing to the pool. False: it does already, and is about to end."""
+        with self._lock:
+            self.is_given_up = not self._writes_to_pool
+            return self.is_given_up
+
+
+@dataclass(eq=False)
+class RunningLoad:
+    """A load under way.
+
+    Attributes:
+        is_loaded: of each block, as far as known.
+        batches: that have not ended, and were not given up.
+        ended: that have.
+    """
+
+    id: int
     began_at: float
     expected_s: float
-    num_batches: int
-    has_arrived: list[bool] = field(default_factory=list)
-    is_loaded: list[bool] = field(default_factory=list)
+    is_loaded: list[bool]
+    batches: list[LoadBatch] = field(default_factory=list)
+    ended: list[LoadBatchEnded] = field(default_factory=list)
+    stop_timer: Callable[[], None] = lambda: None
+
+
+def start_timer(seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+    """Have ``call`` called on a thread of its own after so long; returns what prevents it."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    return timer.cancel
 
 
 class Tiering:
@@ -143,6 +196,7 @@ class Tiering:
         speeds: Mapping[Tier, Speed],
         links: Mapping[Tier, Link] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[float, Callable[[], None]], Callable[[], None]] = start_timer,
     ) -> None:
         """What is on disk is known already; nothing is on the host.
 
@@ -154,16 +208,21 @@ class Tiering:
             speeds: how fast blocks come from disk to the host and from there to the pool, as measured at the start.
             links: of tiers whose transfers are to take longer than they do.
             clock: gives seconds.
+            timer: as ``start_timer``.
         """
         self.lower = lower
         self._host, self._disk, self._post, self._clock = host, disk, post, clock
         self._speeds, self._links = speeds, links or {}
+        self._timer = timer
+        # A disk that hangs keeps its readers only.
         self._loaders = _threads("quartet-load", lower.host_plan)
+        self._readers = _threads("quartet-read", lower.host_plan)
         self._writers = _threads("quartet-write", lower.disk_plan or lower.host_plan)
-        self._loads: dict[int, _Load] = {}
-        self._savings: list[Saving] = []
+        self._loads: dict[int, RunningLoad] = {}
+        self._num_stuck = 0  # batches that were given up and have not ended
+        self._savings: list[_SavedBatch] = []
         self._num_writing = 0
-        self._writes_again_at = 0.0
+        self._writes_again_at = self._reads_again_at = 0.0
         self._step_time: Callable[[], StepTime | None] = lambda: None
         self._max_step_tokens = 1
 
@@ -187,12 +246,24 @@ class Tiering:
     def choose(self, seq: TokenSequence) -> None:
         """Leave of ``seq.blocks_below`` those that are loaded sooner than computed, and let the others go.
 
-        ``seq`` has its blocks of the pool. Until the steps' times are known, all are loaded.
+        ``seq`` has its blocks of the pool. Until the steps' times are known, all are loaded. Of a disk that hangs,
+        nothing is.
         """
-        found = seq.blocks_below
-        num_loaded = self._num_loaded(found, len(seq) - seq.num_computed_tokens, seq.block_size)
-        self.lower.release(found[num_loaded:])
-        seq.blocks_below = found[:num_loaded]
+        if self._num_stuck or self._clock() < self._reads_again_at:
+            self._keep(seq, _num_leading([block.tier is Tier.HOST for block in seq.blocks_below]))
+        found, step_time = seq.blocks_below, self._step_time()
+        if step_time is None:
+            return
+        forecast = Forecast(
+            step_time=step_time,
+            max_step_tokens=self._max_step_tokens,
+            s_per_block=self.s_per_block,
+            loading_s=sum(load.expected_s for load in self._loads.values()),
+        )
+        num_loaded = forecast.num_loaded(found, len(seq) - seq.num_computed_tokens, seq.block_size)
+        for tier in {block.tier for block in found[num_loaded:]}:
+            self._speeds[tier].doubt()
+        self._keep(seq, num_loaded)
 
     def begin_step(self, schedule: Schedule) -> None:
         """Save what the step and its transfers overwrite, and begin its loads; before anything of it begins."""
@@ -210,6 +281,8 @@ class Tiering:
         match message:
             case LoadBatchEnded():
                 return self._end_batch(message)
+            case LoadIsLate(load):
+                return self._give_up(load)
             case WriteEnded(write, is_good):
                 self._num_writing -= 1
                 self.lower.end_write(write, is_good)
@@ -218,55 +291,33 @@ class Tiering:
         return None
 
     def close(self) -> None:
-        """End the threads, and give files and memory back. The pool is still there."""
+        """End the threads, and give files and memory back, but for what a read that hangs may write to.
+
+        The pool is still there.
+        """
+        for load in self._loads.values():
+            load.stop_timer()
         for threads in (self._loaders, self._writers):
             threads.shutdown(cancel_futures=True)
-        for saving in self._savings:
-            saving.wait()
+        self._readers.shutdown(wait=not self._num_stuck, cancel_futures=True)
+        _wait_for(self._savings)
+        if self._num_stuck:
+            return
         if self._disk is not None:
             self._disk.close()
         self._host.close()
 
-    def _num_loaded(self, found: Sequence[TierBlock], num_missing_tokens: int, block_size: int) -> int:
-        """How many of ``found`` to load: none, all, or those before one of another tier."""
-        step_time = self._step_time()
-        if step_time is None:
-            return len(found)
-        load_s = _LATENCY_S + sum(load.expected_s for load in self._loads.values())
-        best, best_s = 0, step_time.prefill_in_steps_s(num_missing_tokens, self._max_step_tokens, 0.0)
-        for number, block in enumerate(found, 1):
-            load_s += self._load_s(block.tier)
-            if number < len(found) and found[number].tier is block.tier:
-                continue
-            num_left = num_missing_tokens - number * block_size
-            total_s = load_s + step_time.prefill_in_steps_s(num_left, self._max_step_tokens, 0.0)
-            if total_s < best_s:
-                best, best_s = number, total_s
-        for tier in {block.tier for block in found[best:]}:
-            self._speeds[tier].doubt()
-        return best
-
-    def _load_s(self, tier: Tier) -> float:
-        """Seconds for a block to come from there; what is on disk comes by way of the host."""
-        host_s = self._speeds[Tier.HOST].s_per_block
-        return host_s if tier is Tier.HOST else host_s + self._speeds[tier].s_per_block
+    def _keep(self, seq: TokenSequence, num_blocks: int) -> None:
+        """Let go of what ``seq`` found after the first ``num_blocks``."""
+        self.lower.release(seq.blocks_below[num_blocks:])
+        seq.blocks_below = seq.blocks_below[:num_blocks]
 
     def _save(self, schedule: Schedule) -> None:
-        plan = self.lower.host_plan
-        urgent, others = self.lower.saves(_written(schedule), plan.max_batch_size)
-        needed = [block for load in schedule.loads for block in load.blocks if block.source is not None]
-        known = set(map(id, needed))
-        blocks = needed + [block for block in (*urgent, *others) if id(block) not in known]
-        lost = {id(block) for block in urgent} - known
-        for begin in range(0, len(blocks), plan.max_batch_size):
-            batch = blocks[begin : begin + plan.max_batch_size]
-            if begin >= len(needed) and self._num_saving() >= plan.max_concurrent_transfers:
-                break
-            saving = self._host.save([block.source or 0 for block in batch], [block.slot for block in batch])
-            self._savings.append(saving)
+        for batch in save_batches(self.lower, schedule, self._num_saving):
+            block_ids, slots = [block.source or 0 for block in batch], [block.slot for block in batch]
+            saving = self._host.save(block_ids, slots)
+            self._savings.append(_SavedBatch(saving, frozenset(block_ids), frozenset(slots)))
             self.lower.saved(batch)
-            lost.difference_update(map(id, batch))
-        self.lower.lose([block for block in urgent if id(block) in lost])
 
     def _delay_pulls(self, schedule: Schedule) -> None:
         """Others write to the blocks of pulls, which may still be being saved, and wait for no stream of ours."""
@@ -274,77 +325,109 @@ class Tiering:
         savings = tuple(self._savings)
 
         def wait() -> None:
-            for saving in savings:
-                saving.wait()
+            try:
+                _wait_for(savings)
+            except Exception:  # the job ends here: pulls go on, as nothing reads what they overwrite any more
+                logger.exception("blocks could not be copied to the host")
             self._post(PullsReady(pulls))
 
         self._loaders.submit(wait)
 
     def _num_saving(self) -> int:
-        self._savings = [saving for saving in self._savings if not saving.is_done]
+        self._savings = [batch for batch in self._savings if not batch.saving.is_done]
         return len(self._savings)
 
     def _begin_load(self, load: Load) -> None:
         blocks = self.lower.begin_load(load.blocks)
         size = self.lower.host_plan.max_batch_size
-        expected_s = sum(self._load_s(Tier.HOST if block.disk is None else Tier.DISK) for block in blocks)
-        begins = range(0, max(1, len(blocks)), size)
-        self._loads[load.id] = _Load(blocks, self._clock(), expected_s, len(begins))
-        self._loads[load.id].has_arrived = [False] * len(blocks)
-        self._loads[load.id].is_loaded = [False] * len(blocks)
+        tiers = (Tier.HOST if block.disk is None else Tier.DISK for block in blocks)
+        expected_s = sum(load_s_per_block(self.s_per_block, tier) for tier in tiers)
+        running = self._loads[load.id] = RunningLoad(load.id, self._clock(), expected_s, [False] * len(blocks))
         self._num_saving()
-        for begin in begins:
-            job = _LoadJob(load.id, begin, blocks[begin : begin + size], load.block_ids[begin : begin + size])
-            self._loaders.submit(self._run_load, job, tuple(self._savings))
+        for begin in range(0, max(1, len(blocks)), size):
+            ids = load.block_ids[begin : begin + size]
+            batch = LoadBatch(running, begin, blocks[begin : begin + size], ids)
+            running.batches.append(batch)
+            # Others are not waited for: the link moves what is saved beside what is loaded.
+            savings = [saved for saved in self._savings if saved.meets(batch)]
+            threads = self._readers if batch.num_read else self._loaders
+            threads.submit(self._run_load, batch, savings)
+        if any(block.disk is not None for block in blocks):
+            patience_s = _PATIENCE_S + _PATIENCE * sum(load.expected_s for load in self._loads.values())
+            running.stop_timer = self._timer(patience_s, lambda: self._post(LoadIsLate(running)))
 
-    def _run_load(self, job: _LoadJob, savings: Sequence[Saving]) -> None:
+    def _run_load(self, batch: LoadBatch, savings: Sequence[_SavedBatch]) -> None:
         """On a thread of its own: from disk to the host, and from there to the pool."""
-        has_arrived = [block.disk is None for block in job.blocks]
+        has_arrived = [block.disk is None for block in batch.blocks]
         is_loaded, seconds = False, {}
         try:
-            for saving in savings:
-                saving.wait()
+            _wait_for(savings)
             began = time.monotonic()
-            for index, block in enumerate(job.blocks):
+            for index, block in enumerate(batch.blocks):
                 if block.disk is not None and self._disk is not None:
                     has_arrived[index] = self._disk.read(block.disk.name, self._host.slot(block.host.slot))
-            self._wait_link(Tier.DISK, len(job.blocks) - sum(block.disk is None for block in job.blocks))
+            self._wait_link(Tier.DISK, batch.num_read)
             read_s = time.monotonic() - began
-            num_loaded = _num_leading(has_arrived)
-            slots = [block.host.slot for block in job.blocks[:num_loaded]]
-            self._host.load(slots, job.block_ids[:num_loaded])
-            self._wait_link(Tier.HOST, num_loaded)
-            seconds = {Tier.DISK: read_s, Tier.HOST: time.monotonic() - began - read_s}
-            is_loaded = True
+            if batch.begin_writing():
+                num_loaded = _num_leading(has_arrived)
+                slots = [block.host.slot for block in batch.blocks[:num_loaded]]
+                self._host.load(slots, batch.block_ids[:num_loaded])
+                self._wait_link(Tier.HOST, num_loaded)
+                seconds = {Tier.DISK: read_s, Tier.HOST: time.monotonic() - began - read_s}
+                is_loaded = True
         except Exception:  # the job ends here: what it did not bring is computed
             logger.exception("blocks could not be loaded from a lower tier")
-        self._post(LoadBatchEnded(job.id, job.first, has_arrived, is_loaded, seconds))
+        self._post(LoadBatchEnded(batch, has_arrived, is_loaded, seconds))
 
     def _wait_link(self, tier: Tier, num_blocks: int) -> None:
         if tier in self._links and num_blocks:
             self._links[tier].wait(num_blocks)
 
     def _end_batch(self, ended: LoadBatchEnded) -> EndedLoad | None:
-        load = self._loads[ended.id]
-        end = ended.first + len(ended.has_arrived)
-        load.has_arrived[ended.first : end] = ended.has_arrived
-        load.is_loaded[ended.first : end] = [has and ended.is_loaded for has in ended.has_arrived]
+        batch, load = ended.batch, ended.batch.load
+        if batch.is_given_up:
+            self.lower.end_load(batch.blocks, ended.has_arrived)
+            self._num_stuck -= 1
+            self._reads_again_at = self._clock() + _PAUSE_S
+            return None
         if ended.is_loaded:
-            num_read = sum(block.disk is not None for block in load.blocks[ended.first : end])
-            for tier, num_blocks in ((Tier.DISK, num_read), (Tier.HOST, _num_leading(ended.has_arrived))):
+            for tier, num_blocks in ((Tier.DISK, batch.num_read), (Tier.HOST, _num_leading(ended.has_arrived))):
                 if num_blocks:
                     self._speeds[tier].observe(num_blocks, ended.seconds[tier])
-        load.num_batches -= 1
-        if load.num_batches:
+            end = batch.first + len(batch.blocks)
+            load.is_loaded[batch.first : end] = ended.has_arrived
+        load.batches.remove(batch)
+        load.ended.append(ended)
+        return self._end(load)
+
+    def _give_up(self, load: RunningLoad) -> EndedLoad | None:
+        """Have the request compute what has not come by now. What writes to its blocks is waited for."""
+        if self._loads.get(load.id) is not load:
             return None
-        del self._loads[ended.id]
-        self.lower.end_load(load.blocks, load.has_arrived)
-        return EndedLoad(ended.id, _num_leading(load.is_loaded), self._clock() - load.began_at)
+        stuck = [batch for batch in load.batches if batch.give_up()]
+        if stuck:
+            logger.error("blocks on disk can't be read in time: prompts are computed, and the disk is left alone")
+        for batch in stuck:
+            load.batches.remove(batch)
+            self.lower.give_up(batch.blocks)
+            self._num_stuck += 1
+        return self._end(load)
+
+    def _end(self, load: RunningLoad) -> EndedLoad | None:
+        if load.batches:
+            return None
+        load.stop_timer()
+        del self._loads[load.id]
+        # All at once: the first of a sequence is the most recently used one.
+        ended = sorted(load.ended, key=lambda item: item.batch.first)
+        blocks = [block for item in ended for block in item.batch.blocks]
+        self.lower.end_load(blocks, [has for item in ended for has in item.has_arrived])
+        return EndedLoad(load.id, _num_leading(load.is_loaded), self._clock() - load.began_at)
 
     def _write(self) -> None:
         plan = self.lower.disk_plan
         assert plan is not None, "there is a disk"
-        while self._num_writing < plan.max_concurrent_transfers and self._clock() >= self._writes_again_at:
+        while self._num_writing < plan.num_threads and self._clock() >= self._writes_again_at and not self._num_stuck:
             write = self.lower.writes()
             if write is None:
                 return
@@ -352,13 +435,12 @@ class Tiering:
             self._num_saving()
             self._writers.submit(self._run_write, write, tuple(self._savings))
 
-    def _run_write(self, write: DiskWrite, savings: Sequence[Saving]) -> None:
+    def _run_write(self, write: DiskWrite, savings: Sequence[_SavedBatch]) -> None:
         """On a thread of its own."""
         is_good = [False] * len(write.blocks)
         try:
             assert self._disk is not None, "there is a disk"
-            for saving in savings:
-                saving.wait()
+            _wait_for(savings)
             self._disk.delete(write.removed)
             for index, block in enumerate(write.blocks):
                 self._disk.write(block.name, self._host.slot(block.slot))
@@ -369,11 +451,22 @@ class Tiering:
 
 
 @dataclass(frozen=True)
-class _LoadJob:
-    id: int
-    first: int
-    blocks: Sequence[LoadedBlock]
-    block_ids: Sequence[int]
+class _SavedBatch:
+    """A copy of blocks of the pool to slots that was begun."""
+
+    saving: Saving
+    block_ids: frozenset[int]
+    slots: frozenset[int]
+
+    def meets(self, batch: LoadBatch) -> bool:
+        """Whether the load writes what this reads, or reads or writes what this writes."""
+        slots = (block.host.slot for block in batch.blocks)
+        return not (self.block_ids.isdisjoint(batch.block_ids) and self.slots.isdisjoint(slots))
+
+
+def _wait_for(batches: Sequence[_SavedBatch]) -> None:
+    for batch in batches:
+        batch.saving.wait()
 
 
 def open_tiers(
@@ -384,6 +477,7 @@ def open_tiers(
     post: Callable[[TierMessage], None],
     *,
     links: Mapping[Tier, Link] | None = None,
+    timer: Callable[[float, Callable[[], None]], Callable[[], None]] = start_timer,
 ) -> Tiering:
     """The tiers below a pool whose blocks hold nothing yet: finds what is on disk, and measures how fast blocks come.
 
@@ -402,7 +496,7 @@ def open_tiers(
         tier: Speed(max(s_per_block, links[tier].s_per_block if tier in links else 0.0))
         for tier, s_per_block in seconds.items()
     }
-    return Tiering(lower, host, disk, post, speeds=speeds, links=links)
+    return Tiering(lower, host, disk, post, speeds=speeds, links=links, timer=timer)
 
 
 def _probe_host(host: HostBlocks, plan: TierPlan) -> float:
@@ -415,24 +509,10 @@ def _probe_host(host: HostBlocks, plan: TierPlan) -> float:
     return (time.monotonic() - began) / num_blocks
 
 
-def _written(schedule: Schedule) -> list[int]:
-    """The pool's blocks that a step and its transfers write to."""
-    written: list[int] = []
-    for chunk in schedule.chunks:
-        seq = chunk.running.seq
-        first, end = chunk.first_position, chunk.first_position + chunk.num_tokens
-        written += seq.block_table[first // seq.block_size : -(-end // seq.block_size)]
-    for load in schedule.loads:
-        written += load.block_ids
-    for pull in schedule.pulls:
-        written += [copy.block_id for copy in pull.copies]
-    return written
-
-
 def _num_leading(items: Sequence[bool]) -> int:
     """How many are true, up to the first that is not."""
     return next((index for index, item in enumerate(items) if not item), len(items))
 
 
 def _threads(name: str, plan: TierPlan) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(plan.max_concurrent_transfers, name)
+    return ThreadPoolExecutor(plan.num_threads, name)

@@ -40,6 +40,9 @@ ExternalHash: TypeAlias = int | bytes
 #: What, besides tokens, decides one block's contents: names, pairs of (media id, offset), digests.
 ExtraKeys: TypeAlias = Sequence[object]
 
+# What readers keep of a block is bounded: bytes of a digest, and characters of a medium's name.
+_MAX_HASH_BYTES, _MAX_MEDIUM_LENGTH = 64, 64
+
 # Fields in the order in which events that are arrays have them.
 _STORED_FIELDS = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
@@ -245,7 +248,7 @@ def _from_stored(fields: Mapping[str, Any]) -> BlockStored | None:
         parent_hash=None if parent is None else _hash(parent),
         token_ids=_token_ids(token_ids),
         block_size=block_size,
-        medium=_text(fields.get("medium")),
+        medium=_medium(fields),
         lora_name=_text(fields.get("lora_name")),
         extra_keys=None if extra_keys is None else [_extra_keys(keys) for keys in extra_keys],
         group_idx=_group(fields),
@@ -260,7 +263,7 @@ def _from_removed(fields: Mapping[str, Any]) -> BlockRemoved | None:
     copies = fields.get("remaining_copy_counts")
     if copies is not None:
         block_hashes = [name for name, num_left in zip(block_hashes, copies, strict=True) if not num_left]
-    return BlockRemoved(block_hashes=block_hashes, medium=_text(fields.get("medium")), group_idx=_group(fields))
+    return BlockRemoved(block_hashes=block_hashes, medium=_medium(fields), group_idx=_group(fields))
 
 
 def _is_of_prompts(fields: Mapping[str, Any]) -> bool:
@@ -279,6 +282,8 @@ def _hashes(fields: Mapping[str, Any]) -> list[ExternalHash]:
 
 def _hash(block_hash: Any) -> ExternalHash:
     if isinstance(block_hash, bytes):
+        if len(block_hash) > _MAX_HASH_BYTES:
+            raise ValueError(f"a hash of {len(block_hash)} bytes, more than {_MAX_HASH_BYTES}")
         return block_hash
     # Some publishers write the 64 bits as a signed number.
     if type(block_hash) is not int or not -_U64 // 2 <= block_hash < _U64:
@@ -308,6 +313,13 @@ def _count(number: Any) -> int:
 def _group(fields: Mapping[str, Any]) -> int | None:
     number = fields.get("group_idx")
     return None if number is None else _count(number)
+
+
+def _medium(fields: Mapping[str, Any]) -> str | None:
+    medium = _text(fields.get("medium"))
+    if medium is not None and len(medium) > _MAX_MEDIUM_LENGTH:
+        raise ValueError(f"a medium of {len(medium)} characters, more than {_MAX_MEDIUM_LENGTH}")
+    return medium
 
 
 def _text(text: Any) -> str | None:

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 #: A replay of which nothing came for so long is over.
 REPLAY_TIMEOUT_S = 5.0
 
-_MAX_PENDING_MESSAGES = 10_000
+# Of a feed, whose source keeps what this can't take yet; and of a replay, of which sources drop what can't be taken.
+_MAX_PENDING_MESSAGES, _MAX_PENDING_REPLAYED = 256, 10_000
 # After so many messages, or bytes of them, others on the event loop get their turn.
 _MAX_MESSAGES_A_TURN, _MAX_BYTES_A_TURN = 256, 1 << 16
 _NUM_FRAMES = 3
@@ -127,9 +128,8 @@ class VllmListener:
 
     def _dial(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        prepare_to_dial(
-            socket, self._key, max_pending_messages=_MAX_PENDING_MESSAGES, max_message_bytes=MAX_BATCH_BYTES
-        )
+        max_pending = _MAX_PENDING_REPLAYED if kind == zmq.DEALER else _MAX_PENDING_MESSAGES
+        prepare_to_dial(socket, self._key, max_pending_messages=max_pending, max_message_bytes=MAX_BATCH_BYTES)
         return socket
 
     def _drain_soon(self) -> None:

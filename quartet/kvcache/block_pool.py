@@ -151,6 +151,14 @@ class BlockManager:
             return False
         return self._lower.is_loading(chain_digest(self._digest_before(seq, shared), seq.block_content(len(shared))))
 
+    def num_tokens_below(self, seq: Sequence) -> int:
+        """Tokens of ``seq`` after the cached ones that lower tiers have, now."""
+        if self._lower is None or not self._lower.has_blocks:
+            return 0
+        shared = self._cached_prefix(seq)
+        contents = (seq.block_content(index) for index in range(len(shared), (len(seq) - 1) // self.block_size))
+        return self._lower.num_found(self._digest_before(seq, shared), contents) * self.block_size
+
     def extend(self, seq: Sequence, num_tokens: int = 1) -> None:
         """Make room for ``num_tokens`` more tokens than ``seq`` has; the caller appends them afterwards.
 

@@ -9,6 +9,9 @@ The rules are those of the consolidator of ai-dynamo/dynamo's block manager
   Both bear the hash that the first source gave it, and the medium where it lay there.
 - What a source removes and never stored is left out, and counted.
 
+What a source can make this keep is bounded by its own hashes and ranks, so one that is broken or hostile takes no room
+of the others.
+
 It differs in three points. A source that clears its cache says nothing of the others' blocks: those stay, and
 ``AllBlocksCleared`` goes out only if nothing is left. A block after one that its source never stored has no name, so it
 is left out, and not taken for the first of a sequence. And a parent goes out under the hash that the feed knows it by.
@@ -35,8 +38,13 @@ from quartet.events.vllm import (
 )
 from quartet.kvcache.vllm_blocks import block_name
 
-#: Blocks of one rank, of all sources together, some 500 bytes each; further ones are left out.
+#: Hashes that one source may have for its blocks, on all its ranks together; further ones are left out.
 MAX_BLOCKS = 1 << 22
+#: Ranks on which one source may have blocks; those of further ones are left out.
+MAX_RANKS = 1024
+
+# Media on which one source may have one block. Publishers have three or four.
+_MAX_MEDIA = 8
 
 
 class LeftOut(StrEnum):
@@ -45,7 +53,7 @@ class LeftOut(StrEnum):
     UNKNOWN_REMOVED = "unknown_removed"  # a block that it never stored
     UNKNOWN_PARENT = "unknown_parent"  # after a block that it never stored
     NO_TOKENS = "no_tokens"  # without tokens, and not known by this hash either
-    TOO_MANY = "too_many"  # beyond ``MAX_BLOCKS``
+    TOO_MANY = "too_many"  # beyond what one source may have
     IGNORED = "ignored"  # ``VllmBatch.num_ignored``
 
 
@@ -66,28 +74,41 @@ class Consolidator:
         left_out: how much had no effect, by source and reason; blocks, or events for ``IGNORED``.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        """No source has any block."""
+    def __init__(self, max_blocks: int = MAX_BLOCKS, max_ranks: int = MAX_RANKS) -> None:
+        """No source has any block; each may have ``max_blocks`` hashes on ``max_ranks`` ranks."""
         self.left_out: Counter[tuple[str, LeftOut]] = Counter()
-        self._max_blocks = max_blocks
+        self._room = _Room(max_blocks)
+        self._max_ranks = max_ranks
         self._ranks: dict[int, _Rank] = {}
 
     def apply(self, source: str, batch: VllmBatch) -> list[ChangedRank]:
         """``source`` has sent ``batch``. A batch without a rank is one of rank 0."""
         number = batch.data_parallel_rank or 0
-        rank = self._ranks.get(number)
-        if rank is None:
-            rank = self._ranks[number] = _Rank(self.left_out, self._max_blocks)
+        rank = self._ranks.get(number) or _Rank(self.left_out, self._room)
+        may_store = rank.has(source) or self._num_ranks(source) < self._max_ranks
         self.left_out[source, LeftOut.IGNORED] += batch.num_ignored
         for event in batch.events:
-            rank.apply(source, event)
+            if isinstance(event, BlockStored) and not may_store:
+                self.left_out[source, LeftOut.TOO_MANY] += len(event.block_hashes)
+            else:
+                rank.apply(source, event)
+        if rank.is_empty:
+            self._ranks.pop(number, None)
+        else:
+            self._ranks[number] = rank
         return _changed([(number, rank.take())])
 
     def drop(self, source: str) -> list[ChangedRank]:
         """``source`` has no block any more, on any rank, or nobody knows which."""
-        for rank in self._ranks.values():
+        ranks = list(self._ranks.items())
+        for number, rank in ranks:
             rank.clear(source)
-        return _changed((number, rank.take()) for number, rank in self._ranks.items())
+            if rank.is_empty:
+                del self._ranks[number]
+        return _changed((number, rank.take()) for number, rank in ranks)
+
+    def _num_ranks(self, source: str) -> int:
+        return sum(rank.has(source) for rank in self._ranks.values())
 
     def num_blocks(self, source: str | None = None) -> int:
         """Blocks of all ranks that ``source`` has; ``None``: that any of them has. Any thread may ask."""
@@ -116,16 +137,39 @@ class _Held:
     media: set[str]
 
 
+class _Room:
+    """The hashes that each source has, on all ranks together."""
+
+    def __init__(self, max_hashes: int) -> None:
+        self._max_hashes = max_hashes
+        self._num_hashes: Counter[str] = Counter()
+
+    def is_full(self, source: str) -> bool:
+        return self._num_hashes[source] >= self._max_hashes
+
+    def count(self, source: str, num_hashes: int) -> None:
+        """The source has so many more, or less if negative."""
+        self._num_hashes[source] += num_hashes
+
+
 class _Rank:
     """The blocks of one rank."""
 
-    def __init__(self, left_out: Counter[tuple[str, LeftOut]], max_blocks: int) -> None:
+    def __init__(self, left_out: Counter[tuple[str, LeftOut]], room: _Room) -> None:
         self._left_out = left_out
-        self._max_blocks = max_blocks
+        self._room = room
         self._blocks: dict[int, _Block] = {}
         self._names: dict[ExternalHash, int] = {}  # by public hash
         self._held: dict[str, dict[ExternalHash, _Held]] = {}  # by source
         self._events: list[VllmEvent] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no source has anything here."""
+        return not any(self._held.values())
+
+    def has(self, source: str) -> bool:
+        return bool(self._held.get(source))
 
     def num_blocks(self, source: str | None) -> int:
         return len(self._blocks) if source is None else len(self._held.get(source, ()))
@@ -146,6 +190,7 @@ class _Rank:
 
     def clear(self, source: str) -> None:
         held = self._held.pop(source, {})
+        self._room.count(source, -len(held))
         if not any(self._held.values()):
             self._blocks.clear()
             self._names.clear()
@@ -167,10 +212,11 @@ class _Rank:
             return
         for index, block_hash in enumerate(event.block_hashes):
             name = block_name(parent, _tokens_of(event, index), event.lora_name, _keys_of(event, index))
-            if name not in self._blocks and not self._publish(name, parent, event, index):
+            has_room = block_hash in held or not self._room.is_full(source)
+            if not has_room or (name not in self._blocks and not self._publish(name, parent, event, index)):
                 self._left_out[source, LeftOut.TOO_MANY] += len(event.block_hashes) - index
                 return
-            self._hold(held, block_hash, name, to_medium(event.medium))
+            self._hold(source, block_hash, name, to_medium(event.medium))
             parent = name
 
     def _store_untold(self, source: str, event: BlockStored) -> None:
@@ -180,8 +226,10 @@ class _Rank:
             name = self._find(held, block_hash)
             if name is None:
                 self._left_out[source, LeftOut.NO_TOKENS] += 1
+            elif block_hash not in held and self._room.is_full(source):
+                self._left_out[source, LeftOut.TOO_MANY] += 1
             else:
-                self._hold(held, block_hash, name, to_medium(event.medium))
+                self._hold(source, block_hash, name, to_medium(event.medium))
 
     def _find(self, held: dict[ExternalHash, _Held], block_hash: ExternalHash | None) -> int | None:
         """The name of the block that a source calls so. Who hashes by the public scheme calls blocks by their names."""
@@ -193,11 +241,11 @@ class _Rank:
         return block_hash if isinstance(block_hash, int) and block_hash in self._blocks else None
 
     def _publish(self, name: int, parent: int | None, event: BlockStored, index: int) -> bool:
-        """Take in a block that no source had, and say so; returns whether there is room for it."""
+        """Take in a block that no source had, and say so; returns whether there is a hash for it."""
         public_hash = event.block_hashes[index]
         if public_hash in self._names:
             public_hash = name  # another engine's hash of other contents
-        if len(self._blocks) >= self._max_blocks or public_hash in self._names:
+        if public_hash in self._names:
             return False
         block = self._blocks[name] = _Block(public_hash, to_medium(event.medium))
         self._names[public_hash] = name
@@ -215,15 +263,21 @@ class _Rank:
         self._events.append(stored)
         return True
 
-    def _hold(self, held: dict[ExternalHash, _Held], block_hash: ExternalHash, name: int, medium: str) -> None:
+    def _hold(self, source: str, block_hash: ExternalHash, name: int, medium: str) -> None:
+        held = self._held[source]
         known = held.get(block_hash)
         if known is not None and known.name == name:
-            known.media.add(medium)
+            if len(known.media) < _MAX_MEDIA:
+                known.media.add(medium)
+            elif medium not in known.media:
+                self._left_out[source, LeftOut.TOO_MANY] += 1
             return
         # Before the other block is let go of: it may be the one before this one.
         self._blocks[name].num_holders += 1
         held[block_hash] = _Held(name, {medium})
-        if known is not None:
+        if known is None:
+            self._room.count(source, 1)
+        else:
             self._release(known.name)  # its removal was lost
 
     def _remove(self, source: str, block_hash: ExternalHash, medium: str | None) -> None:
@@ -235,6 +289,7 @@ class _Rank:
         known.media = set() if medium is None else known.media - {medium}
         if not known.media:
             del held[block_hash]
+            self._room.count(source, -1)
             self._release(known.name)
 
     def _release(self, name: int) -> None:

@@ -27,6 +27,8 @@ from quartet.kvcache.block_pool import BlockCounts, EventLog, EvictedBlock
 
 # Of blocks that went through a tier, the counts of so many times its blocks are remembered.
 _NUM_COUNTED = 8
+# Threads that load, or write, of a tier that bounds no transfers.
+_NUM_THREADS = 4
 # Of the coldest blocks of the host, at most so many, and at most a quarter, are written to disk before they must go.
 _MAX_CLEAN_BLOCKS = 256
 
@@ -44,15 +46,21 @@ class TierPlan:
     """The size of a tier, and what comes to it from the tier above.
 
     Attributes:
-        max_concurrent_transfers: batches on their way down at a time; what comes when there are as many is lost.
+        max_concurrent_transfers: batches on their way down at a time; what comes to the host when there are as many is
+            lost. ``None``: to the host, all that steps and transfers overwrite, and four at a time of all else.
         max_batch_size: blocks of one.
     """
 
     num_blocks: int
     policy: OffloadPolicy = OffloadPolicy.PRESENCE
     min_lfu_count: int = 1
-    max_concurrent_transfers: int = 4
+    max_concurrent_transfers: int | None = None
     max_batch_size: int = 16
+
+    @property
+    def num_threads(self) -> int:
+        """Batches on their way at a time that nobody waits for, or that are on their way up."""
+        return _NUM_THREADS if self.max_concurrent_transfers is None else self.max_concurrent_transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,10 @@ class TierBlock:
         slot: where it lies in its tier, from 0.
         source: the device's block that has the content, which was not copied yet; ``None``: it is in the slot, or on
             its way there.
+        is_whole: the slot has the content, too.
         num_readers: loads that read it, or are about to.
         is_arriving: its content comes from the next tier.
+        is_stuck: what reads it, or brings it, takes so long that nobody waits for it.
         is_leaving: it is being written to the next tier.
         is_known: events have said that it is here.
         was_written: on the host: it was written to disk, or came from there.
@@ -84,8 +94,10 @@ class TierBlock:
     tier: Tier
     slot: int
     source: int | None = None
+    is_whole: bool = False
     num_readers: int = 0
     is_arriving: bool = False
+    is_stuck: bool = False
     is_leaving: bool = False
     is_known: bool = False
     was_written: bool = False
@@ -297,19 +309,30 @@ class LowerTiers:
         others = (block for block in self.pending.values() if id(block) not in known)
         return urgent, list(islice(others, max_others))
 
+    def evicted_last(self, blocks: Sequence[TierBlock], num_blocks: int) -> Sequence[TierBlock]:
+        """Of pending ``blocks``, those that the device evicted last, so many."""
+        if num_blocks >= len(blocks):
+            return blocks
+        asked = set(map(id, blocks))
+        return list(islice((block for block in reversed(self.pending.values()) if id(block) in asked), num_blocks))
+
     def saved(self, blocks: Iterable[TierBlock]) -> None:
         """They are copied, or copied before anything that is begun from now on reads slots or writes sources."""
         for block in blocks:
             assert block.source is not None, "its content is on the device"
             del self.pending[block.source]
-            block.source = None
+            block.source, block.is_whole = None, True
             self.host.totals.num_stored += 1
         self._has_news = True
 
     def lose(self, blocks: Iterable[TierBlock]) -> None:
-        """There is no time to copy them."""
+        """There is no time to copy them: what the host had before stays."""
         for block in blocks:
             assert not block.is_busy, "what is to be loaded is saved"
+            if block.is_whole and block.source is not None:
+                del self.pending[block.source]
+                block.source = None
+                continue
             self.host.totals.num_dropped += 1
             self.host.drop(block)
 
@@ -318,23 +341,21 @@ class LowerTiers:
 
         They stay until they were given to ``begin_load`` or ``release``.
         """
-        found: list[TierBlock] = []
-        for content in contents:
-            digest = chain_digest(digest, content)
-            block = self.host.get(digest) or self.disk.get(digest)
-            if block is None or block.is_arriving:
-                break
-            found.append(block)
+        found = list(self._run(digest, contents))
         for block in found:
             block.num_readers += 1
             self._count(block.name.digest, 1)
             self._table(block).settle(block)
         return found
 
+    def num_found(self, digest: bytes, contents: Iterable[bytes]) -> int:
+        """How many ``find`` would find, now."""
+        return sum(1 for _ in self._run(digest, contents))
+
     def is_loading(self, digest: bytes) -> bool:
-        """Whether a load reads that block."""
+        """Whether a load reads that block, and is worth waiting for."""
         block = self.host.get(digest) or self.disk.get(digest)  # one on the host may just be on its way to disk, too
-        return block is not None and (block.num_readers > 0 or block.is_arriving)
+        return block is not None and not block.is_stuck and (block.num_readers > 0 or block.is_arriving)
 
     def release(self, blocks: Sequence[TierBlock]) -> None:
         """What was found, and is not loaded or was."""
@@ -361,17 +382,23 @@ class LowerTiers:
         self.release(found[len(loaded) :])
         return loaded
 
+    def give_up(self, loaded: Sequence[LoadedBlock]) -> None:
+        """Nobody waits for these any more. They stay where they are until ``end_load``."""
+        for item in loaded:
+            item.host.is_stuck = True
+
     def end_load(self, loaded: Sequence[LoadedBlock], is_good: Sequence[bool]) -> None:
         """The bytes of each came, or did not: then the block is gone."""
         for item, came in zip(reversed(loaded), reversed(is_good), strict=True):
             host, disk = item.host, item.disk
+            host.is_stuck = False
             self._table(disk or host).totals.num_loaded += came
             self._table(disk or host).totals.num_failed += not came
             if disk is None:
                 host.num_readers -= 1
                 self.host.settle(host)
                 continue
-            host.is_arriving = False
+            host.is_arriving, host.is_whole = False, came
             self.host.settle(host)
             disk.num_readers -= 1
             self.disk.settle(disk)
@@ -426,6 +453,14 @@ class LowerTiers:
                 self.disk.totals.num_failed += 1
                 self.disk.drop(file)
         self._has_news = True
+
+    def _run(self, digest: bytes, contents: Iterable[bytes]) -> Iterator[TierBlock]:
+        for content in contents:
+            digest = chain_digest(digest, content)
+            block = self.host.get(digest) or self.disk.get(digest)
+            if block is None or block.is_arriving:
+                return
+            yield block
 
     def _announce(self, block: TierBlock) -> None:
         if not block.is_known:

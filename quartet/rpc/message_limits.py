@@ -64,12 +64,15 @@ class MessageLimits:
     Attributes:
         max_fields: fields in it, those of the messages within included.
         max_bytes: gives the bytes of each kind. It is asked for long messages only.
-        file_fields: full names of fields with text that may be as long as a file; ``bytes`` fields always may.
+        file_fields: full names of fields with text that may be as long as a file; ``bytes`` fields always may, but for
+            ``number_fields``.
+        number_fields: full names of ``bytes`` fields that hold packed numbers.
     """
 
     max_fields: int = 32_768
     max_bytes: Callable[[], MaxBytes] = MaxBytes
     file_fields: frozenset[str] = frozenset()
+    number_fields: frozenset[str] = frozenset()
 
     def check(self, message_type: Descriptor, message: bytes) -> None:
         """Refuse ``message`` before it is parsed.
@@ -84,7 +87,9 @@ class MessageLimits:
             what = f"{len(message)} bytes, more than the {max_bytes} allowed where no model takes files"
             raise MessageTooLargeError(f"the message has {what}", head=message[:_HEAD_BYTES])
         try:
-            num_text_bytes, num_number_bytes = self._measure(_shape(message_type, self.file_fields), message)
+            num_text_bytes, num_number_bytes = self._measure(
+                _shape(message_type, self.file_fields, self.number_fields), message
+            )
         except LookupError:
             raise ProtocolError("the message is malformed") from None
         for what, num_bytes, limit in (
@@ -178,7 +183,7 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _shape(message_type: Descriptor, file_fields: frozenset[str]) -> _Shape:
+def _shape(message_type: Descriptor, file_fields: frozenset[str], number_fields: frozenset[str]) -> _Shape:
     shapes: dict[str, dict[int, Any]] = {}
 
     def fill(descriptor: Descriptor) -> dict[int, Any]:
@@ -187,6 +192,8 @@ def _shape(message_type: Descriptor, file_fields: frozenset[str]) -> _Shape:
             for item in descriptor.fields:
                 if item.message_type is not None:
                     shape[item.number] = fill(item.message_type)
+                elif item.full_name in number_fields:
+                    shape[item.number] = _NUMBERS
                 elif item.type == FieldDescriptor.TYPE_BYTES or item.full_name in file_fields:
                     shape[item.number] = _FILE
                 elif item.type != FieldDescriptor.TYPE_STRING:

@@ -1,4 +1,4 @@
-"""The HTTP port of every process: /metrics, /livez and /readyz, in threads of its own.
+"""The HTTP port of every process: /metrics, /livez and /readyz, in threads of its own; of routers also targets.
 
 A scrape formats for milliseconds and a client may be slow; neither may hold up the event loop. Kubernetes probes come
 here, because its gRPC probe speaks no TLS.
@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from quartet.errors import ConfigError
+from quartet.telemetry.targets import TARGETS_PATH, Target, render_targets
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,21 @@ class Probes:
 class TelemetryServer:
     """Serves metrics and probes from ``start`` to ``close``."""
 
-    def __init__(self, address: str, registry: CollectorRegistry, probes: Probes) -> None:
-        """Serve at ``address``, ``host:port``; port 0 takes a free one."""
+    def __init__(
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        probes: Probes,
+        targets: Callable[[], Sequence[Target]] | None = None,
+    ) -> None:
+        """Serve at ``address``, ``host:port``; port 0 takes a free one.
+
+        ``targets`` lists the processes for Prometheus, on a thread; ``None``: this process knows no others.
+        """
         self._address = address
         self._registry = registry
         self._probes = probes
+        self._targets = targets
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
 
@@ -67,7 +78,8 @@ class TelemetryServer:
         if not host:
             raise ConfigError(f"http_address: must be host:port, not {self._address!r}")
         try:
-            server = _server_class(host)((host.strip("[]"), int(port)), _handler_class(self._registry, self._probes))
+            handler = _handler_class(self._registry, self._probes, self._targets)
+            server = _server_class(host)((host.strip("[]"), int(port)), handler)
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(f"http_address: cannot listen on {self._address}: {error}") from error
         self._server = server
@@ -135,7 +147,9 @@ def _server_class(host: str) -> type[_Server]:
     return _Server6 if ":" in host else _Server
 
 
-def _handler_class(registry: CollectorRegistry, probes: Probes) -> type[BaseHTTPRequestHandler]:
+def _handler_class(
+    registry: CollectorRegistry, probes: Probes, targets: Callable[[], Sequence[Target]] | None
+) -> type[BaseHTTPRequestHandler]:
     # http.server makes handlers itself, so what they need comes by closure.
     exposition = Exposition(registry)
 
@@ -150,6 +164,8 @@ def _handler_class(registry: CollectorRegistry, probes: Probes) -> type[BaseHTTP
                     self._answer_probe(probes.is_alive())
                 case "/readyz":
                     self._answer_probe(probes.is_ready())
+                case path if path == TARGETS_PATH and targets is not None:
+                    self._answer(HTTPStatus.OK, render_targets(targets()), "application/json")
                 case _:
                     self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /livez, /readyz\n")
 

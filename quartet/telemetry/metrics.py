@@ -185,6 +185,14 @@ class ReusePart(StrEnum):
     FOREIGN = "foreign"
 
 
+class HandOffOutcome(StrEnum):
+    """How a hand-off ended where it was offered, as ``quartet.kvcache.hand_off.HandOffState`` has them."""
+
+    TAKEN = "taken"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
 class SnapshotOutcome(StrEnum):
     """What became of a snapshot of a worker's blocks."""
 
@@ -211,6 +219,7 @@ class RouterMetrics:
         matched_tokens: prompt tokens of placed choices that the router expects to be cached on their rank.
         snapshots: snapshots of a worker's blocks that ended, by outcome.
         malformed_events: events of workers that the router could not read.
+        kv_gaps: times that KV events of a worker whose blocks were known have been lost.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -233,7 +242,7 @@ class RouterMetrics:
                 ("quartet_router_output_tokens", "Tokens shown to clients."),
             )
         )
-        self.requests = FastCounter("quartet_router_requests", "Choices that ended, by outcome.", "outcome", registry)
+        self.requests = EndedRequests(registry)
         self.attempts = FastCounter(
             "quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause", registry
         )
@@ -266,7 +275,7 @@ class RouterMetrics:
                 ("quartet_router_tokenize_seconds", "Template and tokenizer."),
             )
         )
-        self.matched_tokens, self.malformed_events = (
+        self.matched_tokens, self.malformed_events, self.kv_gaps = (
             FastCounter(name, text, None, registry).labels()
             for name, text in (
                 (
@@ -274,6 +283,7 @@ class RouterMetrics:
                     "Tokens of placed requests that were expected to be cached where they were sent.",
                 ),
                 ("quartet_router_malformed_events", "Events of workers that made no sense."),
+                ("quartet_router_kv_gaps", "Times that a worker's KV events were lost, and its blocks fetched anew."),
             )
         )
         self._workers = Gauge("quartet_router_workers", "Workers known.", ["role", "state"], registry=registry)
@@ -301,10 +311,14 @@ class RouterMetrics:
             )
         return self._models[model]
 
+    def models(self) -> Mapping[str, ModelMetrics]:
+        """Those of all models that had a request, by name. Any thread may ask."""
+        return dict(self._models)
+
     def totals(self) -> RouterTotals:
         """The sums over all models; for the thread that counts."""
         models = tuple(self._models.values())
-        outcomes = self.requests.values()
+        outcomes = self.requests.by_outcome()
         return RouterTotals(
             num_requests=int(sum(outcomes.values())),
             num_failed=int(sum([count for outcome, count in outcomes.items() if outcome not in _NO_FAILURES])),
@@ -338,6 +352,40 @@ class RouterMetrics:
     def set_workers(self, role: str, state: str, num_workers: int) -> None:
         """So many workers of ``role`` are in ``state``."""
         self._workers.labels(role, state).set(num_workers)
+
+
+class EndedRequests(Collector):
+    """Choices that ended at a router, counted once by model and outcome; our own metric shows them by outcome.
+
+    Only one thread may count.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counts: dict[tuple[str, str], float] = {}
+        registry.register(self)
+
+    def count(self, outcome: str, model: str = "") -> None:
+        """One ended. ``model``: a name that is served; empty: it ended before its model was known."""
+        key = model, outcome
+        self._counts[key] = self._counts.get(key, 0.0) + 1.0
+
+    def by_model(self) -> Mapping[tuple[str, str], float]:
+        """The counts by model and outcome. Any thread may ask."""
+        return dict(self._counts)
+
+    def by_outcome(self) -> Mapping[str, float]:
+        """The sums over all models. Any thread may ask."""
+        sums: dict[str, float] = {}
+        for (_model, outcome), count in self.by_model().items():
+            sums[outcome] = sums.get(outcome, 0.0) + count
+        return sums
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape shows."""
+        family = CounterMetricFamily("quartet_router_requests", "Choices that ended, by outcome.", labels=["outcome"])
+        for outcome, count in self.by_outcome().items():
+            family.add_metric([outcome], count)
+        yield family
 
 
 class PoolMetrics:
@@ -389,6 +437,8 @@ class WorkerMetrics:
                 ("quartet_worker_signed_starts", "Signed starts that came, by outcome."),
             )
         )
+        for outcome in HandOffOutcome:  # from the start: Prometheus sees no growth in what begins at 1
+            self.hand_offs.labels(outcome.value)
         self.queue_time, self.prefill_time = (
             Histogram(name, text, buckets=buckets, registry=registry)
             for name, text, buckets in (
@@ -497,10 +547,6 @@ class FastCounter(Collector):
             assert len(values) == len(self._label_names), "a value a label"
             child = self._children[values] = FastCounterChild()
         return child
-
-    def values(self) -> Mapping[str, float]:
-        """The counts by the value of the label."""
-        return {values[0]: child.value for values, child in self._children.items()}
 
     def collect(self) -> Iterator[Metric]:
         """What a scrape shows."""

@@ -1606,8 +1606,8 @@ class SessionStart(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of this request. Empty: that of the stream, its `traceparent` metadata."""
     request_id: _builtins.str
-    """Names the request in every log and span: 32 lower-case hexadecimal digits, new for each request. From a router over
-    several pools. Empty: this router draws one.
+    """Names the request in every log and span: 32 lower-case hexadecimal digits, new for each request. From routers, as
+    `prefill_namespaces`. Empty: this router draws one.
     """
     @_builtins.property
     def start(self) -> Global___GenerateStart:
@@ -1619,8 +1619,9 @@ class SessionStart(_message.Message):
 
     @_builtins.property
     def prefill_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Namespaces whose routers prefill the prompt, the first of them that can: from a router over several pools. Each
-        must be one of this router's `prefill_pools`. Empty: this router's own workers prefill.
+        """Namespaces whose routers prefill the prompt, the first of them that can: from a router over several pools, and with
+        certificates from routers only. Each must be one of this router's `prefill_pools`. Empty: this router's own workers
+        prefill.
         """
 
     def __init__(

@@ -159,8 +159,8 @@ class RouterServiceServicer:
 
     def PrefillFor(self, request, context):
         """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
-        then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
-        that nobody takes expires. It waits for room as other requests do, and fails likewise.
+        then pulls the blocks. For routers only, those of trusted namespaces name its tenant. Dropping the call cancels it;
+        a hand-off that nobody takes expires. It waits as other requests do, and fails likewise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -74,8 +74,8 @@ class RouterServiceStub:
     """Describes one model, or all."""
     PrefillFor: _grpc.UnaryUnaryMultiCallable[_router_pb2.PrefillForRequest, _router_pb2.PrefillForResponse]
     """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
-    then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
-    that nobody takes expires. It waits for room as other requests do, and fails likewise.
+    then pulls the blocks. For routers only, those of trusted namespaces name its tenant. Dropping the call cancels it;
+    a hand-off that nobody takes expires. It waits as other requests do, and fails likewise.
     """
 
 @_typing.type_check_only
@@ -124,8 +124,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Describes one model, or all."""
     PrefillFor: _aio.UnaryUnaryMultiCallable[_router_pb2.PrefillForRequest, _router_pb2.PrefillForResponse]  # type: ignore[assignment]
     """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
-    then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
-    that nobody takes expires. It waits for room as other requests do, and fails likewise.
+    then pulls the blocks. For routers only, those of trusted namespaces name its tenant. Dropping the call cancels it;
+    a hand-off that nobody takes expires. It waits as other requests do, and fails likewise.
     """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -219,8 +219,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PrefillForResponse, _abc.Awaitable[_router_pb2.PrefillForResponse]]:
         """Prefills a prompt at one of the router's workers that only prefill, for a router of another namespace whose worker
-        then pulls the blocks. For routers only: they have checked the prompt. Dropping the call cancels it; a hand-off
-        that nobody takes expires. It waits for room as other requests do, and fails likewise.
+        then pulls the blocks. For routers only, those of trusted namespaces name its tenant. Dropping the call cancels it;
+        a hand-off that nobody takes expires. It waits as other requests do, and fails likewise.
         """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +23,7 @@ from quartet.errors import ConfigError, DrainingError, QueueFullError, Unauthent
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import raise_file_limit
 from quartet.telemetry.http import Exposition
+from quartet.telemetry.targets import TARGETS_PATH, Target, render_targets
 from router.client_address import client_address
 from router.generate import Pipeline
 from router.http.body import Bodies
@@ -73,6 +74,7 @@ class HttpServer:
         namespace: str,
         stall_timeout_s: float,
         is_ready: Callable[[], bool],
+        targets: Callable[[], Sequence[Target]] = lambda: (),
     ) -> None:
         """Open no port before ``start``.
 
@@ -83,6 +85,7 @@ class HttpServer:
             namespace: the deployment, for /health.
             stall_timeout_s: a client that takes nothing for this long loses its connection.
             is_ready: whether the router is ready, for /health.
+            targets: the processes that Prometheus is told of; called on a thread.
 
         Raises:
             ConfigError: a file that the configuration names can't be used.
@@ -92,6 +95,7 @@ class HttpServer:
         self._exposition = Exposition(registry)
         self._namespace = namespace
         self._is_ready = is_ready
+        self._targets = targets
         self._keys = None if config.keys_file is None else ApiKeys(config.keys_file)
         self._certificates = None if config.tls is None else Certificates(config.tls)
         self._connections = Connections(config, stall_timeout_s=stall_timeout_s)
@@ -128,6 +132,7 @@ class HttpServer:
             "/health": ("GET", self._health),
             "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics),
+            TARGETS_PATH: ("GET", self._list_targets),
         }
 
     async def start(self) -> int:
@@ -307,10 +312,17 @@ class HttpServer:
         return _json({"version": _VERSION})
 
     async def _metrics(self, request: web.BaseRequest, caller: Caller) -> web.Response:
-        if not self._is_operator(caller):
-            raise HttpError(403, "/metrics tells of all tenants' requests: http.operators names who may read it here")
+        self._check_operator(caller, "/metrics tells of all tenants' requests")
         body, content_type = await asyncio.to_thread(self._exposition.get, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _list_targets(self, _request: web.BaseRequest, caller: Caller) -> web.Response:
+        self._check_operator(caller, f"{TARGETS_PATH} tells of the fleet")
+        return _json(await asyncio.to_thread(lambda: render_targets(self._targets())))
+
+    def _check_operator(self, caller: Caller, why: str) -> None:
+        if not self._is_operator(caller):
+            raise HttpError(403, f"{why}: http.operators names who may read it here")
 
 
 def _json(value: dict[str, Any] | bytes, status: int = 200) -> web.Response:

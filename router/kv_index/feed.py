@@ -76,12 +76,17 @@ class KvFeed:
         index: KvIndex,
         *,
         max_waiting_batches: int = MAX_WAITING_BATCHES,
+        on_gap: Callable[[], None] = lambda: None,
     ) -> None:
-        """Nothing is known yet; ``index`` has no blocks of the worker's ranks."""
+        """Nothing is known yet; ``index`` has no blocks of the worker's ranks.
+
+        ``on_gap`` is called when batches were lost although all was known before.
+        """
         self.epoch = epoch
         self._ranks = [Rank(worker_id, number) for number in range(data_parallel_size)]
         self._index = index
         self._max_waiting_batches = max_waiting_batches
+        self._on_gap = on_gap
         self.state = FeedState.LISTENING
         self.number = 0
         # JOINING: the snapshot needs this number at least; the batches that wait follow from there without a gap.
@@ -154,6 +159,8 @@ class KvFeed:
 
     def _join_from(self, number: int) -> None:
         """From now on a snapshot as of ``number``, or a later one, is needed."""
+        if self.state is FeedState.LIVE:
+            self._on_gap()
         self.state = FeedState.JOINING
         self._least_number = number
         self._waiting.clear()
@@ -216,13 +223,15 @@ class KvJoins:
         times: JoinTimes | None = None,
         *,
         count: Callable[[SnapshotOutcome], None] = lambda _outcome: None,
+        on_gap: Callable[[], None] = lambda: None,
     ) -> None:
         """No worker is known yet; only this object changes ``index`` for the ranks of workers that enter.
 
-        ``count`` is called with what became of each snapshot.
+        ``count`` is called with what became of each snapshot, ``on_gap`` as in ``KvFeed``.
         """
         self._index = index
         self._count = count
+        self._on_gap = on_gap
         self._times = times or JoinTimes()
         self._members: dict[str, _Member] = {}
         self._turns = asyncio.Semaphore(_MAX_SNAPSHOTS)
@@ -235,7 +244,7 @@ class KvJoins:
     def enter(self, record: WorkerRecord, client: SnapshotClient) -> None:
         """Follow this epoch of a worker, which ``client`` reaches, from now on; another epoch of it is forgotten."""
         self._forget(record.worker_id)
-        feed = KvFeed(record.worker_id, record.epoch, record.data_parallel_size, self._index)
+        feed = KvFeed(record.worker_id, record.epoch, record.data_parallel_size, self._index, on_gap=self._on_gap)
         self._members[record.worker_id] = _Member(feed, client)
 
     def leave(self, record: WorkerRecord) -> None:

@@ -12,6 +12,7 @@ from quartet.config import Value
 from quartet.errors import ConfigError
 from quartet.events.vllm_config import VllmFeedConfig
 from quartet.events.vllm_listener import REPLAY_TIMEOUT_S
+from quartet.kvcache.consolidate import MAX_BLOCKS, MAX_RANKS
 from quartet.rpc.channels import ListenAddress
 from quartet.telemetry.logging import LogConfig
 
@@ -83,6 +84,9 @@ class ConsolidatorConfig:
             ``insecure``.
         insecure: allows addresses other than loopback without a key.
         replay_timeout_s: a replay of which nothing came for so long is over.
+        max_source_blocks: hashes that each source may have for its blocks, on all its ranks together; further ones are
+            left out and counted.
+        max_source_ranks: ranks on which each source may have blocks; those of further ones are left out and counted.
     """
 
     is_enabled: bool = True
@@ -92,6 +96,8 @@ class ConsolidatorConfig:
     events_key_file: Path | None = None
     insecure: bool = False
     replay_timeout_s: float = REPLAY_TIMEOUT_S
+    max_source_blocks: int = MAX_BLOCKS
+    max_source_ranks: int = MAX_RANKS
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
@@ -105,6 +111,9 @@ class ConsolidatorConfig:
             ListenAddress.parse(self.http_address, "http_address").require_loopback("http_address", "insecure: true")
         if self.replay_timeout_s <= 0:
             raise ConfigError("replay_timeout_s: must be above 0")
+        for name in ("max_source_blocks", "max_source_ranks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
 
 
 def settings_of_environment(environment: Mapping[str, str]) -> dict[str, Value]:

@@ -33,7 +33,7 @@ class ConsolidatorProcess:
         self._config = config
         self._on_failure = on_failure
         self._registry = CollectorRegistry()
-        self._consolidator = Consolidator()
+        self._consolidator = Consolidator(config.max_source_blocks, config.max_source_ranks)
         self._publisher: VllmPublisher | None = None
         self._listeners: dict[str, VllmListener] = {}
         self._loop_watch = LoopWatch()

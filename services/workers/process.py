@@ -33,9 +33,11 @@ from quartet.kvcache.hand_off import HandOffState
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
 from quartet.supervision import LoopWatch, Supervisor, TaskEndedError, end_process_within
+from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
+from quartet.telemetry.vllm_names import show_worker_as_vllm
 from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
 from quartet.transfer.cuda.lent import CudaServer
 from quartet.transfer.cuda.memory import DeviceMemory
@@ -177,6 +179,7 @@ class WorkerProcess:
             telemetry = TelemetryServer(self._config.http_address, self._registry, self._probes())
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
+            self._watch_gpus()
             if not await is_done_before(stop, self._find_model()):
                 return
             parts = self._make_parts()
@@ -184,6 +187,13 @@ class WorkerProcess:
             if await is_done_before(stop, parts.start()):
                 self._on_loaded()
                 await self._serve(stack, parts, http_port, stop)
+
+    def _watch_gpus(self) -> None:
+        engine = self._config.engine
+        if engine.kind.uses_gpu(engine.device):
+            # TensorRT-LLM runs on all GPUs that it sees.
+            number = engine.device.partition(":")[2] if engine.kind is EngineKind.TORCH else ""
+            watch_gpus(self._registry, os.environ.get("CUDA_VISIBLE_DEVICES"), int(number) if number else None)
 
     async def _find_model(self) -> None:
         self._model = await find_model(self._config)
@@ -232,7 +242,20 @@ class WorkerProcess:
             transfers=self._surroundings.transfers,
         )
         servicer.serve(worker)
+        if self._role is not Role.ENCODE:
+            self._show_as_vllm(serving)
         await self._run_worker(worker, publisher, serving, stop)
+
+    def _show_as_vllm(self, serving: Serving) -> None:
+        show_worker_as_vllm(
+            self._registry,
+            self._surroundings.metrics,
+            serving.requests.stats,
+            model=self._served_model.name,
+            block_size=serving.abilities.block_size,
+            num_blocks=serving.abilities.num_blocks,
+            prefills=self._role is Role.PREFILL,
+        )
 
     async def _run_worker(
         self, worker: Worker, publisher: EventPublisher, serving: Serving, stop: asyncio.Event

@@ -31,15 +31,22 @@ from tests.streams.test_convert import assert_context, over_the_wire
 def test_a_prompt_without_media_survives_and_one_with_media_is_refused(start: WorkerStart) -> None:
     asked = AskedPrefill(model_name="tiny", model_fingerprint="f00d", start=replace(start, hand_off=None))
     message = over_the_wire(to_prefill_for_request(asked))
-    if start.media:
+    if start.media or start.generation.media:
         with pytest.raises(InvalidRequestError, match="media") as refused:
             from_prefill_for_request(message)
         assert refused.value.field == "start.media"
         return
     came = from_prefill_for_request(message)
+    context, generation = start.context, start.generation
     assert (came.model_name, came.model_fingerprint) == ("tiny", "f00d")
-    assert_context(came.start.context, start.context)
-    assert came.start.generation == start.generation
+    assert (came.tenant, came.priority, came.adapter) == (context.tenant, context.priority, generation.adapter)
+    assert came.num_tokens == len(generation.prompt_token_ids) + len(generation.generated_token_ids)
+    assert came.num_salt_characters == len(generation.cache_salt)
+    assert (came.timeout_s is None) == (context.timeout_s is None)
+    read = came.read()
+    assert_context(read.context, context)
+    assert read.generation == generation
+    assert came.for_tenant("another").read().context.tenant == "another"
 
 
 @given(PREFILLED, st.none() | HAND_OFFS)
@@ -56,7 +63,12 @@ def to_prefill_result_of(prefilled: PrefilledFor) -> bytes:
     return to_prefill_for_response(prefilled).result.SerializeToString(deterministic=True)
 
 
-def test_a_prefill_of_nothing_is_refused() -> None:
+def test_a_prefill_of_nothing_or_for_too_long_a_name_is_refused() -> None:
+    message = router_pb2.PrefillForRequest(model="tiny")
     with pytest.raises(InvalidRequestError) as refused:
-        from_prefill_for_request(router_pb2.PrefillForRequest(model="tiny"))
+        from_prefill_for_request(message)
     assert refused.value.field == "start"
+    message.start.context.tenant = "t" * 257
+    with pytest.raises(InvalidRequestError) as refused:
+        from_prefill_for_request(message)
+    assert refused.value.field == "start.context.tenant"

@@ -37,7 +37,7 @@ def test_tiers_are_multiples_of_the_pool() -> None:
     for below in BELOW:
         tiers = tiers_of(below, 100)
         sizes[below] = None if tiers is None else (tiers.host.num_blocks, tiers.disk and tiers.disk.num_blocks)
-    assert sizes == {DEVICE: None, "host": (400, None), "disk": (400, 1600), "host_large_batches": (400, None)}
+    assert sizes == {DEVICE: None, "host": (400, None), "disk": (400, 1600)}
 
 
 def test_each_load_is_compared_with_itself_without_tiers() -> None:

@@ -10,9 +10,12 @@ from tests.e2e.fork_server import ForkServer
 from tests.e2e.test_topologies import FREE_PORT, WORKER_IDS, config
 from tests.e2e.up import CONFIGS, Up
 
+#: The others are of the same parts: fewer workers, another model.
+WITH_TLS = ("agg_router", "disagg", "mock_fleet")
+
 
 @pytest.mark.usefixtures("etcd_binary")
-@pytest.mark.parametrize("name", WORKER_IDS)
+@pytest.mark.parametrize("name", WITH_TLS)
 async def test_a_topology_serves_with_tls_everywhere(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
     (tmp_path / "models").symlink_to(CONFIGS.parent / "models", target_is_directory=True)
     async with Up(tmp_path, config(name), *FREE_PORT, "--tls", python=fork_server.python) as up:

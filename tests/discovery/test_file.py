@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from quartet.discovery.base import Role, Synchronised, WorkerAdded
+from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
+from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig, FileRegistry
 from quartet.discovery.record_json import to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
@@ -257,3 +259,9 @@ def _point(link: Path, target: Path) -> None:
     new = link.with_name("new")
     new.symlink_to(target)
     new.replace(link)
+
+
+def test_a_configuration_knows_the_namespace_of_its_kind(tmp_path: Path) -> None:
+    etcd, file = EtcdConfig(namespace="pool-a"), FileConfig(directory=tmp_path, namespace="pool-b")
+    assert DiscoveryConfig(etcd=etcd).namespace == "pool-a"
+    assert DiscoveryConfig(kind=DiscoveryKind.FILE, etcd=etcd, file=file).namespace == "pool-b"

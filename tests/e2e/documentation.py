@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(ROOT / "docs" / name for name in ("http.md", "responses.md", "messages.md"))
 #: Pages whose commands are for the fleet of mock engines.
-GUIDES = tuple(ROOT / "docs" / name for name in ("tuning.md", "troubleshooting.md"))
+GUIDES = tuple(ROOT / "docs" / name for name in ("tuning.md", "troubleshooting.md", "observability.md"))
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)\n\1```$", re.DOTALL | re.MULTILINE)
 _CELL = re.compile(r"`(curl [^`]*)` → `([^`]*)`")

@@ -235,7 +235,8 @@ class _Server:
         for stream in streams:
             os.close(stream)
         process = os.pidfd_open(pid)
-        connection.send(json.dumps(pid).encode())
+        with suppress(BrokenPipeError):  # who asked has gone: `_abandoned` ends the process
+            connection.send(json.dumps(pid).encode())
         self._on(process, lambda: self._ended(pid, process, connection))
         self._on(connection.fileno(), lambda: self._abandoned(process, connection))
 

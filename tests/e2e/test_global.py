@@ -13,6 +13,7 @@ import pytest
 from quartet.client import Delta, QuartetClient, Sampling
 from quartet.rpc.channels import TlsConfig
 from tests import tiny
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.up import CONFIGS, Up
 
 pytestmark = pytest.mark.usefixtures("etcd_binary")
@@ -48,8 +49,9 @@ async def placed(client: QuartetClient, targets: dict[str, float]) -> tuple[str,
     return placement.prefill.worker_id, placement.decode.worker_id, choice.token_ids
 
 
-async def test_targets_choose_pools_and_an_answer_outlives_its_pool(tmp_path: Path) -> None:
-    async with Up(tmp_path, str(CONFIGS / "global.yaml"), *OPTIONS) as up, asyncio.timeout(TIMEOUT_S):
+async def test_targets_choose_pools_and_an_answer_outlives_its_pool(tmp_path: Path, fork_server: ForkServer) -> None:
+    started = Up(tmp_path, str(CONFIGS / "global.yaml"), *OPTIONS, python=fork_server.python)
+    async with started as up, asyncio.timeout(TIMEOUT_S):
         await up.wait_ready()
         async with QuartetClient(up.router_address, tls=identity(tmp_path, "client")) as client:
             prefill, decode, tokens = await placed(client, FAST)

@@ -11,8 +11,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from anthropic import AsyncAnthropic
-from anthropic import BadRequestError as AnthropicBadRequestError
 from openai import AsyncOpenAI, BadRequestError
 
 from quartet.client import (
@@ -215,23 +213,25 @@ async def test_responses_and_messages_follow_schemas_and_must_call_as_chats_do(
     assert refused.value.param == "text.format"
 
     url = str(openai.base_url).removesuffix("/v1/")
-    async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as anthropic:
+    import anthropic  # here: it takes two seconds of CPU, of each process that collects this file
+
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
         asked: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 200, **sampled}
         schema: Any = {"format": {"type": "json_schema", "schema": PARAMETERS}}
-        message = await anthropic.messages.create(output_config=schema, **asked)
+        message = await client.messages.create(output_config=schema, **asked)
         [block] = message.content
         assert block.type == "text" and message.stop_reason == "end_turn"
         jsonschema.validate(json.loads(block.text), PARAMETERS)
         tools: Any = [{"name": "weather", "input_schema": PARAMETERS}]
         for chosen in ({"type": "any"}, {"type": "tool", "name": "weather"}):
             must: Any = {**chosen, "disable_parallel_tool_use": True}
-            message = await anthropic.messages.create(tools=tools, tool_choice=must, **asked)
+            message = await client.messages.create(tools=tools, tool_choice=must, **asked)
             [use] = message.content
             assert use.type == "tool_use" and message.stop_reason == "tool_use"
             jsonschema.validate(use.input, PARAMETERS)
         schema["format"]["schema"] = bad["schema"]
-        with pytest.raises(AnthropicBadRequestError, match=r"output_config\.format: .*uniqueItems"):
-            await anthropic.messages.create(output_config=schema, **asked)
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: .*uniqueItems"):
+            await client.messages.create(output_config=schema, **asked)
 
 
 async def test_a_pattern_that_explodes_fails_by_name_and_leaves_nothing(

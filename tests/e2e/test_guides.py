@@ -1,4 +1,4 @@
-"""The commands of the pages on tuning and on troubleshooting, on the fleet that they are for."""
+"""The commands of the pages on tuning, troubleshooting and observability, on the fleet that they are for."""
 
 from __future__ import annotations
 

@@ -156,6 +156,33 @@ async def test_health_needs_no_key_and_lists_endpoints_to_operators(http_stack: 
     assert listed == [set(), set(http_stack.config.worker_names)]
 
 
+async def test_prometheus_is_told_of_all_processes_and_each_shows_vllms_names(
+    http_stack: Stack, openai: AsyncOpenAI
+) -> None:
+    await openai.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(url_of(http_stack), headers=headers) as session:
+        async with session.get("/prometheus/targets") as response:
+            groups = await response.json()
+        async with session.get("/metrics") as response:
+            router = await response.text()
+    labels = [group["labels"] for group in groups]
+    assert {label["__meta_quartet_namespace"] for label in labels} == {"e2e"}
+    addresses = {
+        label["__meta_quartet_worker_id"]: group["targets"][0] for label, group in zip(labels, groups, strict=True)
+    }
+    names = set(http_stack.config.worker_names)
+    assert names < set(addresses) and len(addresses) == len(names) + 1
+    assert {name: http_stack.processes[name].http_address for name in names} == {
+        name: address for name, address in addresses.items() if name in names
+    }
+    assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}' in router
+    assert 'vllm:cache_config_info{block_size="' in router
+    prefill = http_stack.metrics("prefill-0")
+    ours, theirs = "quartet_worker_prefill_seconds_count", "vllm:request_prefill_time_seconds_count"
+    assert prefill.value(theirs, model_name="tiny", engine="0") == prefill.value(ours) > 0
+
+
 async def test_a_stream_survives_the_death_of_its_decode_worker(http_stack: Stack, openai: AsyncOpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": QUESTION, "seed": 3, "stream": True}
     limits: Any = {"temperature": 1.0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""What a person does first: ``make run-disagg`` in a terminal, ask something, Ctrl-C."""
+"""What a person does first, without the seconds that torch takes: ``make run-disagg`` in a terminal, ask, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 async def test_ctrl_c_in_a_terminal_ends_all_that_make_run_started() -> None:
-    async with Terminal(REPOSITORY, "make", "run-disagg", "ARGS=--router-port 0") as terminal:
+    async with Terminal(REPOSITORY, "make", "run-disagg", "ENGINE=mock", "ARGS=--router-port 0") as terminal:
         await terminal.read_line("ready")
         router_address = (await terminal.read_line("quartet workers")).split()[-1]
         assert {"services.prefill", "services.decode", "router"} <= {

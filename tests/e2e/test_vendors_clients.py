@@ -7,12 +7,10 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from quartet.client import ChatMessage, QuartetClient, Sampling
@@ -22,6 +20,10 @@ from tests import tiny
 from tests.e2e.conftest import StartStack
 from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 from tests.e2e.test_tools import ARGUMENTS, SAYS, TEMPLATE
+
+# Tests import it themselves: it takes two seconds of CPU, of each process that collects this file.
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 KEY = "acme-0123456789abcdef"
 MODEL = "tiny"
@@ -73,6 +75,8 @@ async def responses(http_stack: Stack) -> AsyncIterator[AsyncOpenAI]:
 
 @pytest.fixture
 async def messages(http_stack: Stack) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=url_of(http_stack), api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -140,6 +144,8 @@ async def test_an_answer_that_ends_by_itself_or_by_a_stop_sequence_says_so(
 
 
 async def test_a_picture_is_described_by_both(responses: AsyncOpenAI, messages: AsyncAnthropic) -> None:
+    import anthropic
+
     content: Any = [
         {"type": "input_image", "image_url": f"data:image/jpeg;base64,{PICTURE_DATA}", "detail": "auto"},
         {"type": "input_text", "text": "Describe the picture."},
@@ -174,6 +180,8 @@ async def test_counted_tokens_are_those_of_the_prompt(messages: AsyncAnthropic) 
 async def test_refusals_are_the_errors_that_each_client_knows(
     http_stack: Stack, responses: AsyncOpenAI, messages: AsyncAnthropic
 ) -> None:
+    import anthropic
+
     with pytest.raises(openai.BadRequestError) as kept:
         await responses.responses.create(model=MODEL, input="hi", previous_response_id="resp_1")
     assert (kept.value.param, kept.value.code) == ("previous_response_id", "unsupported_field")
@@ -193,7 +201,7 @@ async def test_refusals_are_the_errors_that_each_client_knows(
     assert unknown.value.type == "not_found_error"
     with pytest.raises(anthropic.NotFoundError, match="keeps no batches"):
         await messages.messages.batches.retrieve("msgbatch_1")
-    async with AsyncAnthropic(base_url=url_of(http_stack), api_key="wrong", max_retries=0) as stranger:
+    async with anthropic.AsyncAnthropic(base_url=url_of(http_stack), api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as nobody:
             await stranger.messages.count_tokens(model=MODEL, messages=MESSAGES)
     assert nobody.value.type == "authentication_error"
@@ -285,6 +293,8 @@ async def test_openais_client_runs_a_tool_and_goes_on_with_its_result(tools_stac
 
 
 async def test_anthropics_client_runs_a_tool_and_goes_on_with_its_result(tools_stack: Stack) -> None:
+    from anthropic import AsyncAnthropic
+
     tools: Any = [{"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}]
     async with AsyncAnthropic(base_url=url_of(tools_stack), api_key="none", max_retries=0) as client:
         asked: Any = [{"role": "user", "content": "How is the weather?"}]

@@ -14,20 +14,21 @@ import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind, StepOutput, TierCounts
 from quartet.engine.runner import ModelRunner, RunningRequest
-from quartet.engine.scheduler import Pull, Schedule
+from quartet.engine.scheduler import Load, Pull, Schedule
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import OutputBuilder
-from quartet.engine.tiers import Link, PullsReady, Speed, Tiering, TierMessage, open_tiers
+from quartet.engine.tiers import Link, LoadBatchEnded, PullsReady, Speed, Tiering, TierMessage, open_tiers
 from quartet.errors import RequestCancelledError
 from quartet.events.kv import StoredBlocks, Tier
 from quartet.events.load import OnboardTime, StepTime
-from quartet.kvcache.block_hash import sequence_hashes
+from quartet.kvcache.block_hash import chain_digest, sequence_hashes
 from quartet.kvcache.block_pool import EvictedBlock
+from quartet.kvcache.layout import KvLayout
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
 from quartet.transfer.base import PieceRun, PoolMemory
 from quartet.transfer.disk_blocks import DiskBlocks
-from quartet.transfer.host_blocks import PlainHostBlocks, Saving
+from quartet.transfer.host_blocks import DONE, PlainHostBlocks, Saving
 from tests.engine.consumer import Consumer, StartEngine
 from tests.engine.fakes import WAIT_S, FakePuller, FakeRunner, expected_output, make_request
 from tests.engine.launching import LaunchingRunner
@@ -44,14 +45,15 @@ SINGLY = TierPlan(num_blocks=40, max_batch_size=1, max_concurrent_transfers=50)
 class GatedSaving:
     """A copy that is under way until ``event`` is set, as on a GPU."""
 
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, event: threading.Event, is_waited_for: threading.Event) -> None:
+        self._event, self._is_waited_for = event, is_waited_for
 
     @property
     def is_done(self) -> bool:
         return self._event.is_set()
 
     def wait(self) -> None:
+        self._is_waited_for.set()
         assert self._event.wait(WAIT_S)
 
 
@@ -61,13 +63,14 @@ class GatedHostBlocks(PlainHostBlocks):
     def __init__(self, memory: PoolMemory, num_slots: int, num_blocks: int) -> None:
         super().__init__(memory, num_slots, num_blocks=num_blocks)
         self.may_load, self.may_save, self.began = threading.Event(), threading.Event(), threading.Event()
+        self.is_waited_for = threading.Event()
         self.fails = False
         self.may_load.set()
         self.may_save.set()
 
     def save(self, block_ids: Items[int], slots: Items[int]) -> Saving:
         super().save(block_ids, slots)
-        return GatedSaving(self.may_save)
+        return DONE if self.may_save.is_set() else GatedSaving(self.may_save, self.is_waited_for)
 
     def load(self, slots: Items[int], block_ids: Items[int]) -> None:
         self.began.set()
@@ -239,6 +242,66 @@ async def test_what_one_request_loads_is_shared_with_those_that_come_meanwhile(s
     assert tier(engine, Tier.HOST).num_loaded == 9
 
 
+class HangingDiskBlocks(DiskBlocks):
+    """Reads wait until ``may_read`` is set."""
+
+    def __init__(self, path: Path, layout: KvLayout) -> None:
+        super().__init__(path, layout)
+        self.may_read, self.began = threading.Event(), threading.Event()
+        self.num_begun = 0
+        self.may_read.set()
+
+    def read(self, name: BlockName, into: memoryview) -> bool:
+        self.num_begun += 1
+        self.began.set()
+        assert self.may_read.wait(WAIT_S)
+        return super().read(name, into)
+
+
+async def test_what_a_disk_that_hangs_does_not_bring_in_time_is_computed_and_it_is_left_alone(
+    start_engine: StartEngine, tmp_path: Path
+) -> None:
+    disks, late = list[HangingDiskBlocks](), list[Callable[[], None]]()
+
+    def disk(path: Path, layout: KvLayout) -> DiskBlocks:
+        disks.append(HangingDiskBlocks(path, layout))
+        return disks[0]
+
+    def timer(_seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        late.append(call)
+        return lambda: late.remove(call)
+
+    runner = FakeRunner(num_blocks=34)
+    engine = await start_engine(runner, tiers=make_tiers(40, 100, tmp_path, disk=disk, timer=timer))
+    consumer = Consumer(engine)
+    await fill_disk(engine, consumer)
+    disks[0].may_read.clear()
+    disks[0].began.clear()
+    requests = [make_request(PROMPT, max_tokens=1) for _ in range(2)]
+    engine.submit(requests[0])
+    await asyncio.to_thread(disks[0].began.wait, WAIT_S)
+    await answer(engine, consumer, [1, 2, 3])
+    assert requests[0].id not in consumer.terminal, "it waits for the disk"
+    engine.submit(requests[1])
+    num_begun = disks[0].num_begun
+    [call] = late
+    call()
+    for request in requests:
+        assert isinstance(await consumer.wait_terminal(request), Finished)
+        assert consumer.tokens[request.id] == expected_output(request.generation)
+    assert consumer.started[requests[0].id].num_cached_tokens == 0
+    # Also if it is needed again: it is displaced once more, and computed.
+    for number in range(4):
+        await answer(engine, consumer, [number, *OTHER[1:]])
+    await answer(engine, consumer, PROMPT)
+    assert disks[0].num_begun == num_begun
+    disks[0].may_read.set()
+    async with asyncio.timeout(WAIT_S):
+        while tier(engine, Tier.DISK).blocks.in_use:
+            await answer(engine, consumer, [1, 2, 3])
+    assert tier(engine, Tier.DISK).num_failed == 0
+
+
 def test_a_request_s_time_in_the_queue_leaves_its_load_out() -> None:
     now = 1.0
     outputs = OutputBuilder(lambda: now)
@@ -344,6 +407,68 @@ def test_pulls_wait_for_blocks_that_an_earlier_step_began_to_save() -> None:
     hosts[0].may_save.set()
     assert ready.wait(WAIT_S)
     assert posted == [PullsReady([pull])]
+    tiers.close()
+
+
+def test_pulls_go_on_if_the_copies_that_they_wait_for_fail() -> None:
+    posted, ready = list[TierMessage](), threading.Event()
+
+    class Failing:
+        is_done = False
+
+        def wait(self) -> None:
+            raise OSError("the memory is gone")
+
+    class FailingHostBlocks(PlainHostBlocks):
+        def save(self, block_ids: Items[int], slots: Items[int]) -> Saving:
+            return super().save(block_ids, slots) if 0 in block_ids else Failing()
+
+    def post(message: TierMessage) -> None:
+        posted.append(message)
+        ready.set()
+
+    def host(memory: PoolMemory, num_slots: int, num_blocks: int) -> PlainHostBlocks:
+        return FailingHostBlocks(memory, num_slots, num_blocks=num_blocks)
+
+    tiers = make_tiers(4, host=host)(FakeRunner(num_blocks=12), post)
+    tiers.lower.take([EvictedBlock(3, bytes(32), bytes(32), 1, None)])
+    pull = Pull(7, PieceRun(0, [3]))
+    tiers.begin_step(Schedule(pulls=[pull]))
+    assert ready.wait(WAIT_S)
+    assert posted == [PullsReady([pull])]
+
+
+@pytest.mark.parametrize("is_met", [False, True])
+def test_a_load_waits_only_for_copies_of_what_it_overwrites(is_met: bool) -> None:
+    hosts, posted, ended = list[GatedHostBlocks](), list[TierMessage](), threading.Event()
+
+    def post(message: TierMessage) -> None:
+        posted.append(message)
+        ended.set()
+
+    def host(memory: PoolMemory, num_slots: int, num_blocks: int) -> GatedHostBlocks:
+        hosts.append(GatedHostBlocks(memory, num_slots, num_blocks))
+        return hosts[0]
+
+    tiers = make_tiers(4, host=host)(FakeRunner(num_blocks=12), post)
+    digest = chain_digest(bytes(32), b"first")
+    tiers.lower.take([EvictedBlock(2, digest, bytes(32), 1, None)])
+    tiers.begin_step(Schedule())
+    found = tiers.lower.find(bytes(32), [b"first"])
+    hosts[0].may_save.clear()
+    hosts[0].began.clear()
+    tiers.lower.take([EvictedBlock(3, b"other", bytes(32), 2, None)])
+    tiers.begin_step(Schedule(loads=[Load(7, found, [3 if is_met else 4])]))
+    if is_met:
+        assert hosts[0].is_waited_for.wait(WAIT_S)
+        assert not ended.is_set()
+    else:
+        assert ended.wait(WAIT_S)
+    hosts[0].may_save.set()
+    assert ended.wait(WAIT_S)
+    [message] = posted
+    assert isinstance(message, LoadBatchEnded)
+    assert message.is_loaded
     tiers.close()
 
 

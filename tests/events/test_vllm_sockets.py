@@ -254,6 +254,22 @@ async def test_a_source_that_never_answers_counts_from_the_next_batch_on(source:
         listener.close()
 
 
+async def test_a_source_keeps_what_a_listener_does_not_take() -> None:
+    num_messages, long = 1_500, bytes(64 << 10)
+    with zmq.Context() as context, context.socket(zmq.XPUB) as pub:
+        for option, value in ((zmq.SNDHWM, 1), (zmq.XPUB_NODROP, 1), (zmq.SNDTIMEO, 500), (zmq.LINGER, 0)):
+            pub.setsockopt(option, value)
+        listener = listen(Heard(), pub.bind_to_random_port("tcp://127.0.0.1"))
+        try:
+            assert pub.recv() == b"\1"
+            # Nothing here yields, so the listener takes nothing.
+            with pytest.raises(zmq.Again):
+                for number in range(num_messages):
+                    pub.send_multipart([b"kv-events", number.to_bytes(8, "big"), long])
+        finally:
+            listener.close()
+
+
 async def test_what_can_not_be_read_is_a_gap(source: RawSource) -> None:
     heard = Heard()
     listener = listen(heard, source.port)

@@ -18,8 +18,8 @@ def stored(*hashes: int, parent: int | None = None, tokens: list[int], medium: s
 class Scene:
     """A consolidator, and what it last gave out for rank 0."""
 
-    def __init__(self, max_blocks: int = 100) -> None:
-        self.consolidator = Consolidator(max_blocks)
+    def __init__(self, max_blocks: int = 100, max_ranks: int = 2) -> None:
+        self.consolidator = Consolidator(max_blocks, max_ranks)
 
     def apply(self, source: str, *events: VllmEvent) -> list[VllmEvent]:
         return self.events(self.consolidator.apply(source, VllmBatch(time_s=0.0, events=events)))
@@ -167,6 +167,66 @@ def test_blocks_beyond_the_bound_are_left_out_and_counted() -> None:
     assert isinstance(event, BlockStored)
     assert event.block_hashes == [1, 2]
     assert scene.left_out("engine", LeftOut.TOO_MANY) == 2
+
+
+def test_one_content_under_ever_new_hashes_takes_no_more_room_than_blocks() -> None:
+    scene = Scene(max_blocks=2)
+    assert scene.apply("engine", stored(1, tokens=[5]))
+    for block_hash in range(2, 7):
+        assert scene.apply("engine", stored(block_hash, tokens=[5])) == []
+    assert scene.consolidator.num_blocks("engine") == 2
+    assert scene.left_out("engine", LeftOut.TOO_MANY) == 4
+    # Also where the hash is known by another's name, and no tokens come with it.
+    name = next(iter(scene.consolidator._ranks[0]._blocks))
+    assert scene.apply("engine", BlockStored(block_hashes=[name], parent_hash=None, token_ids=[], block_size=0)) == []
+    assert scene.left_out("engine", LeftOut.TOO_MANY) == 5
+    # What it has can still be stored again, and what it gives up makes room.
+    assert scene.apply("engine", stored(1, tokens=[6])) != []
+    scene.apply("engine", BlockRemoved(block_hashes=[1], medium=GPU))
+    assert scene.apply("engine", stored(9, tokens=[7])) != []
+
+
+def test_a_source_without_room_takes_none_of_another() -> None:
+    scene = Scene(max_blocks=2)
+    scene.apply("hostile", stored(1, 2, 3, 4, tokens=[5, 6, 7, 8]))
+    [event] = scene.apply("engine", stored(91, 92, parent=None, tokens=[1, 2]))
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes == [91, 92]
+    assert scene.left_out("engine", LeftOut.TOO_MANY) == 0
+
+
+def test_a_source_has_so_many_blocks_on_all_its_ranks_together_and_so_many_ranks() -> None:
+    scene = Scene(max_blocks=3, max_ranks=2)
+    for rank in range(1_000):
+        event = stored(rank, tokens=[rank])
+        scene.consolidator.apply("hostile", VllmBatch(time_s=0.0, events=[event], data_parallel_rank=rank))
+    assert (scene.consolidator.num_blocks("hostile"), len(scene.consolidator._ranks)) == (2, 2)
+    assert scene.left_out("hostile", LeftOut.TOO_MANY) == 998
+    batch = VllmBatch(time_s=0.0, events=[stored(1, 2, tokens=[8, 9])], data_parallel_rank=5_000)
+    [changed] = scene.consolidator.apply("engine", batch)
+    assert changed.data_parallel_rank == 5_000
+    # On a rank that it has, it may have what is left.
+    assert scene.apply("hostile", stored(7, 8, tokens=[7, 8]))
+    assert scene.consolidator.num_blocks("hostile") == 3
+    # Ranks without blocks are forgotten, and others take their place.
+    for rank in (0, 1):
+        batch = VllmBatch(time_s=0.0, events=[AllBlocksCleared()], data_parallel_rank=rank)
+        assert scene.consolidator.apply("hostile", batch)
+    assert list(scene.consolidator._ranks) == [5_000]
+    batch = VllmBatch(time_s=0.0, events=[stored(1, tokens=[1])], data_parallel_rank=900)
+    assert scene.consolidator.apply("hostile", batch)
+    assert scene.consolidator.drop("hostile") and scene.consolidator.drop("engine")
+    assert scene.consolidator._ranks == {}
+
+
+def test_a_block_lies_on_a_few_media_only() -> None:
+    scene = Scene()
+    for number in range(1_000):
+        scene.apply("engine", stored(1, tokens=[5], medium=f"MEDIUM_{number}"))
+    assert scene.left_out("engine", LeftOut.TOO_MANY) == 992
+    for number in range(7):
+        assert scene.apply("engine", BlockRemoved(block_hashes=[1], medium=f"MEDIUM_{number}")) == []
+    assert scene.apply("engine", BlockRemoved(block_hashes=[1], medium="MEDIUM_7")) != []
 
 
 def test_extra_keys_go_with_their_blocks() -> None:

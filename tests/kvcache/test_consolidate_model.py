@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from collections import defaultdict
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -101,6 +103,59 @@ class ConsolidatedFeed(RuleBasedStateMachine):
         assert num_unknown == self.num_unknown
         for source in SOURCES:
             assert self.consolidator.num_blocks(source) == sum(len(self.held[source, rank]) for rank in RANKS)
+
+
+# Sources that may say anything, of blocks of one token each.
+
+MAX_BLOCKS, MAX_RANKS = 3, 2
+_SMALL = st.integers(0, 5)
+
+
+def _stored(hashes: list[int], parent: int | None, medium: str | None, draw_tokens: list[int]) -> BlockStored:
+    tokens = draw_tokens[: len(hashes)] if len(draw_tokens) >= len(hashes) else []
+    return BlockStored(block_hashes=hashes, parent_hash=parent, token_ids=tokens, block_size=1, medium=medium)
+
+
+HASHES, MEDIUM = st.lists(_SMALL, min_size=1, max_size=4), st.none() | st.sampled_from(MEDIA)
+EVENTS = st.one_of(
+    st.builds(_stored, HASHES, st.none() | _SMALL, MEDIUM, st.lists(_SMALL, max_size=4)),
+    st.builds(lambda hashes, medium: BlockRemoved(block_hashes=hashes, medium=medium), HASHES, MEDIUM),
+    st.just(AllBlocksCleared()),
+)
+SAID = st.lists(
+    st.tuples(st.sampled_from(SOURCES), st.none() | _SMALL, st.lists(EVENTS, max_size=4) | st.none()), max_size=30
+)
+
+
+@given(SAID)
+def test_whatever_sources_say_they_keep_to_their_bounds_and_a_strict_reader_follows(
+    said: list[tuple[str, int | None, list[BlockStored | BlockRemoved | AllBlocksCleared] | None]],
+) -> None:
+    """``None`` in the place of events: the source is dropped."""
+    consolidator, readers = Consolidator(MAX_BLOCKS, MAX_RANKS), defaultdict[int, Index](Index)
+
+    def read(changed: list[ChangedRank]) -> None:
+        for rank in changed:
+            batch = VllmBatch(time_s=0.0, events=rank.events, data_parallel_rank=rank.data_parallel_rank)
+            readers[rank.data_parallel_rank].take(read_maps(encode_batch(batch)).events)
+
+    for source, rank, events in said:
+        if events is None:
+            read(consolidator.drop(source))
+        else:
+            read(consolidator.apply(source, VllmBatch(time_s=0.0, events=events, data_parallel_rank=rank)))
+        assert all(consolidator.num_blocks(name) <= MAX_BLOCKS for name in SOURCES)
+        assert len(consolidator._ranks) <= MAX_RANKS * len(SOURCES)
+        assert consolidator.num_blocks() == sum(len(reader.blocks) for reader in readers.values())
+    for source in SOURCES:
+        read(consolidator.drop(source))
+    assert not any(reader.blocks for reader in readers.values())
+    assert consolidator._ranks == {}
+    # All room is there again.
+    for source in SOURCES:
+        event = _stored([1, 2, 3], None, None, [1, 2, 3])
+        consolidator.apply(source, VllmBatch(time_s=0.0, events=[event]))
+        assert consolidator.num_blocks(source) == MAX_BLOCKS
 
 
 TestConsolidatedFeed = ConsolidatedFeed.TestCase

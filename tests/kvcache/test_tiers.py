@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from quartet.events.kv import Tier
+from quartet.kvcache.block_hash import chain_digest
 from quartet.kvcache.block_pool import EvictedBlock
-from quartet.kvcache.tiers import LowerTiers, OffloadPolicy, TierPlan
+from quartet.kvcache.tiers import BlockName, LowerTiers, OffloadPolicy, TierPlan
 
 
 def evicted(number: int, block_id: int = 0, num_uses: int = 1) -> EvictedBlock:
@@ -32,6 +34,16 @@ def here(tiers: LowerTiers) -> set[int]:
 def test_a_block_that_is_there_is_copied_again_by_pass_all_only(policy: OffloadPolicy, copied: list[list[int]]) -> None:
     tiers = LowerTiers(TierPlan(num_blocks=4, policy=policy))
     assert [evict(tiers, evicted(1)), evict(tiers, evicted(1))] == copied
+
+
+def test_a_copy_that_pass_all_makes_again_and_has_no_time_for_leaves_the_one_that_is_there() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=4, policy=OffloadPolicy.PASS_ALL))
+    evict(tiers, evicted(1))
+    tiers.take([evicted(1), evicted(2, 1)])
+    urgent, _ = tiers.saves([0, 1], 0)
+    tiers.lose(urgent)
+    assert here(tiers) == {1}
+    assert (tiers.host.totals.num_dropped, tiers.pending) == (1, {})
 
 
 def test_by_presence_lfu_a_block_goes_down_with_its_second_use() -> None:
@@ -79,3 +91,18 @@ def test_a_block_that_is_written_to_disk_is_not_being_loaded() -> None:
     tiers.find(name.parent_digest, [])
     tiers.host.get(name.digest).num_readers += 1  # type: ignore[union-attr]
     assert tiers.is_loading(name.digest)
+
+
+def test_nobody_waits_for_a_load_that_was_given_up_and_its_slot_stays() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=1), TierPlan(num_blocks=4, policy=OffloadPolicy.PRESENCE))
+    digest = chain_digest(bytes(32), b"first")
+    tiers.restore([BlockName(digest, bytes(32), 1, None)])
+    loaded = tiers.begin_load(tiers.find(bytes(32), [b"first"]))
+    assert tiers.is_loading(digest)
+    tiers.give_up(loaded)
+    assert not tiers.is_loading(digest)
+    assert tiers.find(bytes(32), [b"first"]) == []
+    assert evict(tiers, evicted(9)) == [], "what hangs may write to the only slot"
+    tiers.end_load(loaded, [True])
+    [found] = tiers.find(bytes(32), [b"first"])
+    assert (found.tier, tiers.is_loading(digest)) == (Tier.HOST, True)

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.events.kv import Cleared, Contents, KvEvent, Removed, Stored, Tier
-from quartet.events.vllm import AllBlocksCleared, BlockRemoved, BlockStored
+from quartet.events.vllm import AllBlocksCleared, BlockRemoved, BlockStored, EventForm, VllmBatch, encode_batch
 from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, MediaSpan, sequence_hashes
 from quartet.kvcache.block_pool import BlockManager, EventLog
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.vllm_blocks import VllmTranslator, block_name
+from tests.events import vllm_reader
 
 BLOCK_SIZE = 2
 MEDIA_ID = bytes(range(32))
@@ -84,6 +85,28 @@ def test_extra_keys_are_those_of_vllm_in_its_order() -> None:
     assert event.lora_name == "fine"
     picture = MEDIA_ID.hex()
     assert event.extra_keys == [["fine", (picture, 1), "salt"], ["fine", (picture, -1)], ["fine"]]
+
+
+@pytest.mark.parametrize("form", EventForm)
+def test_a_reader_made_from_the_format_gets_adapter_medium_extra_keys_and_group(form: EventForm) -> None:
+    tokens, extra_key, media = [1, 9, 9, 9, 5, 6], ExtraKey("fine", "salt"), (MediaSpan(MEDIA_ID, 1, 3),)
+    _, stored = told(tokens, extra_key, media)
+    names = sequence_hashes(tokens, BLOCK_SIZE, extra_key, media)
+    moved = [Stored(names[1], names[2:], Tier.HOST), Removed(names[2:], Tier.DEVICE)]
+    events = VllmTranslator(BLOCK_SIZE).translate([*stored, *moved])
+    read = vllm_reader.read_maps if form is EventForm.MAP else vllm_reader.read_arrays
+    batch = read(encode_batch(VllmBatch(time_s=1.0, events=events, data_parallel_rank=2), form))
+    first, copy, removed = batch.events
+    assert batch.data_parallel_rank == 2
+    assert (first.block_hashes, first.parent_block_hash, first.token_ids) == (names, None, tokens)
+    assert (first.block_size, first.medium, first.lora_name, first.lora_id) == (BLOCK_SIZE, "GPU", "fine", None)
+    picture = MEDIA_ID.hex()
+    keys = [[[*key] if isinstance(key, list) else key for key in of_block] for of_block in first.extra_keys]
+    assert keys == [["fine", [picture, 1], "salt"], ["fine", [picture, -1]], ["fine"]]
+    assert (copy.block_hashes, copy.parent_block_hash, copy.token_ids) == (names[2:], names[1], [5, 6])
+    assert (copy.medium, copy.lora_name, copy.extra_keys) == ("CPU_TIER1", "fine", [("fine",)])
+    assert (removed.block_hashes, removed.medium) == (names[2:], "GPU")
+    assert {event.group_idx for event in batch.events} == {0}
 
 
 def test_only_the_first_block_of_a_sequence_has_the_salt() -> None:

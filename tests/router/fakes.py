@@ -16,7 +16,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from quartet.api.answer import Answer
-from quartet.api.request import Accepted, AnswerPart, AskedStart, ChoiceFinished, ChoicePlacement, Placed, Resume
+from quartet.api.request import (
+    Accepted,
+    AnswerPart,
+    AskedStart,
+    ChoiceFinished,
+    ChoicePlacement,
+    Placed,
+    Relayed,
+    Resume,
+)
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
@@ -455,8 +464,15 @@ class Fleet:
         """Requests that wait for an encode worker, before or after their media are fetched."""
         return self.encode_waits.length + self.encode_queue.length
 
-    def generate(self, start: AskedStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
-        return Request(self.pipeline, start, resume=resume, traceparent=traceparent)
+    def generate(
+        self,
+        start: AskedStart,
+        *,
+        resume: Resume | None = None,
+        traceparent: str = "",
+        relayed: Relayed | None = None,
+    ) -> Request:
+        return Request(self.pipeline, start, resume=resume, traceparent=traceparent, relayed=relayed)
 
     def join(self, worker_id: str, **changes: object) -> None:
         record = make_record(worker_id, **changes)
@@ -538,9 +554,17 @@ class Collected:
 class Request:
     """One request of a pipeline, and its answer."""
 
-    def __init__(self, pipeline: Pipeline, start: AskedStart, *, resume: Resume | None, traceparent: str) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        start: AskedStart,
+        *,
+        resume: Resume | None,
+        traceparent: str,
+        relayed: Relayed | None,
+    ) -> None:
         self._answer = Answer()
-        self._run = pipeline.generate(start, self._answer, resume=resume, traceparent=traceparent)
+        self._run = pipeline.generate(start, self._answer, resume=resume, traceparent=traceparent, relayed=relayed)
         self.cancel = self._run.cancel
         self.abort = self._run.abort
 

@@ -27,6 +27,18 @@ def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
     assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (5, 0)
 
 
+def test_a_prompt_takes_all_its_blocks_at_once_so_nothing_is_promised_beside_what_is_reported() -> None:
+    book = WorkerBook(1, block_size=10)
+    booking = book.reserve_prompt(0, num_tokens=95, num_queued_tokens=40)
+    number = booking.send()
+    book.on_report(number - 1, arrived_number=number)  # it waits there for its room
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 0)
+    book.on_report(number)
+    assert book.accounts[0].num_promised_blocks == 0
+    booking.release()
+    assert book.accounts[0].num_promised_blocks == 0
+
+
 def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
     book = WorkerBook(1, block_size=10)
     first, second = (book.reserve(0, num_reserved_tokens=20, num_queued_tokens=20) for _ in range(2))

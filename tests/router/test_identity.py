@@ -88,6 +88,27 @@ async def test_an_identity_bound_to_tenants_may_use_no_other_in_any_call(
             assert failure is not None and (failure.reason, failure.field) == ("PERMISSION_DENIED", "tenant")
 
 
+async def test_only_routers_say_on_a_session_where_a_prompt_is_prefilled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = CertificateAuthority(tmp_path / "certificates")
+    server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"), trusted_namespaces=("global",))
+    reasons = {"default/client/acme": "PERMISSION_DENIED", "global/router/r1": "INVALID_FIELD"}
+    async with running_system(tmp_path, monkeypatch, server=server, events_key_file=draw_events_key(tmp_path)) as (
+        system,
+        _stub,
+    ):
+        for number, (holder, reason) in enumerate(reasons.items()):
+            tls = authority.issue(f"holder-{number}", f"quartet://{holder}")
+            async with create_channel(system.address, tls) as channel, asyncio.timeout(TIMEOUT_S):
+                session = SessionReader(Stub(channel))
+                await session.start(0, make_start(), prefill_namespaces=["nowhere"])
+                await session.half_close()
+                await session.read_all()
+            failure = session.received[0].failure
+            assert failure is not None and (failure.reason, failure.field) == (reason, "prefill_namespaces")
+
+
 async def test_callers_that_may_call_generate_may_call_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = CertificateAuthority(tmp_path / "certificates")
     server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))

@@ -23,7 +23,7 @@ from router.config import RouterConfig
 from services.topology.launch import free_port
 from tests.e2e.fork_server import ForkServer
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 100.0
 
 
 async def start(*arguments: str, python: str | Path = sys.executable) -> Process:

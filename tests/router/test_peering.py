@@ -91,6 +91,7 @@ async def test_a_router_listens_to_all_others_of_its_version_and_tells_only_whil
         assert record is not None
         await registry.register(record)
         assert await fleet.endpoints.get() == frozenset()
+        assert peering.routers == [record]
         await registry.register(make_router("old", contract_version="quartet.v0"))
         assert await fleet.endpoints.get() == frozenset()
         assert table.on_sent is None

@@ -58,6 +58,7 @@ async def test_metrics_count_tokens_and_outcomes() -> None:
     assert value(fleet, "quartet_router_ttft_seconds_count") == 1
     assert value(fleet, "quartet_router_itl_seconds_count") == 11
     assert value(fleet, "quartet_router_requests_total", outcome="length") == 1
+    assert fleet.pipeline.context.metrics.requests.by_model() == {("tiny", "length"): 1}
     assert value(fleet, "quartet_router_attempts_total", cause="first") == 1
     assert fleet.registry.get_sample_value("quartet_router_running_requests") == 0
 

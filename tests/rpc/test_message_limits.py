@@ -22,8 +22,9 @@ from quartet.rpc.message_limits import (
     MessageLimits,
     limited_parser,
 )
+from quartet.v1 import prefill_pb2, types_pb2
 from quartet.v1 import router_pb2 as pb
-from quartet.v1 import types_pb2
+from router.servicer import NUMBER_FIELDS
 from tests.rpc.conftest import StartServer
 
 START = pb.GenerateRequest.DESCRIPTOR
@@ -119,6 +120,15 @@ def test_numbers_are_bounded_by_the_ids_of_the_longest_prompt() -> None:
         MessageTooLargeError, match="101 bytes of numbers, such as token ids, more than the 100 allowed"
     ):
         shorter.check(START, request(token_ids=pb.TokenIds(ids=[1] * 101)))
+
+
+def test_bytes_that_hold_token_ids_are_numbers_and_not_files() -> None:
+    prompt = types_pb2.Generation(prompt_token_ids=bytes(4 * 100))
+    raw = pb.PrefillForRequest(start=prefill_pb2.PrefillStart(generation=prompt)).SerializeToString()
+    asked = pb.PrefillForRequest.DESCRIPTOR
+    MessageLimits(max_bytes=lambda: MaxBytes(numbers=400), number_fields=NUMBER_FIELDS).check(asked, raw)
+    with pytest.raises(MessageTooLargeError, match="400 bytes of numbers"):
+        MessageLimits(max_bytes=lambda: MaxBytes(numbers=399), number_fields=NUMBER_FIELDS).check(asked, raw)
 
 
 def test_where_no_model_takes_files_a_message_is_refused_by_its_length_alone() -> None:

@@ -83,6 +83,8 @@ def test_a_file_goes_before_variables_and_flags_before_the_file(tmp_path: Path) 
         ({"sources": [SOURCE], "output": {"replay_port": 65536}}, r"output.replay_port: must be a port"),
         ({"sources": [SOURCE], "http_address": "0.0.0.0:1"}, "http_address: .* is not loopback"),
         ({"sources": [SOURCE], "replay_timeout_s": 0}, "replay_timeout_s: must be above 0"),
+        ({"sources": [SOURCE], "max_source_blocks": 0}, "max_source_blocks: must be at least 1"),
+        ({"sources": [SOURCE], "max_source_ranks": 0}, "max_source_ranks: must be at least 1"),
     ],
 )
 def test_what_is_refused_is_named(settings: dict[str, object], message: str) -> None:

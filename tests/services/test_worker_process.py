@@ -9,6 +9,7 @@ import pytest
 
 from quartet.discovery.base import Role, WorkerRecord
 from quartet.discovery.file import FileRegistration
+from quartet.engine.settings import EngineKind, EngineSettings
 from quartet.errors import ConfigError
 from quartet.kvcache.hand_off import HandOffTicket
 from quartet.kvcache.layout import OpaquePayload
@@ -43,6 +44,25 @@ async def test_a_registration_that_breaks_is_no_secret_and_its_worker_drains(
     assert "draining" in caplog.text
     [record] = [record for record in caplog.records if "the task registration has ended" in record.message]
     assert record.exc_info is not None
+
+
+@pytest.mark.parametrize(
+    ("engine", "watched"),
+    [
+        (EngineSettings(kind=EngineKind.TORCH, device="cuda:1"), [("2,3", 1)]),
+        (EngineSettings(kind=EngineKind.TRTLLM), [("2,3", None)]),
+        (EngineSettings(kind=EngineKind.TORCH), []),
+        (EngineSettings(kind=EngineKind.MOCK), []),
+    ],
+)
+def test_only_the_gpus_that_the_engine_uses_are_watched(
+    engine: EngineSettings, watched: list[tuple[str, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[str, int | None]] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setattr(worker_processes, "watch_gpus", lambda _registry, *gpus: found.append(gpus))
+    WorkerProcess(WorkerConfig(model_path="model", engine=engine), Role.DECODE)._watch_gpus()
+    assert found == watched
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

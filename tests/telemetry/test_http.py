@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quartet.errors import ConfigError
 from quartet.telemetry.http import Probes, TelemetryServer
+from quartet.telemetry.targets import Target
 
 
 @dataclass
@@ -71,6 +72,19 @@ async def test_probes_report_the_state(running: Running) -> None:
 
 async def test_other_paths_are_not_found(running: Running) -> None:
     assert (await get(running.port, "/"))[0] == 404
+
+
+async def test_only_a_process_that_knows_others_lists_them(running: Running) -> None:
+    assert (await get(running.port, "/prometheus/targets"))[0] == 404
+    target = Target(address="10.0.0.1:9000", role="decode", worker_id="decode-0", namespace="here")
+    probes = Probes(is_alive=lambda: True, is_ready=lambda: True)
+    server = TelemetryServer("127.0.0.1:0", CollectorRegistry(), probes, lambda: [target])
+    try:
+        status, body, content_type = await get(server.start(), "/prometheus/targets")
+    finally:
+        await server.close()
+    assert (status, content_type) == (200, "application/json")
+    assert '"targets": ["10.0.0.1:9000"]' in body
 
 
 async def test_a_silent_client_delays_no_other(running: Running) -> None:

@@ -13,10 +13,11 @@ from quartet.engine.base import EngineStats, TierCounts
 from quartet.events.kv import Tier
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics, monitor_event_loop_lag
+from quartet.telemetry.vllm_names import ModelFigures, show_router_as_vllm, show_worker_as_vllm
 
 UNITS = (
     "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts|"
-    "admissions|snapshots|lines"
+    "admissions|snapshots|gaps|lines"
 )
 
 
@@ -34,7 +35,7 @@ def fill_everything(registry: CollectorRegistry) -> None:
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
     for outcome in map(str, range(25)):
-        router.requests.labels(outcome).inc()
+        router.requests.count(outcome)
         worker.requests.labels(outcome).inc()
     for cause in map(str, range(10)):
         router.attempts.labels(cause).inc()
@@ -59,6 +60,27 @@ def test_a_scrape_stays_short(registry: CollectorRegistry) -> None:
     fill_everything(registry)
     samples = [line for line in generate_latest(registry).splitlines() if not line.startswith(b"#")]
     assert len(samples) < 520
+
+
+def test_a_process_has_few_lines_with_vllms_names_too() -> None:
+    router, worker = CollectorRegistry(), CollectorRegistry()
+    metrics = RouterMetrics(router)
+    figures = [
+        ModelFigures(model=model, num_waiting=1, num_running=1, num_used_blocks=1, num_total_blocks=2, block_size=8)
+        for model in ("a", "b")
+    ]
+    for one in figures:
+        metrics.for_model(one.model)
+    for outcome in map(str, range(25)):
+        metrics.requests.count(outcome, "a")
+    show_router_as_vllm(router, metrics, lambda: figures)
+    ranks, of_worker = [EngineStats()] * 8, WorkerMetrics(worker)
+    of_worker.watch_engine(lambda: ranks)
+    show_worker_as_vllm(worker, of_worker, lambda: ranks, model="a", block_size=8, num_blocks=2, prefills=True)
+    for way in ("grpc", "shm", "cuda_ipc", "staged", "nixl"):
+        of_worker.observe_transfer(way, 1, 0.1)
+    for registry in (router, worker):
+        assert len([line for line in generate_latest(registry).splitlines() if not line.startswith(b"#")]) < 430
 
 
 def test_the_same_registry_is_not_shared_by_tests() -> None:
@@ -123,12 +145,13 @@ def test_a_models_metrics_are_bound_once(registry: CollectorRegistry) -> None:
 
 def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> None:
     router = RouterMetrics(registry)
-    router.requests.labels("queue_full").inc()
+    router.requests.count("queue_full", "a")
+    router.requests.count("queue_full")
     router.attempts.labels("first").inc()
     router.watch_requests(lambda: 4, lambda: 5)
     router.queue_time.observe(0.2)
     router.tokenize_time.observe(0.001)
-    assert registry.get_sample_value("quartet_router_requests_total", {"outcome": "queue_full"}) == 1
+    assert registry.get_sample_value("quartet_router_requests_total", {"outcome": "queue_full"}) == 2
     assert registry.get_sample_value("quartet_router_attempts_total", {"cause": "first"}) == 1
     assert registry.get_sample_value("quartet_router_queued_requests") == 4
     assert registry.get_sample_value("quartet_router_running_requests") == 5

@@ -115,3 +115,12 @@ def test_an_etcd_that_serves_is_enough(machine: Machine) -> None:
     assert "etcd: the one at 10.0.0.1:2379" in provide(machine, ETCD_ENDPOINTS="10.0.0.1:2379")
     assert read(machine, "etcd") is None
     assert machine.calls("python3") == []
+
+
+@pytest.mark.parametrize(("go", "etcd"), [(None, None), (BROKEN_GO, None), (NEW_GO, "built\n")])
+def test_what_go_cannot_build_may_be_left_to_another_run(machine: Machine, go: str | None, etcd: str | None) -> None:
+    if go is not None:
+        machine.install("go", go)
+    assert machine.run("tools/binaries.sh", "--build-only").returncode == 0
+    assert (read(machine, "etcd"), read(machine, "grpcurl")) == (etcd, etcd)
+    assert machine.calls("python3") == []

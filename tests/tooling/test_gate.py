@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tooling.machine import Machine
+from tests.tooling.test_binaries import NEW_GO
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
         machine.install(name, "")
     assert machine.run(".ci/run").returncode == 0
     assert machine.calls("apt-get") == []
-    assert machine.calls("make") == ["tools", "-k lint", "test", "test-bench", "test-chaos"]
+    assert machine.calls("make") == ["setup", "-j2 --output-sync -k lint", "tools", "test", "test-long"]
 
 
 def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> None:
@@ -47,4 +48,12 @@ def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> No
     assert ran.stderr.splitlines() == [
         ".ci/run: the gate needs grpcurl, and 'make tools' (above) could neither find nor build it"
     ]
-    assert machine.calls("make") == ["tools"]
+    assert machine.calls("make") == ["setup", "-j2 --output-sync -k lint", "tools"]
+
+
+def test_go_builds_beside_set_up_and_lint(machine: Machine) -> None:
+    # The fake `make` builds nothing.
+    machine.install("go", NEW_GO)
+    assert machine.run(".ci/run").returncode == 0
+    assert (machine.root / ".tools" / "bin" / "grpcurl").exists()
+    assert machine.calls("make")[-1] == "test-long"

@@ -323,7 +323,15 @@ class FakeDriver:
 
     def copy_many(self, copies: Copies, stream: int) -> None:
         for source, target, size_bytes in copies.tolist():
-            self.copy(target, source, size_bytes, stream)
+            if self._is_pinned(target):
+                self.copy_to_host(target, source, size_bytes, stream)
+            elif self._is_pinned(source):
+                self.copy_to_device(target, source, size_bytes, stream)
+            else:
+                self.copy(target, source, size_bytes, stream)
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(start <= address < start + size for start, size in self._pinned.items())
 
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         self._issue("copy_to_host", source, target, size_bytes, stream)

@@ -246,7 +246,7 @@ class _Batches:
             CUmemcpySrcAccessOrder=SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM=1),
             CUmemcpyFlags=SimpleNamespace(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE=2),
             cuGetProcAddress=self.find,
-            cuMemcpyDtoDAsync=self.one,
+            cuMemcpyAsync=self.one,
         )
 
     def find(self, name: bytes, version: int, flags: int) -> tuple[object, ...]:

@@ -104,6 +104,11 @@ class DecodeGraphs:
         return max(0, free[0] - free[1]) + max(0, free[1] - free[2]) * len(rest)
 
     @property
+    def max_rows(self) -> int:
+        """Rows of the largest one."""
+        return self._sizes[-1]
+
+    @property
     def logits(self) -> torch.Tensor | None:
         """``[max_batch_size, V]``, where ``run`` leaves logits each time; ``None``: there are no graphs."""
         return self._logits
@@ -118,17 +123,14 @@ class DecodeGraphs:
     def run(
         self, inputs: HostInputs, fill: Callable[[torch.Tensor], None] = lambda _token_ids: None
     ) -> torch.Tensor | None:
-        """Compute a step of single tokens that all sample; ``None``: no graph does it.
+        """Compute a step of single tokens, of which the first ones sample; ``None``: no graph does it.
 
         ``fill`` changes the token ids ``[T]`` on the device, where the host does not know them all.
 
         Returns:
-            Logits ``[S, V]``, valid until the next run.
+            Logits ``[R, V]``, valid until the next run.
         """
-        num_rows = len(inputs.contexts)
-        if inputs.num_reported or not (inputs.num_singles == num_rows == len(inputs.last_rows)):
-            return None
-        size = self._size_for(num_rows)
+        size = self._size_for(len(inputs.contexts))
         if size is None:
             return None
         graph = self._graphs.get((size, self._builder.num_splits(size, inputs.longest)))
@@ -138,7 +140,7 @@ class DecodeGraphs:
         fill(self._builder.staging.send(arrays, self._inputs)[0])
         graph.replay()
         assert self._logits is not None
-        return self._logits[:num_rows]
+        return self._logits[: len(inputs.last_rows)]
 
     def _size_for(self, num_rows: int) -> int | None:
         if not self._bounds.pads:

@@ -90,6 +90,46 @@ class HostInputs:
         """The sequence of each of these rows."""
         return np.searchsorted(self.query_begins, rows, side="right") - 1
 
+    @property
+    def ends(self) -> _Longs:
+        """The row of each sequence's last token."""
+        return (self.query_begins[1:] - 1).astype(np.int64)
+
+    @property
+    def num_reread(self) -> int:
+        """Tokens whose keys ``as_singles`` has read once more than here: all that chunks' later queries see."""
+        return int(self.positions.sum()) - int(self.positions[self.ends].sum())
+
+    def as_singles(self) -> tuple[HostInputs, _Longs]:
+        """The same tokens as a sequence each, those that sample first, in their order; no row is reported.
+
+        A layer's keys are all stored before a query reads any, so a token sees those before it nonetheless.
+
+        Returns:
+            The inputs, and where in them each row is.
+        """
+        assert not self.num_reported, "rows that are reported attend with their chunk"
+        num_rows = len(self.token_ids)
+        is_last = np.zeros(num_rows, dtype=bool)
+        is_last[self.last_rows] = True
+        rows = np.concatenate((self.last_rows, np.flatnonzero(~is_last)))
+        seqs = self.seqs_of(rows)
+        singles = HostInputs(
+            order=[self.order[seq] for seq in seqs],
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            last_rows=np.arange(len(self.last_rows)),
+            contexts=self.positions[rows].astype(np.int32),
+            table_begins=self.table_begins[seqs],
+            blocks=self.blocks,
+            query_begins=np.arange(num_rows + 1, dtype=np.int32),
+            num_singles=num_rows,
+        )
+        row_of = np.empty_like(rows)
+        row_of[rows] = np.arange(num_rows)
+        return singles, row_of
+
     def tiles(self, num_queries: int) -> tuple[_Ints, _Ints]:
         """Sequence and first query of each tile of ``num_queries`` that the chunks are cut in; the longest first."""
         seqs, begins = self._cut(np.diff(self.query_begins)[self.num_singles :], num_queries)

@@ -1,4 +1,4 @@
-"""Runs a model's steps on a GPU with the kernels' attention: decode steps by CUDA graphs, all others one by one."""
+"""Runs a model's steps on a GPU with the kernels' attention: those of few tokens by CUDA graphs, others not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quartet.engine.media.embeddings import EmbeddingPoolView
@@ -13,6 +14,7 @@ from quartet.engine.runner import ScheduledChunk
 from quartet.engine.torch.batch import fill_unread
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.graphs import DecodeGraphs, GraphBounds
+from quartet.engine.torch.inputs import HostInputs
 from quartet.engine.torch.kernel_step import Compute, StepBuilder, probe_logits
 from quartet.engine.torch.kernels.attention import DTYPES, SPLITS
 from quartet.engine.torch.pool import KvPool
@@ -21,6 +23,9 @@ _LOG = logging.getLogger(__name__)
 
 # The kernels are written for what these multiprocessors have: products of bfloat16, and copies that are not waited for.
 _LEAST_CAPABILITY = (8, 0)
+
+# A chunk's queries that are rows of a graph read its sequence each; so much takes as long as to launch all one by one.
+_MAX_REREAD_SIZE_BYTES = 20 << 30
 
 
 class KernelForward:
@@ -48,6 +53,7 @@ class KernelForward:
         self._num_heads = num_heads
         self._copies = copies
         self._builder = StepBuilder(pool, num_heads, copies=copies)
+        self._token_size_bytes = pool.layout.piece_size_bytes // pool.layout.block_size
         self._compute = compute
         self._embeddings = embeddings
         self._graphs: DecodeGraphs | None = None
@@ -60,19 +66,28 @@ class KernelForward:
         inputs = self._builder.lay_out(chunks)
         media = self._builder.media(inputs, chunks, self._embeddings)
 
-        def fill(token_ids: torch.Tensor) -> None:
+        def fill(token_ids: torch.Tensor, last_rows: npt.NDArray[np.int64] = inputs.ends) -> None:
             if unread is not None:
-                fill_unread(
-                    token_ids, [chunks[i] for i in inputs.order], (inputs.query_begins[1:] - 1).astype(np.int64), unread
-                )
+                fill_unread(token_ids, [chunks[i] for i in inputs.order], last_rows, unread)
 
         if self._graphs is not None and media is None:
-            logits = self._graphs.run(inputs, fill)
+            logits = self._run_graph(self._graphs, inputs, fill)
             if logits is not None:
                 return logits
         step = self._builder.make(inputs, media)
         fill(step.batch.token_ids[0])
         return self._compute(step)
+
+    def _run_graph(self, graphs: DecodeGraphs, inputs: HostInputs, fill: Callable[..., None]) -> torch.Tensor | None:
+        """Logits as of a call; ``None``: no graph computes them, or launching all one by one takes less."""
+        if inputs.num_reported or len(inputs.token_ids) > graphs.max_rows:
+            return None
+        if inputs.num_singles == len(inputs.contexts) == len(inputs.last_rows):
+            return graphs.run(inputs, fill)
+        if inputs.num_reread * self._token_size_bytes > _MAX_REREAD_SIZE_BYTES:
+            return None
+        singles, row_of = inputs.as_singles()
+        return graphs.run(singles, lambda token_ids: fill(token_ids, row_of[inputs.ends]))
 
     def over(self, pool: KvPool) -> KernelForward:
         """The same over another pool, without graphs."""

@@ -136,7 +136,10 @@ class Driver(Protocol):
         ...
 
     def copy_many(self, copies: Copies, stream: int) -> None:
-        """Have ``stream`` make several copies as ``copy`` does, in any order."""
+        """Have ``stream`` copy between places of the bound device, others that it reaches, and pinned host memory.
+
+        In any order.
+        """
         ...
 
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
@@ -307,7 +310,7 @@ class CudaDriver:
                 self._batches = False
                 logger.warning("copies on GPUs begin one by one: %s", error)
         for source, target, size_bytes in copies.tolist():
-            self.copy(target, source, size_bytes, stream)
+            self._call("cuMemcpyAsync", target, source, size_bytes, stream)
 
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """As ``Driver``."""

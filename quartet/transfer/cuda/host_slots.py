@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from quartet.transfer.cuda.driver import Driver
+from quartet.transfer.cuda.driver import Copies, Driver
 from quartet.transfer.cuda.memory import DeviceMemory
+
+_Addresses: TypeAlias = npt.NDArray[np.int64]
 
 
 class PinnedHostBlocks:
@@ -32,10 +36,9 @@ class PinnedHostBlocks:
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> _PinnedSaving:
         """As ``HostBlocks``."""
-        driver, size = self._driver, self.block_size_bytes
+        driver = self._driver
         driver.bind(self._memory.device)
-        for block_id, slot in zip(block_ids, slots, strict=True):
-            driver.copy_to_host(self._slot(slot), self._block(block_id), size, self._saves)
+        driver.copy_many(self._copies(self._blocks(block_ids), self._places(slots)), self._saves)
         saving = _PinnedSaving(driver, self._memory.device, self._event())
         driver.record(saving.event, self._saves)
         driver.order(self._memory.compute_stream, saving.event)
@@ -48,8 +51,7 @@ class PinnedHostBlocks:
         driver.bind(self._memory.device)
         event = driver.create_event()
         try:
-            for slot, block_id in zip(slots, block_ids, strict=True):
-                driver.copy_to_device(self._block(block_id), self._slot(slot), self.block_size_bytes, self._loads)
+            driver.copy_many(self._copies(self._places(slots), self._blocks(block_ids)), self._loads)
             driver.record(event, self._loads)
             driver.wait(event)
         finally:
@@ -77,11 +79,14 @@ class PinnedHostBlocks:
             return self._savings.pop(0).event
         return self._driver.create_event()
 
-    def _block(self, block_id: int) -> int:
-        return self._memory.address + block_id * self.block_size_bytes
+    def _blocks(self, block_ids: Sequence[int]) -> _Addresses:
+        return self._memory.address + np.array(block_ids, dtype=np.int64) * self.block_size_bytes
 
-    def _slot(self, slot: int) -> int:
-        return self._address + slot * self.block_size_bytes
+    def _places(self, slots: Sequence[int]) -> _Addresses:
+        return self._address + np.array(slots, dtype=np.int64) * self.block_size_bytes
+
+    def _copies(self, sources: _Addresses, targets: _Addresses) -> Copies:
+        return np.stack([sources, targets, np.full_like(sources, self.block_size_bytes)], axis=1)
 
 
 class _PinnedSaving:

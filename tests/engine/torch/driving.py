@@ -18,7 +18,7 @@ from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.transfer.base import Puller
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 BLOCK_SIZE = 4
 
 

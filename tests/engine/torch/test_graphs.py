@@ -99,7 +99,7 @@ def test_tokens_that_only_the_device_knows_are_taken_from_there(no_cuda: None, h
     reading, launching = forward(), forward()
     launching.pool.tensor.copy_(reading.pool.tensor.normal_())
     for model in (reading, launching):
-        model.capture(bounds())
+        model.capture(bounds(8))
     prompt = [make_chunk([11, 12], 2, 4, True)] if has_prompt else []
     known, unread = ([*prompt, *(make_chunk(blocks, first, 1, True) for blocks, first in DECODES)] for _ in range(2))
     tokens = torch.tensor([3, 0, 0])
@@ -111,20 +111,41 @@ def test_tokens_that_only_the_device_knows_are_taken_from_there(no_cuda: None, h
     torch.testing.assert_close(launching.pool.tensor, reading.pool.tensor, rtol=0, atol=0)
 
 
-def test_steps_that_no_graph_fits_are_left(no_cuda: None) -> None:
+def test_short_chunks_are_rows_of_a_graph(no_cuda: None) -> None:
+    eager, by_graphs = forward(), forward()
+    by_graphs.pool.tensor.copy_(eager.pool.tensor.normal_())
+    by_graphs.capture(bounds(12))
+    decodes = [make_chunk(blocks, first, 1, True) for blocks, first in DECODES]
+    prompt, part, fresh = (
+        make_chunk(blocks, first, num, samples)
+        for blocks, first, num, samples in (([11, 12], 2, 4, True), ([13, 14], 3, 3, False), ([15], 0, 2, True))
+    )
+    for chunks in ([prompt], [decodes[0], prompt, decodes[1], part, fresh], [part]):
+        num_calls = by_graphs._compute.num_calls
+        torch.testing.assert_close(by_graphs(chunks), eager(chunks), rtol=1e-6, atol=1e-6)
+        assert by_graphs._compute.num_calls == num_calls + 1
+        torch.testing.assert_close(by_graphs.pool.tensor, eager.pool.tensor, rtol=0, atol=0)
+
+
+def test_steps_that_no_graph_fits_are_left(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = forward()
     graphs = graphs_module.DecodeGraphs(model._builder, model._compute, bounds(2, pads=False))
     graphs.capture()
 
     def is_run(chunks: list[Any]) -> bool:
-        return graphs.run(model._builder.lay_out(chunks)) is not None
+        return model._run_graph(graphs, model._builder.lay_out(chunks), lambda *_: None) is not None
 
     one, two, three = ([make_chunk(blocks, first, 1, True) for blocks, first in DECODES[:num]] for num in (1, 2, 3))
     assert is_run(one) and is_run(two)
     assert not is_run(three), "more rows than the largest"
-    assert not is_run([make_chunk([5, 7], 3, 2, True)]), "a prompt"
-    assert not is_run([make_chunk([5, 7], 3, 1, False)]), "nothing sampled"
+    assert not is_run([make_chunk([5, 7], 3, 3, True)]), "as many in a prompt"
     assert not is_run([replace(make_chunk([5, 7], 3, 1, False), reports=True), one[0]]), "a prompt's own token"
+    prompt = [make_chunk([5, 7], 3, 2, True)]  # what its first query reads, its second one reads again
+    token_size_bytes = LAYOUT.piece_size_bytes // LAYOUT.block_size
+    monkeypatch.setattr(kernel_forward, "_MAX_REREAD_SIZE_BYTES", 3 * token_size_bytes)
+    assert is_run(prompt)
+    monkeypatch.setattr(kernel_forward, "_MAX_REREAD_SIZE_BYTES", 3 * token_size_bytes - 1)
+    assert not is_run(prompt), "its queries read too much"
     graphs = graphs_module.DecodeGraphs(model._builder, model._compute, bounds(4, pads=False))
     graphs.capture()
     assert not is_run(three), "not padded"

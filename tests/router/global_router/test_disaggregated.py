@@ -120,8 +120,10 @@ async def test_each_router_knows_a_request_by_one_name_and_tenant(
         assert scene.certificates is not None
         async with create_channel(scene.address, scene.certificates.client) as channel:
             await run(Stub(channel), ttft_ms=100, itl_ms=10)
-    lines = [record.quartet_fields for record in caplog.records if record.name == "router.request_log"]
-    assert len(lines) == 2
+    names = ("router.request_log", "router.prefill_for")
+    lines = [record.quartet_fields for record in caplog.records if record.name in names]
+    # Of the router that prefills, of the one that decodes, and of the global one.
+    assert [line.get("path") for line in lines] == ["prefill_for", None, None]
     assert len({line["request_id"] for line in lines}) == 1
     assert {line["tenant"] for line in lines} == {"client"}
 

@@ -505,6 +505,10 @@ async def test_with_keys_only_operators_see_what_all_tenants_do(tmp_path: Path) 
         assert (await face.get("/health", **operator))[1]["endpoints"]
         async with face.session.get("/metrics", headers=operator) as response:
             assert "quartet_router_" in await response.text()
+        status, refused = await face.get("/prometheus/targets", Authorization=f"Bearer {ACME}")
+        assert status == 403 and "http.operators" in refused["error"]["message"]
+        async with face.session.get("/prometheus/targets", headers=operator) as response:
+            assert (response.content_type, await response.json()) == ("application/json", [])
     with pytest.raises(ConfigError, match="operators: "):
         HttpConfig(operators=("globex",))
 

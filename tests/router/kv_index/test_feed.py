@@ -307,3 +307,25 @@ def test_a_snapshot_of_a_rank_that_the_worker_does_not_have_is_left_out() -> Non
         assert feed.take_part(KvSnapshotPart(number=3, epoch=1, data_parallel_rank=rank, stored=stored))
     assert feed.finish()
     assert set(index.held) == {Rank(WORKER, 0)}
+
+
+def test_only_what_is_lost_after_all_was_known_is_a_gap() -> None:
+    gaps: list[int] = []
+    feed = KvFeed(WORKER, 1, 1, SetIndex(), on_gap=lambda: gaps.append(feed.number))
+
+    def join(number: int) -> None:
+        feed.take_part(part(number))
+        assert feed.finish()
+
+    feed.take_batch(batch(5, 1))  # the first that it hears of the worker
+    feed.take_batch(batch(9, 2))  # nothing was known yet
+    join(9)
+    feed.take_batch(batch(10, 3))
+    assert gaps == []
+    feed.take_batch(batch(12, 4))
+    feed.take_batch(batch(14, 5))  # the same gap: a snapshot is needed anyway
+    join(14)
+    feed.take_number(14)
+    assert gaps == [10]
+    feed.take_number(15)
+    assert gaps == [10, 14]

@@ -1,0 +1,49 @@
+"""What Prometheus is told of models and processes."""
+
+from __future__ import annotations
+
+from quartet.api.fleet import WorkerState, WorkerStatus
+from quartet.discovery.base import WorkerRecord
+from quartet.telemetry.targets import Target
+from quartet.telemetry.vllm_names import ModelFigures
+from router.observed import model_figures, scrape_targets
+from router.workers import PoolKey
+from tests.discovery.records import make_router
+from tests.router.records import make_load, make_record
+
+
+def status(record: WorkerRecord, num_requests: int = 0, **load: object) -> WorkerStatus:
+    return WorkerStatus(
+        record=record,
+        state=WorkerState.READY,
+        load=make_load(record, **load) if load else None,
+        load_age_s=None,
+        num_requests=num_requests,
+    )
+
+
+def test_a_models_figures_are_those_of_its_decode_ranks() -> None:
+    old, new = "ab" * 32, "cd" * 32
+    statuses = [
+        status(make_record("decode-0", data_parallel_size=2), 3, num_in_use_blocks=10, num_held_blocks=5),
+        status(make_record("decode-1", model_fingerprint=new), 4, num_in_use_blocks=1, num_cached_blocks=50),
+        status(make_record("prefill-0"), 9, num_in_use_blocks=70),
+        status(make_record("decode-9", model_name="other", block_size=32)),
+    ]
+    waiting = {PoolKey("tiny", old): 2, PoolKey("tiny", new): 5}
+    tiny, other = (
+        ModelFigures(
+            model="tiny", num_waiting=7, num_running=7, num_used_blocks=31, num_total_blocks=300, block_size=10
+        ),
+        ModelFigures(model="other", num_waiting=0, num_running=0, num_used_blocks=0, num_total_blocks=0, block_size=32),
+    )
+    assert model_figures(statuses, lambda pool: waiting.get(pool, 0)) == [other, tiny]
+
+
+def test_processes_that_say_where_their_metrics_are_can_be_scraped() -> None:
+    statuses = [status(make_record("decode-0", http_address="10.0.0.2:9000")), status(make_record("prefill-0"))]
+    routers = [make_router("router-0"), make_router("router-1", metrics_address="")]
+    assert scrape_targets(statuses, routers, "here") == [
+        Target(address="127.0.0.1:9090", role="router", worker_id="router-0", namespace="here"),
+        Target(address="10.0.0.2:9000", role="decode", worker_id="decode-0", namespace="here", model="tiny"),
+    ]

@@ -1,0 +1,155 @@
+"""Figures under vLLM's names: the names and labels that its tools and gateways read, and the values that they mean."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quartet.engine.base import EngineStats
+from quartet.telemetry.metrics import RouterMetrics, WorkerMetrics
+from quartet.telemetry.vllm_names import ModelFigures, show_router_as_vllm, show_worker_as_vllm
+
+ROUTER = {"model_name": "m", "engine": "0"}
+FIGURES = ModelFigures(model="m", num_waiting=3, num_running=5, num_used_blocks=25, num_total_blocks=100, block_size=16)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def router(registry: CollectorRegistry) -> RouterMetrics:
+    metrics = RouterMetrics(registry)
+    show_router_as_vllm(registry, metrics, lambda: [FIGURES])
+    metrics.for_model("m")
+    return metrics
+
+
+def show_worker(registry: CollectorRegistry, *ranks: EngineStats, prefills: bool = False) -> WorkerMetrics:
+    metrics = WorkerMetrics(registry)
+    show_worker_as_vllm(registry, metrics, lambda: ranks, model="m", block_size=32, num_blocks=50, prefills=prefills)
+    return metrics
+
+
+def names(registry: CollectorRegistry) -> set[str]:
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    samples = {sample.name for family in families for sample in family.samples}
+    return {name.removeprefix("vllm:") for name in samples if name.startswith("vllm:")}
+
+
+def test_a_router_shows_what_a_gateway_and_benchmarks_read(registry: CollectorRegistry, router: RouterMetrics) -> None:
+    gateway = {"num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"}
+    counters = {
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "prompt_tokens_cached_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "request_success_total",
+    }
+    histograms = {"time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"}
+    parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
+    assert names(registry) == gateway | counters | parts
+
+
+def test_a_models_state_at_a_router_becomes_gauges(registry: CollectorRegistry, router: RouterMetrics) -> None:
+    assert registry.get_sample_value("vllm:num_requests_waiting", ROUTER) == 3
+    assert registry.get_sample_value("vllm:num_requests_running", ROUTER) == 5
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", ROUTER) == 0.25
+    config = {**ROUTER, "block_size": "16", "num_gpu_blocks": "100"}
+    assert registry.get_sample_value("vllm:cache_config_info", config) == 1
+
+
+def test_no_share_of_blocks_is_made_up_before_a_worker_has_reported(registry: CollectorRegistry) -> None:
+    unknown = ModelFigures(model="m", num_waiting=0, num_running=0, num_used_blocks=0, num_total_blocks=0, block_size=0)
+    show_router_as_vllm(registry, RouterMetrics(registry), lambda: [unknown])
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", ROUTER) is None
+    assert registry.get_sample_value("vllm:num_requests_waiting", ROUTER) == 0
+
+
+def test_a_models_counts_are_ours_under_other_names(registry: CollectorRegistry, router: RouterMetrics) -> None:
+    model = router.for_model("m")
+    model.prompt_tokens.inc(100)
+    model.cached_tokens.inc(60)
+    model.output_tokens.inc(7)
+    model.ttft.observe(0.3)
+    model.itl.observe(0.02)
+    model.duration.observe(1.5)
+    values = {
+        name: registry.get_sample_value(f"vllm:{name}", ROUTER)
+        for name in (
+            "prompt_tokens_total",
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "prompt_tokens_cached_total",
+            "generation_tokens_total",
+            "time_to_first_token_seconds_sum",
+            "inter_token_latency_seconds_sum",
+            "e2e_request_latency_seconds_sum",
+        )
+    }
+    assert list(values.values()) == [100, 100, 60, 60, 7, 0.3, 0.02, 1.5]
+    assert registry.get_sample_value("vllm:time_to_first_token_seconds_bucket", {**ROUTER, "le": "0.2"}) == 0
+    assert registry.get_sample_value("vllm:time_to_first_token_seconds_bucket", {**ROUTER, "le": "0.35"}) == 1
+
+
+def test_outcomes_become_vllms_reasons_by_model(registry: CollectorRegistry, router: RouterMetrics) -> None:
+    for outcome in ("stop_id", "stop_string", "tool_calls", "length", "cancelled", "queue_full", "placed"):
+        router.requests.count(outcome, "m")
+    router.requests.count("length", "")  # before its model was known
+    router.for_model("other")
+    router.requests.count("length", "other")
+
+    def success(model: str, reason: str) -> float | None:
+        labels = {"model_name": model, "engine": "0", "finished_reason": reason}
+        return registry.get_sample_value("vllm:request_success_total", labels)
+
+    assert [success("m", reason) for reason in ("stop", "length", "abort")] == [3, 1, 1]
+    assert [success("other", reason) for reason in ("stop", "length", "abort")] == [0, 1, 0]
+    assert success("m", "error") is None and success("", "length") is None
+
+
+def test_a_worker_shows_each_rank_as_an_engine(registry: CollectorRegistry) -> None:
+    first = EngineStats(
+        num_running=2, num_waiting=1, num_in_use_blocks=3, num_held_blocks=2, num_cached_blocks=4, num_total_blocks=20
+    )
+    show_worker(registry, first, EngineStats(num_preemptions=6))
+    assert registry.get_sample_value("vllm:num_requests_running", ROUTER) == 2
+    assert registry.get_sample_value("vllm:num_requests_waiting", ROUTER) == 1
+    # Blocks that are only cached can be had, as vLLM counts them.
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", ROUTER) == 0.25
+    second = {"model_name": "m", "engine": "1"}
+    assert registry.get_sample_value("vllm:num_preemptions_total", second) == 6
+    config = {**second, "block_size": "32", "num_gpu_blocks": "50"}  # as announced, as it has no figure of its own
+    assert registry.get_sample_value("vllm:cache_config_info", config) == 1
+
+
+def test_a_workers_waits_are_vllms_phases(registry: CollectorRegistry) -> None:
+    metrics = show_worker(registry, EngineStats(), prefills=True)
+    metrics.queue_time.observe(0.2)
+    metrics.prefill_time.observe(0.4)
+    metrics.prefill_time.observe(0.4)
+    assert registry.get_sample_value("vllm:request_queue_time_seconds_sum", ROUTER) == 0.2
+    assert registry.get_sample_value("vllm:request_queue_time_seconds_bucket", {**ROUTER, "le": "0.25"}) == 1
+    assert registry.get_sample_value("vllm:request_prefill_time_seconds_sum", ROUTER) == 0.8
+    assert registry.get_sample_value("vllm:request_prefill_time_seconds_count", ROUTER) == 2
+
+
+def test_only_prefill_workers_know_the_times_of_prompts(registry: CollectorRegistry) -> None:
+    show_worker(registry, EngineStats())
+    assert not [name for name in names(registry) if name.startswith("request_prefill_time")]
+
+
+def test_times_that_are_not_kept_by_rank_name_none(registry: CollectorRegistry) -> None:
+    show_worker(registry, EngineStats(), EngineStats()).queue_time.observe(0.2)
+    labels = {"model_name": "m", "engine": "all"}
+    assert registry.get_sample_value("vllm:request_queue_time_seconds_count", labels) == 1
+
+
+def test_no_count_is_on_both_a_router_and_a_worker(registry: CollectorRegistry, router: RouterMetrics) -> None:
+    of_workers = CollectorRegistry()
+    show_worker(of_workers, EngineStats(), prefills=True)
+    state = {"num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"}
+    assert names(registry) & names(of_workers) == state

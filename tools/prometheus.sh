@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Sees to it that Prometheus is there, for `make test-deploy`: the one on the PATH, else Debian's package, unpacked in
+# .tools without starting its service. Where neither can be had, the tests that need it are skipped.
+set -euo pipefail
+cd -P "$(dirname "$0")/.."
+
+readonly target=.tools/prometheus
+
+command -v prometheus >/dev/null && exit
+[[ -x $target/usr/bin/prometheus ]] && exit
+
+say() {
+    printf 'tools: %s\n' "$*"
+}
+
+command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || {
+    say "no prometheus, and no apt-get that would fetch it: its tests are skipped"
+    exit 0
+}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+if (cd "$scratch" && apt-get download -qq -o APT::Sandbox::User=root prometheus); then
+    mkdir -p "$target"
+    dpkg-deb -x "$scratch"/prometheus_*.deb "$target"
+else
+    say "Debian's package prometheus could not be fetched (apt-get update?): its tests are skipped"
+fi
