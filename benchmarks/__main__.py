@@ -3,7 +3,7 @@
     python -m benchmarks
 
 Run the long forms by name, and ``overload``, ``profile``, ``index``, ``routing``, ``tiers_replay``,
-``retention_replay``, ``encode``, ``gpu_engine`` and ``gpu_hand_off``.
+``retention_replay``, ``routers``, ``routers_replay``, ``encode``, ``gpu_engine``, ``gpu_short`` and ``gpu_hand_off``.
 """
 
 from __future__ import annotations

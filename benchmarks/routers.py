@@ -2,7 +2,8 @@
 
 Real processes: routers, and eight Decode workers with the mock engine, which takes the time that its model says.
 Bursts of prompts that have nothing in common come at once, each to a router drawn at random. Each number of routers is
-measured twice: as they are, and silent, with nothing told, as routers that share nothing.
+measured twice: as they are, and silent, with nothing told, as routers that share nothing. What one start costs that is
+told and heard is measured apart, in one process.
 
     python -m benchmarks.routers --json FILE [--routers 1,2,4,8] [--bursts 40]
 """
@@ -18,25 +19,33 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, quantiles
+from statistics import mean, median, quantiles
 from typing import Any, cast
 
 import uvloop
 import yaml
 
+from benchmarks.index_case import make_record
 from benchmarks.processes import process_cpu_s
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
 from quartet.client import Delta, QuartetClient, Sampling
 from quartet.config import build
+from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryConfig, create_registry
+from quartet.events.bookings import BookedStart, RouterBookings
+from quartet.events.load import RankLoad, WorkerLoad
+from quartet.events.publisher import BookingsPublisher
+from quartet.events.subscriber import EventSubscriber
+from router.workers import WorkerTable
 from services.topology.launch import free_port
 from services.topology.topology import ProcessPlan, Topology
 
 _NUM_WORKERS, _BLOCK_SIZE = 8, 32
 _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 16, 2047
 _READY_TIMEOUT_S, _TIMEOUT_S = 60.0, 60.0
+_NUM_TOLD = 3_000
 _DIRECTORY = Path(".run")
 _LOG = _DIRECTORY / "benchmark-routers.log"
 # A router that tells nothing. Others then see what it sends only in load reports.
@@ -90,11 +99,25 @@ class FleetResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TellingCost:
+    """CPU time in microseconds of a start that goes alone, medians.
+
+    Attributes:
+        tell_us: of the router that sent it.
+        hear_us: of one that is told, from the event loop's waking on.
+    """
+
+    tell_us: float
+    hear_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Results:
     """All that was measured, one number of routers after the other, on one fleet."""
 
     workload: Workload
     num_workers: int
+    telling: TellingCost
     fleets: Sequence[FleetResult]
 
 
@@ -112,6 +135,7 @@ def main() -> None:
 async def measure(workload: Workload, numbers: Sequence[int]) -> Results:
     """Measure each of ``numbers`` of routers; the first one's mean time to first token is the measure of the others."""
     found: list[FleetResult] = []
+    telling = await measure_telling(_NUM_TOLD)
     discovery = dict[str, Any]()  # as the workers have it in the end: etcd may be started with them
 
     def adapt(plan: ProcessPlan) -> ProcessPlan:
@@ -131,7 +155,44 @@ async def measure(workload: Workload, numbers: Sequence[int]) -> Results:
                         f"{number} {'silent ' if is_silent else ''}routers: first token after "
                         f"{last.ttft_ms_mean:.0f} ms ({last.ttft_ratio:.2f}), {last.router_cpu_ms:.2f} ms of CPU"
                     )
-    return Results(workload=workload, num_workers=_NUM_WORKERS, fleets=found)
+    return Results(workload=workload, num_workers=_NUM_WORKERS, telling=telling, fleets=found)
+
+
+async def measure_telling(num_starts: int) -> TellingCost:
+    """Tell of ``num_starts`` starts at one worker, each when the last one has been heard."""
+    record = make_record("decode-0", Role.DECODE, num_blocks=16_384)
+    table = WorkerTable("router-b", heartbeat_timeout_s=_TIMEOUT_S)
+    table.put(record, time.monotonic())
+    ranks = (RankLoad(num_total_blocks=record.num_blocks),)
+    load = WorkerLoad(worker_id=record.worker_id, epoch=record.epoch, ranks=ranks)
+    table.connected(record.key, load, time.monotonic())
+    heard = asyncio.Event()
+
+    def hear(bookings: RouterBookings) -> None:
+        table.hear(bookings, time.monotonic())
+        heard.set()
+
+    publisher = BookingsPublisher("127.0.0.1", router_id="router-a")
+    subscriber = EventSubscriber(lambda _load: None, lambda: None, on_bookings=hear)
+    tell_us, hear_us = list[float](), list[float]()
+    try:
+        subscriber.connect(publisher.endpoint)
+        async with asyncio.timeout(_TIMEOUT_S):
+            while not heard.is_set():  # what is published before they are connected reaches nobody
+                publisher.publish([BookedStart(record.worker_id, record.epoch, 0, 1, 1_000, 40)])
+                await asyncio.sleep(0.01)
+            for number in range(2, num_starts + 2):
+                heard.clear()
+                began = time.thread_time()
+                publisher.publish([BookedStart(record.worker_id, record.epoch, 0, number, 1_000, 40)])
+                told = time.thread_time()
+                await heard.wait()
+                tell_us.append(1e6 * (told - began))
+                hear_us.append(1e6 * (time.thread_time() - told))
+    finally:
+        subscriber.close()
+        publisher.close()
+    return TellingCost(tell_us=median(tell_us), hear_us=median(hear_us))
 
 
 async def _load(

@@ -859,7 +859,10 @@ _PREFIXES_COLUMNS: Columns = {
 
 def routers_tables(report: Report) -> str:
     """A row for each number of routers, as they are and silent."""
-    return _table(_ROUTERS_COLUMNS, report["fleets"])
+    return f"{_table(_ROUTERS_COLUMNS, report['fleets'])}\n{_TELLING.format_map(report['telling'])}"
+
+
+_TELLING = "CPU of a start that goes alone: {tell_us:.0f} us to tell of it, {hear_us:.0f} us to hear of it.\n"
 
 
 _ROUTERS_COLUMNS: Columns = {
@@ -870,6 +873,68 @@ _ROUTERS_COLUMNS: Columns = {
     "mean over one router's": "{ttft_ratio:.2f}",
     "routers' CPU (ms a request)": "{router_cpu_ms:.2f}",
     "finished, failed": "{requests_finished}, {requests_failed}",
+}
+
+
+def routers_replay_tables(report: Report) -> str:
+    """By number of routers, those that tell each other and silent ones; then parts of the design, and lost indexes."""
+    rows = report["rows"]
+    kept = [row for row in rows if not row["without_index_s"]]
+    whole, tried = [row for row in kept if not row["part"]], [row for row in kept if row["part"]]
+    silent = {row["num_routers"]: row for row in whole if not row["tells"]}
+    telling = {row["num_routers"]: row for row in whole if row["tells"]}
+    numbers = sorted({row["num_routers"] for row in tried})
+    parts: dict[str, dict[int, Row]] = {
+        "they tell nothing": silent,
+        "told after 2 ms, turns of 4 ms, open for 2": telling,
+    }
+    for row in tried:
+        parts.setdefault(row["part"], {})[row["num_routers"]] = row
+    ways = [
+        [what, *(_over(by_number[number]["over_one"]) if number in by_number else "" for number in numbers)]
+        for what, by_number in parts.items()
+    ]
+    tables = (
+        _table(
+            _ROUTERS_REPLAY_COLUMNS, [{**row, "silent": silent.get(row["num_routers"])} for row in telling.values()]
+        ),
+        markdown_table(["mean TTFT over one router's", *(f"{number} routers" for number in numbers)], ways),
+        _table(_WITHOUT_INDEX_COLUMNS, [row for row in rows if row["without_index_s"]]),
+    )
+    return "\n".join(
+        (*tables, f"{report['num_requests']:,} requests of {report['trace'] or 'a generated trace'} for each seed.\n")
+    )
+
+
+def _over(over: Row | None) -> str:
+    return "" if over is None else "{mean:.2f} ({least:.2f}, {most:.2f})".format_map(over)
+
+
+def _over_limit(row: Row) -> str:
+    over = _over(row["over_one"])
+    return f"**{over}**" if row["limit"] is not None and row["over_one"]["mean"] > row["limit"] else over
+
+
+_ROUTERS_REPLAY_COLUMNS: Columns = {
+    "routers": "{num_routers}",
+    "mean TTFT (ms)": "{ttft_ms_mean:.0f}",
+    "p99": "{ttft_ms_p99:.0f}",
+    "mean over one router's (least, most)": lambda row: "1" if row["num_routers"] == 1 else _over_limit(row),
+    "wanted": lambda row: "" if row["limit"] is None else f"<= {row['limit']}",
+    "silent: mean TTFT (ms)": lambda row: f"{row['silent']['ttft_ms_mean']:.0f}" if row["silent"] else "",
+    "over one router's": lambda row: _over(row["silent"] and row["silent"]["over_one"]),
+    "seeds": "{num_runs}",
+}
+_RESTART_EVERY_S = 10.0
+_WITHOUT_INDEX_COLUMNS: Columns = {
+    "one of 4 routers has no index": lambda row: (
+        "at any time" if row["without_index_s"] == _RESTART_EVERY_S else f"for {row['without_index_s']:g} s of every 10"
+    ),
+    "mean TTFT (ms)": "{ttft_ms_mean:.0f}",
+    "over that with it (least, most)": lambda row: _over(row["over_with_index"]),
+    "requests that it sent meanwhile": lambda row: sum(row["requests_without_index"]),
+    "to each worker": lambda row: ", ".join(map(str, sorted(row["requests_without_index"]))),
+    "seeds": "{num_runs}",
 }
 
 
@@ -1288,6 +1353,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "many_streams": many_streams_tables,
     "profile": profile_tables,
     "index": index_tables,
+    "index_busy": index_tables,
     "transfer": transfer_tables,
     "disagg": disagg_tables,
     "gpu_engine": gpu_engine_tables,
@@ -1302,6 +1368,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "routing": routing_tables,
     "prefixes": prefixes_tables,
     "routers": routers_tables,
+    "routers_replay": routers_replay_tables,
     "routing_cost": routing_cost_tables,
     "guided": guided_tables,
     "schemas": schemas_tables,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from cli.replay.policies import ReplayCandidate
-from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured
+from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured, onboard_time
 from quartet.discovery.base import Rank
 from quartet.events.kv import KvEvent
 from router.kv_index.feed import apply_events
@@ -106,7 +106,7 @@ class FleetRouter:
         self._policy = policy
         self._workers = workers
         self._engine = engine
-        self._step_time = measured(engine.timing)
+        self._step_time, self._onboard_time = measured(engine.timing), onboard_time(engine)
         self._prefill_ranks, self._decode_ranks = list(workers)[:num_prefill], list(workers)[num_prefill:]
         self._max_requests = {
             rank: max_requests(engine.max_num_seqs, is_fed=num_prefill > 0 and number >= num_prefill)
@@ -170,7 +170,7 @@ class FleetRouter:
         if not self._queue:
             return []
         for replayed in self._queue:
-            replayed.pending = replace(replayed.pending, num_cached_tokens=self._num_cached_tokens(replayed.pending))
+            replayed.pending = self._looked_up(replayed.pending)
         snapshot = Snapshot(
             prefill=[self._candidate(rank, now) for rank in self._prefill_ranks],
             decode=[self._candidate(rank, now) for rank in self._decode_ranks],
@@ -227,6 +227,7 @@ class FleetRouter:
             num_context_tokens=num_context_tokens,
             max_step_tokens=self._engine.max_num_batched_tokens,
             step_time=self._step_time,
+            onboard_time=self._onboard_time,
             num_unanswered_tokens=account.num_unanswered_tokens,
             num_prompt_blocks=account.num_prompt_blocks,
         )
@@ -244,9 +245,12 @@ class FleetRouter:
             self._told[rank].popleft()
         return state
 
-    def _num_cached_tokens(self, pending: Pending) -> dict[Rank, int]:
-        matches = self._index.match(pending.sequence_hashes)
-        return {rank: match.num_blocks * self._engine.block_size for rank, match in matches.items()}
+    def _looked_up(self, pending: Pending) -> Pending:
+        """``pending`` with what the index knows now."""
+        matches, block_size = self._index.match(pending.sequence_hashes), self._engine.block_size
+        return replace(
+            pending, num_cached_tokens=matches.num_tokens(block_size), lower_tokens=matches.lower_tokens(block_size)
+        )
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._engine.block_size)

@@ -16,9 +16,10 @@ from quartet.engine.mock.runner import num_quiet_steps, take_quiet_steps
 from quartet.engine.runner import RunningRequest, SampledToken, ScheduledChunk
 from quartet.engine.scheduler import Pull, Scheduler, SchedulerConfig
 from quartet.engine.step_time import step_work
+from quartet.engine.tier_rules import load_s_per_block
 from quartet.engine.validation import EngineLimits
-from quartet.events.kv import KvEvent
-from quartet.events.load import StepTime
+from quartet.events.kv import KvEvent, Tier
+from quartet.events.load import OnboardTime, StepTime
 from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.retention import Retention, RetentionPlan
 from quartet.kvcache.sequence import Sequence as TokenSequence
@@ -281,4 +282,17 @@ def measured(timing: StepTiming) -> StepTime:
         prefill_s_per_token2=timing.prefill_square / 1e3,
         decode_base_s=timing.decode_base / 1e3,
         decode_s_per_context_token=timing.decode_linear / FULL_CONTEXT_TOKENS / 1e3,
+    )
+
+
+def onboard_time(settings: EngineSettings) -> OnboardTime:
+    """What a worker with these settings would have measured of its loads."""
+    tiers = settings.tiers
+    if tiers is None:
+        return OnboardTime()
+    speeds = {Tier.HOST: tiers.host_gb_per_s, Tier.DISK: tiers.disk_gb_per_s}
+    s_per_token = {tier: settings.kv_bytes_per_token / (gb_per_s * 1e9) for tier, gb_per_s in speeds.items()}
+    return OnboardTime(
+        host_s_per_token=load_s_per_block(s_per_token, Tier.HOST),
+        disk_s_per_token=0.0 if tiers.disk is None else load_s_per_block(s_per_token, Tier.DISK),
     )

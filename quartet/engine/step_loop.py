@@ -38,6 +38,7 @@ from quartet.engine.runner import (
 )
 from quartet.engine.scheduler import Pull, Schedule, Scheduler, SchedulerConfig, TokenOut
 from quartet.engine.step_time import Backlog, StepClock, StepWork, backlog, step_work
+from quartet.engine.tier_rules import load_s_per_block
 from quartet.engine.tiers import LoadBatchEnded, LoadIsLate, PullsReady, Tiering, TierMessage, WriteEnded
 from quartet.engine.validation import limits_of
 from quartet.errors import EngineError, MediaLostError, RequestCancelledError, ServingError
@@ -454,10 +455,12 @@ class StepLoop:
 
 def _onboard_time(tiers: Tiering, block_size: int) -> OnboardTime:
     """By what ``tiers`` decides whether to load."""
-    s_per_token = {tier: seconds / block_size for tier, seconds in tiers.s_per_block.items()}
+    s_per_block = tiers.s_per_block
     return OnboardTime(
-        host_s_per_token=s_per_token[Tier.HOST],
-        disk_s_per_token=0.0 if tiers.lower.disk_plan is None else s_per_token[Tier.DISK],
+        host_s_per_token=load_s_per_block(s_per_block, Tier.HOST) / block_size,
+        disk_s_per_token=0.0
+        if tiers.lower.disk_plan is None
+        else load_s_per_block(s_per_block, Tier.DISK) / block_size,
     )
 
 

@@ -186,9 +186,10 @@ class KvAwarePolicy:
         return options
 
     def _deferred_s(self, rank: Rank, forecast: PrefillForecast, plan: Plan, snapshot: Snapshot) -> float:
-        """For how long the first of ``plan`` is not sent; a router that comes late to its turn takes it all the same.
+        """For how long the first of ``plan`` is not sent; a router that missed all of its turn sends all the same.
 
-        An event loop that lags would else miss one turn after the other.
+        An event loop that lags would else miss one turn after the other. One that comes in time, for a prompt that was
+        gathered until its turn was nearly over, waits for the next: the others are told too late of what it sends now.
         """
         deferred_s, now = forecast.deferred_s(plan.groups[0]), snapshot.now
         if not snapshot.peers.tell_bookings:
@@ -196,7 +197,7 @@ class KvAwarePolicy:
         turn_at = self._turn_at.pop(rank, math.inf)
         if not deferred_s or forecast.free_in_s > self._config.margin_s:
             return deferred_s
-        if turn_at <= now < turn_at + _LATE_S:
+        if turn_at + self._config.peers.open_s <= now < turn_at + _LATE_S:
             return 0.0
         self._turn_at[rank] = turn_at if now < turn_at < math.inf else now + deferred_s
         return deferred_s

@@ -138,8 +138,8 @@ async def test_an_engine_says_what_a_token_of_each_tier_takes(start_engine: Star
         links = {Tier.HOST: Link(4.0), Tier.DISK: Link(8.0)}
         return open_tiers(plan, None if disk is None else plan, host, disk, post, links=links)
 
-    # Blocks of four tokens.
-    for path, disk_s in ((None, 0.0), (tmp_path / "tier", 2.0)):
+    # Blocks of four tokens. What is on disk comes by way of the host.
+    for path, disk_s in ((None, 0.0), (tmp_path / "tier", 3.0)):
         engine = await start_engine(FakeRunner(num_blocks=12), tiers=partial(open_slow, path=path))
         assert engine.stats()[0].onboard_time == OnboardTime(host_s_per_token=1.0, disk_s_per_token=disk_s)
     engine = await start_engine(FakeRunner(num_blocks=12))

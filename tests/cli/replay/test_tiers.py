@@ -12,8 +12,8 @@ from cli.replay.policies import POLICIES
 from cli.replay.results import PolicyResult
 from cli.replay.simulation import FleetSettings, Simulation
 from cli.replay.tiers import SimulatedTiers, TierSettings
-from cli.replay.worker import EngineSettings, SimulatedWorker
-from cli.traces.format import TraceRequest
+from cli.replay.worker import EngineSettings, SimulatedWorker, onboard_time
+from cli.traces.format import BLOCK_SIZE, TraceRequest
 from cli.traces.generate import Arrivals, SessionConfig, TraceConfig, generate
 from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest, Generation, RequestKind
@@ -21,7 +21,7 @@ from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import Load, Schedule
 from quartet.engine.tiers import Speed, Tiering
 from quartet.events.kv import KvEvent, Removed, Stored, Tier
-from quartet.events.load import StepTime
+from quartet.events.load import OnboardTime, StepTime
 from quartet.kvcache.block_hash import chain_digest
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import BlockName, LowerTiers, TierBlock, TierPlan
@@ -108,6 +108,35 @@ def test_prompts_that_others_decode_are_loaded_too(trace: list[TraceRequest]) ->
     assert result.host_ratio > 0
 
 
+@pytest.mark.parametrize(("gb_per_s", "waits"), [(52.0, True), (4.0, False)])
+@pytest.mark.parametrize("busy", [0, 1])
+def test_kv_aware_prefers_the_rank_with_blocks_below_its_pool_only_if_they_are_loaded_soon(
+    gb_per_s: float, waits: bool, busy: int
+) -> None:
+    """The prompt is on the host of one of two workers. When it comes again, one of them computes something else."""
+    engine = EngineSettings(num_blocks=140, tiers=replace(HOST, host_gb_per_s=gb_per_s))
+    # Pairs displace what both pools have; the last two stay there.
+    pairs = [_prompt(10.0, 5120, 100), _prompt(10.0, 5120, 200), _prompt(15.0, 3840, 300), _prompt(15.0, 3840, 400)]
+    requests = [_prompt(0.0, 4096, 1), *pairs, replace(pairs[2 + busy], arrival_s=20.0), _prompt(20.001, 4096, 1)]
+    fleet = FleetSettings(num_workers=2, engine=engine)
+    result = Simulation(requests, POLICIES["kv_aware"], fleet).run()
+    before = Simulation(requests[:-1], POLICIES["kv_aware"], fleet).run()
+    ttft_ms = len(requests) * result.ttft_ms.mean - len(requests[:-1]) * before.ttft_ms.mean
+    assert (result.host_ratio > 0) == waits
+    if not waits:
+        # To compute it takes 86 ms, and the other request 17.
+        assert ttft_ms < engine.timing.prefill_ms(4096) + 5.0, "it was computed at once"
+
+
+def test_routers_know_what_a_load_takes_as_workers_report_it() -> None:
+    assert onboard_time(EngineSettings()) == OnboardTime()
+    host_s = EngineSettings().kv_bytes_per_token / 52e9
+    assert onboard_time(EngineSettings(tiers=HOST)) == OnboardTime(host_s_per_token=host_s)
+    disk_s = EngineSettings().kv_bytes_per_token / 50e9
+    of_disk = OnboardTime(host_s_per_token=host_s, disk_s_per_token=pytest.approx(disk_s + host_s))
+    assert onboard_time(EngineSettings(tiers=DISK)) == of_disk
+
+
 def test_events_say_what_went_to_the_host() -> None:
     worker = SimulatedWorker(Rank("a"), EngineSettings(num_blocks=POOL_BLOCKS, tiers=HOST))
     first = _events(worker, 0, [1] * 1088)
@@ -188,6 +217,11 @@ def test_it_chooses_as_engines_do(host_gb_per_s: float, disk_gb_per_s: float) ->
         real.choose(theirs)
         assert len(ours.blocks_below) == len(theirs.blocks_below), where
     real.close()
+
+
+def _prompt(arrival_s: float, num_tokens: int, first_id: int) -> TraceRequest:
+    ids = tuple(range(first_id, first_id + -(-num_tokens // BLOCK_SIZE)))
+    return TraceRequest(arrival_s=arrival_s, num_input_tokens=num_tokens, num_output_tokens=1, hash_ids=ids)
 
 
 def _found(where: str) -> Sequence:

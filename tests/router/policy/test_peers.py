@@ -180,6 +180,18 @@ def test_a_router_that_comes_late_to_its_turn_takes_it() -> None:
     assert not send(9.999), "and one that was missed long ago is over"
 
 
+def test_a_prompt_that_was_gathered_until_its_turn_was_over_waits_for_the_next() -> None:
+    peers = Peers(number=0, num_routers=2, tell_bookings=True)
+    gathering = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0019, gather_share=1.0, peers=TURNS))
+
+    def send(now: float) -> bool:
+        [placement] = gathering.assign([pending(9000)], Snapshot([], candidates(1), now=now, peers=peers)).placements
+        return placement is not None
+
+    # Its turns are from 0 to 2 and from 8 to 10 ms; at 2.4 another router's is too near for it to be told in time.
+    assert [send(now) for now in (0.0, 0.0024, 0.0081)] == [False, False, True]
+
+
 def test_a_turn_that_was_not_needed_is_over() -> None:
     peers = Peers(number=1, num_routers=4, tell_bookings=True)
     kept = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, peers=TURNS))
