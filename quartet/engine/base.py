@@ -83,6 +83,7 @@ class EngineRequest:
             for items of ``media_blocks``, which has nothing for the others.
         traceparent: W3C trace context, for an engine that traces by itself; not checked; empty: no trace.
         session_key: requests of one conversation share it; empty: none.
+        tenant, trust_domain: whose conversation it is; empty: nobody's in particular, and that of all such tenants.
     """
 
     id: int
@@ -94,6 +95,8 @@ class EngineRequest:
     media_inputs: tuple[MediaFile | bytes | None, ...] = field(default=(), repr=False)
     traceparent: str = ""
     session_key: str = field(default="", repr=False)
+    tenant: str = ""
+    trust_domain: str = ""
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,7 @@ class EngineStats(RankCounts):
         num_prompt_tokens: prompt tokens computed, ever, not counting cached ones.
         num_output_tokens: tokens sampled, ever.
         num_cached_tokens: prompt tokens found in the cache, ever.
+        num_retained_blocks: blocks that sessions retain, in any state.
         tiers: below the device, the faster one first.
     """
 
@@ -260,6 +264,7 @@ class EngineStats(RankCounts):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_retained_blocks: int = 0
     tiers: tuple[TierCounts, ...] = ()
 
 

@@ -106,6 +106,7 @@ def _step_engine(
         grammars=grammars,
         tells_contents=spec.tells_contents,
         tiers=partial(_open_tiers, spec.engine, rank) if has_tiers else None,
+        retention=spec.engine.cache.retention,
     )
 
 

@@ -30,6 +30,7 @@ from quartet.errors import OutOfBlocksError
 from quartet.kvcache import sequence
 from quartet.kvcache.block_hash import ExtraKey
 from quartet.kvcache.block_pool import BlockManager
+from quartet.kvcache.retention import SessionId
 from quartet.kvcache.tiers import TierBlock
 from quartet.transfer.base import PieceCopy, PieceRun
 
@@ -474,6 +475,7 @@ class Scheduler:
         num_held_tokens = 0
         if finished is None:
             num_held_tokens = len(running.seq)
+            self._retain(running)
             held = self._blocks.hold(running.seq, running.id)
         self._end(running)
         return TokenOut(running, sampled, offset, finished, held, num_held_tokens)
@@ -499,10 +501,18 @@ class Scheduler:
 
     def _end(self, running: RunningRequest) -> None:
         self._leave(running)
+        self._retain(running)
         if not running.num_steps_in_flight:
             self._blocks.free(running.seq)
         running.state = RequestState.ENDED
         del self.live[running.id]
+
+    def _retain(self, running: RunningRequest) -> None:
+        """Have its session, if it has one, retain what the next request of it may begin with."""
+        request = running.request
+        if request.session_key:
+            session = SessionId(request.trust_domain, request.tenant, request.session_key)
+            self._blocks.retain(running.seq, session)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from pathlib import Path
 from quartet.engine.mock.model import MockSettings
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import ConfigError
+from quartet.kvcache.retention import RetentionPlan
 from quartet.kvcache.tiers import OffloadPolicy, TierPlan
 from quartet.media.items import MediaKind
 
@@ -164,15 +165,34 @@ class DiskCacheSettings(HostCacheSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings:
-    """Where KV blocks go that the device's pool evicts."""
+    """How long the device's pool keeps KV blocks, and where those go that it evicts.
 
+    Attributes:
+        session_ttl_s: seconds for which blocks of a request with a session key are evicted after others, counted from
+            the session's last end of a request; 0: like others.
+        session_share: blocks that are kept so over all blocks of the pool, at most, in (0, 1].
+    """
+
+    session_ttl_s: float = 0.0
+    session_share: float = 0.5
     host: HostCacheSettings = field(default_factory=HostCacheSettings)
     disk: DiskCacheSettings = field(default_factory=DiskCacheSettings)
 
     def __post_init__(self) -> None:
-        """Refuse a disk without a host: all that goes to the disk or comes from there is on the host meanwhile."""
+        """Refuse impossible values, and a disk without a host: what goes there or comes is on the host meanwhile."""
+        if not self.session_ttl_s >= 0:
+            raise ConfigError(f"session_ttl_s: must be at least 0, not {self.session_ttl_s}")
+        if not 0 < self.session_share <= 1:
+            raise ConfigError(f"session_share: must be in (0, 1], not {self.session_share}")
         if self.disk.is_on and not self.host.is_on:
             raise ConfigError("disk: needs host.size_gb or host.num_blocks")
+
+    @property
+    def retention(self) -> RetentionPlan | None:
+        """What sessions retain; ``None``: nothing."""
+        if not self.session_ttl_s:
+            return None
+        return RetentionPlan(ttl_s=self.session_ttl_s, share=self.session_share)
 
     def plans(self, block_size_bytes: int) -> tuple[TierPlan, TierPlan | None]:
         """The host's tier, which there is, and the disk's, for blocks of so many bytes. Raises ``ConfigError``."""
@@ -235,7 +255,7 @@ class EngineSettings:
             ``quartet.engine.trtllm.logits``.
         extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``; they replace those from the fields here.
         override_engine_args: arguments that replace those of the file, too.
-        cache: tiers below the device's pool, of ``torch`` and ``mock``.
+        cache: what sessions retain, and tiers below the device's pool, of ``torch`` and ``mock``.
         scheduler: bounds of a step of ``torch`` and ``mock``.
         mock: how fast the engine ``mock`` is.
     """

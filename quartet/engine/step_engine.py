@@ -51,6 +51,7 @@ from quartet.errors import (
     ServingError,
     UnsupportedFieldError,
 )
+from quartet.kvcache.retention import RetentionPlan
 from quartet.transfer.base import BlockMemory, EmbeddingMemory, FetchResult, Puller
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         grammars: GrammarsFactory | None = None,
         tells_contents: bool = False,
         tiers: TiersFactory | None = None,
+        retention: RetentionPlan | None = None,
         close_timeout_s: float = 10.0,
     ) -> None:
         """Nothing is loaded before ``start``.
@@ -100,6 +102,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
                 ``None``: requests with grammars are refused.
             tells_contents: KV events say what stored blocks hold, too.
             tiers: called in the engine thread once the model is loaded; ``None``: evicted blocks are lost.
+            retention: what sessions retain; ``None``: nothing.
             close_timeout_s: bounds the wait for transfers in ``close``, and then that for the last step.
         """
         self._pulls = Pulls(puller, self._end_pull) if puller is not None else None
@@ -108,7 +111,9 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         listener = ThreadListener(
             on_ready=self._take_ready, on_report=self._on_report, on_lost=self._on_lost, on_end=self._thread_end.set
         )
-        self._thread = EngineThread(runner_factory, config, listener, tiers, tells_contents=tells_contents)
+        self._thread = EngineThread(
+            runner_factory, config, listener, tiers, tells_contents=tells_contents, retention=retention
+        )
         self._puller = puller
         self._kinds = kinds
         self._sampling_fields = sampling_fields
@@ -307,8 +312,10 @@ class EngineThread:
         tiers_factory: TiersFactory | None = None,
         *,
         tells_contents: bool = False,
+        retention: RetentionPlan | None = None,
     ) -> None:
         self._tiers_factory = tiers_factory
+        self._retention = retention
         self._runner_factory = runner_factory
         self._config = config
         self._tells_contents = tells_contents
@@ -363,7 +370,12 @@ class EngineThread:
             tiers = None if self._tiers_factory is None else self._tiers_factory(runner, self.post)
             on_begin = partial(self._notify, self._listener.on_report)
             steps = self._steps = StepLoop(
-                runner, self._config, on_begin=on_begin, tiers=tiers, tells_contents=self._tells_contents
+                runner,
+                self._config,
+                on_begin=on_begin,
+                tiers=tiers,
+                tells_contents=self._tells_contents,
+                retention=self._retention,
             )
             self._notify(self._listener.on_ready, runner)
             self._step_until_stopped(steps)

@@ -44,6 +44,7 @@ from quartet.errors import EngineError, MediaLostError, RequestCancelledError, S
 from quartet.events.kv import RankEvents, StoredBlocks, Tier
 from quartet.events.load import OnboardTime
 from quartet.kvcache.block_pool import BlockManager
+from quartet.kvcache.retention import Retention, RetentionPlan
 from quartet.transfer.base import FetchResult, TransferWay
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class StepLoop:
         tiers: Tiering | None = None,
         *,
         tells_contents: bool = False,
+        retention: RetentionPlan | None = None,
     ) -> None:
         """Nothing is computed before the first ``step``.
 
@@ -163,11 +165,16 @@ class StepLoop:
                 it, or none is left after it.
             tiers: below the runner's pool; what they post comes back with the next ``step``. The caller closes them.
             tells_contents: KV events say what stored blocks hold, too.
+            retention: what sessions retain; ``None``: nothing.
         """
         self._runner = runner
-        lower = None if tiers is None else tiers.lower
         self._blocks = BlockManager(
-            runner.num_blocks, runner.layout.block_size, has_events=True, tells_contents=tells_contents, lower=lower
+            runner.num_blocks,
+            runner.layout.block_size,
+            has_events=True,
+            tells_contents=tells_contents,
+            lower=None if tiers is None else tiers.lower,
+            retention=None if retention is None else Retention(retention, runner.num_blocks, clock),
         )
         self._scheduler = Scheduler(config, self._blocks, limits_of(runner), runner.eos_token_ids, onboarding=tiers)
         self._outputs = OutputBuilder(clock)
@@ -439,6 +446,7 @@ class StepLoop:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            num_retained_blocks=self._blocks.num_retained,
             tiers=() if self._tiers is None else self._tiers.counts,
         )
         return Snapshot(stats, self._num_submits, self._num_submitted_prefill_tokens)

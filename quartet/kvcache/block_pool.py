@@ -8,7 +8,8 @@ the digest of the extra key. Names are compared by identity and content, never b
 collision shares nothing. Two sequences that compute the same content at the same time share the name and each keep
 their own copy of the block; later blocks of both go on from that one name, and when the block that bears it is given
 up, a copy that is still used takes over. So a block that is used or held keeps all names before it alive, and the
-least recently used cached block is always a leaf: blocks of a sequence are given back last one first.
+least recently used cached block is always a leaf: blocks of a sequence are given back last one first. What sessions
+retain (``quartet.kvcache.retention``) is evicted after what nobody retains.
 
 Pure code without locks: all calls come from the engine's thread.
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from quartet.errors import OutOfBlocksError
 from quartet.events.kv import Cleared, Contents, KvEvent, Removed, Stored, Tier
 from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, chain_digest
+from quartet.kvcache.retention import Retention, SessionId
 from quartet.kvcache.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class BlockManager:
         has_events: bool = False,
         tells_contents: bool = False,
         lower: LowerTiers | None = None,
+        retention: Retention | None = None,
     ) -> None:
         """Manage blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each, all free.
 
@@ -59,11 +62,13 @@ class BlockManager:
             has_events: take note of what can be shared, for ``take_events`` and ``stored_blocks``.
             tells_contents: events say what stored blocks hold, too.
             lower: the tiers to which evicted blocks go. Its events are among those of this pool, then.
+            retention: keeps blocks of sessions longer than others; ``None``: the pool has no sessions.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # Least recently used first; without those that the retention has put aside, which are cached, too.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_users = [0] * num_blocks
         self._num_holders = [0] * num_blocks
         self._num_held = 0
@@ -73,6 +78,7 @@ class BlockManager:
         self._by_key: dict[_Key, _Name] = {}
         self._copies: dict[_Name, set[int]] = {}
         self._lower = lower
+        self._retention = retention
         self._log = lower.log if lower is not None else EventLog() if has_events else None
         # Public names of the blocks that were evicted last, oldest first; empty without events.
         self._evicted: OrderedDict[int, None] = OrderedDict()
@@ -81,12 +87,19 @@ class BlockManager:
     @property
     def counts(self) -> BlockCounts:
         """How many blocks are in which state, now."""
-        return BlockCounts(len(self._free), len(self._cached), self._num_held, self._num_in_use, self.num_blocks)
+        num_cached = self.num_available - len(self._free)
+        return BlockCounts(len(self._free), num_cached, self._num_held, self._num_in_use, self.num_blocks)
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        num_aside = 0 if self._retention is None else self._retention.num_aside
+        return len(self._free) + len(self._cached) + num_aside
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks that sessions retain, in any state; those whose time has passed count until that is noticed."""
+        return 0 if self._retention is None else self._retention.num_retained
 
     def sequence_hash(self, block_id: int) -> int | None:
         """The public name of a block that can be shared; ``None`` for one that cannot."""
@@ -112,6 +125,8 @@ class BlockManager:
         shared = self._cached_prefix(seq) if shares else []
         # Sharing a cached block, which no sequence uses yet, spends an available block too.
         num_spent = len(self._cached.keys() & shared)
+        if self._retention is not None:
+            num_spent += self._retention.num_aside_among(shared)
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
         if self._lower is not None:
             # Before anything is evicted: what ``seq`` can use must not make room for what it displaces.
@@ -180,6 +195,19 @@ class BlockManager:
             assert parent is not None, "a block is named before the ones before it"
             parent = self._name(seq, index, parent)
         seq.num_named_blocks = end
+
+    def retain(self, seq: Sequence, session: SessionId) -> None:
+        """Evict what is named of ``seq`` after other blocks, as long as ``session`` lives: a request of it ends.
+
+        Call it before ``free`` or ``hold``. Of more blocks than may be retained, the first ones are. Without a
+        retention nothing happens.
+        """
+        if self._retention is None:
+            return
+        num_blocks = min(seq.num_named_blocks, self._retention.max_blocks)
+        tail = self._names[seq.block_table[num_blocks - 1]] if num_blocks else None
+        if tail is not None:
+            self._retention.retain(session, tail)
 
     def free(self, seq: Sequence) -> None:
         """Take back all blocks of ``seq``; shareable ones stay cached. May be called twice."""
@@ -286,9 +314,9 @@ class BlockManager:
                     self._log.store(name.sequence_hash, parent_hash, content=key[1], extra_key=seq.extra_key)
                 else:
                     self._log.store(name.sequence_hash, parent_hash)
-        elif name.block_id in self._cached:
+        elif not (self._num_users[name.block_id] or self._num_holders[name.block_id]):
             # That block may be evicted: if it kept the name, this sequence's later blocks would outlive their parent.
-            del self._cached[name.block_id]
+            self._take_cached(name.block_id)
             self._make_free(name.block_id)
             name.block_id = block_id
         else:
@@ -310,10 +338,15 @@ class BlockManager:
         return taken
 
     def _evict(self, num_blocks: int) -> list[int]:
-        """Empty the least recently used cached blocks, which lower tiers may take."""
+        """Empty the least recently used cached blocks, retained ones last; lower tiers may take them."""
         evicted: list[tuple[int, _Name]] = []
+        if self._retention is not None:
+            self._retention.expire()
         for _ in range(num_blocks):
-            block_id, _ = self._cached.popitem(last=False)
+            if self._retention is None:
+                block_id, _ = self._cached.popitem(last=False)
+            else:
+                block_id = self._retention.next_victim(self._cached, self._names)
             name = self._names[block_id]
             assert name is not None, "a cached block has a name"
             del self._by_key[name.key]
@@ -336,8 +369,16 @@ class BlockManager:
             if self._num_holders[block_id]:
                 self._num_held -= 1
             else:
-                del self._cached[block_id]
+                self._take_cached(block_id)
         self._num_users[block_id] += 1
+
+    def _take_cached(self, block_id: int) -> None:
+        """A cached block is one no more."""
+        if block_id in self._cached:
+            del self._cached[block_id]
+        else:
+            assert self._retention is not None, "only a retention puts blocks aside"
+            self._retention.take_back(block_id)
 
     def _retire(self, block_id: int) -> None:
         """Put away a block that is neither used nor held any more."""
@@ -492,6 +533,12 @@ class _Name:
     block_id: int
     num_uses: int = 1  # counted for lower tiers only
     digest: bytes | None = None  # once a lower tier needed it
+
+    @property
+    def parent(self) -> _Name | None:
+        """The name before it; ``None``: it is of a first block."""
+        parent = self.key[0]
+        return parent if isinstance(parent, _Name) else None
 
 
 _Key: TypeAlias = tuple[_Name | bytes, bytes]

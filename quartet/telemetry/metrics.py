@@ -42,6 +42,7 @@ _ENGINE_GAUGES = (
     ("num_waiting", "quartet_worker_waiting_requests", "Requests that wait for the batch."),
     ("max_running", "quartet_worker_max_running_requests", "Most requests that the batch can have."),
     ("num_queued_prefill_tokens", "quartet_worker_queued_prefill_tokens", "Prompt tokens not computed yet."),
+    ("num_retained_blocks", "quartet_worker_retained_blocks", "KV blocks that sessions retain, in any state."),
 )
 # These states add up to the pool.
 _BLOCK_STATES = (

@@ -19,6 +19,7 @@ from quartet.errors import OutOfBlocksError
 from quartet.events.kv import Tier
 from quartet.kvcache.block_hash import ExtraKey, chain_digest
 from quartet.kvcache.block_pool import BlockManager
+from quartet.kvcache.retention import Retention, RetentionPlan, SessionId
 from quartet.kvcache.sequence import Sequence
 from quartet.kvcache.tiers import DiskWrite, LoadedBlock, LowerTiers, OffloadPolicy, TierBlock, TierPlan
 from tests.kvcache.replica import TierReplica
@@ -59,7 +60,9 @@ class TiersMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.lower = LowerTiers(*self.plans)
-        self.pool = BlockManager(NUM_BLOCKS, BLOCK_SIZE, lower=self.lower)
+        self.now_s = 0.0
+        retention = Retention(RetentionPlan(ttl_s=10.0), NUM_BLOCKS, lambda: self.now_s)
+        self.pool = BlockManager(NUM_BLOCKS, BLOCK_SIZE, lower=self.lower, retention=retention)
         self.replica = TierReplica()
         self.device: list[Content | None] = [None] * NUM_BLOCKS
         self.slots: list[Content | None] = [None] * NUM_SLOTS
@@ -169,10 +172,13 @@ class TiersMachine(RuleBasedStateMachine):
         self.pool.commit(seq)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), session=st.sampled_from(["", "1", "2"]), seconds=st.sampled_from([0, 6]))
+    def end(self, data: st.DataObject, session: str, seconds: int) -> None:
         running = data.draw(st.sampled_from(self.running))
         self.running.remove(running)
+        self.now_s += seconds
+        if session:
+            self.pool.retain(running, SessionId("", "", session))
         self.pool.free(running)
 
     @rule()

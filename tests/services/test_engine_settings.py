@@ -165,9 +165,13 @@ async def test_blocks_that_were_evicted_come_back_from_the_host(kind: str, tmp_p
         ({"host": {"num_blocks": 1, "min_lfu_count": -1}}, r"engine\.cache\.host\.min_lfu_count: must be at least 0"),
         ({"host": {"num_blocks": 1}, "disk": {"num_blocks": 1}}, r"engine\.cache\.disk\.path: must name"),
         ({"disk": {"num_blocks": 1, "path": "/tmp"}}, r"engine\.cache\.disk: needs host"),
+        ({"session_ttl_s": -1}, r"engine\.cache\.session_ttl_s: must be at least 0"),
+        ({"session_ttl_s": float("inf")}, r"engine\.cache\.session_ttl_s: must be a number, not inf"),
+        ({"session_share": 0}, r"engine\.cache\.session_share: must be in"),
+        ({"session_share": 1.5}, r"engine\.cache\.session_share: must be in"),
     ],
 )
-def test_an_impossible_tier_is_named(cache: dict[str, object], complaint: str) -> None:
+def test_an_impossible_cache_is_named(cache: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build(WorkerConfig, {"model_path": "m", "engine": {"cache": cache}})
 

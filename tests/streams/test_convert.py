@@ -193,11 +193,14 @@ def test_a_steps_end_is_sent_in_seconds_from_now(ends_at: float, ends_in_s: floa
 
 def test_the_engine_is_asked_for_what_the_start_says() -> None:
     generation = Generation(prompt_token_ids=[1])
-    context = RequestContext(priority=4, traceparent="00-1-2-01", session_key="tea")
+    context = RequestContext(
+        priority=4, traceparent="00-1-2-01", session_key="tea", tenant="acme", trust_domain="a-domain"
+    )
     start = WorkerStart(context=context, generation=generation)
     request = to_engine_request(7, RequestKind.DECODE, start)
     assert (request.id, request.kind, request.priority) == (7, RequestKind.DECODE, 4)
     assert (request.traceparent, request.session_key) == ("00-1-2-01", "tea")
+    assert (request.tenant, request.trust_domain) == ("acme", "a-domain")
     assert request.generation is generation
 
 

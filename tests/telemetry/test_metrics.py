@@ -69,7 +69,8 @@ def test_the_same_registry_is_not_shared_by_tests() -> None:
 def test_engine_figures_become_gauges_by_rank(registry: CollectorRegistry) -> None:
     worker = WorkerMetrics(registry)
     first = EngineStats(num_running=2, num_waiting=1, num_in_use_blocks=3, num_held_blocks=4, num_free_blocks=5)
-    worker.watch_engine(lambda: [first, EngineStats(num_cached_blocks=6)])
+    worker.watch_engine(lambda: [first, EngineStats(num_cached_blocks=6, num_retained_blocks=5)])
+    assert registry.get_sample_value("quartet_worker_retained_blocks", {"rank": "1"}) == 5
     assert registry.get_sample_value("quartet_worker_running_requests", {"rank": "0"}) == 2
     states = {
         state: registry.get_sample_value("quartet_worker_blocks", {"rank": "0", "state": state})

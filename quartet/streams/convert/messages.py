@@ -125,6 +125,8 @@ def to_engine_request(id: int, kind: RequestKind, start: WorkerStart) -> EngineR
         priority=start.context.priority,
         traceparent=start.context.traceparent,
         session_key=start.context.session_key,
+        tenant=start.context.tenant,
+        trust_domain=start.context.trust_domain,
     )
 
 
