@@ -2,8 +2,8 @@
 
     python -m benchmarks
 
-Run the long forms by name, and ``overload``, ``profile``, ``index``, ``routing``, ``tiers_replay``, ``encode``,
-``gpu_engine`` and ``gpu_hand_off``.
+Run the long forms by name, and ``overload``, ``profile``, ``index``, ``routing``, ``tiers_replay``,
+``retention_replay``, ``encode``, ``gpu_engine`` and ``gpu_hand_off``.
 """
 
 from __future__ import annotations

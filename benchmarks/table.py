@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+from benchmarks.retention_replay import LOADS as RETENTION_LOADS
 from benchmarks.routing_cases import OTHERS, OURS
 from benchmarks.tiers_replay import BELOW, LOADS
 
@@ -737,6 +738,33 @@ _TIERS_REPLAY_COLUMNS: Columns = {
 }
 
 
+def retention_replay_tables(report: Report) -> str:
+    """A row for each replay: how long sessions live, and what they and others see of it."""
+    rows = [{"about": RETENTION_LOADS[run["load"]].about, **run} for run in report["runs"]]
+    return _table(_RETENTION_REPLAY_COLUMNS, rows)
+
+
+def _mean_and_p99(name: str) -> Callable[[Row], str]:
+    def show(run: Row) -> str:
+        spread = run["result"][name]
+        return f"{spread['mean']:.1f}, {spread['p99']:.0f}" if spread["mean"] else ""
+
+    return show
+
+
+_RETENTION_REPLAY_COLUMNS: Columns = {
+    "": "{about}",
+    "time to live": lambda run: f"{run['ttl_s']:g} s" if run["ttl_s"] else "none",
+    "mean TTFT (ms)": "{result[ttft_ms][mean]:.1f}",
+    "of that without": lambda run: "" if run["ratio"] is None else f"{run['ratio']:.2f}",
+    "p50": "{result[ttft_ms][p50]:.0f}",
+    "p99": "{result[ttft_ms][p99]:.0f}",
+    "sessions: mean, p99": _mean_and_p99("session_ttft_ms"),
+    "others: mean, p99": _mean_and_p99("other_ttft_ms"),
+    "reuse": "{result[reuse_ratio]:.3f}",
+}
+
+
 _NONE = "-"
 
 
@@ -1239,6 +1267,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "engine": engine_tables,
     "tiers": tiers_tables,
     "tiers_replay": tiers_replay_tables,
+    "retention_replay": retention_replay_tables,
     "routing": routing_tables,
     "prefixes": prefixes_tables,
     "routers": routers_tables,

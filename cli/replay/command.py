@@ -22,6 +22,7 @@ from cli.replay.simulation import FleetSettings, Simulation
 from cli.replay.tiers import TierSettings
 from cli.replay.worker import EngineSettings
 from cli.traces.format import TraceRequest, read_trace
+from quartet.kvcache.retention import RetentionPlan
 from quartet.kvcache.tiers import TierPlan
 
 _MS = 1e3
@@ -37,6 +38,10 @@ def _fleet(name: str, help: str, minimum: float = 1) -> Any:
 
 def _tiers(name: str, help: str, minimum: float) -> Any:
     return typer.Option(name, min=minimum, rich_help_panel="Tiers", help=help)
+
+
+def _sessions(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(name, min=0, rich_help_panel="Sessions", help=help, **more)
 
 
 def _goodput(name: str, help: str) -> Any:
@@ -98,6 +103,15 @@ def replay(
     disk_gb_per_s: Annotated[
         float, _tiers("--disk-gb-per-s", "How fast between host memory and disk.", 0.001)
     ] = _TIERS.disk_gb_per_s,
+    session_ttl: Annotated[
+        float,
+        _sessions(
+            "--session-ttl", "So long workers keep a session's blocks before others'; 0: not.", metavar="SECONDS"
+        ),
+    ] = 0.0,
+    session_share: Annotated[
+        float, _sessions("--session-share", "Share of each pool that sessions may keep so, at most.", max=1)
+    ] = RetentionPlan.share,
     good_ttft_ms: Annotated[
         float, _goodput("--good-ttft-ms", "It counts requests whose first token takes no longer,")
     ] = _OBJECTIVES.ttft_ms,
@@ -119,6 +133,10 @@ def replay(
         raise typer.BadParameter("must be above 0, and finite", param_hint="--speed")
     if disk_blocks and not host_blocks:
         raise typer.BadParameter("needs --host-blocks: blocks go to disk from there", param_hint="--disk-blocks")
+    if not session_ttl < math.inf:
+        raise typer.BadParameter("must be finite", param_hint="--session-ttl")
+    if not session_share > 0:
+        raise typer.BadParameter("must be above 0", param_hint="--session-share")
     tiers = TierSettings(
         host=TierPlan(num_blocks=host_blocks),
         disk=TierPlan(num_blocks=disk_blocks) if disk_blocks else None,
@@ -134,7 +152,12 @@ def replay(
         num_routers=routers,
         load_age_s=load_age_ms / _MS,
         bookings_age_s=None if bookings_age_ms is None else bookings_age_ms / _MS,
-        engine=EngineSettings(num_blocks=num_blocks, block_size=block_size, tiers=tiers if host_blocks else None),
+        engine=EngineSettings(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            tiers=tiers if host_blocks else None,
+            retention=RetentionPlan(ttl_s=session_ttl, share=session_share) if session_ttl else None,
+        ),
         objectives=Objectives(ttft_ms=good_ttft_ms, itl_ms=good_itl_ms),
     )
     with reporting_errors():

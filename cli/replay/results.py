@@ -16,10 +16,10 @@ _MS = 1e3
 class Spread:
     """Mean and percentiles, in milliseconds."""
 
-    mean: float
-    p50: float
-    p90: float
-    p99: float
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class PolicyResult:
         host_ratio, disk_ratio: prompt tokens that came from the host's memory or from disk, over the same; a part of
             ``reuse_ratio``.
         blocks_dropped: evicted blocks that did not reach the host, for want of time or room.
+        session_ttft_ms, other_ttft_ms: ``ttft_ms`` of requests that belong to a session, and of all others.
     """
 
     ttft_ms: Spread
@@ -55,6 +56,8 @@ class PolicyResult:
     host_ratio: float = 0.0
     disk_ratio: float = 0.0
     blocks_dropped: int = 0
+    session_ttft_ms: Spread = Spread()
+    other_ttft_ms: Spread = Spread()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ class Timeline:
 
     arrived_at: float
     num_prompt_tokens: int
+    has_session: bool = False
     first_at: float = -1.0
     last_at: float = -1.0
     num_tokens: int = 0
@@ -114,6 +118,7 @@ class Recorder:
         )
         num_tokens = np.array([item.num_tokens for item in ended])
         ttft_ms, e2e_ms = _MS * (first - arrived), _MS * (last - arrived)
+        has_session = np.array([item.has_session for item in ended], dtype=bool)
         mean_itl_ms = _MS * (last - first) / np.maximum(num_tokens - 1, 1)
         is_good = (ttft_ms <= objectives.ttft_ms) & (mean_itl_ms <= objectives.itl_ms)
         duration_s = float(last.max() - arrived.min()) if ended else 0.0
@@ -130,11 +135,13 @@ class Recorder:
             output_tokens_per_s=float(num_tokens.sum()) / duration_s if duration_s else 0.0,
             duration_s=duration_s,
             cpu_s=cpu_s,
+            session_ttft_ms=_spread(ttft_ms[has_session]),
+            other_ttft_ms=_spread(ttft_ms[~has_session]),
         )
 
 
 def _spread(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Spread:
     if not len(values):
-        return Spread(mean=0.0, p50=0.0, p90=0.0, p99=0.0)
+        return Spread()
     p50, p90, p99 = np.percentile(values, (50, 90, 99))
     return Spread(mean=float(values.mean()), p50=float(p50), p90=float(p90), p99=float(p99))

@@ -188,7 +188,7 @@ class Simulation:
             session_key=request.session,
             sequence_hashes=blocks.hashes,
         )
-        self._timelines[number] = Timeline(request.arrival_s, request.num_input_tokens)
+        self._timelines[number] = Timeline(request.arrival_s, request.num_input_tokens, bool(request.session))
         self._known_blocks[number] = blocks
         self._routers[number % len(self._routers)].arrive(ReplayedRequest(number, pending))
 
@@ -223,7 +223,9 @@ class Simulation:
             [*token_ids, *generated], block_size=self._settings.engine.block_size, known=self._known_blocks[number]
         )
         self._workers[rank].submit(
-            EngineRequest(id=number, kind=kind, generation=generation, hand_off=hand_off), seq, now
+            EngineRequest(id=number, kind=kind, generation=generation, hand_off=hand_off, session_key=request.session),
+            seq,
+            now,
         )
         self._touched.add(rank)
 

@@ -20,6 +20,7 @@ from quartet.engine.validation import EngineLimits
 from quartet.events.kv import KvEvent
 from quartet.events.load import StepTime
 from quartet.kvcache.block_pool import BlockManager
+from quartet.kvcache.retention import Retention, RetentionPlan
 from quartet.kvcache.sequence import Sequence as TokenSequence
 
 #: The token that replayed engines sample; it is in no trace.
@@ -36,6 +37,7 @@ class EngineSettings:
         kv_bytes_per_token: of all layers; only transfers use it. The default is that of a model with 8 billion
             parameters and grouped queries, in 16 bits.
         tiers: below each pool; ``None``: what is evicted is gone.
+        retention: what sessions retain in each pool; ``None``: nothing.
     """
 
     block_size: int = 64
@@ -45,6 +47,7 @@ class EngineSettings:
     kv_bytes_per_token: int = 131_072
     timing: StepTiming = field(default_factory=StepTiming)
     tiers: TierSettings | None = None
+    retention: RetentionPlan | None = None
 
     @property
     def num_pool_tokens(self) -> int:
@@ -114,7 +117,12 @@ class SimulatedWorker:
         self._settings = settings
         self.tiers = _tiers(settings)
         lower = None if self.tiers is None else self.tiers.lower
-        self._blocks = BlockManager(settings.num_blocks, settings.block_size, has_events=True, lower=lower)
+        self._now = 0.0
+        plan = settings.retention
+        retention = None if plan is None else Retention(plan, settings.num_blocks, lambda: self._now)
+        self._blocks = BlockManager(
+            settings.num_blocks, settings.block_size, has_events=True, lower=lower, retention=retention
+        )
         limits = EngineLimits(
             max_model_len=settings.num_pool_tokens,
             num_pool_tokens=settings.num_pool_tokens,
@@ -194,6 +202,7 @@ class SimulatedWorker:
         """Begin the next step if none runs and there is something to do; return the pulls to start meanwhile."""
         if not self.is_idle:
             return ()
+        self._now = now
         self._state = None
         num_quiet = num_quiet_steps(self.scheduler, self._settings.block_size)
         if num_quiet > 1:
@@ -221,6 +230,7 @@ class SimulatedWorker:
         """End the steps that end at ``now``; ``None`` before ``next_at``."""
         if now < self.next_at:
             return None
+        self._now = now
         self._state = None
         if self._quiet_ends:
             return self._end_quiet()

@@ -46,7 +46,7 @@ async def test_figures_are_written_as_documented(trace: str, run_cli: RunCli, tm
     path = tmp_path / "new" / "figures.json"
     options = (
         "--policy round_robin,least_loaded --requests 10 --workers 3 --routers 2 --load-age-ms 50 --seed 4 "
-        "--bookings-age-ms 2 --blocks 2000 --block-size 32 --good-ttft-ms 1e9 --good-itl-ms 0"
+        "--bookings-age-ms 2 --blocks 2000 --block-size 32 --good-ttft-ms 1e9 --good-itl-ms 0 --session-ttl 9"
     )
     result = await run_cli("replay", trace, *options.split(), "--json", str(path))
     assert result.exit_code == 0, result.output
@@ -58,10 +58,11 @@ async def test_figures_are_written_as_documented(trace: str, run_cli: RunCli, tm
     assert (fleet["num_workers"], fleet["num_routers"], fleet["load_age_s"]) == (3, 2, 0.05)
     assert fleet["bookings_age_s"] == 0.002
     assert (fleet["engine"]["num_blocks"], fleet["engine"]["block_size"]) == (2000, 32)
+    assert fleet["engine"]["retention"] == {"ttl_s": 9, "share": 0.5}
     assert fleet["objectives"] == {"ttft_ms": 1e9, "itl_ms": 0}
     assert report["policies"].keys() == {"round_robin", "least_loaded"}
     for figures in report["policies"].values():
-        for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        for name in ("ttft_ms", "itl_ms", "e2e_ms", "session_ttft_ms"):
             spread = figures[name]
             assert spread.keys() == {"mean", "p50", "p90", "p99"}
             assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"]
@@ -112,6 +113,10 @@ async def test_the_policies_are_drawn(trace: str, run_cli: RunCli, tmp_path: Pat
         ("--blocks 0", 2, "--blocks"),
         ("--block-size 0.5", 2, "--block-size"),
         ("--good-itl-ms -1", 2, "--good-itl-ms"),
+        ("--session-ttl inf", 2, "--session-ttl"),
+        ("--session-ttl -1", 2, "--session-ttl"),
+        ("--session-share 0", 2, "--session-share"),
+        ("--session-share 1.1", 2, "--session-share"),
         ("--plot policies.txt", 2, "--plot"),
         ("--json .", 2, "--json"),
     ],
