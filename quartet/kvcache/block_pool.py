@@ -202,12 +202,11 @@ class BlockManager:
         Call it before ``free`` or ``hold``. Of more blocks than may be retained, the first ones are. Without a
         retention nothing happens.
         """
-        if self._retention is None:
+        if self._retention is None or not seq.num_named_blocks:
             return
-        num_blocks = min(seq.num_named_blocks, self._retention.max_blocks)
-        tail = self._names[seq.block_table[num_blocks - 1]] if num_blocks else None
-        if tail is not None:
-            self._retention.retain(session, tail)
+        tail = self._names[seq.block_table[seq.num_named_blocks - 1]]
+        assert tail is not None, "it is named"
+        self._retention.retain(session, tail)
 
     def free(self, seq: Sequence) -> None:
         """Take back all blocks of ``seq``; shareable ones stay cached. May be called twice."""

@@ -5,9 +5,9 @@ until the session's time to live has passed since its last request ended. A sess
 retained name of each of its branches. A name is retained as long as a tail or a retained name follows it, so no block
 outlives the one before it, and what sessions have in common is retained until the last of them lets go.
 
-Retained blocks take a bounded share of the pool. Beyond it the tenant that weighs most gives up, its oldest session
-first and from the end of its tail on. The same happens where nothing else is left to evict: retention never keeps a
-block from whoever needs it.
+Retained blocks take a bounded share of the pool. Beyond it the tenant that weighs most gives up, from the end of its
+oldest tail on. The same happens where nothing else is left to evict: retention never keeps a block from whoever needs
+it.
 
 The pool's idle blocks stay in the order of their last use. One that is retained is set aside when it would be evicted,
 once for each time that it is used. If it lapses there, it is the next to go: by its last use it was due. So every step
@@ -63,7 +63,7 @@ class Retention:
 
     def __init__(self, plan: RetentionPlan, num_blocks: int, clock: Callable[[], float]) -> None:
         """Nothing is retained. ``num_blocks``: of the pool; ``clock`` gives seconds."""
-        self.max_blocks = int(plan.share * num_blocks)
+        self._max_blocks = int(plan.share * num_blocks)
         self._ttl_s, self._clock = plan.ttl_s, clock
         self._max_tails = num_blocks
         self._retained: dict[BlockName, _Retained] = {}
@@ -104,9 +104,8 @@ class Retention:
             session = self._begin(id)
         session.expires_at = self._clock() + self._ttl_s
         self._sessions.move_to_end(id)
-        session.tenant.sessions.move_to_end(id)
         self._add_tail(session, tail)
-        while self.num_retained > self.max_blocks or self._num_tails > self._max_tails:
+        while self.num_retained > self._max_blocks or self._num_tails > self._max_tails:
             self._give_up()
 
     def expire(self) -> None:
@@ -142,12 +141,13 @@ class Retention:
         tenant = self._tenants.get(owner)
         if tenant is None:
             tenant = self._tenants[owner] = _Tenant(owner)
-        session = self._sessions[id] = tenant.sessions[id] = _Session(id, tenant)
+        session = self._sessions[id] = _Session(id, tenant)
         return session
 
     def _add_tail(self, session: _Session, tail: BlockName) -> None:
         if tail in session.tails:
-            session.tails.move_to_end(tail)
+            session.remove(tail)
+            session.add(tail)
             return
         num_new = 0
         name: BlockName | None = tail
@@ -157,12 +157,12 @@ class Retention:
             name = name.parent
         if name is not None and name in session.tails:
             # The turn before ended there; now this one follows.
-            del session.tails[name]
+            session.remove(name)
             self._num_tails -= 1
             num_new -= 1
         elif name is not None:
             self._retained[name].num_followers += 1
-        session.tails[tail] = None
+        session.add(tail)
         self._num_tails += 1
         self._weigh(session.tenant, num_new + 1)
         if len(session.tails) > _MAX_TAILS:
@@ -170,7 +170,7 @@ class Retention:
 
     def _release(self, session: _Session, tail: BlockName) -> None:
         """Let go of ``tail``, and of the names before it as far as nothing else follows them."""
-        del session.tails[tail]
+        session.remove(tail)
         self._num_tails -= 1
         name: BlockName | None = tail
         while name is not None:
@@ -181,21 +181,19 @@ class Retention:
             self._let_go(name)
             name = name.parent
         if not session.tails:
-            del self._sessions[session.id], session.tenant.sessions[session.id]
+            del self._sessions[session.id]
         self._weigh(session.tenant, -1)
 
     def _give_up(self) -> None:
         """Have the tenant that weighs most let go of one block, or of a tail that others follow."""
-        session = next(iter(self._scales.heaviest.sessions.values()))
-        tail = next(iter(session.tails))
+        session, tail = next(iter(self._scales.heaviest.tails))
         parent = tail.parent
         if self._retained[tail].num_followers > 1 or parent is None or parent in session.tails:
             self._release(session, tail)
             return
         self._let_go(tail)
-        del session.tails[tail]
-        session.tails[parent] = None
-        session.tails.move_to_end(parent, last=False)
+        session.remove(tail)
+        session.add(parent, is_oldest=True)
 
     def _let_go(self, name: BlockName) -> None:
         retained = self._retained.pop(name)
@@ -220,11 +218,11 @@ class _Retained:
 
 @dataclass(eq=False, slots=True)
 class _Tenant:
-    """Weighs a unit for each block that it pays for and for each tail of its sessions, least recently used first."""
+    """Weighs a unit for each block that it pays for and for each of its sessions' tails, oldest first."""
 
     owner: tuple[str, str]
     weight: int = 0
-    sessions: OrderedDict[SessionId, _Session] = field(default_factory=OrderedDict)
+    tails: OrderedDict[tuple[_Session, BlockName], None] = field(default_factory=OrderedDict)
 
 
 @dataclass(eq=False, slots=True)
@@ -234,9 +232,19 @@ class _Session:
     expires_at: float = 0.0
     tails: OrderedDict[BlockName, None] = field(default_factory=OrderedDict)  # oldest first
 
+    def add(self, tail: BlockName, *, is_oldest: bool = False) -> None:
+        self.tails[tail] = None
+        self.tenant.tails[self, tail] = None
+        if is_oldest:
+            self.tails.move_to_end(tail, last=False)
+            self.tenant.tails.move_to_end((self, tail), last=False)
+
+    def remove(self, tail: BlockName) -> None:
+        del self.tails[tail], self.tenant.tails[self, tail]
+
 
 class _Scales:
-    """Finds the heaviest of the tenants that have sessions; a step costs what weights change by."""
+    """Finds the heaviest of the tenants that have tails; a step costs what weights change by."""
 
     def __init__(self) -> None:
         self._by_weight: dict[int, dict[_Tenant, None]] = {}
@@ -250,12 +258,12 @@ class _Scales:
         return next(iter(self._by_weight[self._most]))
 
     def weigh(self, tenant: _Tenant, change: int) -> None:
-        """``tenant`` weighs so much more now, or has its first session, or none any more."""
+        """``tenant`` weighs so much more now, or has its first tail, or none any more."""
         equals = self._by_weight.get(tenant.weight, {})
         equals.pop(tenant, None)
         if not equals:
             self._by_weight.pop(tenant.weight, None)
         tenant.weight += change
-        if tenant.sessions:
+        if tenant.tails:
             self._by_weight.setdefault(tenant.weight, {})[tenant] = None
             self._most = max(self._most, tenant.weight)

@@ -131,7 +131,7 @@ def test_a_request_that_needs_the_room_gets_it() -> None:
     assert pool.blocks.num_retained == 0
 
 
-def test_beyond_the_share_the_oldest_session_loses_its_last_blocks_first() -> None:
+def test_beyond_the_share_the_oldest_one_loses_its_last_blocks_first() -> None:
     pool = Pool(16)
     pool.serve(4, 1, key="old")
     pool.serve(3, 2, key="middle")
@@ -220,6 +220,103 @@ def test_a_turn_takes_the_place_of_the_one_before_and_branches_stay() -> None:
         pool.serve(1, first, key="talk")
     assert len(session.tails) == 8
     assert pool.blocks.num_retained == 8, "the oldest branch goes: it is the long one"
+
+
+def test_a_session_that_goes_on_neither_keeps_others_from_expiring_nor_is_the_oldest() -> None:
+    pool = Pool(20)
+    pool.serve(4, 1, key="first")
+    pool.serve(3, 2, key="second")
+    pool.clock.now_s += TTL_S - 1
+    pool.serve(4, 1, key="first")
+    pool.serve(4, 3, key="third")
+    assert pool.blocks.num_retained == 10
+    for other in (4, 5, 6):
+        pool.serve(8, other)
+    assert [pool.num_cached(4, 1), pool.num_cached(3, 2), pool.num_cached(4, 3)] == [4, 2, 4]
+    pool.clock.now_s += 1
+    pool.serve(8, 7)
+    assert pool.blocks.num_retained == 8
+
+
+def test_a_branch_that_goes_on_is_not_the_oldest() -> None:
+    pool = Pool(40)
+    pool.serve(2, 1, key="talk")
+    for first in range(2, 9):
+        pool.serve(1, first, key="talk")
+    pool.serve(2, 1, key="talk")
+    pool.serve(1, 9, key="talk")
+    assert pool.blocks.num_retained == 9
+    for other in (20, 21, 22):
+        pool.serve(12, other)
+    assert (pool.num_cached(2, 1), pool.num_cached(1, 2)) == (2, 0)
+
+
+def test_a_session_loses_its_oldest_branch_before_the_others() -> None:
+    pool = Pool(16)
+    pool.serve(3, 1, key="talk")
+    pool.serve(3, 2, key="talk")
+    pool.serve(4, 3, key="other")
+    for other in (4, 5, 6):
+        pool.serve(7, other)
+    assert [pool.num_cached(3, 1), pool.num_cached(3, 2), pool.num_cached(4, 3)] == [1, 3, 4]
+
+
+def test_what_a_session_has_left_behind_goes_before_what_others_asked_since() -> None:
+    pool = Pool(16)
+    pool.serve(3, 1, key="talk")
+    pool.serve(3, 2, key="other")
+    pool.serve(3, 3, key="talk")
+    pool.serve(3, 4, key="talk")
+    assert pool.blocks.num_retained == 8
+    for other in (5, 6, 7):
+        pool.serve(7, other)
+    assert [pool.num_cached(3, first) for first in (1, 2, 3, 4)] == [0, 2, 3, 3]
+
+
+def test_a_branch_that_ends_within_another_is_let_go_of_with_the_session() -> None:
+    pool = Pool(16)
+    pool.serve(3, 1, key="talk")
+    pool.serve(2, 1, key="talk")
+    pool.serve(6, 2, key="other")  # takes a block of the first branch
+    assert pool.blocks.num_retained == 8
+    pool.clock.now_s += TTL_S
+    pool.serve(7, 3)
+    assert pool.blocks.num_retained == 0
+
+
+def test_a_session_that_comes_back_after_its_time_begins_anew() -> None:
+    pool = Pool(16)
+    pool.serve(3, 1, key="talk")
+    pool.clock.now_s += TTL_S
+    pool.serve(2, 2, key="talk")
+    assert pool.blocks.num_retained == 2
+
+
+def test_tenants_that_retain_too_much_end_up_with_as_much_each() -> None:
+    pool = Pool(60)
+    pool.serve(2, 1, key="talk", tenant="small")
+    for first in range(2, 22):
+        pool.serve(4, first, key=str(first), tenant="flood")
+    pool.serve(24, 30, key="long", tenant="late")
+    for other in (40, 41, 42):
+        pool.serve(29, other)
+    left = {"flood": sum(pool.num_cached(4, first) for first in range(2, 22)), "late": pool.num_cached(24, 30)}
+    assert pool.num_cached(2, 1) == 2
+    assert sum(left.values()) == 28
+    assert abs(left["flood"] - left["late"]) <= 4
+
+
+def test_blocks_that_a_request_shares_are_no_room_for_its_others() -> None:
+    pool = Pool(12)
+    pool.serve(3, 1, key="talk")
+    pool.serve(8, 2)
+    running = prompt(8, 3)
+    pool.blocks.allocate(running)  # sets the conversation aside
+    counts = pool.blocks.counts
+    assert (counts.cached, counts.free) == (3, 0)
+    with pytest.raises(OutOfBlocksError):
+        pool.blocks.allocate(prompt(3, 1))
+    assert pool.blocks.counts == counts
 
 
 def test_a_request_without_a_key_leaves_what_it_shares_retained() -> None:

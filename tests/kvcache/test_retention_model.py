@@ -52,7 +52,7 @@ class SessionPoolMachine(PoolMachine):
     def end_in_session(self, data: st.DataObject, session: SessionId, holds: bool) -> None:
         running = data.draw(st.sampled_from(self.running))
         self.commit(running)
-        wanted = self.retained_by_the_living() | set(running.names[:MAX_RETAINED])
+        wanted = self.retained_by_the_living() | set(running.names)
         if running.names:
             before = self.chains[session] if self.is_alive(session) else set()
             self.chains[session] = before | set(running.names)
@@ -157,9 +157,10 @@ class SessionPoolMachine(PoolMachine):
         tenants = self.retention._tenants
         num_tails = sum(len(session.tails) for session in self.retention._sessions.values())
         assert sum(tenant.weight for tenant in tenants.values()) == len(self.retained()) + num_tails
+        assert num_tails == self.retention._num_tails == sum(len(tenant.tails) for tenant in tenants.values())
         assert all(session.tails for session in self.retention._sessions.values())
         if self.retention._sessions:
-            most = max(tenant.weight for tenant in tenants.values() if tenant.sessions)
+            most = max(tenant.weight for tenant in tenants.values() if tenant.tails)
             assert self.retention._scales.heaviest.weight == most
 
 

@@ -24,6 +24,7 @@ from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import pack_token_ids, sequence_hashes, split_blocks
+from quartet.kvcache.retention import RetentionPlan
 from quartet.kvcache.sequence import Sequence as TokenSequence
 from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Policy, Snapshot
 
@@ -167,6 +168,22 @@ def test_routers_keep_what_workers_do_not_run_at_once(
     # others prefill, decode ranks may have one more.
     num_more = 3 if fleet.load_age_s else 1 if fleet.num_prefill_workers else 0
     assert 3 <= max(policy.num_most for policy in policies) <= 3 + num_more
+
+
+@pytest.mark.parametrize(("ttl_s", "num_found"), [(None, 0), (12.0, 0), (60.0, 1024)])
+def test_a_session_finds_its_blocks_until_its_time_has_passed(ttl_s: float | None, num_found: int) -> None:
+    talk = TraceRequest(arrival_s=0.0, num_input_tokens=1025, num_output_tokens=1, hash_ids=(1, 2, 3), session="talk")
+    others = [
+        replace(talk, arrival_s=10.0 + number, hash_ids=(4 + number, 14 + number, 24 + number), session="")
+        for number in range(5)
+    ]
+    requests = [talk, *others, replace(talk, arrival_s=30.0)]
+    retention = None if ttl_s is None else RetentionPlan(ttl_s=ttl_s)
+    fleet = FleetSettings(num_workers=1, engine=EngineSettings(num_blocks=40, retention=retention))
+    result = Simulation(requests, POLICIES["round_robin"], fleet).run()
+    assert result.reuse_ratio * 7 * 1025 == pytest.approx(num_found)
+    assert result.other_ttft_ms.mean == pytest.approx(fleet.engine.timing.prefill_ms(1025))
+    assert (result.session_ttft_ms.mean < result.other_ttft_ms.mean) == (num_found > 0)
 
 
 def test_a_request_that_can_never_fit_is_refused_and_reported() -> None:
