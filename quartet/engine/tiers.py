@@ -488,6 +488,7 @@ def open_tiers(
     if disk is not None:
         names = disk.scan()
         disk.delete(lower.restore(names))
+        disk.trim_others(lower.disk.num_blocks * host.block_size_bytes)
         logger.info("%d blocks are on disk in %s", len(lower.disk), disk.folder)
     links = links or {}
     seconds = {Tier.HOST: _probe_host(host, host_plan)}

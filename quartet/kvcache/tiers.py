@@ -246,6 +246,7 @@ class LowerTiers:
         self._num_counted = _NUM_COUNTED * sum(plan.num_blocks for plan in plans)
         self._num_uses: OrderedDict[bytes, int] = OrderedDict()
         self._removed: list[bytes] = []
+        self._being_removed: set[bytes] = set()  # files that writes under way delete
         self._num_clean = max(1, min(_MAX_CLEAN_BLOCKS, host.num_blocks // 4))
         self._has_news = False
 
@@ -419,7 +420,9 @@ class LowerTiers:
         for block in self.host.coldest(self._num_clean):
             if len(batch) == self.disk_plan.max_batch_size:
                 break
-            if block.source is not None or not self._is_wanted_on_disk(block):
+            if block.source is not None or block.name.digest in self._being_removed:
+                continue
+            if not self._is_wanted_on_disk(block):
                 continue
             file = self.disk.get(block.name.digest) or self.disk.reserve(block.name)
             if file is None:
@@ -435,10 +438,12 @@ class LowerTiers:
             block.is_leaving = block.was_written = True
             self.host.settle(block)
         removed, self._removed = self._removed, []
+        self._being_removed.update(removed)
         return DiskWrite(batch, removed)
 
     def end_write(self, write: DiskWrite, is_good: Sequence[bool]) -> None:
         """Each block was written, or was not: then it is on the host only."""
+        self._being_removed.difference_update(write.removed)
         for block, is_written in zip(reversed(write.blocks), reversed(is_good), strict=True):
             block.is_leaving = False
             self.host.settle(block)

@@ -3,6 +3,9 @@
 A file is written under another name and renamed, so that a process that is killed leaves no half of a block. What is
 damaged, or of another model or layout, is deleted, and never given out. Nothing is flushed: after a crash of the
 machine, checksums find what did not get to the disk.
+
+A folder is held by the process that has locked the file ``lock`` in it, which says whose folder it is: nothing else is
+ever deleted.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import struct
 import time
 from collections.abc import Iterable
@@ -35,6 +39,11 @@ _CHECKSUM_BYTES, _DIGEST_BYTES = 8, 32
 _HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
 _SUFFIX, _UNFINISHED = ".kv", ".part"
 _MAX_FOLDERS = 1024
+_LOCK, _MARK = "lock", b"KV blocks of Quartet\n"
+_FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16})-\d+")
+_FILE = re.compile(r"[0-9a-f]{64}\.(kv|part)")
+# A folder that was used since may be one whose process is about to start again.
+_KEPT_S = 3600.0
 
 
 class DiskBlocks:
@@ -49,6 +58,7 @@ class DiskBlocks:
         self._fingerprint = hashlib.sha256(repr(astuple(layout)).encode()).digest()
         self._size_bytes = layout.piece_size_bytes
         self._has_warned = False
+        self._path_of_all = path
         try:
             self.folder, self._lock = _take_folder(path, self._fingerprint.hex()[:16])
         except OSError as error:
@@ -71,11 +81,34 @@ class DiskBlocks:
             logger.warning("%s: deleted %d files that were damaged or not of this pool", self.folder, num_bad)
         return [name for _, name in sorted(found, key=lambda item: item[0])]
 
+    def trim_others(self, max_bytes: int, *, kept_s: float = _KEPT_S) -> None:
+        """Let files of other models and layouts that no process holds take ``max_bytes`` at most.
+
+        The folders that were used least recently go first; those that were within ``kept_s`` stay.
+        """
+        own, found = self.folder.name.partition("-")[0], list[_IdleFolder | None]()
+        for path in self._path_of_all.iterdir():
+            match = _FOLDER.fullmatch(path.name)
+            if match and match["fingerprint"] != own:
+                found.append(_IdleFolder.open(path))
+        idle = sorted((folder for folder in found if folder is not None), key=lambda folder: folder.used_at)
+        num_bytes = sum(folder.size_bytes for folder in idle)
+        for folder in idle:
+            if num_bytes > max_bytes and folder.used_at < time.time() - kept_s:
+                logger.info("deleted %s: no process has used it since %s", folder.path, time.ctime(folder.used_at))
+                folder.delete()
+                num_bytes -= folder.size_bytes
+            folder.close()
+
     def probe(self, data: memoryview) -> float:
-        """Seconds to read a block, as measured with ``data``, whose bytes may change. Raises ``ConfigError``."""
+        """Seconds to read a block, as measured with ``data``, whose bytes may change. Raises ``ConfigError``.
+
+        From the disk, where the system lets go of what it has in memory. Later reads may find it there.
+        """
         name = BlockName(bytes(_DIGEST_BYTES), bytes(_DIGEST_BYTES), 0, None)
         try:
             self.write(name, data)
+            _forget(self._path(name.digest))
         except OSError as error:
             raise ConfigError(f"cache.disk.path: {error}") from error
         began = time.monotonic()
@@ -126,6 +159,8 @@ class DiskBlocks:
 
     def close(self) -> None:
         """Leave the folder to others."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
         os.close(self._lock)
 
     @property
@@ -194,7 +229,46 @@ class DiskBlocks:
         logger.log(level, "a block on disk can't be used, and is computed instead: %s: %s", path, what)
 
 
-_LOCK = "lock"
+class _IdleFolder:
+    """A folder of ours that was locked, as no process holds it.
+
+    Attributes:
+        used_at: when a file came or went, or a process left it, in seconds of ``time.time``.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+        self.used_at = path.stat().st_mtime
+        self._files = [file for file in path.iterdir() if _FILE.fullmatch(file.name)]
+        self.size_bytes = sum(file.stat().st_size for file in self._files)
+
+    @classmethod
+    def open(cls, path: Path) -> _IdleFolder | None:
+        """``None``: it is held, or not ours."""
+        try:
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            if _is_locked(path, lock) and os.pread(lock, len(_MARK) + 1, 0) == _MARK:
+                return cls(path, lock)
+        except OSError:
+            pass  # it goes away just now
+        os.close(lock)
+        return None
+
+    def delete(self) -> None:
+        """Delete its blocks, and itself, if that was all."""
+        with contextlib.suppress(OSError):
+            for file in self._files:
+                file.unlink(missing_ok=True)
+            if [file.name for file in self.path.iterdir()] == [_LOCK]:
+                (self.path / _LOCK).unlink()
+                self.path.rmdir()
+
+    def close(self) -> None:
+        """Let others hold it."""
+        os.close(self._lock)
 
 
 def _take_folder(path: Path, fingerprint: str) -> tuple[Path, int]:
@@ -202,14 +276,35 @@ def _take_folder(path: Path, fingerprint: str) -> tuple[Path, int]:
     for number in range(_MAX_FOLDERS):
         folder = path / f"{fingerprint}-{number}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # another process has just deleted it
+        if not _is_locked(folder, descriptor):
             os.close(descriptor)
             continue
+        os.pwrite(descriptor, _MARK, 0)
         return folder, descriptor
     raise OSError(f"{_MAX_FOLDERS} processes use {path}")
+
+
+def _is_locked(folder: Path, descriptor: int) -> bool:
+    """Lock the folder. False: somebody else has, or has deleted it meanwhile."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), (folder / _LOCK).stat())
+    except OSError:
+        return False
+
+
+def _forget(path: Path) -> None:
+    """Have the next read of a file come from the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)  # what was not written yet is kept
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -332,6 +334,20 @@ async def test_blocks_come_back_from_disk_also_after_a_restart(
     assert consumer.started[request.id].num_cached_tokens == 36
     assert tier(engine, Tier.DISK).num_loaded == 9
     assert runner.chunk_sizes[-1] == [4]
+
+
+async def test_an_engine_that_starts_bounds_the_files_of_former_models(
+    start_engine: StartEngine, tmp_path: Path
+) -> None:
+    runner = FakeRunner(num_blocks=12)
+    former = DiskBlocks(tmp_path, replace(runner.layout, model_fingerprint="former"))
+    for number in range(3):
+        name = BlockName(bytes([number]) * 32, bytes(32), number, None)
+        former.write(name, memoryview(bytes(runner.layout.piece_size_bytes)))
+    former.close()
+    os.utime(former.folder, (0, 0))
+    await start_engine(runner, tiers=make_tiers(40, 2, tmp_path))
+    assert not former.folder.exists()
 
 
 @pytest.mark.parametrize("place", [0, 20, 60, 100, -1])

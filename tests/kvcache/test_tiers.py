@@ -106,3 +106,22 @@ def test_nobody_waits_for_a_load_that_was_given_up_and_its_slot_stays() -> None:
     tiers.end_load(loaded, [True])
     [found] = tiers.find(bytes(32), [b"first"])
     assert (found.tier, tiers.is_loading(digest)) == (Tier.HOST, True)
+
+
+def test_a_file_that_is_being_deleted_is_not_written_meanwhile() -> None:
+    tiers = LowerTiers(TierPlan(num_blocks=3), TierPlan(num_blocks=2, policy=OffloadPolicy.PRESENCE, max_batch_size=1))
+    tiers._num_clean = 3  # as of a host with twelve blocks
+    evict(tiers, *(evicted(number, number) for number in (1, 2, 3)))
+    for number in (1, 2):
+        write = tiers.writes()
+        assert write is not None
+        assert [block.name.sequence_hash for block in write.blocks] == [number]
+        tiers.end_write(write, [True])
+    deleting = tiers.writes()
+    assert deleting is not None
+    assert (deleting.removed, deleting.blocks[0].name.sequence_hash) == ([bytes([1]) * 32], 3)
+    assert tiers.writes() is None, "the first one is on the host, and its file about to go"
+    tiers.end_write(deleting, [True])
+    write = tiers.writes()
+    assert write is not None
+    assert write.blocks[0].name.sequence_hash == 1

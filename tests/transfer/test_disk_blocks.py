@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +149,67 @@ def test_two_pools_with_one_path_have_folders_of_their_own(tmp_path: Path) -> No
     assert third.scan() == [name_of(1)]
     second.close()
     third.close()
+
+
+def other_folder(path: Path, number: int, *, used_at: float) -> DiskBlocks:
+    """The folder of another model, with three blocks, of a process that has ended."""
+    disk = DiskBlocks(path, replace(LAYOUT, model_fingerprint=f"model {number}"))
+    for block in (1, 2, 3):
+        disk.write(name_of(block), data_of(block))
+    disk.close()
+    os.utime(disk.folder, (used_at, used_at))
+    return disk
+
+
+def test_folders_of_other_models_take_no_more_than_they_may(tmp_path: Path) -> None:
+    now = time.time()
+    others = [other_folder(tmp_path, number, used_at=now - 10_000 - number) for number in range(4)]
+    size_bytes = 3 * file_of(others[0], 1).stat().st_size
+    (others[2].folder / "notes.txt").write_text("of somebody else")
+    os.utime(others[2].folder, (now - 10_002, now - 10_002))
+    disk, twin = DiskBlocks(tmp_path, LAYOUT), DiskBlocks(tmp_path, LAYOUT)
+    twin.write(name_of(1), data_of(1))
+    twin.close()
+    disk.trim_others(2 * size_bytes)
+    assert [other.folder.exists() for other in others] == [True, True, True, False]
+    assert sorted(path.name for path in others[2].folder.iterdir()) == ["lock", "notes.txt"]
+    assert file_of(twin, 1).exists(), "another process of this model finds it again"
+    disk.trim_others(2 * size_bytes)
+    assert file_of(others[1], 1).exists(), "they fit"
+    disk.close()
+
+
+def test_a_folder_that_is_held_or_was_used_lately_or_is_not_ours_stays(tmp_path: Path) -> None:
+    old = time.time() - 10_000
+    lately, held, foreign = (
+        other_folder(tmp_path, 1, used_at=time.time() - 60),
+        other_folder(tmp_path, 2, used_at=old),
+        other_folder(tmp_path, 3, used_at=old),
+    )
+    holder = DiskBlocks(tmp_path, replace(LAYOUT, model_fingerprint="model 2"))
+    os.utime(held.folder, (old, old))
+    (foreign.folder / "lock").write_text("of somebody else")
+    disk = DiskBlocks(tmp_path, LAYOUT)
+    disk.trim_others(0)
+    assert all(len(list(other.folder.glob("*.kv"))) == 3 for other in (lately, held, foreign))
+    holder.close()
+    os.utime(held.folder, (old, old))
+    disk.trim_others(0)
+    assert [other.folder.exists() for other in (lately, held, foreign)] == [True, False, True]
+    disk.close()
+
+
+def test_the_measured_read_is_not_of_what_the_system_has_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: calls.append("written"))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: calls.append(f"forgotten {arguments[1:]}"))
+    disk = DiskBlocks(tmp_path, LAYOUT)
+    monkeypatch.setattr(disk, "read", lambda _name, _into: calls.append("read"))
+    assert disk.probe(data_of(1)) >= 0
+    assert calls == ["written", f"forgotten {(0, 0, os.POSIX_FADV_DONTNEED)}", "read"]
+    disk.close()
 
 
 def test_a_write_that_fails_says_so_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
