@@ -43,13 +43,15 @@ class LoadBatchEnded:
     Attributes:
         has_arrived: of each block, whether its slot of the host has it.
         is_loaded: whether the pool has those up to the first that has not arrived.
-        seconds: that the batch took, by the tier that its blocks came from.
+        began_at, read_at, ended_at: when it began, had read all from disk, and ended, in seconds of ``time.monotonic``.
     """
 
     batch: LoadBatch
     has_arrived: Sequence[bool]
     is_loaded: bool
-    seconds: Mapping[Tier, float]
+    began_at: float
+    read_at: float
+    ended_at: float
 
 
 @dataclass(frozen=True)
@@ -359,25 +361,24 @@ class Tiering:
     def _run_load(self, batch: LoadBatch, savings: Sequence[_SavedBatch]) -> None:
         """On a thread of its own: from disk to the host, and from there to the pool."""
         has_arrived = [block.disk is None for block in batch.blocks]
-        is_loaded, seconds = False, {}
+        is_loaded, began_at, read_at = False, 0.0, 0.0
         try:
             _wait_for(savings)
-            began = time.monotonic()
+            began_at = time.monotonic()
             for index, block in enumerate(batch.blocks):
                 if block.disk is not None and self._disk is not None:
                     has_arrived[index] = self._disk.read(block.disk.name, self._host.slot(block.host.slot))
             self._wait_link(Tier.DISK, batch.num_read)
-            read_s = time.monotonic() - began
+            read_at = time.monotonic()
             if batch.begin_writing():
                 num_loaded = _num_leading(has_arrived)
                 slots = [block.host.slot for block in batch.blocks[:num_loaded]]
                 self._host.load(slots, batch.block_ids[:num_loaded])
                 self._wait_link(Tier.HOST, num_loaded)
-                seconds = {Tier.DISK: read_s, Tier.HOST: time.monotonic() - began - read_s}
                 is_loaded = True
         except Exception:  # the job ends here: what it did not bring is computed
             logger.exception("blocks could not be loaded from a lower tier")
-        self._post(LoadBatchEnded(batch, has_arrived, is_loaded, seconds))
+        self._post(LoadBatchEnded(batch, has_arrived, is_loaded, began_at, read_at, time.monotonic()))
 
     def _wait_link(self, tier: Tier, num_blocks: int) -> None:
         if tier in self._links and num_blocks:
@@ -391,9 +392,6 @@ class Tiering:
             self._reads_again_at = self._clock() + _PAUSE_S
             return None
         if ended.is_loaded:
-            for tier, num_blocks in ((Tier.DISK, batch.num_read), (Tier.HOST, _num_leading(ended.has_arrived))):
-                if num_blocks:
-                    self._speeds[tier].observe(num_blocks, ended.seconds[tier])
             end = batch.first + len(batch.blocks)
             load.is_loaded[batch.first : end] = ended.has_arrived
         load.batches.remove(batch)
@@ -420,9 +418,22 @@ class Tiering:
         del self._loads[load.id]
         # All at once: the first of a sequence is the most recently used one.
         ended = sorted(load.ended, key=lambda item: item.batch.first)
+        self._observe(ended)
         blocks = [block for item in ended for block in item.batch.blocks]
         self.lower.end_load(blocks, [has for item in ended for has in item.has_arrived])
         return EndedLoad(load.id, _num_leading(load.is_loaded), self._clock() - load.began_at)
+
+    def _observe(self, ended: Sequence[LoadBatchEnded]) -> None:
+        """Learn from a load. Its batches share the links, so what one takes says little."""
+        if not ended or not all(batch.is_loaded for batch in ended):
+            return
+        began_at = min(batch.began_at for batch in ended)
+        read = [item for item in ended if item.batch.num_read]
+        num_read, num_blocks = sum(item.batch.num_read for item in read), sum(len(item.batch.blocks) for item in ended)
+        if num_read:
+            self._speeds[Tier.DISK].observe(num_read, max(item.read_at for item in read) - began_at)
+        elif num_blocks:
+            self._speeds[Tier.HOST].observe(num_blocks, max(item.ended_at for item in ended) - began_at)
 
     def _write(self) -> None:
         plan = self.lower.disk_plan

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from queue import Queue
 from random import Random
 
 import pytest
@@ -452,6 +454,36 @@ def test_pulls_go_on_if_the_copies_that_they_wait_for_fail() -> None:
     tiers.begin_step(Schedule(pulls=[pull]))
     assert ready.wait(WAIT_S)
     assert posted == [PullsReady([pull])]
+
+
+@pytest.mark.parametrize("where", [Tier.HOST, Tier.DISK])
+def test_what_a_block_takes_is_learned_from_whole_loads_as_their_batches_share_the_link(
+    tmp_path: Path, where: Tier
+) -> None:
+    posted = Queue[TierMessage]()
+    runner = FakeRunner(num_blocks=12)
+    tiers = make_tiers(0, 20, tmp_path, host_plan=TierPlan(num_blocks=20, max_batch_size=2))(runner, posted.put)
+    contents = [bytes([number]) for number in range(6)]
+    digests = list(accumulate(contents, chain_digest, initial=bytes(32)))
+    if where is Tier.HOST:
+        evicted = [EvictedBlock(n, digests[n + 1], digests[n], n, n - 1 if n else None) for n in range(6)]
+        tiers.lower.take(evicted)
+        tiers.begin_step(Schedule(loads=[Load(1, [], range(6))]))
+        tiers.take(posted.get(timeout=WAIT_S))
+    else:
+        tiers.lower.restore([BlockName(digests[n + 1], digests[n], n, n - 1 if n else None) for n in range(6)])
+    before = tiers.s_per_block
+    tiers.begin_step(Schedule(loads=[Load(7, tiers.lower.find(bytes(32), contents), range(6))]))
+    for number in range(3):
+        message = posted.get(timeout=WAIT_S)
+        assert isinstance(message, LoadBatchEnded)
+        # All begin at once, and end one after the other.
+        times = {"began_at": 100.0, "read_at": 102.0 + 2 * number, "ended_at": 102.0 + 2 * number}
+        tiers.take(replace(message, has_arrived=[True, True], **times))
+    other = Tier.HOST if where is Tier.DISK else Tier.DISK
+    assert tiers.s_per_block[where] == pytest.approx(before[where] + 0.25 * (1.0 - before[where]))
+    assert tiers.s_per_block[other] == before[other]
+    tiers.close()
 
 
 @pytest.mark.parametrize("is_met", [False, True])

@@ -79,3 +79,12 @@ def test_events_are_used_again(driver: FakeDriver, memory: DeviceMemory) -> None
     assert all(saving.is_done for saving in savings)
     assert driver.num_events == 1
     host.close()
+
+
+def test_nothing_is_copied_by_no_call(
+    driver: FakeDriver, memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = PinnedHostBlocks(memory, 3)
+    monkeypatch.setattr(driver, "copy_many", lambda _copies, _stream: pytest.fail("a batch of nothing is an error"))
+    host.load([], [])
+    host.close()

@@ -47,6 +47,8 @@ class PinnedHostBlocks:
 
     def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """As ``HostBlocks``."""
+        if not slots:
+            return  # the driver takes no batch of no copies
         driver = self._driver
         driver.bind(self._memory.device)
         event = driver.create_event()
