@@ -136,7 +136,7 @@ PLANS: Mapping[str, Plan] = {
         num_warm_ups=0,
         must_load=frozenset({Tier.HOST, Tier.DISK}),
         wanted_ratio=1 / 6,
-        cost=CostPlan(num_requests=32, num_prompt_tokens=64, num_output_tokens=32, num_alternations=10),
+        cost=CostPlan(num_requests=32, num_prompt_tokens=64, num_output_tokens=32, num_alternations=40),
     ),
     _CUDA: Plan(
         device="cuda:0",

@@ -315,6 +315,7 @@ class Tiering:
         seq.blocks_below = seq.blocks_below[:num_blocks]
 
     def _save(self, schedule: Schedule) -> None:
+        self._forget_saved()
         for batch in save_batches(self.lower, schedule, self._num_saving):
             block_ids, slots = [block.source or 0 for block in batch], [block.slot for block in batch]
             saving = self._host.save(block_ids, slots)
@@ -336,8 +337,11 @@ class Tiering:
         self._loaders.submit(wait)
 
     def _num_saving(self) -> int:
-        self._savings = [batch for batch in self._savings if not batch.saving.is_done]
+        self._forget_saved()
         return len(self._savings)
+
+    def _forget_saved(self) -> None:
+        self._savings = [batch for batch in self._savings if not batch.saving.is_done]
 
     def _begin_load(self, load: Load) -> None:
         blocks = self.lower.begin_load(load.blocks)
@@ -345,7 +349,7 @@ class Tiering:
         tiers = (Tier.HOST if block.disk is None else Tier.DISK for block in blocks)
         expected_s = sum(load_s_per_block(self.s_per_block, tier) for tier in tiers)
         running = self._loads[load.id] = RunningLoad(load.id, self._clock(), expected_s, [False] * len(blocks))
-        self._num_saving()
+        self._forget_saved()
         for begin in range(0, max(1, len(blocks)), size):
             ids = load.block_ids[begin : begin + size]
             batch = LoadBatch(running, begin, blocks[begin : begin + size], ids)
@@ -443,7 +447,7 @@ class Tiering:
             if write is None:
                 return
             self._num_writing += 1
-            self._num_saving()
+            self._forget_saved()
             self._writers.submit(self._run_write, write, tuple(self._savings))
 
     def _run_write(self, write: DiskWrite, savings: Sequence[_SavedBatch]) -> None:

@@ -13,11 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 from queue import Queue
 from random import Random
+from weakref import WeakSet
 
 import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind, StepOutput, TierCounts
-from quartet.engine.runner import ModelRunner, RunningRequest
+from quartet.engine.runner import ModelRunner, RunningRequest, ScheduledChunk
 from quartet.engine.scheduler import Load, Pull, Schedule
 from quartet.engine.step_engine import StepEngine
 from quartet.engine.step_loop import OutputBuilder
@@ -428,6 +429,32 @@ def test_pulls_wait_for_blocks_that_an_earlier_step_began_to_save() -> None:
     tiers.close()
 
 
+def test_copies_that_have_ended_are_forgotten() -> None:
+    class Saved:
+        is_done = True
+
+        def wait(self) -> None:
+            pass
+
+    kept = WeakSet[Saved]()
+
+    class NotingHostBlocks(PlainHostBlocks):
+        def save(self, block_ids: Items[int], slots: Items[int]) -> Saving:
+            super().save(block_ids, slots)
+            kept.add(saving := Saved())
+            return saving
+
+    def host(memory: PoolMemory, num_slots: int, num_blocks: int) -> PlainHostBlocks:
+        return NotingHostBlocks(memory, num_slots, num_blocks=num_blocks)
+
+    tiers = make_tiers(4, host=host)(FakeRunner(num_blocks=12), lambda _message: None)
+    for number in range(20):
+        tiers.lower.take([EvictedBlock(3, bytes([number]) * 32, bytes(32), number, None)])
+        tiers.begin_step(Schedule(chunks=[chunk_to(3)]))
+    assert len(kept) <= 2
+    tiers.close()
+
+
 def test_pulls_go_on_if_the_copies_that_they_wait_for_fail() -> None:
     posted, ready = list[TierMessage](), threading.Event()
 
@@ -545,6 +572,13 @@ async def test_many_requests_that_displace_one_another_get_what_they_should(
     assert tier(engine, Tier.HOST).num_loaded > 0
     assert engine.stats()[0].num_in_use_blocks == 0
     assert tier(engine, Tier.HOST).blocks.in_use == 0
+
+
+def chunk_to(block_id: int) -> ScheduledChunk:
+    """A step's part that writes to this block."""
+    seq = Sequence([1, 2], block_size=4)
+    seq.block_table = [block_id]
+    return ScheduledChunk(RunningRequest(request=make_request([1, 2]), seq=seq), 0, 2, samples=True)
 
 
 def found_blocks(*tiers: Tier) -> list[TierBlock]:

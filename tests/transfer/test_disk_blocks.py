@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -149,6 +150,25 @@ def test_two_pools_with_one_path_have_folders_of_their_own(tmp_path: Path) -> No
     assert third.scan() == [name_of(1)]
     second.close()
     third.close()
+
+
+def test_a_folder_that_another_process_deletes_just_then_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def delete_before(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        [path] = tmp_path.rglob("lock")
+        path.unlink()
+        path.parent.rmdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", delete_before)
+    disk = DiskBlocks(tmp_path, LAYOUT)
+    disk.write(name_of(1), data_of(1))
+    assert read(disk, 1) == data_of(1)
+    disk.close()
 
 
 def other_folder(path: Path, number: int, *, used_at: float) -> DiskBlocks:
