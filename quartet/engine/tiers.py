@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -269,12 +270,16 @@ class Tiering:
 
     def begin_step(self, schedule: Schedule) -> None:
         """Save what the step and its transfers overwrite, and begin its loads; before anything of it begins."""
+        batches = deque(batch for load in schedule.loads for batch in self._begin_load(load))
         if self.lower.pending:
-            self._save(schedule)
+            self._forget_saved()
+            for _ in self._save(schedule):  # the first loads run while the last copies are begun
+                while batches and self._is_free(batches[0]):
+                    self._submit(batches.popleft())
+        for batch in batches:
+            self._submit(batch)
         if schedule.pulls and self._num_saving():
             self._delay_pulls(schedule)
-        for load in schedule.loads:
-            self._begin_load(load)
         if self._disk is not None:
             self._write()
 
@@ -314,13 +319,14 @@ class Tiering:
         self.lower.release(seq.blocks_below[num_blocks:])
         seq.blocks_below = seq.blocks_below[:num_blocks]
 
-    def _save(self, schedule: Schedule) -> None:
-        self._forget_saved()
+    def _save(self, schedule: Schedule) -> Iterator[None]:
+        """Begin to copy a batch each time."""
         for batch in save_batches(self.lower, schedule, self._num_saving):
             block_ids, slots = [block.source or 0 for block in batch], [block.slot for block in batch]
             saving = self._host.save(block_ids, slots)
             self._savings.append(_SavedBatch(saving, frozenset(block_ids), frozenset(slots)))
             self.lower.saved(batch)
+            yield
 
     def _delay_pulls(self, schedule: Schedule) -> None:
         """Others write to the blocks of pulls, which may still be being saved, and wait for no stream of ours."""
@@ -343,24 +349,30 @@ class Tiering:
     def _forget_saved(self) -> None:
         self._savings = [batch for batch in self._savings if not batch.saving.is_done]
 
-    def _begin_load(self, load: Load) -> None:
+    def _begin_load(self, load: Load) -> list[LoadBatch]:
         blocks = self.lower.begin_load(load.blocks)
         size = self.lower.host_plan.max_batch_size
         tiers = (Tier.HOST if block.disk is None else Tier.DISK for block in blocks)
         expected_s = sum(load_s_per_block(self.s_per_block, tier) for tier in tiers)
         running = self._loads[load.id] = RunningLoad(load.id, self._clock(), expected_s, [False] * len(blocks))
-        self._forget_saved()
         for begin in range(0, max(1, len(blocks)), size):
             ids = load.block_ids[begin : begin + size]
-            batch = LoadBatch(running, begin, blocks[begin : begin + size], ids)
-            running.batches.append(batch)
-            # Others are not waited for: the link moves what is saved beside what is loaded.
-            savings = [saved for saved in self._savings if saved.meets(batch)]
-            threads = self._readers if batch.num_read else self._loaders
-            threads.submit(self._run_load, batch, savings)
+            running.batches.append(LoadBatch(running, begin, blocks[begin : begin + size], ids))
         if any(block.disk is not None for block in blocks):
             patience_s = _PATIENCE_S + _PATIENCE * sum(load.expected_s for load in self._loads.values())
             running.stop_timer = self._timer(patience_s, lambda: self._post(LoadIsLate(running)))
+        return list(running.batches)
+
+    def _is_free(self, batch: LoadBatch) -> bool:
+        """Whether copies were begun of all that it overwrites, and to all slots that it reads."""
+        is_saved = self.lower.pending.keys().isdisjoint(batch.block_ids)
+        return is_saved and all(block.host.source is None for block in batch.blocks)
+
+    def _submit(self, batch: LoadBatch) -> None:
+        # Other copies are not waited for: the link moves what is saved beside what is loaded.
+        savings = [saved for saved in self._savings if saved.meets(batch)]
+        threads = self._readers if batch.num_read else self._loaders
+        threads.submit(self._run_load, batch, savings)
 
     def _run_load(self, batch: LoadBatch, savings: Sequence[_SavedBatch]) -> None:
         """On a thread of its own: from disk to the host, and from there to the pool."""

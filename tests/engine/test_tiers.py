@@ -69,11 +69,15 @@ class GatedHostBlocks(PlainHostBlocks):
         super().__init__(memory, num_slots, num_blocks=num_blocks)
         self.may_load, self.may_save, self.began = threading.Event(), threading.Event(), threading.Event()
         self.is_waited_for = threading.Event()
-        self.fails = False
+        self.fails = self.loads_before_second_copy = False
+        self.num_copies = 0
         self.may_load.set()
         self.may_save.set()
 
     def save(self, block_ids: Items[int], slots: Items[int]) -> Saving:
+        self.num_copies += 1
+        if self.loads_before_second_copy and self.num_copies == 2:
+            assert self.began.wait(WAIT_S), "no load began"
         super().save(block_ids, slots)
         return DONE if self.may_save.is_set() else GatedSaving(self.may_save, self.is_waited_for)
 
@@ -128,6 +132,20 @@ async def test_what_a_load_overwrites_is_copied_before(start_engine: StartEngine
     for prompt in (PROMPT, OTHER, PROMPT, OTHER):
         request = await answer(engine, consumer, prompt)
     assert consumer.started[request.id].num_cached_tokens == 36
+
+
+async def test_a_load_begins_once_what_its_first_blocks_overwrite_is_being_copied(start_engine: StartEngine) -> None:
+    host = Host()
+    tiers = make_tiers(40, host=host.make, host_plan=SINGLY)
+    engine = await start_engine(FakeRunner(num_blocks=12), tiers=tiers)
+    consumer = Consumer(engine)
+    for prompt in (PROMPT, OTHER):
+        await answer(engine, consumer, prompt)
+    host.blocks.began.clear()
+    host.blocks.num_copies, host.blocks.loads_before_second_copy = 0, True
+    request = await answer(engine, consumer, PROMPT)
+    assert consumer.started[request.id].num_cached_tokens == 36
+    assert host.blocks.num_copies > 2
 
 
 async def test_an_engine_says_what_a_token_of_each_tier_takes(start_engine: StartEngine, tmp_path: Path) -> None:
