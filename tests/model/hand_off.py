@@ -404,9 +404,17 @@ class World:
         return life
 
     def _make_thread(
-        self, runner_factory: Any, config: Any, listener: Any, tiers_factory: None, *, tells_contents: bool
+        self,
+        runner_factory: Any,
+        config: Any,
+        listener: Any,
+        tiers_factory: None,
+        *,
+        tells_contents: bool,
+        retention: None,
     ) -> InlineThread:
         assert tiers_factory is None and not tells_contents, "there are no tiers here, and nobody reads contents"
+        assert retention is None, "no session retains blocks here"
         thread = InlineThread(runner_factory, config, listener)
         thread.next_number = functools.partial(next, self.net.numbers)
         self._threads.append(thread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,30 @@ def test_random_weights_have_a_seed_and_others_none() -> None:
     for seed in (-1, 2**63):
         with pytest.raises(ConfigError, match=r"^load_seed: must be in"):
             EngineSettings(load_format=LoadFormat.RANDOM, load_seed=seed)
+
+
+@pytest.mark.parametrize("ttl_s", [0, 60])
+async def test_a_session_outlasts_what_would_displace_it_if_it_has_a_time_to_live(ttl_s: float) -> None:
+    cache = {"session_ttl_s": ttl_s, "session_share": 0.9}
+    engine_settings = settings("mock", num_blocks=24, block_size=16, cache=cache)
+    config = build(WorkerConfig, {"model_path": str(tiny.CHECKPOINT), "engine": engine_settings})
+    engine = create_engine(config, RequestKind.DECODE, FakePuller())
+    try:
+        await engine.start()
+        num_cached = []
+        talk = [300] * 240
+        for prompt, key in ((talk, "talk"), *(([301 + number] * 128, "") for number in range(3)), (talk, "talk")):
+            request = make_request(prompt, sampling=Sampling(max_tokens=1))
+            engine.submit(replace(request, session_key=key))
+            async for step in engine.outputs():
+                num_cached += [started.num_cached_tokens for started in step.started]
+                assert not step.failed
+                if step.finished:
+                    break
+        assert num_cached == [0, 0, 0, 0, 224 if ttl_s else 0]
+        assert engine.stats()[0].num_retained_blocks == (15 if ttl_s else 0)
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
