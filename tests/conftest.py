@@ -47,6 +47,7 @@ LONGEST = (
     "test_relay.py",
     "test_multimodal.py",
     "test_paths.py",
+    "test_global.py",
     "test_faults.py",
     "test_hand_off_model.py",
     "test_wedge.py",
