@@ -122,7 +122,7 @@ def grid(
 ) -> None:
     """Make the grids of a global router: per cell the cheapest pool that meets its targets.
 
-    Prints JSON, which a global router reads once pool_routers are added.
+    Prints JSON, which a global router reads once discovery or pool_routers are added.
     """
     with reporting_errors():
         print(json.dumps(make_grids(build(GridFile, load_yaml(file)), file.parent), indent=2))

@@ -12,7 +12,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from router.context import RouterContext
 from router.fair_queue import FairQueue, FairShare, Lane, Standing, Turn
 from router.media.request import UNARY_COPIES
 from router.policy.base import Option
-from router.prepare import RouterRequest, run_prepared
+from router.prepare import Prepare, RouterRequest, run_prepared
 from router.request_log import outcome_of
 from router.workers import PoolKey, WorkerTable
 
@@ -55,19 +55,43 @@ async def explain(start: AskedStart, context: RouterContext, turns: ExplainTurns
         ServingError: the error with which a new request would be refused before it waits for room.
     """
 
-    async def run(request: RouterRequest) -> Explanation:
+    async def run(request: RouterRequest, standing: Standing) -> Explanation:
+        return await turns.run(standing, lambda: _explain(request, context, standing))
+
+    return await explain_logged(start, context, run)
+
+
+async def explain_logged(
+    start: AskedStart,
+    context: RouterContext,
+    run: Callable[[RouterRequest, Standing], Awaitable[Explanation]],
+    *,
+    prepare: Prepare | None = None,
+) -> Explanation:
+    """Prepare one request for ``run``, which explains it in its turn, and log how that ended.
+
+    ``prepare`` is that of ``run_prepared``. Raises as that does.
+    """
+
+    async def run_standing(request: RouterRequest) -> Explanation:
         standing = context.admission.standing(
             request.pool.key,
             tenant=start.tenant,
             num_tokens=request.num_prompt_tokens,
             deadline=request.deadline,
         )
-        return await turns.run(standing, lambda: _explain(request, context, standing))
+        return await run(request, standing)
 
     request, outcome = RouterRequest(start), _EXPLAINED
     try:
         return await run_prepared(
-            request, context, run, late="was not explained", encodes=False, num_copies=UNARY_COPIES
+            request,
+            context,
+            run_standing,
+            late="was not explained",
+            encodes=False,
+            num_copies=UNARY_COPIES,
+            prepare=prepare,
         )
     except BaseException as error:
         outcome = outcome_of(error)

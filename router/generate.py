@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation
@@ -21,13 +22,25 @@ from router.prepare import Prepare, RouterRequest, check_namespaces, resume_in_t
 from router.request_log import RequestLog
 
 
+class PlaceCall(Protocol):
+    """One call of Place."""
+
+    async def run(self) -> PlacedRequest:
+        """Place every choice. Raises ``ServingError``."""
+        ...
+
+    def abort(self, error: ServingError) -> None:
+        """End it with ``error``."""
+        ...
+
+
 class Pipeline:
     """Runs requests."""
 
     def __init__(self, context: RouterContext) -> None:
         """Start without requests."""
         self._context = context
-        self._running: set[GenerateRun | PlaceRun] = set()
+        self._running: set[GenerateRun | PlaceCall] = set()
         self._explain_turns = ExplainTurns(context.admission.share)
 
     @property
@@ -80,15 +93,18 @@ class Pipeline:
             NoSigningKeyError: this router has no key.
             ServingError: it failed and left nothing behind.
         """
-        signer = self._context.signer
-        if signer is None:
-            raise NoSigningKeyError("this router has no key to sign placements with")
-        run = PlaceRun(RouterRequest(start, resume, traceparent, relayed or Relayed()), self._context, signer)
+        run = self._make_place(RouterRequest(start, resume, traceparent, relayed or Relayed()))
         self._running.add(run)
         try:
             return await run.run()
         finally:
             self._running.discard(run)
+
+    def _make_place(self, request: RouterRequest) -> PlaceCall:
+        signer = self._context.signer
+        if signer is None:
+            raise NoSigningKeyError("this router has no key to sign placements with")
+        return PlaceRun(request, self._context, signer)
 
     async def explain(self, start: AskedStart) -> Explanation:
         """Where a request would go now. Raises ``ServingError`` as it would be refused before it waits for room."""
@@ -173,12 +189,15 @@ class GenerateRun:
     def _settle(self, work: asyncio.Task[None]) -> None:
         """Report to the sink and the log how the work ended."""
         is_cancelled = self._is_cancelled and self._abort_error is None
-        error = self._choices.settle(
-            work, cancelled=self._accept_cancelled if is_cancelled else None, dropped=self._abort_error
-        )
-        self._log.write(self._choices.finished, error)
-        self._forget(error)
-        self._on_end(self)
+        error: BaseException | None = None
+        try:
+            error = self._choices.settle(
+                work, cancelled=self._accept_cancelled if is_cancelled else None, dropped=self._abort_error
+            )
+            self._log.write(self._choices.finished, error)
+        finally:  # a sink that fails must not keep the prompt, nor a drain waiting
+            self._forget(error)
+            self._on_end(self)
 
     def _forget(self, error: BaseException | None) -> None:
         """Let the prompt go, and the task and the error, whose frames know it and this.

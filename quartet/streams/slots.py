@@ -102,6 +102,11 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         """Whether there is a stream now: if it breaks, that will call ``on_broken``."""
         return self._stream is not None
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that have not ended."""
+        return 0 if self._stream is None else len(self._stream.calls)
+
     async def close(self) -> None:
         """Break the stream for good: the peer ends its requests, and calls fail."""
         self._is_closed = True

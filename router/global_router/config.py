@@ -6,14 +6,16 @@ The file is YAML, and so may be JSON. Times in the grids are in milliseconds, as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from quartet.config import build, load_yaml, override
 from quartet.discovery.checks import check_name
+from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
 from quartet.errors import ConfigError
+from quartet.rpc.channels import ListenAddress
 from router.config import RouterConfig
 from router.global_router.grid import Axis, Grid, PriorityOverride
 
@@ -131,6 +133,8 @@ class GlobalRouterConfig:
         prefill_pool_priorities, decode_pool_priorities, agg_pool_priorities: lower is faster; left out: the order.
         default_ttft_target_ms, default_itl_target_ms: of requests that name none; ``None``: the middle of the grid.
         pool_routers: by namespace, ``host:port`` of each of its routers.
+        discovery: where routers of all other pools are announced, each pool's in its namespace, and where this router
+            announces itself in its own; ``None``: all pools are in ``pool_routers``.
         router: where it listens, and its limits: as of a pool's router.
     """
 
@@ -151,6 +155,7 @@ class GlobalRouterConfig:
     default_ttft_target_ms: float | None = None
     default_itl_target_ms: float | None = None
     pool_routers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    discovery: DiscoveryConfig | None = None
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
@@ -161,12 +166,9 @@ class GlobalRouterConfig:
                 raise ConfigError(f"{name}: must not be negative")
         for kind in self.kinds:
             self._check_kind(kind)
-        for namespace in self.namespaces:
-            if not self.pool_routers.get(namespace):
-                raise ConfigError(f"pool_routers.{namespace}: is missing; list host:port of the pool's routers")
-        for namespace in self.pool_routers:
-            if namespace not in self.namespaces:
-                raise ConfigError(f"pool_routers.{namespace}: no pool has this namespace")
+        self._check_routers()
+        if self.discovery is not None:
+            self._check_discovery(self.discovery)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -179,6 +181,21 @@ class GlobalRouterConfig:
         listed = [name for kind in self.kinds for name in getattr(self, f"{kind}_pool_dynamo_namespaces")]
         return tuple(dict.fromkeys(listed))
 
+    @property
+    def discovered(self) -> tuple[str, ...]:
+        """Namespaces of pools whose routers are found in discovery."""
+        return tuple(namespace for namespace in self.namespaces if not self.pool_routers.get(namespace))
+
+    def discovery_of(self, namespace: str) -> DiscoveryConfig:
+        """Where processes of ``namespace`` are announced; only for a router with ``discovery``."""
+        assert self.discovery is not None, "checked when it was made"
+        file = self.discovery.file
+        return replace(
+            self.discovery,
+            etcd=replace(self.discovery.etcd, namespace=namespace),
+            file=None if file is None else replace(file, namespace=namespace),
+        )
+
     def group(self, kind: str) -> PoolGroup:
         """The pools of one of ``kinds``."""
         namespaces = getattr(self, f"{kind}_pool_dynamo_namespaces")
@@ -188,6 +205,28 @@ class GlobalRouterConfig:
             priorities=tuple(range(len(namespaces))) if priorities is None else priorities,
             grid=getattr(self, f"{kind}_pool_selection_strategy").grid,
         )
+
+    def _check_routers(self) -> None:
+        for namespace, addresses in self.pool_routers.items():
+            if namespace not in self.namespaces:
+                raise ConfigError(f"pool_routers.{namespace}: no pool has this namespace")
+            for index, address in enumerate(addresses):
+                ListenAddress.parse(address, f"pool_routers.{namespace}[{index}]")
+            if len(set(addresses)) < len(addresses):
+                raise ConfigError(f"pool_routers.{namespace}: has an address twice")
+        if self.discovery is None and self.discovered:
+            raise ConfigError(
+                f"pool_routers.{self.discovered[0]}: is missing; list host:port of the pool's routers, or let discovery"
+                " find them"
+            )
+
+    def _check_discovery(self, discovery: DiscoveryConfig) -> None:
+        """Each pool has its own namespace there, and this router another, or it would find itself."""
+        settings = discovery.etcd if discovery.kind is DiscoveryKind.ETCD else discovery.file
+        if settings is not None and settings.namespace != type(settings).namespace:
+            raise ConfigError(f"discovery.{discovery.kind}.namespace: is each pool's own; leave it out")
+        if self.router.server.namespace in self.namespaces:
+            raise ConfigError("router.server.namespace: is that of a pool; the global router needs one of its own")
 
     def _check_kind(self, kind: str) -> None:
         number, listed = f"num_{kind}_pools", f"{kind}_pool_dynamo_namespaces"

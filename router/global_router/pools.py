@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from quartet.api.fleet import WorkerState, WorkerStatus
-from quartet.api.router_link import RouterLink
+from quartet.api.router_link import RouterLink, RouterSilentError, WorkerChanges
 from quartet.api.text_cache import MAX_FILES_BYTES
-from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
+from quartet.discovery.base import SPOKEN_VERSIONS, Rank, Registry, Role, WorkerKey, WorkerRecord
+from quartet.discovery.create import create_registry
 from quartet.errors import ModelUnavailableError, ServingError, WorkerUnavailableError
 from quartet.rpc.channels import Dialer
 from quartet.streams.worker_client import WorkerClient
 from quartet.supervision import report_failure
 from quartet.telemetry.metrics import PoolMetrics
-from router.fleet import Fleet
+from router.fleet import FetchedTexts, Fleet
 from router.global_router.config import GlobalRouterConfig, PoolGroup
 from router.global_router.grid import PoolChoice, PoolState, choose
 from router.workers import PoolKey, WorkerTable
@@ -31,6 +32,8 @@ _WATCH_AGAIN_S = 0.5
 # Workers that change nothing are not reported: the table hears of them so often.
 _TICK_S = 0.5
 _RETRY_DELAY_S = 1.0
+# Between two tries to get a model's text side, which grow: a request that needs it tries at once.
+_PREFETCH_AGAIN_S, _MAX_PREFETCH_AGAIN_S = 0.5, 30.0
 # What a pool must have for requests, by its kind.
 _ROLE = {"agg": Role.DECODE, "decode": Role.DECODE, "prefill": Role.PREFILL}
 
@@ -74,11 +77,11 @@ class Pool:
         num_relayed: requests that this router has there.
     """
 
-    def __init__(self, namespace: str, links: Sequence[RouterLink]) -> None:
+    def __init__(self, namespace: str, links: Iterable[RouterLink] = ()) -> None:
         """Nothing is known of its workers yet."""
         self.namespace = namespace
         self.num_relayed = 0
-        self._links = links
+        self._links = list(links)
         self._seen: dict[RouterLink, dict[str, WorkerStatus]] = {}
         self._turn = 0
 
@@ -105,15 +108,26 @@ class Pool:
         self._turn += 1
         return links[self._turn % len(links)]
 
+    def add(self, link: RouterLink) -> None:
+        """It has one more router, which has not answered yet."""
+        self._links.append(link)
+
+    def remove(self, link: RouterLink) -> None:
+        """``link``, which does not answer, is no router of it any more."""
+        self._links.remove(link)
+
     def hears(self, link: RouterLink) -> bool:
         """Whether ``link`` answers."""
         return link in self._seen
 
-    def saw(self, link: RouterLink, updated: Iterable[WorkerStatus], removed: Iterable[str]) -> None:
-        """``link`` reported workers, already named within all namespaces."""
+    def saw(self, link: RouterLink, changes: WorkerChanges) -> None:
+        """``link`` reported workers; here they get their names within all namespaces."""
         seen = self._seen.setdefault(link, {})
-        for worker_id in removed:
-            seen.pop(worker_id, None)
+        if changes.is_complete:
+            seen.clear()
+        for worker_id in changes.removed:
+            seen.pop(worker_name(self.namespace, worker_id), None)
+        updated = [one for status in changes.updated if (one := named_within(self.namespace, status))]
         seen.update((status.record.worker_id, status) for status in updated)
 
     def lost(self, link: RouterLink) -> None:
@@ -122,6 +136,8 @@ class Pool:
 
     def state(self, model: PoolKey, role: Role) -> PoolState:
         """What a request for ``model`` would find; ``role``: of the workers that it needs."""
+        if not self._links:
+            return PoolState(obstacle="discovery lists no router of it")
         if not self.is_reached:
             return PoolState(obstacle="no router of it answers")
         records = [one for one in self.statuses if one.record.role is role and _pool_of(one) == model]
@@ -141,24 +157,45 @@ class Pool:
 class Pools:
     """All pools. Keeps ``table`` up to date with their workers, each of which is named ``NAMESPACE.ID``."""
 
-    def __init__(self, config: GlobalRouterConfig, table: WorkerTable, metrics: PoolMetrics) -> None:
+    def __init__(
+        self,
+        config: GlobalRouterConfig,
+        table: WorkerTable,
+        metrics: PoolMetrics,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         """Connect to no router before ``follow`` runs; needs a running event loop.
 
+        ``sleep`` pauses between tries to get a model's texts, in seconds.
+
         Raises:
-            ConfigError: a file of ``router.server.tls`` can't be used.
+            ConfigError: a file of ``router.server.tls`` or of ``discovery`` can't be used.
         """
         self._dialer = Dialer(config.router.server.tls)
         self._table = table
         self._metrics = metrics
         self._config = config
+        self._sleep = sleep
         self._groups: dict[str, PoolGroup] = {kind: config.group(kind) for kind in config.kinds}
         self._pools = {
-            namespace: Pool(namespace, [RouterLink(one, self._dialer) for one in config.pool_routers[namespace]])
+            namespace: Pool(
+                namespace, [RouterLink(one, self._dialer) for one in config.pool_routers.get(namespace, ())]
+            )
             for namespace in config.namespaces
         }
+        self._max_silence_s = config.router.heartbeat_timeout_s / 2
+        self._registries: dict[str, Registry] = {
+            namespace: create_registry(config.discovery_of(namespace)) for namespace in config.discovered
+        }
+        self._listed: dict[str, frozenset[str]] = {}
         self._prefetching: dict[PoolKey, asyncio.Task[None]] = {}
         self._entered: dict[str, dict[WorkerKey, WorkerRecord]] = {}
-        self._num_unanswered = sum(len(pool.links) for pool in self._pools.values())
+        # Routers that have not answered yet, and namespaces that discovery has not listed.
+        self._unheard: set[object] = {
+            *self._registries,
+            *(link for pool in self._pools.values() for link in pool.links),
+        }
 
     @property
     def retries_to_faster(self) -> bool:
@@ -240,7 +277,28 @@ class Pools:
         async with asyncio.TaskGroup() as tasks:
             for pool in self._pools.values():
                 for link in pool.links:
-                    tasks.create_task(self._follow(pool, link), name=f"router {link.address} of {pool.namespace}")
+                    self._begin_to_follow(tasks, pool, link)
+            for namespace, registry in self._registries.items():
+                tasks.create_task(self._discover(tasks, namespace, registry), name=f"routers of {namespace}")
+
+    def _begin_to_follow(self, tasks: asyncio.TaskGroup, pool: Pool, link: RouterLink) -> None:
+        tasks.create_task(self._follow(pool, link), name=f"router {link.address} of {pool.namespace}")
+
+    async def _discover(self, tasks: asyncio.TaskGroup, namespace: str, registry: Registry) -> None:
+        """Follow the routers that ``registry`` lists."""
+        pool = self._pools[namespace]
+        # A registry that is away must not keep the other pools waiting.
+        asyncio.get_running_loop().call_later(2 * self._max_silence_s, self._heard, namespace)
+        async for records in registry.watch_routers():
+            listed = frozenset(one.grpc_address for one in records if one.contract_version in SPOKEN_VERSIONS)
+            self._listed[namespace] = listed
+            for address in sorted(listed - {link.address for link in pool.links}):
+                logger.info("%s has a router at %s", namespace, address)
+                link = RouterLink(address, self._dialer)
+                pool.add(link)
+                self._unheard.add(link)
+                self._begin_to_follow(tasks, pool, link)
+            self._heard(namespace)
 
     async def tend(self, fleet: Fleet) -> None:
         """Keep what the table knows fresh, and the texts of ``fleet``. Runs until cancelled."""
@@ -257,11 +315,24 @@ class Pools:
     def _keep_texts(self, fleet: Fleet, models: Collection[PoolKey]) -> None:
         """Have the text sides of ``models`` before a request needs them, and no others."""
         fleet.texts.retain(models)
-        self._prefetching = {model: task for model, task in self._prefetching.items() if not task.done()}
+        for model in self._prefetching.keys() - models:
+            self._prefetching.pop(model).cancel()
         for model in models:
-            if fleet.texts.known(model) is None and model not in self._prefetching:
-                self._prefetching[model] = asyncio.create_task(fleet.texts.prefetch(model), name="prefetch-texts")
-                self._prefetching[model].add_done_callback(report_failure)
+            task = self._prefetching.get(model)
+            if fleet.texts.known(model) is None and (task is None or task.done()):
+                task = asyncio.create_task(self._prefetch(fleet.texts, model), name="prefetch-texts")
+                task.add_done_callback(report_failure)
+                self._prefetching[model] = task
+
+    async def _prefetch(self, texts: FetchedTexts, model: PoolKey) -> None:
+        """Try until the text side of ``model`` is here."""
+        delay_s = _PREFETCH_AGAIN_S
+        while True:
+            await texts.prefetch(model)
+            if texts.known(model) is not None:
+                return
+            await self._sleep(delay_s)
+            delay_s = min(2 * delay_s, _MAX_PREFETCH_AGAIN_S)
 
     async def fetch_files(self, model: PoolKey, names: Collection[str]) -> Mapping[str, bytes]:
         """The named files of ``model`` from one of its workers. Raises ``ServingError`` if none gives them."""
@@ -288,37 +359,53 @@ class Pools:
         """End all requests and connections."""
         for task in self._prefetching.values():
             task.cancel()
-        await asyncio.gather(*(link.close() for pool in self._pools.values() for link in pool.links))
+        await asyncio.gather(
+            *(registry.close() for registry in self._registries.values()),
+            *(link.close() for pool in self._pools.values() for link in pool.links),
+        )
 
     async def _follow(self, pool: Pool, link: RouterLink) -> None:
-        has_answered, was_logged = False, False
-        while True:
+        """Follow one router until discovery no longer lists it and it no longer answers: either alone may pass."""
+        was_logged = False
+        while self._is_listed(pool, link):
             try:
-                async for changes in link.watch_workers():
+                async for changes in link.watch_workers(max_silence_s=self._max_silence_s):
                     if not pool.hears(link):
                         logger.info("the router at %s of %s answers", link.address, pool.namespace)
-                    updated = [one for status in changes.updated if (one := named_within(pool.namespace, status))]
-                    pool.saw(link, updated, [worker_name(pool.namespace, one) for one in changes.removed])
+                    pool.saw(link, changes)
                     was_logged = False
-                    has_answered = self._note_answer(has_answered)
+                    self._heard(link)
                     self._refresh(pool, time.monotonic())
-            except (ServingError, ValueError) as error:  # it is lost, or sends nonsense
+            except (ServingError, ValueError) as error:  # it is lost, silent, or sends nonsense
                 if not was_logged:
                     logger.warning("the router at %s of %s does not answer: %s", link.address, pool.namespace, error)
                 was_logged = True
+                pool.lost(link)  # first, so that what ran there finds another one
+                if isinstance(error, RouterSilentError):
+                    await link.reset()
             finally:
                 pool.lost(link)
-            has_answered = self._note_answer(has_answered)
+            self._heard(link)
             self._refresh(pool, time.monotonic())
             await asyncio.sleep(_WATCH_AGAIN_S)
+        logger.info("the router at %s has left %s", link.address, pool.namespace)
+        pool.remove(link)
+        try:
+            while not link.is_idle:  # noqa: ASYNC110 - it has no event; one that drains answers what it has
+                await asyncio.sleep(_WATCH_AGAIN_S)
+        finally:
+            await link.close()
 
-    def _note_answer(self, has_answered: bool) -> bool:
-        """All workers are known once every router has answered, or could not."""
-        if not has_answered:
-            self._num_unanswered -= 1
-            if not self._num_unanswered:
-                self._table.is_synchronised = True
-        return True
+    def _is_listed(self, pool: Pool, link: RouterLink) -> bool:
+        """Whether ``link`` is to be tried; those in the configuration always are."""
+        listed = self._listed.get(pool.namespace)
+        return listed is None or link.address in listed
+
+    def _heard(self, source: object) -> None:
+        """All workers are known once every registry and router has answered, or could not."""
+        self._unheard.discard(source)
+        if not self._unheard:
+            self._table.is_synchronised = True
 
     def _refresh(self, pool: Pool, now: float) -> None:
         """Bring the table up to date with the workers of ``pool``."""

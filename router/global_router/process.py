@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 
+from quartet.discovery.create import create_registry
 from quartet.supervision import Supervisor
 from quartet.telemetry.metrics import PoolMetrics
 from router.context import RouterContext
 from router.fleet import Fleet
 from router.generate import Pipeline
 from router.global_router.config import GlobalRouterConfig
+from router.global_router.pipeline import RelayPipeline
 from router.global_router.pools import Pools
-from router.global_router.relay import RelayPipeline
 from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex
 from router.peers import Peering
@@ -61,10 +62,13 @@ class GlobalRouterProcess(RouterProcess):
         stack: AsyncExitStack,
         _table: WorkerTable,
         fleet: Fleet,
-        _peering: Peering,
-        _ports: Mapping[str, int],
+        peering: Peering,
+        ports: Mapping[str, int],
     ) -> None:
-        # It is no router of a pool, so it is not announced among these.
+        if self._global.discovery is not None:  # clients find it in its own namespace, and no pool takes it for its own
+            registry = create_registry(self._global.discovery_of(self._config.server.namespace))
+            stack.push_async_callback(registry.close)
+            tasks.start("registration", peering.announce(registry, **ports))
         pools = self._known_pools
         stack.push_async_callback(pools.close)
         tasks.start("pools", pools.follow())

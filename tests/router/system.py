@@ -76,10 +76,14 @@ class System:
         num_host_blocks: of the tier below each pool; 0: there is none.
         runners: by worker id.
         registry_ttl_s: after which a worker's record is gone that it no longer touches.
+        shared_registry: a directory in which other namespaces are, too; ``None``: it has one of its own.
+        namespace: in discovery.
     """
 
     directory: Path
     registry_ttl_s: float = 60
+    shared_registry: Path | None = None
+    namespace: str = "default"
     gates: dict[str, threading.Semaphore] = field(default_factory=dict)
     worker_settings: Mapping[str, Any] = field(default_factory=dict)
     settings_by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -93,7 +97,12 @@ class System:
 
     @property
     def discovery(self) -> DiscoveryConfig:
-        files = FileConfig(directory=self.directory / "discovery", poll_interval_s=0.02, ttl_s=self.registry_ttl_s)
+        files = FileConfig(
+            directory=self.shared_registry or self.directory / "discovery",
+            namespace=self.namespace,
+            poll_interval_s=0.02,
+            ttl_s=self.registry_ttl_s,
+        )
         return DiscoveryConfig(kind=DiscoveryKind.FILE, file=files)
 
     @property

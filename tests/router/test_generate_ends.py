@@ -235,3 +235,17 @@ async def test_all_runs_of_a_client_end_also_if_the_wait_for_them_is_cancelled()
     may_end.set()
     await until(lambda: not fleet.pipeline.num_running)
     fleet.assert_nothing_left()
+
+
+async def test_a_sink_that_fails_at_the_end_keeps_nothing() -> None:
+    class Failing(Answer):
+        def end(self, error: BaseException | None = None) -> None:
+            raise RuntimeError("a bug of the sink")
+
+    fleet, told = Fleet("decode-0"), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context["exception"]))
+    run = fleet.pipeline.generate(make_start(), Failing())
+    await until(lambda: bool(told))
+    assert [str(error) for error in told] == ["a bug of the sink"]
+    assert fleet.pipeline.num_running == 0 and not run._request.prompt_token_ids
+    fleet.assert_nothing_left()

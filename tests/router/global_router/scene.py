@@ -25,8 +25,8 @@ from quartet.v1 import router_pb2_grpc
 from router import servicer as router_servicer
 from router.global_router import pools as global_pools
 from router.global_router.config import GlobalRouterConfig, without_units
+from router.global_router.pipeline import RelayPipeline
 from router.global_router.process import GlobalRouterProcess
-from router.global_router.relay import RelayPipeline
 from services.topology.launch import draw_events_key
 from services.topology.topology import to_settings
 from services.workers import process as worker_process
@@ -79,7 +79,7 @@ class Scene:
     async def start_router(self, settings: Mapping[str, Any]) -> None:
         """Start the global router and wait until it serves."""
         routers = {name: [pool.address] for name, pool in self.pools.items()}
-        whole = {"pool_routers": routers, **settings}
+        whole = {**({} if "discovery" in settings else {"pool_routers": routers}), **settings}
         process = self.process = GlobalRouterProcess(build(GlobalRouterConfig, without_units(whole)))
         stop = asyncio.Event()
         self.router = Running(asyncio.create_task(process.run(stop)), stop)
@@ -124,6 +124,8 @@ async def running_pools(
     with_tls: bool = False,
     trusted_by: Mapping[str, Sequence[str]] | None = None,
     workers_trust: Mapping[str, Sequence[str]] | None = None,
+    with_discovery: bool = False,
+    answering: Sequence[str] | None = None,
 ) -> AsyncIterator[tuple[Scene, Stub]]:
     """Pools with these ``workers`` by namespace, and a global router.
 
@@ -131,7 +133,8 @@ async def running_pools(
 
     ``gated``: namespaces whose workers take a permit for each step, from the pool's ``gates``. ``with_tls``: mTLS
     everywhere; ``trusted_by`` has the namespaces that each trusts, which are all unless it says otherwise, and
-    ``workers_trust`` those that its workers trust, where that differs.
+    ``workers_trust`` those that its workers trust, where that differs. ``with_discovery``: the global router finds the
+    pools' routers in one registry, not in its settings. ``answering``: namespaces whose routers answer; ``None``: all.
     """
     scene = Scene()
     certificates = scene.certificates = Certificates(tmp_path) if with_tls else None
@@ -144,8 +147,14 @@ async def running_pools(
         for namespace, worker_ids in workers.items():
             (tmp_path / namespace).mkdir()
             gates = {one: threading.Semaphore(0) for one in worker_ids} if namespace in gated else {}
-            pool = scene.pools[namespace] = System(tmp_path / namespace, gates=gates)
-            router: dict[str, object] = {**(routers or {}).get(namespace, {})}
+            pool = scene.pools[namespace] = System(
+                tmp_path / namespace,
+                gates=gates,
+                shared_registry=tmp_path / "registry" if with_discovery else None,
+                namespace=namespace if with_discovery else "default",
+            )
+            router: dict[str, object] = {"server": ServerConfig(namespace=namespace)}
+            router.update((routers or {}).get(namespace, {}))
             is_prefill = all(one.startswith("prefill") for one in worker_ids)
             if is_prefill:
                 router["required_roles"] = (Role.PREFILL,)
@@ -171,12 +180,19 @@ async def running_pools(
             await pool.start_router(**router)
             if is_prefill:
                 prefill_pools[namespace] = (pool.address,)
-        own = {**settings, "router": {"server": to_settings(ServerConfig()), **settings.get("router", {})}}
+        if with_discovery:
+            files = {"directory": tmp_path / "registry", "poll_interval_s": 0.02, "ttl_s": 60}
+            settings = {"discovery": {"kind": "file", "file": files}, **settings}
+        own = {
+            **settings,
+            "router": {"server": to_settings(ServerConfig(namespace="global")), **settings.get("router", {})},
+        }
         if certificates is not None:
             own["router"]["server"] = to_settings(certificates.server("global", "router", "router"))
             own["router"]["events_key_file"] = str(certificates.events_key_file)
         await scene.start_router(own)
-        await scene.wait_ready(*(f"{name}.{one}" for name, worker_ids in workers.items() for one in worker_ids))
+        known = workers if answering is None else answering
+        await scene.wait_ready(*(f"{name}.{one}" for name in known for one in workers[name]))
         async with scene.channel() as channel:
             yield scene, Stub(channel)
     finally:

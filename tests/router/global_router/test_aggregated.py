@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,9 +14,13 @@ import aiohttp
 import grpc
 import pytest
 
+from quartet.api.fleet import Explanation
 from quartet.client import Delta, QuartetClient, RequestPath, Sampling
+from quartet.errors import RouterUnavailableError
 from quartet.v1 import router_pb2 as pb
 from router.config import AdmissionConfig
+from router.explain import ExplainTurns
+from router.fair_queue import FIXED_TOKENS
 from router.global_router.grid import PoolState
 from services.topology.launch import free_port
 from tests.router.global_router.scene import Scene, Stub, running_pools
@@ -124,6 +129,47 @@ async def test_explain_names_the_pool_and_why_and_then_its_workers(pools: tuple[
     assert found[:2] == [("slow", True, "the grid names it"), ("fast", False, "another pool comes first")]
     assert [worker for worker, is_chosen, _ in found[2:] if is_chosen] == ["slow.decode-0"]
     assert explanation.policy == "grid, then least_loaded"
+
+
+async def test_explaining_is_charged_and_logged_here_and_in_the_pool(
+    pools: tuple[Scene, Stub], caplog: pytest.LogCaptureFixture
+) -> None:
+    scene, stub = pools
+    caplog.set_level(logging.INFO, logger="router")
+    assert scene.pipeline is not None
+    share = scene.pipeline.context.admission.share
+    await stub.Explain(pb.ExplainRequest(start=start(tenant="acme")))
+    assert share.start("acme") == FIXED_TOKENS + len(PROMPT)
+    lines = [record.quartet_fields for record in caplog.records if record.name == "router.explain"]
+    assert [(line["path"], line["outcome"], line["tenant"], line["num_prompt_tokens"]) for line in lines] == [
+        ("explain", "explained", "acme", len(PROMPT))
+    ] * 2
+
+
+async def test_calls_of_explain_take_turns(pools: tuple[Scene, Stub], monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, stub = pools
+    assert scene.pipeline is not None
+    full = ExplainTurns(scene.pipeline.context.admission.share, max_waiting=0)
+    monkeypatch.setattr(scene.pipeline, "_explain_turns", full)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Explain(pb.ExplainRequest(start=start()))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_explaining_goes_on_in_another_pool_when_one_has_gone(
+    pools: tuple[Scene, Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, stub = pools
+    assert scene.pipeline is not None
+    [link] = scene.pipeline.pools.of("slow").links
+
+    async def lost(*_arguments: object, **_options: object) -> Explanation:
+        raise RouterUnavailableError("it has gone, and the watch of its workers does not know yet")
+
+    monkeypatch.setattr(link, "explain", lost)
+    explained = await stub.Explain(pb.ExplainRequest(start=start()))
+    chosen = [option.rank.worker_id for option in explained.options if option.is_chosen]
+    assert chosen == ["fast", "fast.decode-0"]
 
 
 async def test_http_carries_targets_and_leaves_ids_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

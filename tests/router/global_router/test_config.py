@@ -117,9 +117,44 @@ _PREFILL, _DECODE = "prefill_pool_selection_strategy", "decode_pool_selection_st
         ),
         ("pool_routers.d1", [], "pool_routers.d1: is missing"),
         ("pool_routers.other", ["127.0.0.1:1"], "pool_routers.other: no pool has this namespace"),
+        ("pool_routers.d1", ["10.0.0.1"], r"pool_routers.d1\[0\]: must be host:port"),
+        ("pool_routers.d1", ["10.0.0.1:1", "10.0.0.1:1"], "pool_routers.d1: has an address twice"),
         ("default_itl_target_ms", -1, "default_itl_target_ms: must not be negative"),
     ],
 )
 def test_a_mistake_is_refused_by_its_name(path: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(GlobalRouterConfig, changed(path, value))
+
+
+def test_pools_that_are_not_listed_are_found_in_discovery() -> None:
+    settings = changed("pool_routers", {"p0": ["127.0.0.1:5000"], "p1": []})
+    with pytest.raises(ConfigError, match=r"pool_routers\.p1: is missing"):
+        build(GlobalRouterConfig, settings)
+    config = build(GlobalRouterConfig, {**settings, "discovery": {"etcd": {"endpoints": ["10.0.0.1:2379"]}}})
+    assert config.discovered == ("p1", "d0", "d1")
+    etcd = config.discovery_of("d1").etcd
+    assert (etcd.endpoints, etcd.namespace) == (("10.0.0.1:2379",), "d1")
+    in_files = build(GlobalRouterConfig, {**settings, "discovery": {"kind": "file", "file": {"directory": "/a"}}})
+    files = in_files.discovery_of("p1").file
+    assert files is not None and files.namespace_directory == Path("/a/p1")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"discovery": {"etcd": {"namespace": "p0"}}}, "discovery.etcd.namespace: is each pool's own"),
+        (
+            {"discovery": {"kind": "file", "file": {"directory": "/a", "namespace": "p0"}}},
+            "discovery.file.namespace: is each pool's own",
+        ),
+        ({"discovery": {"kind": "file"}}, "discovery: file must name a directory"),
+        (
+            {"discovery": {}, "router": {"server": {"namespace": "d0"}}},
+            "router.server.namespace: is that of a pool",
+        ),
+    ],
+)
+def test_a_mistake_in_discovery_is_refused_by_its_name(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(GlobalRouterConfig, {**DISAGG, **more})
