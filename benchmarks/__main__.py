@@ -65,6 +65,7 @@ class Total:
 BENCHMARKS = (
     Benchmark("relay", ("--short",)),
     Benchmark("many_streams", ("--short",)),
+    Benchmark("global_router", ("--short",)),
     Benchmark("transfer"),
     Benchmark("disagg"),
     Benchmark("engine", ("--short",)),

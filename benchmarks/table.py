@@ -286,6 +286,27 @@ _BURST_COLUMNS: Columns = {
 }
 
 
+def global_router_tables(report: Report) -> str:
+    """A row for each load."""
+    rows = []
+    for name, load in report["loads"].items():
+        ratios = [one["global_cpu_us_per_token"] / one["pool_cpu_us_per_token"] for one in load["windows"]]
+        middle = {figure: median(window[figure] for window in load["windows"]) for figure in load["windows"][0]}
+        rows.append({**report, "name": name, "lowest": min(ratios), "highest": max(ratios), **load, **middle})
+    return _table(_GLOBAL_COLUMNS, rows)
+
+
+_GLOBAL_COLUMNS: Columns = {
+    "load": "{num_streams} streams, {name}",
+    "global router's CPU time over the pool router's": "{ratio:.2f}",
+    "wanted": "<= {goal:.1f}",
+    "windows: lowest, highest": "{lowest:.2f}, {highest:.2f}",
+    "global router us a token": "{global_cpu_us_per_token:.1f}",
+    "pool's router us a token": "{pool_cpu_us_per_token:.1f}",
+    "tok/s": "{tokens_per_s:.0f}",
+}
+
+
 _NUM_FUNCTIONS = 8
 # The table leaves out threads that use less of a core.
 _MIN_SHARE = 0.005
@@ -1243,6 +1264,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "overload": overload_tables,
     "relay": relay_tables,
     "many_streams": many_streams_tables,
+    "global_router": global_router_tables,
     "profile": profile_tables,
     "index": index_tables,
     "transfer": transfer_tables,
