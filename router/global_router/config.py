@@ -127,7 +127,7 @@ class GlobalRouterConfig:
 
     Attributes:
         mode: whether pools that prefill and pools that decode are apart.
-        enable_priority_retry: a request that its pool refused, or lost before any output, goes to faster pools next.
+        enable_priority_retry: a request that its pool refused for lack of room, without output, goes to the next.
         num_prefill_pools, num_decode_pools, num_agg_pools: how many namespaces are listed.
         prefill_pool_dynamo_namespaces, decode_pool_dynamo_namespaces, agg_pool_dynamo_namespaces: of each pool.
         prefill_pool_priorities, decode_pool_priorities, agg_pool_priorities: lower is faster; left out: the order.

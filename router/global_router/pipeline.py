@@ -143,7 +143,7 @@ class RelayPlace:
             try:
                 return await self._place_at(chosen, request)
             except ServingError as error:
-                tries.note(error, chosen.serving, goes_on_if_refused=pools.retries_to_faster)
+                tries.note(error, chosen.serving, goes_on_if_refused=pools.retries_refused)
             pools.note_retry(chosen.serving)
 
     async def _place_at(self, chosen: Chosen, request: RouterRequest) -> PlacedRequest:

@@ -198,8 +198,8 @@ class Pools:
         }
 
     @property
-    def retries_to_faster(self) -> bool:
-        """Whether a request that was refused goes to faster pools."""
+    def retries_refused(self) -> bool:
+        """Whether a request that its pool refused for lack of room goes to the next one."""
         return self._config.enable_priority_retry
 
     @property

@@ -161,7 +161,7 @@ class RelayRun(GenerateRun):
             raise asyncio.CancelledError
         has_output = any(progress.token_ids for progress in self._progress.values())
         pools = self._chooser.pools
-        tries.note(error, pool, goes_on_if_refused=pools.retries_to_faster and not has_output)
+        tries.note(error, pool, goes_on_if_refused=pools.retries_refused and not has_output)
         pools.note_retry(pool)
 
     async def _relay(self, chosen: Chosen, choice: int | None) -> None:
