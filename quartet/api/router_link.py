@@ -129,6 +129,7 @@ class RouterLink:
         finally:
             if reading is not None:
                 reading.cancel()
+                reading.add_done_callback(_retrieve)
             call.cancel()
 
     async def reset(self) -> None:
@@ -188,3 +189,9 @@ class RouterLink:
             return from_rpc_error(error)
         why = (error.details() or "").rpartition("last error: ")[2][:_MAX_DETAILS_LENGTH]
         return RouterUnavailableError(f"no router answers at {self.address}: {why}")
+
+
+def _retrieve(done: asyncio.Future[object]) -> None:
+    """Nobody waits for it any more: its error is no news."""
+    if not done.cancelled():
+        done.exception()
