@@ -165,7 +165,8 @@ class RouterConfig:
             name goes first, then the first pattern that fits.
         tokenizing: how texts are tokenized.
         media: media that requests may name.
-        prefill_pools: by namespace, ``host:port`` of routers that prefill for this one (docs/global.md).
+        prefill_pools: by namespace, ``host:port`` of routers that prefill for this one (docs/global.md); without any
+            they are found in ``discovery``.
         max_request_timeout_s: upper limit of every request's time.
         required_roles: each of these needs a ready worker before the router says that it is ready (gRPC health and
             /readyz): encode, prefill, decode. Requests that need another role wait for it.
@@ -229,6 +230,7 @@ class RouterConfig:
         self.server.check_beside(self.http_address, "http_address")
         self.server.check_events_key(self.events_key_file)
         self._check_names()
+        self._check_prefill_pools()
         self._check_http()
         check_identity_tenants(self.identity_tenants, self.trusted_gateways)
         if self.identity_tenants and not self.knows_callers:
@@ -250,6 +252,15 @@ class RouterConfig:
         address = ListenAddress.parse(self.events_address, "events_address")
         if self.events_key_file is None and not self.server.insecure:
             address.require_loopback("events_address", "events_key_file, or server.insecure: true")
+
+    def _check_prefill_pools(self) -> None:
+        for namespace, addresses in self.prefill_pools.items():
+            try:
+                check_name(f"prefill_pools.{namespace}", namespace)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            for index, address in enumerate(addresses):
+                ListenAddress.parse(address, f"prefill_pools.{namespace}[{index}]")
 
     def host_of(self, address: str) -> str:
         """The host that others dial for what listens on ``address``; empty: they can't know."""

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from quartet.api.convert.prefill import AskedPrefill, PrefilledFor
 from quartet.api.router_link import RouterLink
+from quartet.discovery.base import SPOKEN_VERSIONS, Registry
+from quartet.discovery.create import DiscoveryConfig, create_registry
 from quartet.errors import DrainingError, RouterUnavailableError, WorkerUnavailableError
 from quartet.rpc.channels import Dialer, TlsConfig
+
+logger = logging.getLogger(__name__)
+
+# Between two looks at a router that has left, whether its last prompt is done.
+_IDLE_POLL_S = 0.5
 
 
 class PrefillPools:
     """The routers of other namespaces that prefill for this one."""
 
-    def __init__(self, routers: Mapping[str, Sequence[str]], tls: TlsConfig | None) -> None:
-        """``routers`` has ``host:port`` of each router, by namespace. Nothing is dialled yet.
+    def __init__(
+        self, routers: Mapping[str, Sequence[str]], tls: TlsConfig | None, discovery: DiscoveryConfig | None = None
+    ) -> None:
+        """``routers`` has ``host:port`` of each router, by namespace; without any they are found in ``discovery``.
+
+        Nothing is dialled yet.
 
         Raises:
-            ConfigError: a file of ``tls`` can't be used.
+            ConfigError: a file of ``tls`` or ``discovery`` can't be used.
         """
-        dialer = Dialer(tls) if routers else None
-        self._links = {
-            namespace: [RouterLink(address, dialer) for address in addresses] if dialer is not None else []
+        self._dialer = Dialer(tls) if routers else None
+        self._links = {namespace: [*map(self._link, addresses)] for namespace, addresses in routers.items()}
+        self._registries: Mapping[str, Registry] = {
+            namespace: create_registry(discovery.of_namespace(namespace))
             for namespace, addresses in routers.items()
+            if not addresses and discovery is not None
         }
         self._turn = 0
 
@@ -32,6 +46,17 @@ class PrefillPools:
         """Of all pools."""
         return self._links.keys()
 
+    @property
+    def has_discovered(self) -> bool:
+        """Whether routers of any pool are found in discovery."""
+        return bool(self._registries)
+
+    async def follow(self) -> None:
+        """Follow the routers that discovery lists until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for namespace, registry in self._registries.items():
+                tasks.create_task(self._follow(tasks, namespace, registry), name=f"routers of {namespace}")
+
     async def prefill(self, namespace: str, asked: AskedPrefill, *, timeout_s: float) -> PrefilledFor:
         """Have a prompt prefilled by one of the routers of ``namespace``, which are asked in turn.
 
@@ -39,7 +64,7 @@ class PrefillPools:
             WorkerUnavailableError: none of them answers.
             ServingError: the first that answers failed.
         """
-        links = self._links[namespace]
+        links = tuple(self._links[namespace])
         self._turn += 1
         why = "it has no router"
         for number in range(len(links)):
@@ -51,4 +76,30 @@ class PrefillPools:
 
     async def close(self) -> None:
         """End all calls and connections."""
-        await asyncio.gather(*(link.close() for links in self._links.values() for link in links))
+        await asyncio.gather(
+            *(registry.close() for registry in self._registries.values()),
+            *(link.close() for links in self._links.values() for link in links),
+        )
+
+    def _link(self, address: str) -> RouterLink:
+        assert self._dialer is not None, "there are pools"
+        return RouterLink(address, self._dialer)
+
+    async def _follow(self, tasks: asyncio.TaskGroup, namespace: str, registry: Registry) -> None:
+        links = self._links[namespace]
+        async for records in registry.watch_routers():
+            listed = {record.grpc_address for record in records if record.contract_version in SPOKEN_VERSIONS}
+            for link in [link for link in links if link.address not in listed]:
+                links.remove(link)
+                tasks.create_task(_leave(link), name=f"leave router {link.address}")
+            links += map(self._link, sorted(listed - {link.address for link in links}))
+            logger.info("routers that prefill in %s: %s", namespace, ", ".join(sorted(listed)) or "none")
+
+
+async def _leave(link: RouterLink) -> None:
+    """Close ``link`` once nothing runs there."""
+    try:
+        while not link.is_idle:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(_IDLE_POLL_S)
+    finally:
+        await link.close()

@@ -134,7 +134,7 @@ class RouterProcess:
             readiness = self._readiness = Readiness(table, config.required_roles)
             async with Supervisor(self._fail, expected=(WorkerReplacedError,)) as tasks:
                 ports = {"grpc_port": grpc_port, "http_port": self._openai_port, "metrics_port": http_port}
-                self._follow_workers(tasks, stack, table, fleet, peering, ports)
+                self._follow_workers(tasks, stack, table, fleet, peering, ports, pipeline.context.prefill_pools)
                 tasks.start("index-upkeep", keep_up(index))
                 tasks.start("lag", monitor_event_loop_lag(ProcessMetrics(self._registry)))
                 tasks.start("loop-watch", self._loop_watch.run())
@@ -153,6 +153,7 @@ class RouterProcess:
         fleet: Fleet,
         peering: Peering,
         ports: Mapping[str, int],
+        prefill_pools: PrefillPools,
     ) -> None:
         """Start what keeps the table up to date, and tells other routers and clients of this one."""
         registry = create_registry(self._config.discovery)
@@ -161,6 +162,8 @@ class RouterProcess:
         tasks.start("peers", peering.follow(registry.watch_routers(), fleet, table))
         tasks.start("registration", peering.announce(registry, **ports))
         tasks.start("tend", fleet.tend())
+        if prefill_pools.has_discovered:
+            tasks.start("prefill-pools", prefill_pools.follow())
 
     async def _start_http(self, pipeline: Pipeline) -> HttpServer | None:
         config = self._config
@@ -286,7 +289,7 @@ class RouterProcess:
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
                 tenants=self._tenants,
                 prompts=PromptMemory(config.admission, self._tenants),
-                prefill_pools=PrefillPools(config.prefill_pools, config.server.tls),
+                prefill_pools=PrefillPools(config.prefill_pools, config.server.tls, config.discovery),
             )
         )
         self._metrics.watch_requests(

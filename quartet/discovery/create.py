@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from quartet.discovery.base import Registry
@@ -36,6 +36,11 @@ class DiscoveryConfig:
         """Refuse a kind without its settings."""
         if self.kind is DiscoveryKind.FILE and self.file is None:
             raise ValueError("file must name a directory where kind is file")
+
+    def of_namespace(self, namespace: str) -> DiscoveryConfig:
+        """The same registry, for processes of ``namespace``. Raises ``ValueError``: it is no name."""
+        file = None if self.file is None else replace(self.file, namespace=namespace)
+        return replace(self, etcd=replace(self.etcd, namespace=namespace), file=file)
 
 
 def create_registry(config: DiscoveryConfig) -> Registry:

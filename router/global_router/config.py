@@ -6,7 +6,7 @@ The file is YAML, and so may be JSON. Times in the grids are in milliseconds, as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -189,12 +189,7 @@ class GlobalRouterConfig:
     def discovery_of(self, namespace: str) -> DiscoveryConfig:
         """Where processes of ``namespace`` are announced; only for a router with ``discovery``."""
         assert self.discovery is not None, "checked when it was made"
-        file = self.discovery.file
-        return replace(
-            self.discovery,
-            etcd=replace(self.discovery.etcd, namespace=namespace),
-            file=None if file is None else replace(file, namespace=namespace),
-        )
+        return self.discovery.of_namespace(namespace)
 
     def group(self, kind: str) -> PoolGroup:
         """The pools of one of ``kinds``."""

@@ -17,6 +17,7 @@ from router.global_router.pools import Pools
 from router.kv_index.feed import KvJoins
 from router.kv_index.index import PrefixIndex
 from router.peers import Peering
+from router.prefill_pools import PrefillPools
 from router.process import RouterProcess
 from router.workers import WorkerTable
 
@@ -64,6 +65,7 @@ class GlobalRouterProcess(RouterProcess):
         fleet: Fleet,
         peering: Peering,
         ports: Mapping[str, int],
+        _prefill_pools: PrefillPools,
     ) -> None:
         if self._global.discovery is not None:  # clients find it in its own namespace, and no pool takes it for its own
             registry = create_registry(self._global.discovery_of(self._config.server.namespace))

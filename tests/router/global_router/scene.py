@@ -133,8 +133,8 @@ async def running_pools(
 
     ``gated``: namespaces whose workers take a permit for each step, from the pool's ``gates``. ``with_tls``: mTLS
     everywhere; ``trusted_by`` has the namespaces that each trusts, which are all unless it says otherwise, and
-    ``workers_trust`` those that its workers trust, where that differs. ``with_discovery``: the global router finds the
-    pools' routers in one registry, not in its settings. ``answering``: namespaces whose routers answer; ``None``: all.
+    ``workers_trust`` those that its workers trust, where that differs. ``with_discovery``: routers of other
+    pools are found in one registry, not in settings. ``answering``: namespaces whose routers answer; ``None``: all.
     """
     scene = Scene()
     certificates = scene.certificates = Certificates(tmp_path) if with_tls else None
@@ -179,7 +179,7 @@ async def running_pools(
                 pool.start_worker(worker_id)
             await pool.start_router(**router)
             if is_prefill:
-                prefill_pools[namespace] = (pool.address,)
+                prefill_pools[namespace] = () if with_discovery else (pool.address,)
         if with_discovery:
             files = {"directory": tmp_path / "registry", "poll_interval_s": 0.02, "ttl_s": 60}
             settings = {"discovery": {"kind": "file", "file": files}, **settings}

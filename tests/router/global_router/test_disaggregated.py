@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
+from quartet.api.answer import Answer
+from quartet.api.request import Accepted, GenerateStart, Resume, TokenPrompt
 from quartet.client import Delta, QuartetClient, Sampling
 from quartet.discovery.base import Rank
 from quartet.rpc.channels import create_channel
@@ -186,6 +188,32 @@ async def test_a_request_goes_on_where_its_decode_pool_dies(tmp_path: Path, monk
                     if len(tokens) > 1 and pool.router is not None and not pool.router.task.done():
                         pool.router.task.cancel()
         assert tokens == expected(PROMPT, 20)
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+async def test_what_was_generated_before_counts_as_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_placed: bool
+) -> None:
+    by_length = {
+        **SETTINGS["decode_pool_selection_strategy"],
+        "context_length_resolution": 2,
+        "decode_pool_mapping": [[0, 0], [1, 1]],
+    }
+    settings = {**SETTINGS, "decode_pool_selection_strategy": by_length}
+    async with running_pools(tmp_path, monkeypatch, WORKERS, settings) as (scene, _):
+        pipeline, answer, tokens = scene.pipeline, Answer(), expected(PROMPT, 68)
+        assert pipeline is not None
+        asked = GenerateStart(prompt=TokenPrompt(tuple(PROMPT)), sampling=Sampling(max_tokens=68), seed=0)
+        given = Resume(request_id="ab" * 16, attempt=1, seed=0, generated_token_ids=tokens[:60], num_text_bytes=0)
+        async with asyncio.timeout(TIMEOUT_S):
+            if is_placed:
+                [placed] = (await pipeline.place(asked, resume=given)).choices
+                assert placed.placement is not None and placed.placement.decode.worker_id == "d1.decode-0"
+                return
+            pipeline.generate(asked, answer, resume=given)
+            parts = [part async for part in answer.parts()]
+        assert [part.choices[0].decode.worker_id for part in parts if isinstance(part, Accepted)] == ["d1.decode-0"]
+        assert [token for part in parts if isinstance(part, Delta) for token in part.token_ids] == tokens[60:]
 
 
 async def test_a_namespace_that_the_router_does_not_know_is_refused(
