@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -26,16 +27,19 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
 from quartet.streams.client import FINAL, outcome_in_time, pause_s
 from quartet.streams.messages import DecodeStarted, MediaInput, PrefillOutcome, RequestContext, WorkerStart
+from quartet.telemetry import span_names
 from router.admission import QueuedRequest
 from router.book import Booking, Reservation, numbering
 from router.config import AttemptConfig
 from router.context import RouterContext
 from router.fair_queue import Standing
+from router.fleet import DecodeHop
 from router.lost_workers import LostWorkers
 from router.media.encode import ReadyInputs
 from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, max_sequence_tokens
+from router.request_trace import ChoiceTrace
 from router.signing import Gang, SignedRun, Signer, SigningTerms
 from router.untaken import Untaken
 
@@ -121,6 +125,7 @@ class ChoiceRun:
         self._gang: Gang | None = None
         self._untaken: Untaken | None = None
         self._inputs: ReadyInputs | None = None
+        self._trace = None if request.trace is None else request.trace.choice(choice)
         # Media are where this router had them encoded, so such prompts are computed here.
         self._prefill_namespaces = [] if request.media is not None else list(request.prefill_namespaces)
 
@@ -134,6 +139,8 @@ class ChoiceRun:
             return await self._repeat(self._decode)
         finally:
             self._settle()
+            if self._trace is not None:
+                self._trace.phases.end(sys.exception())
 
     async def place(self, signer: Signer, gang: Gang, untaken: Untaken) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
@@ -152,6 +159,8 @@ class ChoiceRun:
         finally:
             if not isinstance(end, SignedRun):  # else it ends elsewhere, and its worker will report its length
                 self._settle()
+            if self._trace is not None:
+                self._trace.phases.end(sys.exception())
         if not isinstance(end, SignedRun):
             gang.leave()
         return end
@@ -164,6 +173,8 @@ class ChoiceRun:
         cause = "first"
         while (reason := self._reason_ended()) is None:
             media = self._request.media
+            if media is not None and media.is_encoded:
+                self._trace_wait("media")
             async with _NOTHING_TO_ENCODE if media is None else self._encoded(media):
                 reservation = await self._admit()
                 try:
@@ -175,6 +186,8 @@ class ChoiceRun:
                         return handed_off
                     return await attempt(reservation, handed_off)
                 except HopFailedError as failure:
+                    if self._trace is not None:
+                        self._trace.failed(failure.error)
                     self._leave_namespace(failure.error)
                     cause = failure.error.reason.lower()
                     pause_s = self._hints.note(failure, reservation.placement)
@@ -222,7 +235,12 @@ class ChoiceRun:
                 self._take_prompt(*media.lay_out(self._inputs.sizes))
             yield
 
+    def _trace_wait(self, name: str) -> None:
+        if self._trace is not None:
+            self._trace.wait(name, self._output.num_attempts, self._num_tokens)
+
     async def _admit(self) -> Reservation:
+        self._trace_wait("queue")
         began = time.monotonic()
         queued = make_queued(
             self._request,
@@ -247,6 +265,8 @@ class ChoiceRun:
                 self._request.held.leave()
         self._num_begun += 1
         placement = reservation.placement
+        if self._trace is not None:
+            self._trace.placed(placement)
         if self._prefill_namespaces:  # which of its workers will be known later
             placement = replace(placement, prefill=Rank(self._prefill_namespaces[0]))
         self._on_placed(self._choice, placement)
@@ -259,6 +279,8 @@ class ChoiceRun:
         """Sign the decode start. Raises ``HopFailedError``."""
         signer, gang = self._signer, self._gang
         assert signer is not None and gang is not None, "it is placed for its client"
+        if self._trace is not None:
+            self._trace.sign()
         terms = SigningTerms(
             request_id=self._request.request_id,
             choice=self._choice,
@@ -302,6 +324,8 @@ class ChoiceRun:
             ServingError: no other would prefill it either.
         """
         began, key = time.monotonic(), self._request.pool.key
+        if self._trace is not None:
+            self._trace.hop("prefill hop", namespace)
         start = self._start(reservation.decode, 0, 0, None)
         asked = AskedPrefill(model_name=key.model_name, model_fingerprint=key.fingerprint, start=start)
         timeout_s = self._context.config.prefill_timeout_s
@@ -315,6 +339,7 @@ class ChoiceRun:
         finally:
             self._output.add_time("prefill_s", time.monotonic() - began)
         self._output.note_prefilled(prefilled.outcome.num_cached_tokens, prefilled.outcome.queue_s)
+        self._note_prefilled(prefilled.outcome)
         return self._take_outcome(prefilled.outcome)
 
     def _leave_namespace(self, error: ServingError) -> None:
@@ -356,6 +381,8 @@ class ChoiceRun:
 
     async def _prefill_outcome(self, rank: Rank, booking: Booking) -> PrefillOutcome:
         media, began, outcome = self._take_media(), time.monotonic(), None
+        if self._trace is not None:
+            self._trace.hop("prefill hop", rank.worker_id)
         try:
             async with asyncio.timeout(self._context.config.prefill_timeout_s):
                 start = self._start(booking, booking.send(), rank.data_parallel_rank, None, media)
@@ -377,7 +404,12 @@ class ChoiceRun:
             num_evicted_tokens=outcome.num_evicted_tokens,
             onboard_s=outcome.onboard_s,
         )
+        self._note_prefilled(outcome)
         return outcome
+
+    def _note_prefilled(self, outcome: PrefillOutcome) -> None:
+        if self._trace is not None:
+            self._trace.phases.note({span_names.NUM_CACHED_TOKENS: outcome.num_cached_tokens})
 
     def _learn_prompt(self, media: RequestMedia, outcome: PrefillOutcome) -> None:
         """Take the prompt with its media as the worker laid it out.
@@ -412,6 +444,8 @@ class ChoiceRun:
         """Show the first token at once, before the transfer."""
         logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
         self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs, time.monotonic())
+        if self._trace is not None:
+            self._trace.reply(outcome.sent_at_unix_ns, time.monotonic())
         if self._output.has_stopped:
             return FinishReason.STOP_STRING
         return outcome.finish_reason
@@ -422,7 +456,9 @@ class ChoiceRun:
         """Decode to the end, from ``hand_off`` if there is one; returns why it ended. Raises ``HopFailedError``."""
         rank, booking, config = reservation.placement.decode, reservation.decode, self._context.config
         media = self._take_media() if hand_off is None else ()
-        is_handed_off = hand_off is not None
+        is_handed_off, num_given = hand_off is not None, len(self._output.token_ids)
+        if self._trace is not None:
+            self._trace.hop("decode hop", rank.worker_id)
         book = partial(self._book, booking)
         sink = BookedSink(
             self._output,
@@ -451,10 +487,19 @@ class ChoiceRun:
             if call is not None:
                 call.cancel()
             self._output.book_no_more()
+            if self._trace is not None and call is not None:
+                self._trace_decode(self._trace, call, num_given)
             if not sink.has_started:
                 self._drop(hand_off)
                 self._drop_media(media)
         return FinishReason.STOP_STRING if finished is None else finished.reason
+
+    def _trace_decode(self, trace: ChoiceTrace, call: DecodeHop, num_given: int) -> None:
+        """A decode has ended, well or badly, before which the choice had ``num_given`` tokens."""
+        trace.phases.note({span_names.OUTPUT_TOKENS: len(self._output.token_ids) - num_given})
+        first_token_s = self._output.first_token_s
+        if not num_given and first_token_s is not None:
+            trace.reply(call.first_sent_at_unix_ns, self._request.arrived_at + first_token_s)
 
     def _book(self, booking: Booking, num_tokens: int) -> int:
         """Its decode rank has ``num_tokens`` tokens of it: book and charge what is more than before.
@@ -522,13 +567,14 @@ class ChoiceRun:
             attempt=self._output.num_attempts - 1,
             choice=self._choice,
             timeout_s=max(request.deadline - time.monotonic(), 0.0),
-            traceparent=request.traceparent,
+            traceparent=request.traceparent if self._trace is None else self._trace.traceparent,
             tenant=start.tenant,
             priority=request.worker_priority,
             session_key=start.session_key,
             router_id=numbering(self._context.router_id, booking.epoch),
             router_request_number=number,
             trust_domain=request.trust_domain,
+            sent_at_unix_ns=0 if self._trace is None else self._trace.sent_at_unix_ns,
         )
         token_ids, spans = request.prompt_token_ids, request.spans
         if media and request.media is not None and isinstance(media[0].source, MediaFile):

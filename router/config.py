@@ -15,6 +15,7 @@ from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
 from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
+from quartet.telemetry.tracing import TracingConfig
 from router.http.config import HttpConfig
 from router.media.config import MediaConfig
 from router.policy.create import PolicyConfig
@@ -217,6 +218,7 @@ class RouterConfig:
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     drain_timeout_s: float = 30.0
     log: LogConfig = field(default_factory=LogConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""

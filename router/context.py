@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.tracing import Tracer
 from router.admission import Admission
 from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
@@ -39,6 +40,7 @@ class RouterContext:
         grammars: checks those of requests.
         hand_offs: sees which workers hand over to which.
         prefill_pools: other namespaces that prefill for this one.
+        tracer: traces requests; ``None``: nothing does.
     """
 
     router_id: str
@@ -60,3 +62,4 @@ class RouterContext:
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     hand_offs: HandOffWatch = field(default_factory=HandOffWatch)
     prefill_pools: PrefillPools = field(default_factory=lambda: PrefillPools({}, None))
+    tracer: Tracer | None = None

@@ -474,6 +474,11 @@ class PrefillHop(Protocol):
 class DecodeHop(RunningDecode, Protocol):
     """One decode under way."""
 
+    @property
+    def first_sent_at_unix_ns(self) -> int:
+        """When the worker had its first token; 0: it does not say, or has none."""
+        ...
+
     def cancel(self) -> None:
         """End it early: its sink gets nothing more. Harmless after its end."""
         ...

@@ -67,12 +67,17 @@ class Pipeline:
         traceparent: str = "",
         relayed: Relayed | None = None,
         on_queued: Callable[[], None] | None = None,
+        received_at: float | None = None,
     ) -> GenerateRun:
         """Run a request; its answer goes to ``sink``, and so does its failure.
 
         ``on_queued`` is called when a choice of it begins to wait for a worker: it has passed all checks then.
+        ``received_at`` is as for ``RouterRequest.begin_trace``.
         """
-        run = self._make_run(RouterRequest(start, resume, traceparent, relayed or Relayed()), sink, on_queued)
+        request = RouterRequest(start, resume, traceparent, relayed or Relayed())
+        if self._context.tracer is not None:
+            request.begin_trace(self._context.tracer, received_at)
+        run = self._make_run(request, sink, on_queued)
         self._running.add(run)
         return run
 
@@ -93,7 +98,10 @@ class Pipeline:
             NoSigningKeyError: this router has no key.
             ServingError: it failed and left nothing behind.
         """
-        run = self._make_place(RouterRequest(start, resume, traceparent, relayed or Relayed()))
+        request = RouterRequest(start, resume, traceparent, relayed or Relayed())
+        if self._context.tracer is not None:
+            request.begin_trace(self._context.tracer)
+        run = self._make_place(request)
         self._running.add(run)
         try:
             return await run.run()
@@ -152,6 +160,8 @@ class GenerateRun:
         self._is_cancelled = False
         self._abort_error: ServingError | None = None
         work = run_prepared(request, context, self._generate, late="did not end", prepare=prepare)
+        if request.trace is not None:
+            work = request.trace.named_in_logs(work)
         self._work: asyncio.Task[None] | None = asyncio.create_task(work, name=f"request-{request.request_id}")
         self._work.add_done_callback(self._settle)
 

@@ -57,6 +57,8 @@ class PlaceRun:
             ServingError: a choice can't be placed, or the request is impossible.
         """
         self._task = asyncio.current_task()
+        if self._request.trace is not None:
+            self._request.trace.name_in_logs()
         try:
             self._check_budgets()
             placed = await run_prepared(

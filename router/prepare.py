@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import re
 import secrets
 import time
 from array import array
@@ -42,6 +41,7 @@ from quartet.errors import (
 from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, MediaSpan, sequence_hashes
 from quartet.rpc.message_limits import MAX_NUMBER_BYTES, MAX_TEXT_BYTES, MaxBytes
 from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.tracing import Tracer
 from quartet.text.model_text import ModelText
 from quartet.text.parsed import OutputParsing
 from quartet.text.tokenizer import EncodeLimit
@@ -51,6 +51,7 @@ from router.media.queue import MediaRoom
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
 from router.prompt_memory import HeldPrompt, request_bytes, unread_bytes
 from router.readiness import model_error
+from router.request_trace import RequestTrace
 from router.tenants import salt_in_domain
 from router.thread_queue import TokenizeQueue
 from router.workers import Pool, PoolKey, WorkerTable
@@ -207,6 +208,8 @@ async def resume_in_turns(request: RouterRequest, outputs: Mapping[int, ChoiceOu
     """
     if request.resume is None:
         return
+    if request.trace is not None:
+        request.trace.prepare.begin("resume")
     for work in outputs[request.resume.choice].resume(request.resume):
         await context.intake.enter(request.start.tenant, work)
 
@@ -233,7 +236,8 @@ class RouterRequest:
         asked: what the client asked for, as it came.
         start: all of that; set once it has been read.
         resume: the attempt to resume; ``None``: a new request.
-        traceparent: W3C trace context; empty: no trace.
+        traceparent: W3C trace context for all that is done for it; empty: no trace.
+        trace: makes its spans; ``None``: it makes none.
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
         prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
         arrived_at: in monotonic seconds.
@@ -277,6 +281,7 @@ class RouterRequest:
         self.asked = asked
         self.resume = resume
         self.traceparent = traceparent
+        self.trace: RequestTrace | None = None
         self.request_id = resume.request_id if resume is not None else relayed.request_id or secrets.token_hex(16)
         self.prefill_namespaces = relayed.prefill_namespaces
         self.arrived_at = time.monotonic()
@@ -290,6 +295,16 @@ class RouterRequest:
         self.trust_domain, self.cache_salt = "", asked.cache_salt
         self._prompt_hashes: Sequence[int] | None = None
         self._sampling: Sampling | None = None
+
+    def begin_trace(self, tracer: Tracer, received_at: float | None = None) -> None:
+        """Have it traced, if it is sampled; called before anything else is done for it.
+
+        ``received_at`` is when its first byte came, where that was noted.
+        """
+        trace = tracer.begin("request", self.traceparent, self.request_id)
+        self.traceparent = trace.traceparent
+        if trace.is_sampled:
+            self.trace = RequestTrace(trace, received_at or self.arrived_at, self.arrived_at)
 
     def check(self) -> None:
         """Refuse at once what no model can serve. Raises ``InvalidRequestError``."""
@@ -475,11 +490,6 @@ class RouterRequest:
 
 # Refusals of what a pool can't serve, before any worker is asked; each names the field of ``GenerateStart``.
 
-# W3C Trace Context, section 3.2: version, trace id, parent id, flags; later versions may add fields.
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?")
-
-_MAX_TRACEPARENT_LENGTH = 256
-
 
 def _needs_seed(start: GenerateStart) -> bool:
     """Whether the request asks for an answer that its seed decides; greedy ones have no use for it."""
@@ -558,14 +568,6 @@ def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
     check_ids(resume.generated_token_ids, vocab_size, field)
 
 
-def valid_traceparent(header: str) -> str:
-    """``header`` if it is a W3C ``traceparent``, else empty: the standard says to ignore any other."""
-    match = _TRACEPARENT.fullmatch(header)
-    if match is None or len(header) > _MAX_TRACEPARENT_LENGTH or (header.startswith("00") and match["more"]):
-        return ""
-    return header
-
-
 def max_message_bytes(pools: Iterable[Pool], known_text: Callable[[PoolKey], ModelText | None]) -> MaxBytes:
     """What the longest message that a request for any of ``pools`` can need holds; the most if there are none.
 
@@ -614,9 +616,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         request.cache_salt = salt_in_domain(request.trust_domain, start.cache_salt)
     text = request.text = await context.texts.model_text(pool.key)
     check_chat_of_model(start, pool, text)
-    began = time.monotonic()
-    token_ids = request.prompt_token_ids = await tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
-    request.tokenize_s = time.monotonic() - began
+    token_ids = await _tokenize(request, context)
     await _guide(request, context)
     if request.held is not None and not isinstance(start.prompt, TokenPrompt):
         request.held.tokenized(len(token_ids))
@@ -645,6 +645,19 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     request.seed = secrets.randbits(64) if seed is None else seed
 
 
+async def _tokenize(request: RouterRequest, context: RouterContext) -> Sequence[int]:
+    """Tokenize it, in ``tokenize_s``. Raises as ``tokenize`` does."""
+    start, trace = request.start, request.trace
+    if trace is not None and not isinstance(start.prompt, TokenPrompt):
+        trace.prepare.begin("tokenize")
+    began, max_tokens = time.monotonic(), max_sequence_tokens(request.pool)
+    request.prompt_token_ids = await tokenize(start, request.text, max_tokens, context.tokenizing)
+    request.tokenize_s = time.monotonic() - began
+    if trace is not None:
+        trace.prepare.end()
+    return request.prompt_token_ids
+
+
 def _is_guided(start: GenerateStart) -> bool:
     """Whether its answer follows a grammar, must call tools, or must call them by their schemas if it does."""
     prompt = start.prompt
@@ -662,6 +675,8 @@ async def _guide(request: RouterRequest, context: RouterContext) -> None:
     start, text = request.start, request.text
     if not _is_guided(start):
         return
+    if request.trace is not None:
+        request.trace.prepare.begin("grammar")
     try:
         asked, grammars = start.sampling.guided, context.grammars
         if asked is not None and request.pool.sampling_fields >= LLGUIDANCE_FIELDS:
@@ -679,6 +694,8 @@ async def _guide(request: RouterRequest, context: RouterContext) -> None:
 async def _prepare_media(
     request: RouterRequest, arrived: ArrivedMedia, context: RouterContext, token_ids: Sequence[int], *, encodes: bool
 ) -> None:
+    if request.trace is not None:
+        request.trace.prepare.begin("media")
     named = MediaRequest(
         request_id=request.request_id,
         start=request.start,
@@ -688,6 +705,7 @@ async def _prepare_media(
         first_attempt=0 if request.resume is None else request.resume.attempt,
         deadline=request.deadline,
         trust_domain=request.trust_domain,
+        trace=request.trace,
     )
     request.media, prompt = await prepare_media(
         named, request.pool, request.text, token_ids, context.media, encodes=encodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from quartet.supervision import LoopWatch, Supervisor
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
 from quartet.telemetry.targets import Target
+from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
 from router.config import RouterConfig
@@ -67,6 +69,9 @@ _NUM_LISTENERS = 4
 class RouterProcess:
     """One router, from the start to the end of ``run``."""
 
+    #: What it is called in traces, after ``quartet-``.
+    traced_as = "router"
+
     def __init__(self, config: RouterConfig, on_failure: Callable[[], None] = lambda: None) -> None:
         """Open no port before ``run``; ``on_failure`` is called if it can't go on, before it drains.
 
@@ -89,6 +94,7 @@ class RouterProcess:
             )
         self._loop_watch = LoopWatch()
         self._readiness: Readiness | None = None
+        self._tracer: Tracer | None = None
         self._is_leaving = False
         self._openai_port = 0  # of HTTP, once it is served
         #: gRPC's ``host:port``, once ``run`` serves.
@@ -107,6 +113,7 @@ class RouterProcess:
         async with AsyncExitStack() as stack:
             peering = Peering(config, self._events_key)
             stack.callback(peering.close)
+            self._open_tracer(stack, peering.start_id)
             table = WorkerTable(peering.start_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             targets = partial(self._targets, table, peering)
             telemetry = TelemetryServer(config.http_address, self._registry, self._probes(), targets)
@@ -155,6 +162,15 @@ class RouterProcess:
                 await tasks.run_until(stop)
                 fleet.drain()
                 await asyncio.gather(peering.withdraw(), self._drain(server, servicer, pipeline, http))
+
+    def _open_tracer(self, stack: AsyncExitStack, router_id: str) -> None:
+        config = self._config
+        namespace, instance = config.server.namespace, config.router_id or router_id
+        self._tracer = open_tracer(
+            config.tracing, os.environ, role=self.traced_as, namespace=namespace, instance=instance
+        )
+        if self._tracer is not None:
+            stack.push_async_callback(self._tracer.close)
 
     def _follow_workers(
         self,
@@ -310,6 +326,7 @@ class RouterProcess:
                 tenants=self._tenants,
                 prompts=PromptMemory(config.admission, self._tenants),
                 prefill_pools=PrefillPools(config.prefill_pools, config.server.tls, config.discovery),
+                tracer=self._tracer,
             )
         )
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 
+from quartet.api.chat import ChatPrompt
 from quartet.api.output import ChoiceOutput
-from quartet.api.request import TIMES, ChoiceFinished, TimeBreakdown, Usage
+from quartet.api.request import TIMES, ChoiceFinished, GenerateStart, TimeBreakdown, Usage
 from quartet.api.reuse import Reuse
 from quartet.errors import ServingError
-from quartet.telemetry.logging import FinishedRequest, log_request
+from quartet.telemetry import span_names as names
+from quartet.telemetry.logging import MAX_FIELD_LENGTH, FinishedRequest, cut, log_request
 from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.tracing import Attribute, ids_of
 from router.policy.base import Placement
 from router.prepare import RouterRequest
 
@@ -76,8 +79,11 @@ class RequestLog:
         for outcome in outcomes:
             self._metrics.requests.count(outcome, model)
         used, longest, asked = _summed(usages), _longest(times), request.asked
+        trace_id, span_id = ids_of(request.traceparent)
         line = FinishedRequest(
             request_id=request.request_id,
+            trace_id=trace_id,
+            span_id=span_id,
             outcome=failure or ",".join(sorted(set(outcomes))) or "cancelled",
             path=self._path,
             tenant=asked.tenant,
@@ -110,6 +116,8 @@ class RequestLog:
             line.prefill_worker = "" if self.placement.prefill is None else self.placement.prefill.worker_id
             line.decode_worker = self.placement.decode.worker_id
         log_request(logger, line)
+        if request.trace is not None:
+            request.trace.end(_span_attributes(request, line, finished), longest.first_token_s, error)
 
     def _count_use(self, used: Usage, usages: Sequence[Usage], times: Sequence[TimeBreakdown]) -> None:
         """Count tokens and durations; ``times`` are empty if the router does not see the end."""
@@ -128,6 +136,47 @@ class RequestLog:
         for part, counter in self._metrics.reuse.items():
             if num_tokens := getattr(reuse, f"num_{part}_tokens"):
                 counter.inc(num_tokens)
+
+
+def _span_attributes(
+    request: RouterRequest, line: FinishedRequest, finished: Sequence[ChoiceFinished]
+) -> Mapping[str, Attribute]:
+    """The attributes of the request's span: what ``line`` says, in the words of OpenTelemetry where these have any."""
+    found: dict[str, Attribute | None] = {
+        **_asked_attributes(request),
+        names.PROVIDER: "quartet",
+        names.REQUEST_MODEL: cut(request.asked.model, MAX_FIELD_LENGTH),
+        names.RESPONSE_MODEL: line.model,
+        names.RESPONSE_ID: line.request_id,
+        names.FINISH_REASONS: sorted({str(one.reason) for one in finished}) or None,
+        names.NUM_CHOICES: line.num_choices if line.num_choices > 1 else None,
+        names.INPUT_TOKENS: line.num_prompt_tokens,
+        names.OUTPUT_TOKENS: line.num_output_tokens,
+        names.CACHE_READ_TOKENS: line.num_cached_tokens,
+        names.REQUEST_ID: line.request_id,
+        names.CLIENT_REQUEST_ID: line.client_request_id,
+        names.TENANT: line.tenant,
+        names.PATH: line.path,
+        names.OUTCOME: line.outcome,
+        names.NUM_ATTEMPTS: line.num_attempts,
+        names.PREFILL_WORKER: line.prefill_worker,
+        names.DECODE_WORKER: line.decode_worker,
+    }
+    return {name: value for name, value in found.items() if value is not None and value != ""}
+
+
+def _asked_attributes(request: RouterRequest) -> dict[str, Attribute | None]:
+    """What the client asked for, as far as it was read."""
+    start = vars(request).get("start")
+    if not isinstance(start, GenerateStart):
+        return {}
+    sampling = start.sampling
+    return {
+        names.OPERATION: "chat" if isinstance(start.prompt, ChatPrompt) else "text_completion",
+        names.MAX_TOKENS: sampling.max_tokens,
+        names.TEMPERATURE: sampling.temperature,
+        names.TOP_P: sampling.top_p,
+    }
 
 
 def _reuse(outputs: Collection[ChoiceOutput]) -> Reuse | None:

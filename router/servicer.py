@@ -25,6 +25,7 @@ from quartet.rpc.errors import public_error
 from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import Service, StalledCalls
 from quartet.streams.read_pace import ReadPace
+from quartet.telemetry.tracing import valid_traceparent
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router.config import CallLimits
@@ -32,7 +33,6 @@ from router.fleet import FetchedTexts
 from router.generate import GenerateRun, Pipeline
 from router.open_sessions import OpenSessions
 from router.prefill_for import PrefillFor
-from router.prepare import valid_traceparent
 from router.readiness import model_error
 from router.tenants import TenantNames
 from router.workers import Pool, WorkerTable

@@ -167,6 +167,11 @@ class ChoiceOutput:
         """Whether a stop string ended the choice."""
         return self._stop_string is not None
 
+    @property
+    def first_token_s(self) -> float | None:
+        """From arrival to the first token shown; ``None``: none was."""
+        return self._times.get("first_token_s")
+
     def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         """Take tokens, the first of them output token number ``offset``; drop those that are already here.
 

@@ -78,11 +78,12 @@ class RouterLink:
         return self._session.relay(start, answer, resume=resume, traceparent=traceparent, relayed=relayed)
 
     async def place(
-        self, start: GenerateStart, resume: Resume | None, relayed: Relayed, *, timeout_s: float
+        self, start: GenerateStart, resume: Resume | None, relayed: Relayed, *, traceparent: str = "", timeout_s: float
     ) -> PlacedRequest:
-        """Place a request. Raises ``ServingError``."""
+        """Place a request; an empty ``traceparent`` begins no trace. Raises ``ServingError``."""
         request = to_place_request(start, resume, relayed)
-        return from_place_response(await self._answer(self._stub.Place, request, timeout_s))
+        metadata = (("traceparent", traceparent),) if traceparent else ()
+        return from_place_response(await self._answer(self._stub.Place, request, timeout_s, metadata))
 
     async def explain(self, start: GenerateStart, *, timeout_s: float) -> Explanation:
         """Where the router would place a request. Raises ``ServingError``."""
@@ -159,11 +160,15 @@ class RouterLink:
                     raise RouterSilentError(f"the router at {self.address} says nothing") from None
 
     async def _answer(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Any, ResponseT], request: object, timeout_s: float
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Any, ResponseT],
+        request: object,
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...] = (),
     ) -> ResponseT:
         """The answer to one call. Raises ``ServingError``."""
         try:
-            call = method(request, timeout=timeout_s)
+            call = method(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.UsageError:
             raise self._closed_error() from None
         self._calls.add(call)

@@ -112,6 +112,7 @@ class Started:
         num_prompt_tokens: of a prompt with media that the engine laid out itself, else 0.
         num_evicted_tokens: tokens after the cached ones whose KV was in the cache lately; 0 also where that is unknown.
         onboard_s: seconds in which cached blocks came from tiers below the device.
+        queue_after_transfer_s: the part of ``queue_s`` that came after the pull; 0 also where that is unknown.
     """
 
     id: int
@@ -123,6 +124,7 @@ class Started:
     num_prompt_tokens: int = 0
     num_evicted_tokens: int = 0
     onboard_s: float = 0.0
+    queue_after_transfer_s: float = 0.0
 
 
 @dataclass(frozen=True)

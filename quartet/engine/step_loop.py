@@ -483,6 +483,7 @@ class OutputBuilder:
         """Remember what was pulled for a request."""
         times = self._times[id]
         times.transfer_s, times.transfer_bytes = result.duration_s, result.size_bytes
+        times.fetched_at = self._clock()
         times.transfer_way = result.way if result.size_bytes else None
 
     def take_load(self, id: int, duration_s: float) -> None:
@@ -505,6 +506,7 @@ class OutputBuilder:
                     times.transfer_way,
                     num_evicted_tokens=running.num_evicted_tokens,
                     onboard_s=times.onboard_s,
+                    queue_after_transfer_s=0.0 if times.fetched_at is None else now - times.fetched_at,
                 )
             )
 
@@ -619,6 +621,7 @@ class _Times:
     transfer_bytes: int = 0
     transfer_way: TransferWay | None = None
     onboard_s: float = 0.0
+    fetched_at: float | None = None
 
     @property
     def queue_s(self) -> float:

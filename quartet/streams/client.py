@@ -109,14 +109,16 @@ class DecodeCall(WorkerCall):
     Attributes:
         received_at: when the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet.
         take: brings tokens to the sink, as its ``take``; drops them once the decode is over or cancelled.
+        first_sent_at_unix_ns: when the worker had the first token; 0: it does not say, or has none.
     """
 
-    __slots__ = ("_outcome", "_sink", "received_at", "take")
+    __slots__ = ("_outcome", "_sink", "first_sent_at_unix_ns", "received_at", "take")
 
     def __init__(self, send_cancel: Callable[[SlotCall], None], sink: DecodeSink) -> None:
         """Nothing has come yet."""
         super().__init__(send_cancel)
         self.received_at: float | None = None
+        self.first_sent_at_unix_ns = 0
         self._sink = sink
         self.take: _Take = sink.take
         self._outcome: DecodeFinished | None = None
@@ -191,6 +193,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._make_own = partial(DecodeClient, worker_id, channel, on_broken)
         self._timeout_s = alone_for_s
+        self._has_traced = False  # whether a message may say when first tokens came
         # The task of a stream holds it while it runs.
         self._own: WeakSet[DecodeClient] = WeakSet()
 
@@ -203,6 +206,8 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
             own = self._make_own(alone_for_s=_alone_for_s(start))
             self._own.add(own)
             return own.start(start, sink)
+        if start.context.sent_at_unix_ns:
+            self._has_traced = True
         return self._begin(partial(DecodeCall, sink=sink), partial(_decode_messages, start))
 
     def start_signed(self, placement: SignedPlacement, sink: DecodeSink) -> DecodeCall:
@@ -227,6 +232,9 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         for report in response.prompt_logprobs:
             calls[report.slot].take_prompt_logprobs(from_prompt_logprobs(report.prompt_logprobs), now)
         take_tokens(calls, response, now)
+        if self._has_traced:
+            for first in response.first_tokens:
+                calls[first.slot].first_sent_at_unix_ns = first.sent_at_unix_ns
         for finished in response.finished:
             reason = from_engine_finish_reason(finished.reason)
             outcome = DecodeFinished(reason=reason, num_output_tokens=finished.num_output_tokens)

@@ -45,6 +45,7 @@ class RequestContext:
         router_id: the router that placed it, at most 64 bytes; empty: it came without one.
         router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
         trust_domain: id of the tenant's trust domain, part of media ids; empty: that of all tenants without one.
+        sent_at_unix_ns: when the sender made this, if it traces the request; 0: it does not.
 
     Raises:
         InvalidRequestError: with ``field`` = ``context.NAME``.
@@ -61,6 +62,7 @@ class RequestContext:
     router_id: str = ""
     router_request_number: int = 0
     trust_domain: str = ""
+    sent_at_unix_ns: int = 0
 
     def __post_init__(self) -> None:
         if self.request_id and not is_request_id(self.request_id):
@@ -137,6 +139,7 @@ class PrefillOutcome:
         media: where the items of that prompt lie.
         num_evicted_tokens: tokens after the cached ones that were cached lately.
         onboard_s: seconds in which cached blocks came from tiers below the device; 0: none did.
+        sent_at_unix_ns: when the worker had the token; 0: it does not trace the request.
     """
 
     token_id: int
@@ -151,6 +154,7 @@ class PrefillOutcome:
     prompt_logprobs: PromptLogprobs | None = None
     num_evicted_tokens: int = 0
     onboard_s: float = 0.0
+    sent_at_unix_ns: int = 0
 
 
 @dataclass(kw_only=True)

@@ -96,6 +96,7 @@ class DecodeOutbox:
         self._tokens_size_bytes = 0
         self._started: dict[int, decode_pb2.SlotStarted] = {}
         self._prompt_logprobs: dict[int, decode_pb2.SlotPromptLogprobs] = {}
+        self._first_tokens: dict[int, int] = {}
         self._finished: dict[int, decode_pb2.SlotFinished] = {}
         self._failures: dict[int, decode_pb2.SlotFailure] = {}
 
@@ -146,6 +147,10 @@ class DecodeOutbox:
         self._prompt_logprobs[slot] = to_slot_prompt_logprobs(slot, logprobs)
         self.ready.set()
 
+    def first_token(self, slot: int, sent_at_unix_ns: int) -> None:
+        """The first token of ``slot``, a traced request, was added just now."""
+        self._first_tokens[slot] = sent_at_unix_ns
+
     def finished(self, slot: int, finished: Finished) -> None:
         """Give ``slot`` its good end, behind the tokens that are pending for it."""
         self._finished[slot] = decode_pb2.SlotFinished(
@@ -188,6 +193,8 @@ class DecodeOutbox:
                 return message  # nor a token its prompt
         if self._step is not None or self._tokens:
             room = self._take_tokens(message, room)
+        if self._first_tokens:
+            room = self._take_first_tokens(message, room)
         if self._finished:
             finished, room = _first(self._finished, self._tokens, room)
             message.finished.extend(finished)
@@ -200,6 +207,7 @@ class DecodeOutbox:
         """The stream is gone: forget everything."""
         for pending in (self._tokens, self._started, self._prompt_logprobs, self._finished, self._failures):
             pending.clear()
+        self._first_tokens.clear()
         self._step = None
         self._tokens_size_bytes = 0
 
@@ -208,6 +216,15 @@ class DecodeOutbox:
         if self._step is not None:
             step, self._step = self._step, None
             self._tokens = {slot: _PendingTokens(offset, list(part), []) for slot, offset, part in step.parts()}
+
+    def _take_first_tokens(self, message: decode_pb2.DecodeResponse, room: int) -> int:
+        """Say when those came whose tokens are on their way; where there is no room, that is left out for good."""
+        for slot in [slot for slot in self._first_tokens if slot not in self._tokens]:
+            sent_at_unix_ns = self._first_tokens.pop(slot)
+            if room >= _SLOT_BYTES:
+                message.first_tokens.add(slot=slot, sent_at_unix_ns=sent_at_unix_ns)
+                room -= _SLOT_BYTES
+        return room
 
     def _take_tokens(self, message: decode_pb2.DecodeResponse, room: int) -> int:
         if self._tokens_size_bytes <= room:
@@ -261,10 +278,19 @@ class PrefillOutbox:
         return slot in self._outputs
 
     def prefilled(
-        self, slot: int, prefilled: Prefilled, hand_off: HandOff | None, expanded: Generation | None = None
+        self,
+        slot: int,
+        prefilled: Prefilled,
+        hand_off: HandOff | None,
+        expanded: Generation | None = None,
+        *,
+        sent_at_unix_ns: int = 0,
     ) -> None:
-        """Give ``slot`` its good end; ``expanded`` has its prompt where that is not as it came."""
-        result = to_prefill_result(prefilled, hand_off, expanded)
+        """Give ``slot`` its good end; ``expanded`` has its prompt where that is not as it came.
+
+        ``sent_at_unix_ns`` is now, or 0 if the request is not traced.
+        """
+        result = to_prefill_result(prefilled, hand_off, expanded, sent_at_unix_ns=sent_at_unix_ns)
         self._outputs[slot] = prefill_pb2.PrefillOutput(slot=slot, result=result)
         if hand_off is not None:
             self._holders[slot] = prefilled.id

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TextIO, TypeAlias
 
 from quartet.telemetry.log_writer import QueuedHandler
@@ -21,10 +23,16 @@ from quartet.telemetry.log_writer import QueuedHandler
 _FIELDS_KEY = "quartet_fields"
 _SEPARATORS = frozenset(' "=')
 
-# Characters of one field, of a message and of a traceback that are written at most.
-_MAX_FIELD_LENGTH, _MAX_MESSAGE_LENGTH, _MAX_TRACE_LENGTH = 256, 8_192, 16_384
+#: Characters of one field that are written at most.
+MAX_FIELD_LENGTH = 256
+
+# Of a message and of a traceback.
+_MAX_MESSAGE_LENGTH, _MAX_TRACE_LENGTH = 8_192, 16_384
 
 FieldValue: TypeAlias = str | int | float
+
+# Of the task that logs; a handler formats lines where they are logged.
+_trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace ids", default=MappingProxyType({}))
 
 
 class LogLevel(StrEnum):
@@ -59,6 +67,7 @@ class FinishedRequest:
         request_id: its name in every message, log line and span.
         outcome: its finish reasons, or its error's reason, in lower case.
         model: the pool that served it.
+        trace_id, span_id: of its W3C trace context, if it has one.
         path: how its client gets the tokens, where that is not by the call itself.
         client_request_id: the client's own name for it.
         encode_worker: the worker that encoded its media; left out where the worker that computed the prompt did.
@@ -83,6 +92,8 @@ class FinishedRequest:
 
     request_id: str
     outcome: str
+    trace_id: str = ""
+    span_id: str = ""
     model: str = ""
     path: str = ""
     tenant: str = ""
@@ -134,13 +145,24 @@ def log_request(logger: logging.Logger, request: FinishedRequest) -> None:
         kind = type(value)
         if kind is float:
             value = round(value, 6)
-        elif kind is str and len(value) > _MAX_FIELD_LENGTH:
-            value = cut(value, _MAX_FIELD_LENGTH)
+        elif kind is str and len(value) > MAX_FIELD_LENGTH:
+            value = cut(value, MAX_FIELD_LENGTH)
         shown[name] = value
     # `info` would look up the caller, which is not shown and costs as much as the rest.
     logger.handle(
         logger.makeRecord(logger.name, logging.INFO, "", 0, "request finished", (), None, extra={_FIELDS_KEY: shown})
     )
+
+
+def name_trace(trace_id: str, span_id: str) -> Callable[[], None]:
+    """Let JSON lines that the current task logs, and tasks that it starts, have these ids.
+
+    Returns:
+        What ends that. A task may be started for one request and go on for others.
+    """
+    ids = {"trace_id": trace_id, "span_id": span_id}
+    _trace_ids.set(ids)
+    return ids.clear
 
 
 def cut(text: str, max_length: int) -> str:
@@ -174,6 +196,7 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": _message(record),
+            **_trace_ids.get(),
             **_fields_of(record),
         }
         trace = _trace(self, record)

@@ -210,6 +210,7 @@ class DecodeResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that got tokens. Empty: none did."""
@@ -250,6 +251,12 @@ class DecodeResponse(_message.Message):
         Empty: no prompt's are complete.
         """
 
+    @_builtins.property
+    def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotFirstToken]:
+        """When first tokens left the engine, of requests that the worker traces, where the start's context has
+        `sent_at_unix_ns` and no hand-off came with it. Empty: there are no such tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -262,14 +269,41 @@ class DecodeResponse(_message.Message):
         finished: _abc.Iterable[Global___SlotFinished] | None = ...,
         failures: _abc.Iterable[Global___SlotFailure] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___SlotPromptLogprobs] | None = ...,
+        first_tokens: _abc.Iterable[Global___SlotFirstToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "started", b"started", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "finished", b"finished", "first_tokens", b"first_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "started", b"started", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class SlotFirstToken(_message.Message):
+    """The first token of an attempt that computes its prompt here; it is in this message or in one before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_NS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The request. Always set."""
+    sent_at_unix_ns: _builtins.int
+    """Unix time in nanoseconds. Always set."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        sent_at_unix_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_at_unix_ns", b"sent_at_unix_ns", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotFirstToken: _TypeAlias = SlotFirstToken  # noqa: Y015
 
 @_typing.final
 class SlotPromptLogprobs(_message.Message):

@@ -186,6 +186,7 @@ class PrefillResult(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     ONBOARD_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_NS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token sampled after the last one given. The router shows it at once. Always set."""
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -199,6 +200,10 @@ class PrefillResult(_message.Message):
     num_evicted_tokens: _builtins.int
     """Prompt tokens that follow the cached ones and were cached until their blocks were evicted, lately. 0: none, or the
     engine or the worker's version does not say.
+    """
+    sent_at_unix_ns: _builtins.int
+    """Unix time in nanoseconds at which the worker had the token, where it traces the request and the start's context has
+    `sent_at_unix_ns`. 0: otherwise.
     """
     @_builtins.property
     def logprobs(self) -> _types_pb2.TokenLogprobs:
@@ -245,10 +250,11 @@ class PrefillResult(_message.Message):
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
         num_evicted_tokens: _builtins.int = ...,
         onboard: _duration_pb2.Duration | None = ...,
+        sent_at_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "hand_off", b"hand_off", "logprobs", b"logprobs", "onboard", b"onboard", "prompt_logprobs", b"prompt_logprobs", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "media", b"media", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "onboard", b"onboard", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "media", b"media", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "onboard", b"onboard", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "queue", b"queue", "sent_at_unix_ns", b"sent_at_unix_ns", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

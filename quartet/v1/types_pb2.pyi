@@ -125,6 +125,7 @@ class RequestContext(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ROUTER_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     TRUST_DOMAIN_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_NS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in every message, log line and span: 32 lower-case hexadecimal digits (128 bits), made by the
     router. Empty: the worker draws one.
@@ -151,6 +152,10 @@ class RequestContext(_message.Message):
     """Id of the tenant's trust domain, part of the ids of the request's media; the router has put it into the cache salt
     too. At most 256 characters. Empty: that of all tenants for which no other is configured.
     """
+    sent_at_unix_ns: _builtins.int
+    """Unix time in nanoseconds at which the sender made this, if it traces the request: the receiver's spans then show the
+    way here. A signed start carries when it was signed. 0: it does not.
+    """
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Time left for the whole request, not a clock time. Absent: no limit but the server's own."""
@@ -169,10 +174,11 @@ class RequestContext(_message.Message):
         router_id: _builtins.str = ...,
         router_request_number: _builtins.int = ...,
         trust_domain: _builtins.str = ...,
+        sent_at_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "router_request_number", b"router_request_number", "session_key", b"session_key", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent", "trust_domain", b"trust_domain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "router_request_number", b"router_request_number", "sent_at_unix_ns", b"sent_at_unix_ns", "session_key", b"session_key", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent", "trust_domain", b"trust_domain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -150,7 +150,13 @@ class RelayPlace:
         terms = Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill)
         with self._chooser.pools.relaying(chosen.serving):
             link = chosen.serving.next_link()
-            placed = await link.place(request.start, request.resume, terms, timeout_s=left_s(request))
+            placed = await link.place(
+                request.start,
+                request.resume,
+                terms,
+                traceparent=request.traceparent,
+                timeout_s=left_s(request),
+            )
         namer = Namer(chosen.serving.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
         placed = replace(placed, choices=tuple(map(namer.placed, placed.choices)))
         first = placed.choices[0].placement

@@ -25,6 +25,8 @@ from router.workers import WorkerTable
 class GlobalRouterProcess(RouterProcess):
     """One global router, from the start to the end of ``run``."""
 
+    traced_as = "global-router"
+
     def __init__(self, config: GlobalRouterConfig, on_failure: Callable[[], None] = lambda: None) -> None:
         """Open no port before ``run``; see ``RouterProcess``.
 

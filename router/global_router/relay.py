@@ -7,6 +7,7 @@ one a request, however many tokens each has; they are joined again with those of
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -171,12 +172,15 @@ class RelayRun(GenerateRun):
         text_options = replace(request.start.text_options, omit_token_ids=False)
         start = replace(request.start, timeout_s=left_s(request), text_options=text_options)
         leg = _Leg(self, pool.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
+        hop, traceparent = None, request.traceparent
+        if request.trace is not None:
+            hop, traceparent = request.trace.begin_relay(pool.namespace)
         with self._chooser.pools.relaying(pool):
             call = pool.next_link().start(
                 start,
                 leg,
                 resume=self._resume(choice),
-                traceparent=request.traceparent,
+                traceparent=traceparent,
                 relayed=Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill),
             )
             self._calls.add(call)
@@ -185,6 +189,8 @@ class RelayRun(GenerateRun):
             try:
                 await leg.ended
             finally:
+                if hop is not None:
+                    hop.end(sys.exception())
                 self._calls.discard(call)
                 # Harmless after its end. Else nothing more comes, whether the pool still answers or not.
                 call.drop(RequestCancelledError("the request has ended"))

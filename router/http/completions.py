@@ -135,7 +135,13 @@ class _Runs:
         # It is still the turn in which the last of its body was parsed. Further prompts have turns of their own.
         starts[0].has_entered = True
         self._runs: list[GenerateRun] = [
-            pipeline.generate(start, answer, traceparent=caller.traceparent, on_queued=answer.queue)
+            pipeline.generate(
+                start,
+                answer,
+                traceparent=caller.traceparent,
+                on_queued=answer.queue,
+                received_at=caller.received_at,
+            )
             for start, answer in zip(starts, answers, strict=True)
         ]
         self.request_id = self._runs[0].request_id

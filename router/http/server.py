@@ -24,6 +24,7 @@ from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import raise_file_limit
 from quartet.telemetry.http import Exposition
 from quartet.telemetry.targets import TARGETS_PATH, Target, render_targets
+from quartet.telemetry.tracing import valid_traceparent
 from router.client_address import client_address
 from router.generate import Pipeline
 from router.http.body import Bodies
@@ -36,7 +37,6 @@ from router.http.events import SERVER_NAME
 from router.http.keys import ApiKeys, Certificates
 from router.http.models import count_tokens, detokenize, health, list_models, show_model, tokenize_text
 from router.page.page import Page
-from router.prepare import valid_traceparent
 
 logger = logging.getLogger(__name__)
 

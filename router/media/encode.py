@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from router.fleet import Hops, RenewedHandOff
 from router.kv_index.index import PrefixIndex
 from router.lost_workers import LostWorkers
 from router.media.encode_queue import EncodeNeed, EncodePlaces, EncodeQueue
+from router.request_trace import RequestTrace
 from router.workers import PoolKey, WorkerTable
 
 # For how long a worker that was sent an item counts as having it, until its KV events say so.
@@ -205,6 +207,7 @@ class EncodeOrder:
         tenant, priority: of the request.
         deadline: of the request, monotonic seconds.
         avoid: ids of workers that failed it; each failure adds one.
+        trace: of the request; ``None``: it makes no spans.
     """
 
     pool: PoolKey
@@ -216,6 +219,7 @@ class EncodeOrder:
     deadline: float
     priority: int = 0
     avoid: set[str] = field(default_factory=set)
+    trace: RequestTrace | None = None
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -308,6 +312,8 @@ class Encoding:
         tools, rank = self._tools, places.rank
         renewed: list[RenewedHandOff] = []
         call, self.rank = None, rank
+        start = self._start(places.booking)
+        hop = None if self._order.trace is None else self._order.trace.begin_encode(start.context, rank.worker_id)
 
         def keep(hand_off: HandOff) -> None:
             renewed.append(tools.hops.renew(hand_off))
@@ -315,7 +321,7 @@ class Encoding:
 
         try:
             async with asyncio.timeout(tools.timeout_s):
-                call = tools.hops.encode(rank, self._start(places.booking), keep)
+                call = tools.hops.encode(rank, start, keep)
                 for item_hash in self._hashes:
                     tools.index.predict(rank, (item_hash,), time.monotonic() + _PREDICTION_LIFE_S)
                 self._learn(sizes := await call.sizes())
@@ -325,6 +331,8 @@ class Encoding:
         except TimeoutError as error:
             raise WorkerUnavailableError(f"worker {rank.worker_id} did not encode in time") from error
         finally:
+            if hop is not None:
+                hop.end(sys.exception())
             if call is not None:
                 call.cancel()
             for one in renewed:

@@ -32,6 +32,7 @@ from router.media.config import MediaConfig
 from router.media.encode import EncodeOrder, EncodeTools, Encoding, KnownSizes, ReadyInputs, client_error
 from router.media.fetch import check_parts, scheme_of
 from router.media.queue import MediaOrder, MediaQueue, MediaRoom
+from router.request_trace import RequestTrace
 from router.workers import MediaWay, Pool, PoolKey, needs_of
 
 #: How often what came in a unary call is in memory until its handler returns: as bytes, as the message parsed from
@@ -100,6 +101,7 @@ class MediaRequest:
     arrived: ArrivedMedia
     worker_priority: int
     traceparent: str
+    trace: RequestTrace | None = None
     first_attempt: int
     deadline: float
     trust_domain: str = ""
@@ -468,6 +470,7 @@ def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fie
         tenant=start.tenant,
         priority=start.priority,
         deadline=request.deadline,
+        trace=request.trace,
     )
 
 

@@ -32,9 +32,11 @@ from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload, Payload
 from quartet.streams.encode_server import EncodeOutbox
-from quartet.streams.messages import EncodedItem, EncodeStart
+from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
+from quartet.telemetry import span_names as names
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
+from quartet.telemetry.tracing import Tracer
 from quartet.transfer.base import BlockMemory
 from quartet.transfer.source import TransferSource
 from services.encode.servicer import encode_service
@@ -42,6 +44,7 @@ from services.workers.embedding_store import EmbeddingStore, Hold
 from services.workers.files import FileEncoder, SizedItem
 from services.workers.media import TowerQueue, WaitingMedia
 from services.workers.parts import EncoderFactory, Serving, Surroundings
+from services.workers.request_trace import WorkerTrace, begin_trace
 from services.workers.requests import BookedRequest, HandOffSource, Progress, RequestBook, named
 
 #: Items of one start, at most.
@@ -105,6 +108,7 @@ class EncodeParts:
             ),
             max_running=max_running(config.encoder),
             on_change=reports.changed,
+            tracer=self._surroundings.tracer,
         )
         metrics.watch_tower(self._encoder.stats)
         metrics.watch_pool(lambda: pool.counts)
@@ -173,6 +177,7 @@ class EncodeDispatcher(RequestBook[_Running]):
         tower_queue: TowerQueue,
         max_running: int = 0,
         on_change: Callable[[], None] = lambda: None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Encode on ``encoder`` by way of ``files``, into ``store``, and offer the results by ``source``.
 
@@ -187,8 +192,9 @@ class EncodeDispatcher(RequestBook[_Running]):
             tower_queue: counts and bounds the items that are not encoded yet.
             max_running: how many of them routers may send at a time, for the load report; 0: it does not say.
             on_change: called when the load has changed by more than the pool.
+            tracer: traces requests; ``None``: nothing does.
         """
-        super().__init__(metrics)
+        super().__init__(metrics, tracer)
         self._encoder = encoder
         self._files = files
         self._store = store
@@ -242,8 +248,10 @@ class EncodeDispatcher(RequestBook[_Running]):
         # The load shows its items at once.
         self.starts.count_in(context.router_id, context.router_request_number)
         self._check_takes(start)
+        context = named(context)
         running = _Running(
-            context=named(context),
+            context=context,
+            trace=self._begin_trace(context, len(start.items)),
             num_prompt_tokens=None,
             start=start,
             outbox=outbox,
@@ -254,6 +262,13 @@ class EncodeDispatcher(RequestBook[_Running]):
         self._on_change()
         async with self._ending(id, running), asyncio.timeout(context.timeout_s):
             await self._run(running)
+
+    def _begin_trace(self, context: RequestContext, num_items: int) -> WorkerTrace | None:
+        if self._tracer is None or (trace := begin_trace(self._tracer, "encode", context)) is None:
+            return None
+        worker_trace = WorkerTrace(trace, context, time.monotonic())
+        worker_trace.note({names.NUM_ITEMS: num_items})
+        return worker_trace
 
     def withdraw(self, holder: int) -> None:
         """End the hand-off of ``holder``: its ticket was not sent."""
@@ -345,23 +360,26 @@ class EncodeDispatcher(RequestBook[_Running]):
 
     @asynccontextmanager
     async def _ending(self, id: int, running: _Running) -> AsyncIterator[None]:
-        outcome = "encoded"
+        failure: ServingError | None = None
         try:
             yield
         except TimeoutError:
-            outcome = RequestTimeoutError.reason.lower()
-            raise RequestTimeoutError("the request's timeout ran out") from None
+            failure = RequestTimeoutError("the request's timeout ran out")
+            raise failure from None
         except asyncio.CancelledError:
-            outcome = RequestCancelledError.reason.lower()
+            failure = RequestCancelledError("cancelled by the caller")
             if running.ends_with is not None:
                 raise running.ends_with from None
             raise
         except ServingError as error:
-            outcome = error.reason.lower()
+            failure = error
             raise
         finally:
             running.waiting.leave_all()
-            self._finish(id, outcome)
+            if running.trace is not None:
+                running.trace.note({names.NUM_ENCODED_ITEMS: len(running.times)})
+            self._finish(id, "encoded" if failure is None else failure.reason.lower(), failure)
+            del failure  # its frames know this one
             self._on_change()
 
 

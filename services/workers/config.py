@@ -16,6 +16,7 @@ from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.logging import LogConfig
+from quartet.telemetry.tracing import TracingConfig
 from quartet.text.parse import NO_PARSER, choose_parsers
 from quartet.transfer.config import TransferConfig
 
@@ -75,6 +76,7 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
     log: LogConfig = field(default_factory=LogConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     signing_keys_file: Path | None = None
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0

@@ -33,8 +33,11 @@ from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payloa
 from quartet.streams.convert.messages import to_engine_request
 from quartet.streams.messages import MAX_UNCHUNKED_BYTES, RequestContext, WorkerStart
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
+from quartet.telemetry import span_names
 from quartet.telemetry.metrics import WorkerMetrics
+from quartet.telemetry.tracing import Tracer
 from services.workers.media import MediaGate, MediaStage, ReadyMedia
+from services.workers.request_trace import GenerationTrace, begin_trace
 from services.workers.requests import BookedRequest, HandOffSource, Progress, RequestBook, named
 
 OutboxT = TypeVar("OutboxT", DecodeOutbox, PrefillOutbox)
@@ -63,6 +66,7 @@ class Running(BookedRequest, Generic[OutboxT]):
     expanded: Generation | None = None
     media_s: float = 0.0
     media_ids: tuple[bytes, ...] = ()
+    trace: GenerationTrace | None = None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -73,10 +77,18 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
     """
 
     def __init__(
-        self, engine: Engine, kind: RequestKind, metrics: WorkerMetrics, media: MediaStage | None = None
+        self,
+        engine: Engine,
+        kind: RequestKind,
+        metrics: WorkerMetrics,
+        media: MediaStage | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """Run requests of ``kind`` on ``engine``, which is started. ``media`` prepares media; ``None``: refused."""
-        super().__init__(metrics)
+        """Run requests of ``kind`` on ``engine``, which is started.
+
+        ``media`` prepares media; ``None``: they are refused. ``tracer`` traces requests; ``None``: nothing does.
+        """
+        super().__init__(metrics, tracer)
         self._engine = engine
         self._kind = kind
         self._media = None
@@ -150,7 +162,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         error = failed.error
         if running is not None and running.ends_with is not None and isinstance(error, RequestCancelledError):
             error = running.ends_with
-        self._end(failed.id, error.reason.lower(), has_ended_well=False)
+        self._end(failed.id, error.reason.lower(), error)
         if running is not None and running.outbox is not None:
             running.outbox.failed(running.slot, error)
 
@@ -164,9 +176,11 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         if key in self._keys:
             raise DuplicateRequestError(f"request {context.request_id} attempt {context.attempt} runs already")
         id = next(self._ids)
+        trace = None if self._tracer is None else self._begin_trace(self._tracer, context, start)
         request = to_engine_request(id, self._kind, start)
         running = Running(
             context=context,
+            trace=trace,
             num_prompt_tokens=len(start.generation.prompt_token_ids),
             is_signed=start.is_signed,
             slot=slot,
@@ -188,11 +202,24 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             running.timer = asyncio.get_running_loop().call_later(context.timeout_s, self._time_out, id)
         return id
 
+    def _begin_trace(self, tracer: Tracer, context: RequestContext, start: WorkerStart) -> GenerationTrace | None:
+        start.context, arrived_at = context, time.monotonic()  # the engine may have spans of its own
+        trace = begin_trace(tracer, self._kind.value, context)
+        if trace is None:
+            return None
+        source, generation = "" if start.hand_off is None else start.hand_off.worker_id, start.generation
+        running_trace = GenerationTrace(trace, context, arrived_at, source, is_signed=start.is_signed)
+        num_tokens = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
+        running_trace.note({span_names.NUM_TOKENS: num_tokens})
+        return running_trace
+
     def _media_ready(self, id: int, ready: ReadyMedia) -> None:
         running = self._running[id]
         request, running.request = running.request, None
         assert request is not None, "the engine does not have it yet"
         running.media_s = time.monotonic() - running.arrived_at
+        if running.trace is not None:
+            running.trace.media_ready()
         running.num_prompt_tokens = len(ready.generation.prompt_token_ids)
         running.media_ids = ready.media_ids
         if ready.is_expanded:
@@ -219,13 +246,13 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             running.ends_with = RequestTimeoutError("the request's timeout ran out")
             self._stop(id)
 
-    def _end(self, id: int, outcome: str, *, has_ended_well: bool = True) -> Running[OutboxT] | None:
-        running = self._finish(id, outcome)
+    def _end(self, id: int, outcome: str, error: ServingError | None = None) -> Running[OutboxT] | None:
+        running = self._finish(id, outcome, error)
         if running is None:
             return None
         self._keys.discard(_key(running.context))
         if self._media is not None and running.has_media:
-            self._media.end(id, has_ended_well=has_ended_well)
+            self._media.end(id, has_ended_well=error is None)
         self._count_end(running.context, self._num_signed_tokens.pop(id, None))
         if running.timer is not None:
             running.timer.cancel()
@@ -243,9 +270,17 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
 class DecodeDispatcher(Dispatcher[DecodeOutbox]):
     """Requests of Decode streams."""
 
-    def __init__(self, engine: Engine, metrics: WorkerMetrics, media: MediaStage | None = None) -> None:
-        """Decode on ``engine``, which is started; ``media`` as for ``Dispatcher``."""
-        super().__init__(engine, RequestKind.DECODE, metrics, media)
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: WorkerMetrics,
+        media: MediaStage | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """Decode on ``engine``, which is started; ``media`` and ``tracer`` as for ``Dispatcher``."""
+        super().__init__(engine, RequestKind.DECODE, metrics, media, tracer)
+        # Traced requests that have started and have no token yet.
+        self._awaited: dict[int, GenerationTrace] = {}
 
     def new_outbox(self) -> DecodeOutbox:
         """An outbox for a new stream."""
@@ -262,7 +297,11 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
                 running.outbox.prompt_logprobs(running.slot, report.logprobs)
         if step.logprobs or not self._route_whole(step):
             self._route_parts(step)
+        if self._awaited:
+            self._route_first_tokens(step)
         for finished in step.finished:
+            if (ending := self._running.get(finished.id)) is not None and ending.trace is not None:
+                ending.trace.note({span_names.OUTPUT_TOKENS: finished.num_output_tokens})
             running = self._end(finished.id, finished.reason.value)
             if running is not None and running.outbox is not None:
                 running.outbox.finished(running.slot, finished)
@@ -272,10 +311,24 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
             if id in self._num_signed_tokens:
                 self._num_signed_tokens[id] = offset + num_tokens
 
+    def _route_first_tokens(self, step: StepOutput) -> None:
+        for id in self._awaited.keys() & step.ids:
+            trace, running = self._awaited.pop(id), self._running.get(id)
+            at_unix_ns = trace.first_token()
+            if running is not None and running.outbox is not None and trace.reports_first_token:
+                running.outbox.first_token(running.slot, at_unix_ns)
+
+    def _route_failed(self, failed: Failed) -> None:
+        self._awaited.pop(failed.id, None)
+        super()._route_failed(failed)
+
     def _route_started(self, started: Started) -> None:
         running = self._running.get(started.id)
         if running is None:
             return
+        if running.trace is not None:
+            running.trace.started(started)
+            self._awaited[started.id] = running.trace
         # The load does not count the blocks of a waiting request. From its first step on it counts them all.
         counted_in = self.placements.start if running.is_signed else self.starts.count_in
         counted_in(running.context.router_id, running.context.router_request_number)
@@ -319,12 +372,13 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
         engine_name: str,
         metrics: WorkerMetrics,
         media: MediaStage | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """Prefill on ``engine``, which is started, and offer the blocks by ``source``; ``media`` as for ``Dispatcher``.
+        """Prefill on ``engine``, which is started, and offer the blocks by ``source``; the rest as for ``Dispatcher``.
 
         Opaque hand-offs carry ``engine_name``: only that engine can read them.
         """
-        super().__init__(engine, RequestKind.PREFILL, metrics, media)
+        super().__init__(engine, RequestKind.PREFILL, metrics, media, tracer)
         self._source = source
         self._engine_name = engine_name
 
@@ -338,6 +392,9 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
             self._route_prefilled(prefilled)
 
     def _route_prefilled(self, prefilled: Prefilled) -> None:
+        ending, sent_at_unix_ns = self._running.get(prefilled.id), 0
+        if ending is not None and ending.trace is not None:
+            sent_at_unix_ns = ending.trace.prefilled(prefilled)
         running = self._end(prefilled.id, "prefilled")
         if running is not None and running.media_s:
             prefilled = replace(prefilled, queue_s=prefilled.queue_s + running.media_s)
@@ -351,7 +408,8 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
             self._engine.release(prefilled.id)
             running.outbox.failed(running.slot, error)
         else:
-            running.outbox.prefilled(running.slot, prefilled, hand_off, _expanded(running, prefilled))
+            expanded = _expanded(running, prefilled)
+            running.outbox.prefilled(running.slot, prefilled, hand_off, expanded, sent_at_unix_ns=sent_at_unix_ns)
 
     def _offer(self, prefilled: Prefilled) -> HandOff:
         payload: Payload

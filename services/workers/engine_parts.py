@@ -123,10 +123,10 @@ class EngineParts:
         await self._puller.close()
 
     def _dispatcher(self, source: TransferSource, media: MediaStage | None) -> DecodeDispatcher | PrefillDispatcher:
-        metrics = self._surroundings.metrics
+        metrics, tracer = self._surroundings.metrics, self._surroundings.tracer
         if self._surroundings.role is Role.PREFILL:
-            return PrefillDispatcher(self._engine, source, self._config.engine.kind, metrics, media)
-        return DecodeDispatcher(self._engine, metrics, media)
+            return PrefillDispatcher(self._engine, source, self._config.engine.kind, metrics, media, tracer)
+        return DecodeDispatcher(self._engine, metrics, media, tracer)
 
     def _service(self, dispatcher: DecodeDispatcher | PrefillDispatcher) -> Service:
         limits = self._config.streams.for_model(self._engine.capabilities.max_model_len)

@@ -19,6 +19,7 @@ from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.rpc.channels import Dialer
 from quartet.rpc.server import Service
 from quartet.telemetry.metrics import WorkerMetrics
+from quartet.telemetry.tracing import Tracer
 from quartet.transfer.base import BlockMemory, EmbeddingMemory, FetchResult, Puller
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.source import TransferSource
@@ -48,6 +49,7 @@ class Surroundings:
     host: HostIdentity
     registry: CollectorRegistry
     metrics: WorkerMetrics
+    tracer: Tracer | None = None
     transfers: TransferTotals = field(default_factory=TransferTotals)
 
     def puller(self) -> TransferPuller:

@@ -37,6 +37,7 @@ from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
+from quartet.telemetry.tracing import open_tracer
 from quartet.telemetry.vllm_names import show_worker_as_vllm
 from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
 from quartet.transfer.cuda.lent import CudaServer
@@ -180,6 +181,7 @@ class WorkerProcess:
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
             self._watch_gpus()
+            self._open_tracer(stack)
             if not await is_done_before(stop, self._find_model()):
                 return
             parts = self._make_parts()
@@ -194,6 +196,19 @@ class WorkerProcess:
             # TensorRT-LLM runs on all GPUs that it sees.
             number = engine.device.partition(":")[2] if engine.kind is EngineKind.TORCH else ""
             watch_gpus(self._registry, os.environ.get("CUDA_VISIBLE_DEVICES"), int(number) if number else None)
+
+    def _open_tracer(self, stack: AsyncExitStack) -> None:
+        config, surroundings = self._config, self._surroundings
+        tracer = open_tracer(
+            config.tracing,
+            os.environ,
+            role=self._role,
+            namespace=config.server.namespace,
+            instance=surroundings.worker_id,
+        )
+        if tracer is not None:
+            stack.push_async_callback(tracer.close)
+            self._surroundings = replace(surroundings, tracer=tracer)
 
     async def _find_model(self) -> None:
         self._model = await find_model(self._config)

@@ -25,6 +25,8 @@ from quartet.kvcache.layout import HandOff, Payload
 from quartet.streams.messages import RequestContext
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import WorkerMetrics
+from quartet.telemetry.tracing import Tracer, ids_of
+from services.workers.request_trace import WorkerTrace
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +94,14 @@ class BookedRequest:
         num_prompt_tokens: for the log; ``None``: the request has no prompt.
         arrived_at: in monotonic seconds.
         ends_with: why the worker itself ends it early; ``None``: it does not.
+        trace: makes its spans; ``None``: it makes none.
     """
 
     context: RequestContext
     num_prompt_tokens: int | None
     arrived_at: float = field(default_factory=time.monotonic)
     ends_with: ServingError | None = None
+    trace: WorkerTrace | None = None
 
 
 RequestT = TypeVar("RequestT", bound=BookedRequest)
@@ -113,9 +117,10 @@ class RequestBook(ABC, Generic[RequestT]):
         placements: by router, what became of the starts that it placed for clients lately.
     """
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        """Begin empty; ``metrics`` counts the requests that end."""
+    def __init__(self, metrics: WorkerMetrics, tracer: Tracer | None = None) -> None:
+        """Begin empty; ``metrics`` counts the requests that end, ``tracer`` traces them (``None``: nothing does)."""
         self._metrics = metrics
+        self._tracer = tracer
         self._running: dict[int, RequestT] = {}
         self._ids = itertools.count(1)
         self.starts = CountedStarts()
@@ -175,24 +180,29 @@ class RequestBook(ABC, Generic[RequestT]):
         self._running[id] = request
         self._idle.clear()
 
-    def _finish(self, id: int, outcome: str) -> RequestT | None:
-        """Remove, count and log a request; ``None``: it does not run."""
+    def _finish(self, id: int, outcome: str, error: ServingError | None = None) -> RequestT | None:
+        """Remove, count, log and trace a request, which failed with ``error``; ``None``: it does not run."""
         request = self._running.pop(id, None)
         if request is None:
             return None
         if not self._running:
             self._idle.set()
         self._metrics.requests.labels(outcome).inc()
+        trace_id, span_id = ids_of(request.context.traceparent)
         log_request(
             logger,
             FinishedRequest(
                 request_id=request.context.request_id,
                 outcome=outcome,
+                trace_id=trace_id,
+                span_id=span_id,
                 tenant=request.context.tenant,
                 num_prompt_tokens=request.num_prompt_tokens,
                 total_s=time.monotonic() - request.arrived_at,
             ),
         )
+        if request.trace is not None:
+            request.trace.end(outcome, error)
         return request
 
 

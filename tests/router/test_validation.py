@@ -16,7 +16,6 @@ from quartet.text.chat_message import ChatMessage, Tool
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.json_object import JsonObject
 from quartet.text.tokenizer import SpecialTokens
-from router.prepare import valid_traceparent
 from tests.router.fakes import MODEL_TEXT, Fleet, collect
 from tests.router.test_generate import make_start
 
@@ -174,31 +173,3 @@ async def test_before_any_worker_came_models_are_not_known_now(model: str) -> No
     with pytest.raises(errors.ModelUnavailableError) as caught:
         await collect(Fleet().generate(make_start(model=model)))
     assert caught.value.retry_delay_s
-
-
-_TRACE = f"{'0af7' * 8}-{'b7ad' * 4}"
-
-
-@pytest.mark.parametrize("header", [f"00-{_TRACE}-01", f"cc-{_TRACE}-00", f"cc-{_TRACE}-00-what-will-be"])
-def test_a_trace_context_is_passed_on_as_it_came(header: str) -> None:
-    assert valid_traceparent(header) == header
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "",
-        "x" * 300,
-        f"00-{_TRACE}",
-        f"00-{_TRACE}-01\n",
-        f"00-{_TRACE.upper()}-01",
-        f"00-{_TRACE}-01-more",
-        f"cc-{_TRACE}-01.more",
-        f"cc-{_TRACE}-01-{'x' * 300}",
-        f"ff-{_TRACE}-01",
-        f"00-{'0' * 32}-{'b7ad' * 4}-01",
-        f"00-{'0af7' * 8}-{'0' * 16}-01",
-    ],
-)
-def test_a_malformed_trace_context_is_ignored(header: str) -> None:
-    assert valid_traceparent(header) == ""

@@ -85,6 +85,7 @@ CONTEXTS = st.builds(
     router_id=st.text(st.characters(exclude_categories=["Cs"]), max_size=16),
     router_request_number=U64,
     trust_domain=TEXT,
+    sent_at_unix_ns=U64,
 )
 LAYOUTS = st.builds(
     KvLayout,

@@ -6,6 +6,7 @@ The tables below say of each field that clients send whether it is taken, ignore
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,7 @@ class Caller:
         client_request_id: the client's own name for the request; empty: none.
         session_key: shared by the requests of a conversation; empty: none.
         traceparent: W3C trace context; empty: no trace.
+        received_at: when its head was read, in monotonic seconds.
     """
 
     tenant: str = ""
@@ -147,6 +149,7 @@ class Caller:
     client_request_id: str = ""
     session_key: str = ""
     traceparent: str = ""
+    received_at: float = field(default_factory=time.monotonic)
 
     @property
     def payer(self) -> str:

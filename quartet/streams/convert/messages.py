@@ -152,6 +152,7 @@ def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
         router_id=message.router_id,
         router_request_number=message.router_request_number,
         trust_domain=message.trust_domain,
+        sent_at_unix_ns=message.sent_at_unix_ns,
     )
 
 
@@ -344,12 +345,16 @@ def from_prompt_logprobs(message: types_pb2.PromptLogprobs) -> PromptLogprobs:
 
 
 def to_prefill_result(
-    prefilled: Prefilled, hand_off: HandOff | None, expanded: Generation | None = None
+    prefilled: Prefilled,
+    hand_off: HandOff | None,
+    expanded: Generation | None = None,
+    *,
+    sent_at_unix_ns: int = 0,
 ) -> prefill_pb2.PrefillResult:
     """The message.
 
     ``hand_off`` is ``None`` where the first token ended the generation; ``expanded`` has the prompt where that is not
-    as it came.
+    as it came; ``sent_at_unix_ns`` is 0 if the request is not traced.
     """
     result = prefill_pb2.PrefillResult(
         token_id=prefilled.token_id,
@@ -363,6 +368,7 @@ def to_prefill_result(
         compute=to_duration(prefilled.compute_s),
         num_evicted_tokens=prefilled.num_evicted_tokens,
         onboard=to_duration(prefilled.onboard_s) if prefilled.onboard_s else None,
+        sent_at_unix_ns=sent_at_unix_ns,
     )
     if prefilled.prompt_logprobs is not None:
         put_prompt_logprobs(result.prompt_logprobs, prefilled.prompt_logprobs)
@@ -391,6 +397,7 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         ),
         num_evicted_tokens=message.num_evicted_tokens,
         onboard_s=to_seconds(message.onboard),
+        sent_at_unix_ns=message.sent_at_unix_ns,
     )
 
 
@@ -408,6 +415,7 @@ def to_prefill_outcome(outcome: PrefillOutcome) -> prefill_pb2.PrefillResult:
         num_cached_tokens=outcome.num_cached_tokens,
         queue=to_duration(outcome.queue_s),
         compute=to_duration(outcome.compute_s),
+        sent_at_unix_ns=outcome.sent_at_unix_ns,
     )
     if outcome.prompt_logprobs is not None:
         put_prompt_logprobs(result.prompt_logprobs, outcome.prompt_logprobs)
@@ -498,6 +506,8 @@ def _put_request_context(into: types_pb2.RequestContext, context: RequestContext
     into.router_request_number = context.router_request_number
     if context.trust_domain:
         into.trust_domain = context.trust_domain
+    if context.sent_at_unix_ns:
+        into.sent_at_unix_ns = context.sent_at_unix_ns
 
 
 def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:

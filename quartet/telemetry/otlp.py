@@ -1,0 +1,99 @@
+"""Sends spans to a collector by OTLP over gRPC, with OpenTelemetry's SDK: sampler, batches and exporter are its own.
+
+Only ``quartet.telemetry.tracing.open_tracer`` imports this. Spans do not go through the SDK's ``Tracer``: they come
+with ids that were drawn ahead, and are made whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace.propagation import set_span_in_context
+
+from quartet.telemetry.tracing import Span
+
+# At the end of the process, what waits has this long to be sent, and an export under way this long to give up.
+_FLUSH_TIMEOUT_S, _GIVE_UP_TIMEOUT_S = 2.0, 0.5
+
+_SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+_SCOPE = InstrumentationScope("quartet")
+_FINE = Status(StatusCode.UNSET)
+
+
+class OtlpSink:
+    """A ``SpanSink`` whose thread sends batches. It reads the standard variables, as OpenTelemetry's SDK does.
+
+    A collector that is away costs nothing but its spans: they are dropped once ``OTEL_BSP_MAX_QUEUE_SIZE`` wait.
+    """
+
+    def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
+        """Send to ``endpoint``; empty: where the variables say. ``resource`` says whose spans they are."""
+        self._resource = Resource.create(dict(resource))
+        self._sampler = TracerProvider(resource=self._resource, shutdown_on_exit=False).sampler
+        self._exporter = OTLPSpanExporter(endpoint=endpoint or None)
+        self._processor = BatchSpanProcessor(self._exporter)
+        self._is_closed = False
+
+    def is_sampled(self, name: str, trace_id: int, parent_id: int, *, is_parent_sampled: bool) -> bool:
+        """What the sampler says that ``OTEL_TRACES_SAMPLER`` names."""
+        context = None
+        if parent_id:
+            flags = _SAMPLED if is_parent_sampled else _NOT_SAMPLED
+            context = set_span_in_context(NonRecordingSpan(SpanContext(trace_id, parent_id, True, flags)))
+        return self._sampler.should_sample(context, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
+
+    def take(self, span: Span) -> None:
+        """Queue it for the thread."""
+        parent = None
+        if span.parent_id:
+            parent = SpanContext(span.trace_id, span.parent_id, span.has_remote_parent, _SAMPLED)
+        self._processor.on_end(
+            ReadableSpan(
+                span.name,
+                context=SpanContext(span.trace_id, span.span_id, False, _SAMPLED),
+                parent=parent,
+                resource=self._resource,
+                attributes=span.attributes,
+                events=[Event(name, timestamp=unix_ns) for name, unix_ns in span.events],
+                kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+                status=Status(StatusCode.ERROR, span.error) if span.error else _FINE,
+                start_time=span.begin_unix_ns,
+                end_time=span.end_unix_ns,
+                instrumentation_scope=_SCOPE,
+            )
+        )
+
+    async def close(self) -> None:
+        """Send what waits, for two seconds. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            self._processor.shutdown()  # type: ignore[no-untyped-call]
+            loop.call_soon_threadsafe(ended.set)
+
+        # Not one of the loop's threads: the end of the process waits for those.
+        threading.Thread(target=shut_down, name="otlp-shutdown", daemon=True).start()
+        if not await _is_set_within(ended, _FLUSH_TIMEOUT_S):
+            self._exporter.shutdown()
+            await _is_set_within(ended, _GIVE_UP_TIMEOUT_S)
+
+
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

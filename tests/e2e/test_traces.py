@@ -1,0 +1,213 @@
+"""Traces of a fleet: what every path spends until its first token has a name, and attempts are in one trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from quartet.api.convert.request import to_generate_start
+from quartet.api.request import GenerateStart, TextPrompt
+from quartet.client import Accepted, ChatMessage, ChoiceFinished, Delta, QuartetClient, Sampling, read_media
+from quartet.client.request import RequestPath
+from quartet.v1 import router_pb2, router_pb2_grpc
+from services.topology.launch import free_port
+from tests.e2e.conftest import StartStack
+from tests.e2e.process import wait_until
+from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Stack, StackConfig
+from tests.e2e.test_multimodal import PICTURE
+from tests.otlp_receiver import OtlpReceiver, ReceivedTrace
+
+pytestmark = pytest.mark.usefixtures("etcd_binary")
+
+PROMPT = "The moon is bright. " * 12
+SHORT = Sampling(max_tokens=6, ignore_eos=True)
+ROUTERS = ("router", "router-local")
+PATHS = tuple(RequestPath)
+PARENT_ID = "b7ad" * 4
+NUM_LONG_TOKENS = 300
+WAIT_S = 60.0
+# Of the time to a first token.
+MAX_UNCOVERED_SHARE = 0.01
+ASKED = [f"{name} {path}" for name in ROUTERS for path in (*PATHS, "media")]
+LEAVES = frozenset(
+    "read tokenize media queue sign send reply pull compute generate encode pause".split(),
+) | {"take up"}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What a fleet did and said, now that it has ended.
+
+    Attributes:
+        traces: by their ids, which requests without a client's trace share with them.
+        asked: by what was asked, the id of its trace.
+        logs: lines by process.
+    """
+
+    traces: Mapping[str, ReceivedTrace]
+    asked: Mapping[str, str]
+    logs: Mapping[str, list[Mapping[str, object]]]
+
+    def trace(self, name: str) -> ReceivedTrace:
+        return self.traces[self.asked[name]]
+
+
+@pytest.fixture(scope="module")
+def fleet(start_stack: StartStack) -> Fleet:
+    """Each path was taken once, at a router that prefills remotely and at one that does so where it decodes."""
+    with OtlpReceiver() as receiver:
+        traced = {"tracing.enabled": True, "tracing.endpoint": receiver.endpoint, "log.json": True}
+        port = free_port()
+        routers = {"router": {**REMOTE_PREFILL, **traced, "http.port": port}, "router-local": LOCAL_PREFILL | traced}
+        config = StackConfig(
+            num_encode=1, num_decode=2, worker=traced, routers=routers, environment={"OTEL_BSP_SCHEDULE_DELAY": "50"}
+        )
+        stack = start_stack(config)
+        asked = asyncio.run(ask_all(stack, f"http://127.0.0.1:{port}"))
+        # What a killed worker has not sent is lost.
+        num_decoded = len(asked) - 2
+        wait_until(
+            lambda: sum(span.name == "decode" for span in receiver.spans) == num_decoded,
+            WAIT_S,
+            lambda: f"the spans of {num_decoded} decodes come",
+        )
+        asked["migration"] = asyncio.run(migrate(stack))
+        ending = [process for process in stack.processes.values() if process.is_running]
+        for process in ending:
+            process.signal(signal.SIGTERM)
+        for process in ending:
+            process.wait(WAIT_S)
+        logs = {name: lines_of(process.log) for name, process in stack.processes.items()}
+        return Fleet(receiver.traces(), asked, logs)
+
+
+def lines_of(log: Path) -> list[Mapping[str, object]]:
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+async def ask_all(stack: Stack, url: str) -> dict[str, str]:
+    asked: dict[str, str] = {}
+    for name in ROUTERS:
+        async with QuartetClient(stack.processes[name].grpc_address) as client:
+            for path in PATHS:
+                completion = await client.complete(PROMPT, path=path, sampling=SHORT)
+                asked[f"{name} {path}"] = completion.accepted.request_id
+            message = ChatMessage("user", (read_media(PICTURE), "Describe the picture."))
+            completion = await client.complete(messages=[message], sampling=SHORT)
+            asked[f"{name} media"] = completion.accepted.request_id
+    for flags in ("01", "00"):
+        asked[f"grpc {flags}"] = ask_by_stub(stack, flags)
+        asked[f"http {flags}"] = await ask_by_http(url, flags)
+    return asked
+
+
+def trace_id_of(number: int) -> str:
+    return f"{number:032x}"
+
+
+def ask_by_stub(stack: Stack, flags: str) -> str:
+    start = to_generate_start(GenerateStart(prompt=TextPrompt(PROMPT), sampling=SHORT))
+    trace_id = trace_id_of(100 + int(flags))
+    with stack.channel("router") as channel:
+        call = router_pb2_grpc.RouterServiceStub(channel).Generate(
+            iter([router_pb2.GenerateRequest(start=start)]),
+            metadata=(("traceparent", f"00-{trace_id}-{PARENT_ID}-{flags}"),),
+            timeout=WAIT_S,
+        )
+        assert list(call)
+    return trace_id
+
+
+async def ask_by_http(url: str, flags: str) -> str:
+    trace_id = trace_id_of(200 + int(flags))
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "stream": True}
+    headers = {"traceparent": f"00-{trace_id}-{PARENT_ID}-{flags}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body, headers=headers) as response,
+    ):
+        assert response.status == 200
+        await response.read()
+    return trace_id
+
+
+async def migrate(stack: Stack) -> str:
+    """The decode worker of a request is killed once its answer has begun."""
+    sampling = Sampling(max_tokens=NUM_LONG_TOKENS, ignore_eos=True)
+    request_id = worker = ""
+    async with QuartetClient(stack.processes["router-local"].grpc_address) as client:
+        async for part in client.generate(PROMPT, sampling=sampling):
+            match part:
+                case Accepted(request_id=request_id, choices=[placement]):
+                    worker = placement.decode.worker_id
+                case Delta() if worker:
+                    stack.kill(worker)
+                    worker = ""
+                case ChoiceFinished(usage=usage):
+                    assert (usage.num_output_tokens, usage.num_attempts) == (NUM_LONG_TOKENS, 2)
+    return request_id
+
+
+@pytest.mark.parametrize("name", [*ASKED, "grpc 01", "http 01", "migration"])
+def test_leaf_spans_cover_the_time_to_the_first_token(fleet: Fleet, name: str) -> None:
+    trace = fleet.trace(name)
+    assert trace.uncovered_share() <= MAX_UNCOVERED_SHARE, trace.show()
+    # The hop is that of a worker which was killed before it sent its spans.
+    known = LEAVES | {"decode hop"} if name == "migration" else LEAVES
+    assert {leaf.name for leaf in trace.leaves} <= known, trace.show()
+
+
+@pytest.mark.parametrize("name", [*ASKED, "migration"])
+def test_each_span_lies_below_the_request(fleet: Fleet, name: str) -> None:
+    trace = fleet.trace(name)
+    ids = {span.span_id for span in trace.spans}
+    assert [span.name for span in trace.spans if span.parent_id not in ids] == ["request"], trace.show()
+    assert len(ids) == len(trace.spans)
+    request = trace.one("request")
+    assert request.attributes["gen_ai.response.id"] == fleet.asked[name]
+    if name in ("router generate", "router-local session"):
+        assert request.attributes["gen_ai.usage.output_tokens"] == SHORT.max_tokens
+        assert request.attributes["gen_ai.response.finish_reasons"] == ["length"]
+
+
+@pytest.mark.parametrize("name", ["grpc", "http"])
+def test_the_clients_trace_context_names_the_parent_and_says_whether_there_are_spans(fleet: Fleet, name: str) -> None:
+    assert fleet.trace(f"{name} 01").one("request").parent_id == PARENT_ID
+    assert fleet.asked[f"{name} 00"] not in fleet.traces
+
+
+def test_a_remote_prefill_says_what_was_moved_and_where(fleet: Fleet) -> None:
+    trace = fleet.trace("router generate")
+    [queue] = [span for span in trace.named("queue") if span.service == "quartet-router"]
+    assert queue.attributes["quartet.prefill_worker"] == "prefill-0"
+    assert queue.attributes["quartet.cost"] >= 0
+    assert {span.service: span.name for span in trace.spans if span.name in ("prefill", "decode")} == {
+        "quartet-prefill": "prefill",
+        "quartet-decode": "decode",
+    }
+    pull = trace.one("pull").attributes
+    assert (pull["quartet.source_worker"], pull["quartet.transfer_way"]) == ("prefill-0", "shm")
+    assert pull["quartet.transfer_bytes"] > 0
+
+
+def test_attempts_are_in_one_trace(fleet: Fleet) -> None:
+    first, second = fleet.trace("migration").named("decode hop")
+    assert [hop.attributes["quartet.attempt"] for hop in (first, second)] == [0, 1]
+    assert first.is_error and not second.is_error
+    assert first.attributes["quartet.worker_id"] != second.attributes["quartet.worker_id"]
+    assert fleet.trace("migration").one("decode").parent_id == second.span_id
+
+
+def test_the_line_of_a_request_names_its_span(fleet: Fleet) -> None:
+    trace = fleet.trace("router generate")
+    for process, name in (("router", "request"), ("prefill-0", "prefill")):
+        [line] = [line for line in fleet.logs[process] if line.get("trace_id") == fleet.asked["router generate"]]
+        assert line["message"] == "request finished"
+        assert line["span_id"] == trace.one(name).span_id

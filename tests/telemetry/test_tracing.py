@@ -1,0 +1,190 @@
+"""Traces of one process: ids, sampling, what goes to the collector, and what a collector that is away costs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from quartet.config import build
+from quartet.errors import ConfigError
+from quartet.telemetry.tracing import Tracer, TracingConfig, ids_of, open_tracer, valid_traceparent
+from services.topology.launch import free_port
+from tests.otlp_receiver import OtlpReceiver
+
+_TRACE = f"{'0af7' * 8}-{'b7ad' * 4}"
+
+
+@pytest.mark.parametrize("header", [f"00-{_TRACE}-01", f"cc-{_TRACE}-00", f"cc-{_TRACE}-00-what-will-be"])
+def test_a_trace_context_is_passed_on_as_it_came(header: str) -> None:
+    assert valid_traceparent(header) == header
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "x" * 300,
+        f"00-{_TRACE}",
+        f"00-{_TRACE}-01\n",
+        f"00-{_TRACE.upper()}-01",
+        f"00-{_TRACE}-01-more",
+        f"cc-{_TRACE}-01.more",
+        f"cc-{_TRACE}-01-{'x' * 300}",
+        f"ff-{_TRACE}-01",
+        f"00-{'0' * 32}-{'b7ad' * 4}-01",
+        f"00-{'0af7' * 8}-{'0' * 16}-01",
+    ],
+)
+def test_a_malformed_trace_context_is_ignored(header: str) -> None:
+    assert valid_traceparent(header) == ""
+
+
+REQUEST_ID = "5e" * 16
+ON = {"OTEL_EXPORT_ENABLED": "1"}
+
+
+@pytest.fixture
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+def make_tracer(receiver: OtlpReceiver, **config: str) -> Tracer:
+    tracer = open_tracer(TracingConfig(enabled=True, endpoint=receiver.endpoint, **config), {}, role="decode")
+    assert tracer is not None
+    return tracer
+
+
+async def test_spans_reach_the_collector_with_their_times_attributes_and_places(receiver: OtlpReceiver) -> None:
+    tracer = make_tracer(receiver)
+    trace = tracer.begin("decode", f"00-{_TRACE}-01", REQUEST_ID)
+    child, begin = trace.draw(), time.monotonic()
+    before = time.time_ns()
+    trace.span("hop", begin, begin + 2, {"quartet.num_tokens": 7, "way": "shm"}, span_id=child)
+    trace.span("inner", begin, begin - 1, parent_id=child, error="it broke")
+    trace.way_here("send", trace.to_unix_ns(begin) - 1_000_000, begin)
+    trace.end(begin, begin + 3, {"reasons": ["stop", "length"]}, events=[("first token", begin + 1)])
+    await tracer.close()
+    spans = {span.name: span for span in receiver.spans}
+    own, hop, inner, send = spans["decode"], spans["hop"], spans["inner"], spans["send"]
+    assert {span.trace_id for span in spans.values()} == {ids_of(f"00-{_TRACE}-01")[0]}
+    assert (own.parent_id, own.span_id) == (ids_of(f"00-{_TRACE}-01")[1], trace.span_id)
+    assert (hop.parent_id, inner.parent_id, send.parent_id) == (own.span_id, hop.span_id, own.parent_id)
+    assert trace.traceparent == f"00-{own.trace_id}-{own.span_id}-01"
+    assert trace.traceparent_of(child) == f"00-{own.trace_id}-{hop.span_id}-01"
+    assert hop.attributes == {"quartet.num_tokens": 7, "way": "shm"} and own.attributes["reasons"] == ["stop", "length"]
+    assert own.service == "quartet-decode"
+    assert inner.is_error and not hop.is_error
+    assert inner.begin == inner.end, "a span that ends before it begins has no length"
+    lengths_s = [round((span.end - span.begin) / 1e9, 3) for span in (own, hop, send)]
+    assert lengths_s == [3, 2, 0.001]
+    assert round((own.events["first token"] - own.begin) / 1e9, 3) == 1
+    assert abs(own.begin - before) < 1e9
+
+
+async def test_a_request_without_a_trace_begins_one_with_its_own_number(receiver: OtlpReceiver) -> None:
+    tracer = make_tracer(receiver, service_name="mine")
+    for traceparent in ("", "nonsense"):
+        trace = tracer.begin("request", traceparent, REQUEST_ID)
+        assert trace.is_sampled and trace.trace_id == REQUEST_ID
+        trace.way_here("send", 5, 1.0)
+        trace.end(1.0, 2.0, {})
+    assert tracer.begin("request", "", "0" * 32).trace_id != "0" * 32
+    await tracer.close()
+    assert [(span.service, span.name, span.parent_id) for span in receiver.spans] == [("mine", "request", "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "flags", "is_sampled"),
+    [
+        ("parentbased_always_on", "", "00", False),
+        ("parentbased_always_on", "", "01", True),
+        ("parentbased_always_on", "", None, True),
+        ("parentbased_always_off", "", "01", True),
+        ("parentbased_always_off", "", None, False),
+        ("always_off", "", "01", False),
+        ("always_on", "", "00", True),
+        ("parentbased_traceidratio", "0", None, False),
+        ("parentbased_traceidratio", "1", None, True),
+    ],
+)
+async def test_the_standard_variables_name_the_sampler_and_others_learn_what_it_said(
+    receiver: OtlpReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
+    argument: str,
+    flags: str | None,
+    is_sampled: bool,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    tracer = make_tracer(receiver)
+    trace = tracer.begin("request", "" if flags is None else f"00-{_TRACE}-{flags}", REQUEST_ID)
+    assert trace.is_sampled == is_sampled
+    assert trace.traceparent.endswith("-01" if is_sampled else "-00")
+    assert valid_traceparent(trace.traceparent)
+    await tracer.close()
+
+
+async def test_a_collector_that_is_away_holds_up_neither_requests_nor_the_end() -> None:
+    config = TracingConfig(enabled=True, endpoint=f"http://127.0.0.1:{free_port()}")
+    tracer = open_tracer(config, {}, role="router")
+    assert tracer is not None
+    for _ in range(5000):  # more than the queue holds
+        trace = tracer.begin("request", "", REQUEST_ID)
+        trace.end(1.0, 2.0, {})
+    async with asyncio.timeout(60):  # the end itself takes 2.5 s at most
+        await tracer.close()
+        await tracer.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "variables", "is_on"),
+    [
+        (TracingConfig(), {}, False),
+        (TracingConfig(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}, False),
+        (TracingConfig(), {"OTEL_EXPORT_ENABLED": "0"}, False),
+        (TracingConfig(), ON, True),
+        (TracingConfig(enabled=True), {}, True),
+        (TracingConfig(enabled=True), {"OTEL_SDK_DISABLED": "true"}, False),
+        (TracingConfig(enabled=True), {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
+    ],
+)
+async def test_traces_are_off_unless_settings_or_a_variable_say_otherwise(
+    config: TracingConfig, variables: dict[str, str], is_on: bool
+) -> None:
+    tracer = open_tracer(config, variables, role="router")
+    assert (tracer is not None) == is_on
+    if tracer is not None:
+        await tracer.close()
+
+
+def test_another_protocol_is_refused() -> None:
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
+        open_tracer(TracingConfig(), {**ON, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, role="router")
+
+
+def test_an_endpoint_is_a_url() -> None:
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint: must begin with http"):
+        build(TracingConfig, {"endpoint": "localhost:4317"}, "tracing")
+
+
+def test_a_process_that_does_not_trace_imports_nothing_for_it() -> None:
+    code = (
+        "import sys, router.process, services.workers.process\n"
+        "from quartet.telemetry.tracing import TracingConfig, open_tracer\n"
+        "assert open_tracer(TracingConfig(), {}, role='router') is None\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_without_the_packages_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "quartet.telemetry.otlp", None)
+    with pytest.raises(ConfigError, match=r"tracing: needs the package .*\[otel\]"):
+        open_tracer(TracingConfig(enabled=True), {}, role="router")
