@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
@@ -79,6 +79,18 @@ def _options(group: Any) -> Iterator[Parameter]:
         yield Parameter(item.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name])
 
 
+# Options whose value may be left out, which Typer does not know.
+_OPTIONAL_URLS = ("--otel",)
+
+
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """``arguments``, in which an option that has no URL behind it has an empty value."""
+    return [
+        f"{one}=" if one in _OPTIONAL_URLS and "://" not in following else one
+        for one, following in zip(arguments, [*arguments, ""][1:], strict=True)
+    ]
+
+
 class _LateCommand(TyperCommand):
     """Stands for a subcommand in ``quartet --help``; becomes it when it is called or asked for its own help."""
 
@@ -96,7 +108,7 @@ class _LateCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the subcommand itself, so that the subcommand runs in it."""
-        return self.load().make_context(info_name, args, parent=parent, **extra)
+        return self.load().make_context(info_name, _with_values(args), parent=parent, **extra)
 
 
 class _LateGroup(TyperGroup):

@@ -98,6 +98,16 @@ class ChoiceOptions(Choices):
         bool,
         typer.Option("--tls", help="Make certificates for this run: mTLS for gRPC and etcd, encrypted events."),
     ] = False
+    otel: Annotated[
+        str | None,
+        typer.Option(
+            "--otel",
+            metavar="[URL]",
+            help="Send traces by OTLP to a collector: http://localhost:4317, unless OTEL_EXPORTER_OTLP_ENDPOINT says"
+            " otherwise. Logs are JSON then.",
+        ),
+    ] = None
+    enable_otel: Annotated[bool, typer.Option("--enable-otel", help="The same as --otel without a URL.")] = False
 
 
 def up(

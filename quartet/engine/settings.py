@@ -23,12 +23,14 @@ class EngineSpec:
     Attributes:
         model_path: folder of a Hugging Face checkpoint.
         tells_contents: KV events say what stored blocks hold, too, where the engine can (``EngineKind``).
+        otlp_endpoint: where an engine with spans of its own sends them; empty: it makes none.
     """
 
     model_path: str
     engine: EngineSettings
     encoder: EncoderSettings
     tells_contents: bool = False
+    otlp_endpoint: str = ""
 
 
 class EngineKind(StrEnum):

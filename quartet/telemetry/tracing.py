@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from quartet.errors import ConfigError
@@ -24,6 +24,11 @@ _MAX_TRACEPARENT_LENGTH = 256
 _SAMPLED = 1
 
 _NO_ATTRIBUTES: Mapping[str, Attribute] = {}
+
+#: Where spans go unless settings or variables say otherwise.
+DEFAULT_ENDPOINT = "http://localhost:4317"
+
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 # The variables that say by themselves whether a process traces.
 _ON_VARIABLE, _OFF_VARIABLE = "OTEL_EXPORT_ENABLED", "OTEL_SDK_DISABLED"
@@ -48,8 +53,17 @@ class TracingConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+        if self.endpoint and not _is_url(self.endpoint):
             raise ConfigError(f"endpoint: must begin with http:// or https://, not {self.endpoint!r}")
+
+    def with_variables(self, variables: Mapping[str, str]) -> TracingConfig:
+        """The same, with what an environment adds: whether it is enabled, and a URL where no endpoint is set."""
+        is_on = self.enabled or variables.get(_ON_VARIABLE, "").lower() in _YES
+        if not is_on or variables.get(_OFF_VARIABLE, "").strip().lower() == "true":
+            return replace(self, enabled=False)
+        # What is no URL only the exporter understands, which reads the variables too.
+        named = [url for name in _ENDPOINT_VARIABLES if _is_url(url := variables.get(name, ""))]
+        return replace(self, enabled=True, endpoint=self.endpoint or next(iter(named), ""))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,8 +277,8 @@ def open_tracer(
     Raises:
         ConfigError: it is on, and the packages that it takes are not installed, or another protocol is asked for.
     """
-    is_on = config.enabled or variables.get(_ON_VARIABLE, "").lower() in _YES
-    if not is_on or variables.get(_OFF_VARIABLE, "").strip().lower() == "true":
+    config = config.with_variables(variables)
+    if not config.enabled:
         return None
     for name in _PROTOCOL_VARIABLES:
         if variables.get(name, "grpc") not in ("", "grpc"):
@@ -278,6 +292,10 @@ def open_tracer(
     name = config.service_name or variables.get("OTEL_SERVICE_NAME", "") or f"quartet-{role}"
     resource = {"service.name": name, "service.namespace": namespace, "service.instance.id": instance}
     return Tracer(OtlpSink(config.endpoint, {key: value for key, value in resource.items() if value}))
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
 
 
 def _draw(num_bits: int) -> int:

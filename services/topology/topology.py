@@ -23,6 +23,7 @@ from quartet.engine.trtllm.environment import num_ranks_of
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
+from quartet.telemetry.tracing import TracingConfig
 from services.topology.groups import (
     GroupChoices,
     Settings,
@@ -208,6 +209,8 @@ class Topology:
         discovery: the topology's namespace replaces the one in it.
         signing_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
             ``None``: a new key is drawn at each start.
+        tracing: of every process; a service is called ``quartet-`` and the role, unless this names it. Where it is
+            enabled, logs are JSON.
         tls: make certificates for the run: mTLS on all gRPC, a key for events, and an etcd of its own with client
             certificates, unless ``discovery.etcd.tls`` names another one.
         drain_timeout_s: running requests get this long to end when the topology is stopped.
@@ -225,6 +228,7 @@ class Topology:
     share_gpus: bool = False
     trtllm_start_interval_s: float = 2.0
     signing_keys_file: Path | None = None
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     tls: bool = False
     drain_timeout_s: float = 3.0
     start_timeout_s: float = 120.0
@@ -338,6 +342,8 @@ class Choices(GroupChoices):
         media_paths: directories whose files requests may name.
         router_port: 0 takes a free port.
         tls: make certificates for the run.
+        otel: trace requests: the URL of the collector; empty: where the environment says, or at the default one.
+        enable_otel: the same as an empty ``otel``.
     """
 
     engine: EngineKind | None = None
@@ -346,6 +352,8 @@ class Choices(GroupChoices):
     media_paths: Sequence[Path] = ()
     router_port: int | None = None
     tls: bool = False
+    otel: str | None = None
+    enable_otel: bool = False
 
 
 @dataclass(frozen=True)
@@ -381,6 +389,8 @@ def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
         below(changed, "router")["port"] = choices.router_port
     if choices.tls:
         changed["tls"] = True
+    if choices.otel is not None or choices.enable_otel:
+        below(changed, "tracing").update({"enabled": True, **({"endpoint": choices.otel} if choices.otel else {})})
     return Chosen(build(Topology, changed), notes)
 
 
@@ -597,7 +607,16 @@ def _router_base(topology: Topology, pool: str, port: int) -> dict[str, object]:
         "discovery": to_settings(topology.discovery_of(pool)),
         "signing_keys_file": to_settings(topology.signing_keys_file),
         "drain_timeout_s": topology.drain_timeout_s,
+        **_telemetry(topology, Role.ROUTER),
     }
+
+
+def _telemetry(topology: Topology, role: Role) -> dict[str, object]:
+    """Settings of a process's traces and logs; nothing where they are the defaults."""
+    if not topology.tracing.enabled:
+        return {}
+    name = topology.tracing.service_name or f"quartet-{role}"
+    return {"tracing": to_settings(replace(topology.tracing, service_name=name)), "log": {"json": True}}
 
 
 def _namespaces(topology: Topology, pool: str) -> dict[str, object]:
@@ -707,7 +726,8 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
         signing_keys_file=topology.signing_keys_file if group.role is Role.DECODE else None,
         drain_timeout_s=topology.drain_timeout_s,
     )
-    config = build(WorkerConfig, merge(to_settings(base), group.overrides), f"{where}.overrides")
+    settings = merge(to_settings(base), _telemetry(topology, group.role))
+    config = build(WorkerConfig, merge(settings, group.overrides), f"{where}.overrides")
     if group.role is Role.ENCODE and not config.engine.kind.has_encoder:
         raise ConfigError(f"{where}.role: the engine {config.engine.kind} encodes no media")
     return config

@@ -16,7 +16,7 @@ from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.logging import LogConfig
-from quartet.telemetry.tracing import TracingConfig
+from quartet.telemetry.tracing import DEFAULT_ENDPOINT, TracingConfig
 from quartet.text.parse import NO_PARSER, choose_parsers
 from quartet.transfer.config import TransferConfig
 
@@ -107,6 +107,7 @@ class WorkerConfig:
             engine=self.engine,
             encoder=self.encoder,
             tells_contents=self.vllm_events is not None,
+            otlp_endpoint=(self.tracing.endpoint or DEFAULT_ENDPOINT) if self.tracing.enabled else "",
         )
 
     @property

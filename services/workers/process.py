@@ -97,6 +97,7 @@ def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
         raise
     try:
         config = build(WorkerConfig, command_line.settings())
+        config = replace(config, tracing=config.tracing.with_variables(os.environ))
         configure(config.log)
         for note in command_line.notes():
             logger.info("%s: %s", role, note)

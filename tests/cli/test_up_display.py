@@ -326,6 +326,27 @@ def test_a_dry_run_reports_errors_as_a_real_run_does() -> None:
     assert "polizy: unknown; did you mean policy" in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "endpoint"),
+    [
+        (("--otel",), None),
+        (("--otel", "--fail-fast"), None),
+        (("--enable-otel",), None),
+        (("--otel", "http://collector:4317"), "http://collector:4317"),
+        (("--otel=http://collector:4317",), "http://collector:4317"),
+    ],
+)
+def test_the_url_of_a_collector_may_be_left_out(
+    options: tuple[str, ...], endpoint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for arguments in ([*options, "configs/agg.yaml"], ["configs/agg.yaml", *options]):
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["up", "--dry-run", *arguments])
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("tracing.enabled: True") == 2
+        assert result.stdout.count(f"tracing.endpoint: {endpoint}") == (2 if endpoint else 0)
+
+
 _TWO = """\
 model: {path: nobody/nothing}
 engine: {kind: trtllm}

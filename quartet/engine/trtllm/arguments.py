@@ -105,6 +105,8 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     has_events = publishes and publish_events(arguments)
     has_stats = publishes and publish_metrics(arguments, "enable_iter_perf_stats")
     has_perf_metrics = publishes and publish_metrics(arguments, "return_perf_metrics")
+    if spec.otlp_endpoint:
+        trace(arguments, spec.otlp_endpoint)
     values = {"model": spec.model_path, **arguments.values}
     cache = arguments.section(KV_CACHE)
     return LlmArguments(
@@ -538,6 +540,12 @@ def publish_metrics(arguments: Arguments, name: str) -> bool:
         arguments.warnings.append(f"{arguments.origin(name)}: is off, so some metrics will be missing")
         return False
     return True
+
+
+def trace(arguments: Arguments, endpoint: str) -> None:
+    """Have TensorRT-LLM send its own spans to ``endpoint``; it makes them of the times that it measures."""
+    arguments.set_default("otlp_traces_endpoint", endpoint)
+    arguments.set_default("return_perf_metrics", True)
 
 
 def build_objects(arguments: LlmArguments) -> dict[str, object]:

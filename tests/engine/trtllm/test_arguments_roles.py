@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from quartet.config import build
 from quartet.engine.settings import Backend
 from quartet.engine.trtllm import schema
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.errors import ConfigError
 from quartet.transfer.config import TransferConfig
+from services.workers.config import WorkerConfig
 from tests.engine.trtllm.specs import arguments, spec_of
 from tests.tiny import MAX_MODEL_LEN
 
@@ -238,3 +240,22 @@ def test_the_upper_layer_says_which_backend_it_is() -> None:
     assert arguments(override={"backend": "pytorch"}, backend=Backend.AUTODEPLOY).has_transceiver
     assert "backend" not in arguments(override={"backend": "pytorch"}).values
     assert arguments(override={"backend": "_autodeploy"}, dtype="auto").values["backend"] == "_autodeploy"
+
+
+@pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])
+def test_a_worker_that_traces_hands_over_its_endpoint_unless_a_layer_says_otherwise(use: Use) -> None:
+    spec = replace(spec_of(override_engine_args={}), otlp_endpoint="http://collector:4317")
+    values = llm_arguments(spec, use).values
+    assert (values["otlp_traces_endpoint"], values["return_perf_metrics"]) == ("http://collector:4317", True)
+    own = {"otlp_traces_endpoint": "http://mine:4317", "return_perf_metrics": False}
+    spec = replace(spec_of(override_engine_args=own), otlp_endpoint="http://collector:4317")
+    assert own.items() <= llm_arguments(spec, use).values.items()
+
+
+def test_a_workers_endpoint_is_that_of_its_settings_or_the_default() -> None:
+    def endpoint(**tracing: object) -> str:
+        return build(WorkerConfig, {"model_path": "x", "tracing": tracing}).engine_spec.otlp_endpoint
+
+    assert endpoint(enabled=True, endpoint="http://c:1") == "http://c:1"
+    assert endpoint(enabled=True) == "http://localhost:4317"
+    assert endpoint(endpoint="http://c:1") == ""

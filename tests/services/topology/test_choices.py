@@ -197,3 +197,31 @@ def test_settings_that_are_no_mapping_are_refused_as_without_choices() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             choose(settings, choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "endpoint"),
+    [
+        (Choices(otel=""), ""),
+        (Choices(enable_otel=True), ""),
+        (Choices(otel="http://collector:4317"), "http://collector:4317"),
+    ],
+)
+def test_tracing_names_services_by_role_and_makes_logs_json(choices: Choices, endpoint: str) -> None:
+    chosen = choose(read_settings(CONFIGS / "disagg.yaml", []), choices)
+    router = build(RouterConfig, plan_router(chosen.topology).settings)
+    configs = [router, *worker_configs(chosen)]
+    assert [config.tracing.service_name for config in configs] == [
+        "quartet-router",
+        "quartet-prefill",
+        "quartet-decode",
+    ]
+    for config in configs:
+        assert config.tracing.enabled and config.tracing.endpoint == endpoint
+        assert config.log.json
+
+
+def test_without_it_nothing_is_traced() -> None:
+    chosen = choose(read_settings(CONFIGS / "disagg.yaml", []), Choices())
+    router = build(RouterConfig, plan_router(chosen.topology).settings)
+    assert not any(config.tracing.enabled or config.log.json for config in (router, *worker_configs(chosen)))
