@@ -1368,6 +1368,29 @@ def _span(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f}, {max(values):.2f})"
 
 
+def tracing_tables(report: Report) -> str:
+    """What each state costs, and what follows from that with its limits."""
+    states = [{"what": name, **use} for name, use in report["states"].items()]
+    bounds = [{"what": what, "measured": report[name], "wanted": goal} for name, what, goal in _TRACING_BOUNDS]
+    return _table(_TRACING_COLUMNS, states) + "\n" + _table(_TRACING_BOUND_COLUMNS, bounds)
+
+
+_TRACING_COLUMNS: Columns = {
+    "traces": "{what}",
+    "router, µs a request": "{router_us:.1f}",
+    "decode worker, µs a request": "{worker_us:.1f}",
+    "decode worker, µs a token": "{token_us:.3f}",
+    "spans of the two": "{router_spans:.0f} + {worker_spans:.0f}",
+}
+_TRACING_BOUNDS = (
+    ("not_sampled_us", "a request that is not sampled, router and worker", "<= 20"),
+    ("router_span_us", "a span of the router", "<= 70"),
+    ("worker_span_us", "a span of the worker", "<= 70"),
+    ("token_us", "a token of a sampled request", "0"),
+)
+_TRACING_BOUND_COLUMNS: Columns = {"more than with traces off": "{what}", "µs": "{measured:.2f}", "wanted": "{wanted}"}
+
+
 _TABLES: Mapping[str, Callable[[Report], str]] = {
     "overload": overload_tables,
     "relay": relay_tables,
@@ -1412,6 +1435,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "chaos_torch": chaos_tables,
     "fuzz": fuzz_tables,
     "page": page_tables,
+    "tracing": tracing_tables,
 }
 
 

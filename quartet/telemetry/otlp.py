@@ -25,6 +25,12 @@ from quartet.telemetry.tracing import Span
 _FLUSH_TIMEOUT_S, _GIVE_UP_TIMEOUT_S = 2.0, 0.5
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+
+# Of a parent samplers ask whether it is sampled, and no more: to make a context for each request costs as much as the
+# rest of the decision.
+_SAMPLED_PARENT = set_span_in_context(NonRecordingSpan(SpanContext(1, 1, True, _SAMPLED)))
+_OTHER_PARENT = set_span_in_context(NonRecordingSpan(SpanContext(1, 1, True, _NOT_SAMPLED)))
+
 _SCOPE = InstrumentationScope("quartet")
 _FINE = Status(StatusCode.UNSET)
 
@@ -47,8 +53,7 @@ class OtlpSink:
         """What the sampler says that ``OTEL_TRACES_SAMPLER`` names."""
         context = None
         if parent_id:
-            flags = _SAMPLED if is_parent_sampled else _NOT_SAMPLED
-            context = set_span_in_context(NonRecordingSpan(SpanContext(trace_id, parent_id, True, flags)))
+            context = _SAMPLED_PARENT if is_parent_sampled else _OTHER_PARENT
         return self._sampler.should_sample(context, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
 
     def take(self, span: Span) -> None:
@@ -71,6 +76,10 @@ class OtlpSink:
                 instrumentation_scope=_SCOPE,
             )
         )
+
+    async def flush(self) -> None:
+        """Send what waits, however long that takes."""
+        await asyncio.to_thread(self._processor.force_flush)
 
     async def close(self) -> None:
         """Send what waits, for two seconds. May be called twice."""

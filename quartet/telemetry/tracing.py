@@ -103,6 +103,10 @@ class SpanSink(Protocol):
         """Send it, or drop it where too many wait."""
         ...
 
+    async def flush(self) -> None:
+        """Send what waits, however long that takes."""
+        ...
+
     async def close(self) -> None:
         """Send what waits, in bounded time."""
         ...
@@ -127,7 +131,13 @@ class Tracer:
         else:
             trace_id, parent_id, is_parent_sampled = int(request_id, 16) or _draw(128), 0, False
         is_sampled = self._sink.is_sampled(name, trace_id, parent_id, is_parent_sampled=is_parent_sampled)
-        return Trace(self._sink, name, trace_id, parent_id, is_sampled=is_sampled)
+        # A context that says already that nothing is sampled is passed on as it came.
+        given = traceparent if parent_id and not (is_sampled or is_parent_sampled) else ""
+        return Trace(self._sink, name, trace_id, parent_id, given, is_sampled=is_sampled)
+
+    async def flush(self) -> None:
+        """Send what waits, however long that takes."""
+        await self._sink.flush()
 
     async def close(self) -> None:
         """Send what waits, in bounded time. May be called twice."""
@@ -140,20 +150,22 @@ class Trace:
     Attributes:
         name: of its own span.
         is_sampled: else it makes no span, and only ``traceparent`` counts: it says so to others.
-        traceparent: names its own span.
+        traceparent: names its own span; if that is not sampled, it may be the one that came.
     """
 
     __slots__ = ("_offset_ns", "_parent_id", "_sink", "_span_id", "_trace_id", "is_sampled", "name", "traceparent")
 
-    def __init__(self, sink: SpanSink, name: str, trace_id: int, parent_id: int, *, is_sampled: bool) -> None:
-        """Made by ``Tracer.begin``."""
+    def __init__(
+        self, sink: SpanSink, name: str, trace_id: int, parent_id: int, given: str = "", *, is_sampled: bool
+    ) -> None:
+        """Made by ``Tracer.begin``; ``given`` is its ``traceparent``, empty: one that names its own span."""
         self.name = name
         self.is_sampled = is_sampled
         self._sink = sink
         self._trace_id = trace_id
         self._parent_id = parent_id
         self._span_id = _draw(64)
-        self.traceparent = self.traceparent_of(self._span_id)
+        self.traceparent = given or self.traceparent_of(self._span_id)
         self._offset_ns = time.time_ns() - time.monotonic_ns() if is_sampled else 0
 
     @property
