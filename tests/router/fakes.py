@@ -34,6 +34,7 @@ from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, EncodeStart, PrefillOutcome, WorkerStart
 from quartet.streams.signed_start import SigningKey
 from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.tracing import Tracer
 from quartet.text.model_text import ModelText
 from router.admission import Admission
 from router.config import AdmissionConfig, AttemptConfig, TokenizeConfig
@@ -262,6 +263,7 @@ class FakePrefill:
             prompt_token_ids=prompt if is_reported else (),
             media=media if is_reported else (),
             prompt_logprobs=prompt_logprobs(self._start, self._plan.num_unreported),
+            sent_at_unix_ns=time.time_ns() if self._start.context.sent_at_unix_ns else 0,
         )
 
 
@@ -283,6 +285,7 @@ class FakeDecode:
 
     def __init__(self, hops: FakeHops, rank: Rank, start: WorkerStart, sink: DecodeSink, plan: Plan) -> None:
         self.received_at: float | None = None
+        self.first_sent_at_unix_ns = 0
         self._stopped_by: Exception = RequestCancelledError("cancelled")
         self._hops, self._start, self._sink, self._plan = hops, start, sink, plan
         self._token_ids = list(start.generation.generated_token_ids)
@@ -348,6 +351,8 @@ class FakeDecode:
         wants_logprobs = self._start.generation.output.logprobs is not None
         logprobs = [TokenLogprobs(token_id, -1.0) for token_id in token_ids] if wants_logprobs else []
         self.received_at = time.monotonic()
+        if not first and self._start.context.sent_at_unix_ns:
+            self.first_sent_at_unix_ns = time.time_ns()
         return reason, not self._sink.take(offset, token_ids, logprobs, self.received_at)
 
     def _end(self) -> None:
@@ -393,6 +398,7 @@ class Fleet:
         max_timeout_s: float = 60.0,
         tenants: Mapping[str, TenantConfig] | None = None,
         hops: FakeHops | None = None,
+        tracer: Tracer | None = None,
         **record: object,
     ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
@@ -448,6 +454,7 @@ class Fleet:
                 ),
                 signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
                 sleep=self._sleep,
+                tracer=tracer,
             )
         )
         for worker_id in worker_ids:

@@ -312,3 +312,35 @@ def test_a_step_that_is_too_long_for_a_message_is_split() -> None:
         assert message.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
         total += len(message.token_ids)
     assert total == num_slots * num_tokens
+
+
+def test_when_first_tokens_came_is_said_with_them_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = DecodeOutbox()
+    outbox.step([3], [1], [0], [7])
+    outbox.first_token(3, 55)
+    [message] = take_all(outbox)
+    assert [(first.slot, first.sent_at_unix_ns) for first in message.first_tokens] == [(3, 55)]
+    # A message that is full of tokens leaves some for the next one, and what is said of those.
+    monkeypatch.setattr(outbox_module, "ROOM_BYTES", 1000)
+    for slot in range(60):
+        outbox.tokens(slot, 0, [BIG], ())
+        outbox.first_token(slot, BIG)
+        outbox.finished(slot, Finished(1, FinishReason.LENGTH, 1))
+    messages = take_all(outbox)
+    assert len(messages) > 1
+    ended: set[int] = set()
+    for message in messages:
+        assert message.ByteSize() <= 1000
+        assert {first.slot for first in message.first_tokens} <= {*message.slots} - ended
+        ended |= {finished.slot for finished in message.finished}
+    assert ended == {*range(60)}
+
+
+def test_a_closed_outbox_says_nothing_of_first_tokens() -> None:
+    outbox = DecodeOutbox()
+    outbox.tokens(1, 0, [7], ())
+    outbox.first_token(1, 55)
+    outbox.close()
+    outbox.tokens(1, 0, [7], ())
+    [message] = take_all(outbox)
+    assert not message.first_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,7 +12,7 @@ import pytest
 
 from quartet.config import build
 from quartet.limited_log import LimitedLog
-from quartet.telemetry.logging import FinishedRequest, LogConfig, LogLevel, configure, log_request
+from quartet.telemetry.logging import FinishedRequest, LogConfig, LogLevel, configure, log_request, name_trace
 
 LOGGER = logging.getLogger("quartet.test")
 REQUEST = FinishedRequest(
@@ -165,3 +166,31 @@ def test_a_limited_error_has_its_traceback(caplog: pytest.LogCaptureFixture) -> 
     assert record.levelno == logging.ERROR
     assert record.exc_info
     assert str(record.exc_info[1]) == "0"
+
+
+async def test_json_lines_of_a_task_name_its_trace_until_that_has_ended(
+    log_to: Callable[[LogConfig], io.StringIO],
+) -> None:
+    written = log_to(LogConfig(json=True))
+    has_ended, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def shared() -> None:
+        LOGGER.info("early")
+        has_ended.set()
+        await goes_on.wait()
+        LOGGER.info("late")
+
+    async def traced() -> asyncio.Task[None]:
+        end = name_trace("5e" * 16, "0a" * 8)
+        task = asyncio.create_task(shared())
+        await has_ended.wait()
+        end()
+        return task
+
+    task = await asyncio.create_task(traced())
+    LOGGER.info("other")
+    goes_on.set()
+    await task
+    lines = {line["message"]: line for line in map(json.loads, written.getvalue().splitlines())}
+    assert (lines["early"]["trace_id"], lines["early"]["span_id"]) == ("5e" * 16, "0a" * 8)
+    assert "trace_id" not in lines["other"] and "trace_id" not in lines["late"]

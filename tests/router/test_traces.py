@@ -1,0 +1,167 @@
+"""The router's spans of a request: its phases without a gap, its hops, and what starts say of them."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from quartet.api.request import Resume, TextPrompt
+from quartet.errors import ModelNotFoundError, WorkerUnavailableError
+from quartet.telemetry.tracing import Span, ids_of
+from tests.router.fakes import Fleet, Plan, collect, expected_tokens
+from tests.router.test_generate import make_start
+from tests.span_list import SpanList
+
+PARENT = f"{'0af7' * 8}-{'b7ad' * 4}"
+
+
+@pytest.fixture
+def spans() -> SpanList:
+    return SpanList()
+
+
+def traced(spans: SpanList, *worker_ids: str) -> Fleet:
+    return Fleet(*worker_ids, tracer=spans.tracer)
+
+
+def below(spans: SpanList, parent: Span) -> list[Span]:
+    return [span for span in spans.spans if span.parent_id == parent.span_id]
+
+
+async def test_phases_of_a_request_follow_each_other_without_a_gap(spans: SpanList) -> None:
+    fleet = traced(spans, "prefill-0", "decode-0")
+    await collect(fleet.generate(make_start(prompt=TextPrompt("hello there " * 9))))
+    assert spans.names == ["read", "tokenize", "queue", "reply", "prefill hop", "decode hop", "request"]
+    request = spans.one("request")
+    phases = [span for span in below(spans, request) if span.name != "reply"]
+    assert phases[0].begin_unix_ns == request.begin_unix_ns
+    for one, following in pairwise(phases):
+        assert one.end_unix_ns == following.begin_unix_ns
+    assert request.is_server and request.parent_id == 0
+    [(event, at)] = request.events
+    assert event == "first token"
+    hop = spans.one("prefill hop")
+    assert hop.begin_unix_ns <= at <= hop.end_unix_ns
+
+
+async def test_a_start_names_its_hop_as_parent_and_says_when_it_was_sent(spans: SpanList) -> None:
+    fleet = traced(spans, "prefill-0", "decode-0")
+    await collect(fleet.generate(make_start(), traceparent=f"00-{PARENT}-01"))
+    for call, name in zip(fleet.hops.calls, ("prefill hop", "decode hop"), strict=True):
+        hop, context = spans.one(name), call.start.context
+        assert context.traceparent == f"00-{'0af7' * 8}-{hop.span_id:016x}-01"
+        assert context.sent_at_unix_ns == hop.begin_unix_ns
+        assert hop.attributes["quartet.worker_id"] == call.rank.worker_id
+    request = spans.one("request")
+    assert (f"{request.parent_id:016x}", request.has_remote_parent) == (ids_of(f"00-{PARENT}-01")[1], True)
+
+
+@pytest.mark.parametrize("flags", ["00", "01"])
+async def test_what_is_not_sampled_makes_no_span_and_tells_workers_so(flags: str) -> None:
+    spans = SpanList(samples=False)
+    fleet = traced(spans, "decode-0")
+    await collect(fleet.generate(make_start(), traceparent=f"00-{PARENT}-{flags}"))
+    await collect(fleet.generate(make_start()))
+    assert spans.spans == []
+    for call in fleet.hops.calls:
+        assert call.start.context.traceparent.endswith("-00")
+        assert call.start.context.sent_at_unix_ns == 0
+
+
+async def test_without_a_tracer_a_context_is_passed_on_as_it_came() -> None:
+    fleet = Fleet("decode-0")
+    await collect(fleet.generate(make_start(), traceparent=f"00-{PARENT}-01"))
+    [call] = fleet.hops.calls
+    assert (call.start.context.traceparent, call.start.context.sent_at_unix_ns) == (f"00-{PARENT}-01", 0)
+
+
+async def test_a_failed_attempt_is_an_error_and_the_pause_after_it_has_a_name(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0", "decode-1")
+    fleet.hops.plan("decode", Plan(error=WorkerUnavailableError("it died"), fail_after=2))
+    await collect(fleet.generate(make_start()))
+    assert spans.names == ["read", "queue", "reply", "decode hop", "pause", "queue", "decode hop", "request"]
+    first, second = [span for span in spans.spans if span.name == "decode hop"]
+    assert (first.error, second.error) == ("it died", "")
+    assert first.attributes["error.type"] == "worker_unavailable"
+    assert [span.attributes["quartet.attempt"] for span in (first, second)] == [0, 1]
+    assert first.attributes["gen_ai.usage.output_tokens"] == 2
+    assert spans.one("request").error == ""
+
+
+async def test_the_reply_lies_beside_the_hop_whose_worker_says_when_it_sent_it(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    await collect(fleet.generate(make_start()))
+    hop, reply, request = spans.one("decode hop"), spans.one("reply"), spans.one("request")
+    assert reply.parent_id == request.span_id
+    assert hop.begin_unix_ns <= reply.begin_unix_ns
+    assert reply.end_unix_ns == request.events[0][1]
+
+
+async def test_a_refused_request_says_why(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    with pytest.raises(ModelNotFoundError):
+        await collect(fleet.generate(make_start(model="nobody's")))
+    request, read = spans.one("request"), spans.one("read")
+    assert request.attributes["error.type"] == read.attributes["error.type"] == "model_not_found"
+    assert request.error == read.error != ""
+
+
+async def test_what_is_cancelled_leaves_no_phase_open(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    fleet.hops.plan("decode", Plan(hang_after=1))
+    request = fleet.generate(make_start())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(collect(request))
+        await fleet.hops.hung.wait()
+        request.cancel()
+    assert spans.names[-1] == "request"
+    assert spans.one("decode hop").error
+
+
+async def test_a_placed_request_ends_with_its_signature_and_its_start_belongs_to_it(spans: SpanList) -> None:
+    fleet = traced(spans, "prefill-0", "decode-0")
+    await fleet.pipeline.place(make_start())
+    assert spans.names == ["read", "queue", "reply", "prefill hop", "sign", "request"]
+    assert spans.one("request").attributes["quartet.path"] == "place"
+
+
+async def test_a_resumed_request_reads_what_it_brings(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    resume = Resume(
+        request_id="7" * 32, attempt=3, seed=5, choice=0, generated_token_ids=tuple(expected_tokens(5, 0, 20, 4))
+    )
+    async for _part in fleet.generate(make_start(), resume=resume).parts():
+        pass
+    assert spans.names == ["read", "resume", "queue", "decode hop", "request"]
+    assert {span.trace_id for span in spans.spans} == {int("7" * 32, 16)}
+    assert spans.one("decode hop").attributes["quartet.attempt"] == 3
+
+
+async def test_the_attributes_of_a_request_are_those_of_the_conventions(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    answer = await collect(fleet.generate(make_start(tenant="acme", client_request_id="mine")))
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "quartet",
+        "gen_ai.request.max_tokens": 12,
+        "gen_ai.response.id": answer.accepted.request_id,
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.input_tokens": 20,
+        "gen_ai.usage.output_tokens": 12,
+        "gen_ai.usage.cache_read.input_tokens": 3,
+        "quartet.tenant": "acme",
+        "quartet.client_request_id": "mine",
+        "quartet.outcome": "length",
+        "quartet.decode_worker": "decode-0",
+    }
+    assert expected.items() <= spans.one("request").attributes.items()
+
+
+async def test_choices_have_phases_of_their_own(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    await collect(fleet.generate(make_start(num_choices=2)))
+    hops = [span.attributes["quartet.choice"] for span in spans.spans if span.name == "decode hop"]
+    assert sorted(hops) == [0, 1]
+    assert spans.names.count("queue") == 2 and spans.names.count("request") == 1
