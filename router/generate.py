@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from quartet.api.answer import AnswerSink
@@ -159,9 +160,8 @@ class GenerateRun:
         self._on_queued = on_queued
         self._is_cancelled = False
         self._abort_error: ServingError | None = None
-        work = run_prepared(request, context, self._generate, late="did not end", prepare=prepare)
-        if request.trace is not None:
-            work = request.trace.named_in_logs(work)
+        run = partial(run_prepared, request, context, self._generate, late="did not end", prepare=prepare)
+        work = run() if request.trace is None else request.trace.named_in_logs(run)
         self._work: asyncio.Task[None] | None = asyncio.create_task(work, name=f"request-{request.request_id}")
         self._work.add_done_callback(self._settle)
 

@@ -6,8 +6,7 @@ Each is made when it has ended. The phases until a request is prepared are the r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 from quartet.errors import ServingError
 from quartet.streams.messages import RequestContext
@@ -58,10 +57,10 @@ class RequestTrace:
         """Let lines that the current task logs name the request's span, until it has ended."""
         self._unname = name_trace(self._trace.trace_id, self._trace.span_id)
 
-    async def named_in_logs(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``; what it logs names the request's span."""
+    async def named_in_logs(self, run: Callable[[], Awaitable[None]]) -> None:
+        """Run ``run``; what it logs names the request's span. A task cancelled before it begins calls nothing."""
         self.name_in_logs()
-        await work
+        await run()
 
     def end(
         self, attributes: Mapping[str, Attribute], first_token_s: float | None, error: BaseException | None

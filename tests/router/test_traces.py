@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from itertools import pairwise
 
 import pytest
@@ -165,3 +166,14 @@ async def test_choices_have_phases_of_their_own(spans: SpanList) -> None:
     hops = [span.attributes["quartet.choice"] for span in spans.spans if span.name == "decode hop"]
     assert sorted(hops) == [0, 1]
     assert spans.names.count("queue") == 2 and spans.names.count("request") == 1
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_request_that_is_dropped_before_it_begins_has_its_span(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    request = fleet.generate(make_start())
+    request.abort(WorkerUnavailableError("enough"))
+    with pytest.raises(WorkerUnavailableError):
+        await collect(request)
+    gc.collect()
+    assert spans.names == ["read", "request"]

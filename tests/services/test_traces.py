@@ -127,6 +127,16 @@ def test_what_fails_in_the_queue_says_so(spans: SpanList) -> None:
     assert "send" not in spans.names, "nobody said when it was sent"
 
 
+def test_what_fails_before_its_first_token_is_waited_for_no_more(spans: SpanList) -> None:
+    dispatcher = decodes(spans)
+    id = dispatcher.submit(make_start([1], traceparent=TRACEPARENT), dispatcher.new_outbox(), 0, list)
+    dispatcher.route(StepOutput(started=[Started(id, 0, 1e-9)]))
+    assert dispatcher._awaited
+    dispatcher.route(StepOutput(failed=[Failed(id, EngineError("dead"))]))
+    assert not dispatcher._awaited
+    assert_divided(spans, spans.one("decode"), ["queue", "compute"])
+
+
 def test_what_is_refused_has_no_span(spans: SpanList) -> None:
     dispatcher = decodes(spans)
     start = make_start([1], traceparent=TRACEPARENT, sent_at_unix_ns=long_ago())

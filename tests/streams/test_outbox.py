@@ -334,6 +334,7 @@ def test_when_first_tokens_came_is_said_with_them_or_not_at_all(monkeypatch: pyt
         assert {first.slot for first in message.first_tokens} <= {*message.slots} - ended
         ended |= {finished.slot for finished in message.finished}
     assert ended == {*range(60)}
+    assert 0 < sum(len(message.first_tokens) for message in messages) < 60, "tokens take the room first"
 
 
 def test_a_closed_outbox_says_nothing_of_first_tokens() -> None:
