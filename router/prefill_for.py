@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from quartet.api.convert.prefill import PrefilledFor, UnreadPrefill
@@ -24,8 +25,9 @@ from quartet.errors import (
     WorkerUnavailableError,
 )
 from quartet.kvcache.block_hash import NO_EXTRA_KEY, ExtraKey, sequence_hashes
-from quartet.streams.messages import PrefillOutcome, WorkerStart
+from quartet.streams.messages import PrefillOutcome, RequestContext, WorkerStart
 from quartet.telemetry.logging import FinishedRequest, log_request
+from quartet.telemetry.tracing import ids_of
 from router.admission import Admission, QueuedRequest
 from router.attempts import Hop, HopFailedError, RetryHints
 from router.book import Booking, Reservation, numbering
@@ -37,6 +39,7 @@ from router.lost_workers import LostWorkers
 from router.policy.base import Pending, Placement, Policy, Snapshot
 from router.prompt_memory import HeldPrompt, prefill_bytes
 from router.request_log import outcome_of
+from router.request_trace import ChoiceTrace, PrefillTrace
 from router.tenants import MAX_SALT_LENGTH
 from router.workers import Pool, PoolKey, WorkerTable
 
@@ -121,7 +124,7 @@ class PrefillFor:
         )
         self.num_running += 1
         try:
-            prefilled = await self._run_in_time(asked, self._pool(asked))
+            prefilled = await self._run_in_time(asked, self._pool(asked), line)
             line.model, line.prefill_worker = asked.model_name, prefilled.rank.worker_id
             line.num_cached_tokens = prefilled.outcome.num_cached_tokens
             line.prefill_queue_s = prefilled.outcome.queue_s
@@ -134,7 +137,8 @@ class PrefillFor:
             line.total_s = time.monotonic() - began
             log_request(logger, line)
 
-    async def _run_in_time(self, asked: UnreadPrefill, pool: Pool) -> PrefilledFor:
+    async def _run_in_time(self, asked: UnreadPrefill, pool: Pool, line: FinishedRequest) -> PrefilledFor:
+        began = time.monotonic()
         most_s = self._context.max_timeout_s
         timeout_s = min(most_s if asked.timeout_s is None else asked.timeout_s, most_s)
         deadline, prompts, held = time.monotonic() + timeout_s, self._context.prompts, None
@@ -144,8 +148,12 @@ class PrefillFor:
                 del timeout  # it knows this task, whose error may know this frame
                 await self._context.intake.enter(asked.tenant, asked.num_tokens)
                 start = asked.read()
-                await self._check(start, pool)
-                return await self._run(_Prefill(start, pool, deadline, held))
+                trace = self._begin_trace(start.context, began)
+                line.trace_id, line.span_id = ids_of(start.context.traceparent)
+                with nullcontext() if trace is None else trace:
+                    await self._check(start, pool)
+                    choice = None if trace is None else trace.choice
+                    return await self._run(_Prefill(start, pool, deadline, held, choice))
         except TimeoutError as error:
             if held is not None and held.is_refused:
                 raise prompts.full_error() from error
@@ -153,6 +161,14 @@ class PrefillFor:
         finally:
             if held is not None:
                 held.leave()
+
+    def _begin_trace(self, context: RequestContext, arrived_at: float) -> PrefillTrace | None:
+        """Have it traced, if it is sampled; ``context`` names its span then."""
+        if self._context.tracer is None:
+            return None
+        trace = self._context.tracer.begin("prefill for", context.traceparent, context.request_id)
+        context.traceparent = trace.traceparent
+        return PrefillTrace(trace, context, arrived_at) if trace.is_sampled else None
 
     def _pool(self, asked: UnreadPrefill) -> Pool:
         """The pool that prefills it; refuses what can be refused unread. Raises as ``run``."""
@@ -193,6 +209,8 @@ class PrefillFor:
         queued, num_begun = self._queued(prefill), 0
         while True:
             waiting = replace(queued, is_retry=num_begun > 0, avoid=hints.avoided)
+            if prefill.trace is not None:
+                prefill.trace.wait("queue", prefill.start.context.attempt, queued.num_tokens)
             reservation = await self._admission.admit(waiting)
             prefill.held.leave()  # what was placed is bounded by the workers' room
             num_begun += 1
@@ -200,6 +218,8 @@ class PrefillFor:
             try:
                 return PrefilledFor(outcome=await self._prefill(prefill, rank, reservation.decode), rank=rank)
             except ServingError as error:
+                if prefill.trace is not None:
+                    prefill.trace.failed(error)
                 pause_s = hints.note(HopFailedError(Hop.PREFILL, error), reservation.placement)
                 if hints.num_failures >= context.config.max_attempts:
                     raise
@@ -234,7 +254,9 @@ class PrefillFor:
         )
 
     async def _prefill(self, prefill: _Prefill, rank: Rank, booking: Booking) -> PrefillOutcome:
-        start, config = prefill.start, self._context.config
+        start, config, trace = prefill.start, self._context.config, prefill.trace
+        if trace is not None:
+            trace.hop("prefill hop", rank.worker_id)
         most = self._context.tenants.config(start.context.tenant).max_priority
         context = replace(
             start.context,
@@ -242,6 +264,8 @@ class PrefillFor:
             priority=min(start.context.priority, most),
             router_id=numbering(self._context.router_id, booking.epoch),
             router_request_number=booking.send(),
+            traceparent=start.context.traceparent if trace is None else trace.traceparent,
+            sent_at_unix_ns=start.context.sent_at_unix_ns if trace is None else trace.sent_at_unix_ns,
         )
         generation = replace(start.generation, data_parallel_rank=rank.data_parallel_rank)
         try:
@@ -255,12 +279,16 @@ class PrefillFor:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """One prefill that was read: for the workers of ``pool``, until ``deadline``; ``held`` counts its prompt."""
+    """One prefill that was read: for the workers of ``pool``, until ``deadline``; ``held`` counts its prompt.
+
+    ``trace`` makes its spans; ``None``: it makes none.
+    """
 
     start: WorkerStart
     pool: Pool
     deadline: float
     held: HeldPrompt
+    trace: ChoiceTrace | None = None
 
 
 def _sequence_hashes(start: WorkerStart, pool: Pool) -> tuple[int, ...]:

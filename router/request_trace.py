@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from quartet.errors import ServingError
 from quartet.streams.messages import RequestContext
@@ -78,6 +80,33 @@ class RequestTrace:
             error=_text_of(error),
             is_server=True,
         )
+
+
+class PrefillTrace(AbstractContextManager["PrefillTrace"]):
+    """A sampled prefill for the router of another namespace, until the end of the block.
+
+    Attributes:
+        choice: its phases and hops.
+    """
+
+    def __init__(self, trace: Trace, context: RequestContext, arrived_at: float) -> None:
+        """It arrived with ``context``, at ``arrived_at``."""
+        self._trace = trace
+        self._context = context
+        self._arrived_at = arrived_at
+        self.choice = ChoiceTrace(trace, context.choice, arrived_at)
+        self.choice.phases.begin("read")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.choice.phases.end(error)
+        context, now = self._context, time.monotonic()
+        self._trace.way_here("send", context.sent_at_unix_ns, self._arrived_at)
+        attributes: dict[str, Attribute] = {names.REQUEST_ID: context.request_id, names.CHOICE: context.choice}
+        if error is not None:
+            attributes[names.ERROR_TYPE] = _type_of(error)
+        self._trace.end(self._arrived_at, now, attributes, error=_text_of(error), is_server=True)
 
 
 class Phases:

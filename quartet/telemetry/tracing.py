@@ -123,13 +123,13 @@ class Tracer:
         """The trace of one request here; ``name`` is that of its span, which is made by ``Trace.end``.
 
         It belongs to ``traceparent``, which need not be valid; without one it is a new trace with the number
-        ``request_id``, which is hexadecimal: all attempts of a request are then in one trace.
+        ``request_id``, which is hexadecimal or empty: all attempts of a request are then in one trace.
         """
         if traceparent and valid_traceparent(traceparent):
             trace_id, parent_id = int(traceparent[3:35], 16), int(traceparent[36:52], 16)
             is_parent_sampled = bool(int(traceparent[53:55], 16) & _SAMPLED)
         else:
-            trace_id, parent_id, is_parent_sampled = int(request_id, 16) or _draw(128), 0, False
+            trace_id, parent_id, is_parent_sampled = int(request_id or "0", 16) or _draw(128), 0, False
         is_sampled = self._sink.is_sampled(name, trace_id, parent_id, is_parent_sampled=is_parent_sampled)
         # A context that says already that nothing is sampled is passed on as it came.
         given = traceparent if parent_id and not (is_sampled or is_parent_sampled) else ""

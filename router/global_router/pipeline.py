@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -148,15 +149,18 @@ class RelayPlace:
 
     async def _place_at(self, chosen: Chosen, request: RouterRequest) -> PlacedRequest:
         terms = Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill)
-        with self._chooser.pools.relaying(chosen.serving):
-            link = chosen.serving.next_link()
-            placed = await link.place(
-                request.start,
-                request.resume,
-                terms,
-                traceparent=request.traceparent,
-                timeout_s=left_s(request),
-            )
+        hop, traceparent = None, request.traceparent
+        if request.trace is not None:
+            hop, traceparent = request.trace.begin_relay(chosen.serving.namespace)
+        link, timeout_s = chosen.serving.next_link(), left_s(request)
+        try:
+            with self._chooser.pools.relaying(chosen.serving):
+                placed = await link.place(
+                    request.start, request.resume, terms, traceparent=traceparent, timeout_s=timeout_s
+                )
+        finally:
+            if hop is not None:
+                hop.end(sys.exception())
         namer = Namer(chosen.serving.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
         placed = replace(placed, choices=tuple(map(namer.placed, placed.choices)))
         first = placed.choices[0].placement

@@ -42,6 +42,7 @@ from quartet.errors import (
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import StalledCalls
 from quartet.streams.messages import RequestContext, WorkerStart
+from quartet.telemetry.tracing import ids_of
 from quartet.v1 import router_pb2
 from router.config import AdmissionConfig, AttemptConfig
 from router.generate import Pipeline
@@ -54,6 +55,7 @@ from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
 from tests.router.records import ALL_SAMPLING_FIELDS
 from tests.router.system import running_system
 from tests.router.test_generate import make_start
+from tests.span_list import SpanList
 
 NUM_TOKENS = 900
 #: What counts of a prompt of so many tokens.
@@ -402,3 +404,28 @@ async def test_what_one_namespace_cannot_do_another_may(error: ServingError) -> 
     assert neighbours.asked == ["p0", "p1"]
     assert answer.finished
     fleet.assert_nothing_left()
+
+
+async def test_each_attempt_has_its_spans_and_the_line_names_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="router.prefill_for")
+    spans = SpanList()
+    scene = Scene("prefill-0", "prefill-1", tracer=spans.tracer)
+    scene.fleet.hops.plan("prefill", Plan(error=EngineError("broke")))
+    await scene.ask(request_id="5e" * 16)
+    assert spans.names == ["read", "queue", "prefill hop", "pause", "queue", "prefill hop", "prefill for"]
+    first, second = [span for span in spans.spans if span.name == "prefill hop"]
+    assert (first.error, second.error) == ("broke", "")
+    contexts = [call.start.context for call in scene.fleet.hops.calls]
+    assert [context.sent_at_unix_ns for context in contexts] == [first.begin_unix_ns, second.begin_unix_ns]
+    assert [int(ids_of(context.traceparent)[1], 16) for context in contexts] == [first.span_id, second.span_id]
+    [line] = [record.quartet_fields for record in caplog.records]
+    assert (line["trace_id"], int(line["span_id"], 16)) == ("5e" * 16, spans.one("prefill for").span_id)
+
+
+async def test_a_prefill_that_is_refused_says_why_in_its_span() -> None:
+    spans = SpanList()
+    scene = Scene("prefill-0", tracer=spans.tracer)
+    scene.fleet.hops.plan("prefill", Plan(error=InvalidRequestError("no")))
+    with pytest.raises(InvalidRequestError):
+        await scene.ask()
+    assert spans.one("prefill for").attributes["error.type"] == "invalid_field"

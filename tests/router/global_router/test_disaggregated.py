@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ from quartet.api.request import Accepted, GenerateStart, Resume, TokenPrompt
 from quartet.client import Delta, QuartetClient, Sampling
 from quartet.discovery.base import Rank
 from quartet.rpc.channels import create_channel
+from quartet.telemetry.tracing import Span
 from quartet.v1 import router_pb2 as pb
+from router import process as router_process
 from router.policy.base import Pending
+from services.workers import process as worker_process
 from tests.router.global_router.scene import Scene, Stub, running_pools
 from tests.router.global_router.test_aggregated import PROMPT, start
 from tests.router.session_reader import SessionReader
 from tests.router.system import TIMEOUT_S, expected
+from tests.span_list import SpanList
 
 SETTINGS: dict[str, Any] = {
     "num_prefill_pools": 2,
@@ -244,3 +249,62 @@ async def test_only_routers_may_have_prompts_prefilled_for_them(
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await Stub(channel).PrefillFor(pb.PrefillForRequest(model="tiny"), timeout=TIMEOUT_S)
         assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_all_routers_and_workers_put_a_request_into_one_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = SpanList()
+    for module in (router_process, worker_process):
+        monkeypatch.setattr(module, "open_tracer", lambda *_arguments, **_names: spans.tracer)
+    async with running_pools(tmp_path, monkeypatch, WORKERS, SETTINGS) as (scene, stub):
+        await run(stub, ttft_ms=100, itl_ms=10)
+        async with QuartetClient(scene.address) as client, asyncio.timeout(TIMEOUT_S):
+            await client.complete(token_ids=PROMPT, path="direct", ttft_target_s=0.1, sampling=Sampling(max_tokens=8))
+    by_trace: dict[int, list[Span]] = defaultdict(list)
+    for span in spans.spans:
+        by_trace[span.trace_id].append(span)
+    relayed, placed = sorted(
+        map(lines_of, by_trace.values()), key=lambda lines: "request>relay hop>request>sign" in lines
+    )
+    assert relayed == RELAYED
+    assert placed == PLACED
+
+
+PREFILLED = "request>relay hop>request>prefill hop"
+COMMON = [
+    "request",
+    "request>read",
+    "request>relay hop",
+    "request>relay hop>request",
+    "request>relay hop>request>queue",
+    "request>relay hop>request>read",
+    "request>relay hop>request>reply",
+    PREFILLED,
+    f"{PREFILLED}>prefill for",
+    f"{PREFILLED}>prefill for>prefill hop",
+    f"{PREFILLED}>prefill for>prefill hop>prefill",
+    f"{PREFILLED}>prefill for>prefill hop>prefill>compute",
+    f"{PREFILLED}>prefill for>prefill hop>prefill>queue",
+    f"{PREFILLED}>prefill for>prefill hop>send",
+    f"{PREFILLED}>prefill for>queue",
+    f"{PREFILLED}>prefill for>read",
+    f"{PREFILLED}>send",
+]
+DECODED = ("decode", "decode>generate", "decode>pull", "decode>queue", "send")
+RELAYED = {*COMMON, "request>relay hop>request>decode hop"} | {
+    f"request>relay hop>request>decode hop>{one}" for one in DECODED
+}
+PLACED = {*COMMON, "request>relay hop>request>sign"} | {
+    f"request>relay hop>request>{'take up' if one == 'send' else one}" for one in DECODED
+}
+
+
+def lines_of(trace: list[Span]) -> set[str]:
+    """The spans of a trace, each by the names on its way from the root; repeated ones once."""
+    known = {span.span_id: span for span in trace}
+
+    def path(span: Span) -> str:
+        return f"{path(known[span.parent_id])}>{span.name}" if span.parent_id else span.name
+
+    return {path(span) for span in trace}
