@@ -114,12 +114,16 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         self._stub = stub
         self._to_error = to_error
 
-    def start(self, start: router_pb2.GenerateStart, answer: AnswerSink) -> SessionCall:
+    def start(self, start: router_pb2.GenerateStart, answer: AnswerSink, traceparent: str = "") -> SessionCall:
         """Start a request. Never waits or raises: errors come out of ``answer``."""
         num_choices = start.num_choices if start.HasField("num_choices") else 1
         return self._begin(
             lambda send_cancel: SessionCall(send_cancel, num_choices, answer),
-            lambda slot: [router_pb2.SessionRequest(start=router_pb2.SessionStart(slot=slot, start=start))],
+            lambda slot: [
+                router_pb2.SessionRequest(
+                    start=router_pb2.SessionStart(slot=slot, start=start, traceparent=traceparent)
+                )
+            ],
         )
 
     def relay(

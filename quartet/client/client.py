@@ -12,7 +12,7 @@ from quartet.api.fleet import Explanation, Model, WorkerStatus
 from quartet.api.request import GenerateStart
 from quartet.client.discovery import DiscoverySource, find_routers
 from quartet.client.generate import GenerateRequest
-from quartet.client.request import GenerateFields, RequestPath, check_size, make_start, to_path
+from quartet.client.request import GenerateFields, RequestPath, check_size, check_traceparent, make_start, to_path
 from quartet.client.routers import Router, Routers
 from quartet.client.session import SessionRequest, Sessions
 from quartet.client.stream import ClientRequest, Completion, CompletionBuilder, GenerateStream
@@ -73,28 +73,33 @@ class QuartetClient:
         prompt: str | None = None,
         *,
         path: RequestPath | str = RequestPath.GENERATE,
+        traceparent: str = "",
         **fields: Unpack[GenerateFields],
     ) -> GenerateStream:
         """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; arguments are ``GenerateFields``.
 
         ``path``: ``generate``, ``session`` or ``direct``. The answer is the same on all three. The last two carry many
         requests on one stream, so a request ends if its reader lets 65,536 tokens and characters wait.
+        ``traceparent``: W3C trace context of the caller's span, for routers and workers that trace; empty: none.
 
         Raises:
             InvalidRequestError: no router could take the request; names the field. Raised before anything is sent.
         """
-        return GenerateStream(self._request(to_path(path), make_start(prompt, **fields)))
+        return GenerateStream(
+            self._request(to_path(path), make_start(prompt, **fields), check_traceparent(traceparent))
+        )
 
     async def complete(
         self,
         prompt: str | None = None,
         *,
         path: RequestPath | str = RequestPath.GENERATE,
+        traceparent: str = "",
         **fields: Unpack[GenerateFields],
     ) -> Completion:
         """The whole answer; arguments and errors are those of ``generate``."""
         builder = CompletionBuilder()
-        async with self.generate(prompt, path=path, **fields) as stream:
+        async with self.generate(prompt, path=path, traceparent=traceparent, **fields) as stream:
             async for part in stream:
                 builder.add(part)
         return builder.build(stream.router)
@@ -150,19 +155,19 @@ class QuartetClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _request(self, path: RequestPath, start: GenerateStart) -> ClientRequest:
+    def _request(self, path: RequestPath, start: GenerateStart, traceparent: str) -> ClientRequest:
         match path:
             case RequestPath.GENERATE:
-                return GenerateRequest(self._routers, start)
+                return GenerateRequest(self._routers, start, traceparent)
             case RequestPath.SESSION:
-                return SessionRequest(self._routers, self._sessions, start)
+                return SessionRequest(self._routers, self._sessions, start, traceparent)
             case RequestPath.DIRECT:
                 # Imported late: it imports tokenizers and chat templates, which take as long as the rest of a client.
                 from quartet.client.direct import DirectRequest, DirectTools
 
                 if self._direct is None:
                     self._direct = DirectTools(self._routers, self._tls)
-                return DirectRequest(self._direct, start)
+                return DirectRequest(self._direct, start, traceparent)
 
     async def _get_models(self, name: str) -> list[Model]:
         request = router_pb2.GetModelRequest(name=name)

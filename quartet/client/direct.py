@@ -28,7 +28,7 @@ from quartet.api.request import (
 )
 from quartet.api.text_cache import TextCache
 from quartet.client.generate import GenerateRequest
-from quartet.client.request import check_size
+from quartet.client.request import check_size, trace_metadata
 from quartet.client.routers import DEADLINE_GRACE_S, MAX_UNREAD, ClientClosedError, Router, Routers
 from quartet.client.workers import DecodeWorkers
 from quartet.engine.base import FinishReason
@@ -45,12 +45,13 @@ from quartet.text.parsed import OutputParsing, Parsed
 class DirectRequest:
     """One request by ``Place`` and ``Decode``; see ``ClientRequest``."""
 
-    def __init__(self, tools: DirectTools, start: GenerateStart) -> None:
+    def __init__(self, tools: DirectTools, start: GenerateStart, traceparent: str = "") -> None:
         """Raises ``InvalidRequestError``: a field that its message can't hold."""
         check_size(start, to_generate_start(start))
         self._tools = tools
         self._start = start
-        self._placer = Placer(tools, start)
+        self._traceparent = traceparent
+        self._placer = Placer(tools, start, traceparent)
         self._by_router: GenerateRequest | None = None
         self._answer = Answer(max_unread=MAX_UNREAD)
         self._work: asyncio.Task[None] | None = None
@@ -72,7 +73,7 @@ class DirectRequest:
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Send the request and yield its answer. Raises ``ServingError``."""
-        self._placer = Placer(self._tools, self._start)
+        self._placer = Placer(self._tools, self._start, self._traceparent)
         self._choices = self._make_choices()
         work = self._work = asyncio.create_task(self._run(), name="direct request")
         work.add_done_callback(self._settle)
@@ -120,7 +121,7 @@ class DirectRequest:
                 group.create_task(self._run_choice(placed))
 
     async def _generate_by_router(self) -> None:
-        self._by_router = GenerateRequest(self._tools.routers, self._start)
+        self._by_router = GenerateRequest(self._tools.routers, self._start, self._traceparent)
         async with contextlib.aclosing(self._by_router.parts()) as parts:
             async for part in parts:
                 match part:
@@ -352,12 +353,13 @@ class Placer:
         router: ``host:port`` of the router that last placed it.
     """
 
-    def __init__(self, tools: DirectTools, start: GenerateStart) -> None:
+    def __init__(self, tools: DirectTools, start: GenerateStart, traceparent: str = "") -> None:
         """The request's time runs from now on."""
         self.router: str | None = None
         self.arrived_at = time.monotonic()
         self._tools = tools
         self._start = start
+        self._metadata = trace_metadata(traceparent)
         self._request: PlacedRequest | None = None
         self._attempts: dict[int, int] = {}
 
@@ -407,7 +409,7 @@ class Placer:
             timeout_s = self._time_left_s()
             message = to_place_request(replace(self._start, timeout_s=timeout_s), resume)
             deadline_s = None if timeout_s is None else timeout_s + DEADLINE_GRACE_S
-            response = await router.stub.Place(message, timeout=deadline_s)
+            response = await router.stub.Place(message, timeout=deadline_s, metadata=self._metadata)
             self.router = router.address
             placed = from_place_response(response)
             if not placed.choices:

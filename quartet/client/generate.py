@@ -12,7 +12,7 @@ import grpc
 from quartet.api.convert.answer import from_generate_response
 from quartet.api.convert.request import to_generate_start
 from quartet.api.request import AnswerPart, ChoiceFinished, GenerateStart
-from quartet.client.request import check_size
+from quartet.client.request import check_size, trace_metadata
 from quartet.client.routers import (
     DEADLINE_GRACE_S,
     MADE_UP_DETAILS,
@@ -36,12 +36,13 @@ class GenerateRequest:
         router: ``host:port`` of the router that took it.
     """
 
-    def __init__(self, routers: Routers, start: GenerateStart) -> None:
+    def __init__(self, routers: Routers, start: GenerateStart, traceparent: str = "") -> None:
         """Raises ``InvalidRequestError``: a field that its message can't hold."""
         self.router: str | None = None
         self._routers = routers
         self._start = router_pb2.GenerateRequest(start=to_generate_start(start))
         check_size(start, self._start)
+        self._metadata = trace_metadata(traceparent)
         self._num_choices = start.num_choices
         self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
         self._call: _Call | None = None
@@ -118,7 +119,7 @@ class GenerateRequest:
         """
         self._is_started = self._has_sent_cancel = False
         for _ in range(MAX_OPENINGS):
-            call = self._call = router.stub.Generate(timeout=self._deadline_s)
+            call = self._call = router.stub.Generate(timeout=self._deadline_s, metadata=self._metadata)
             await _write(call, self._start)
             if not (call.done() and await call.details() == MADE_UP_DETAILS):
                 break

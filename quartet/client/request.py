@@ -204,6 +204,18 @@ class RequestPath(StrEnum):
     DIRECT = "direct"
 
 
+def check_traceparent(traceparent: str) -> str:
+    """``traceparent`` if metadata can hold it; routers ignore what is malformed. Raises ``InvalidRequestError``."""
+    if not (traceparent.isascii() and (traceparent.isprintable())):
+        raise InvalidRequestError("must be printable ASCII", field="traceparent")
+    return traceparent
+
+
+def trace_metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call that brings it; none if it is empty."""
+    return (("traceparent", traceparent),) if traceparent else ()
+
+
 def to_path(path: str) -> RequestPath:
     """The path named ``path``. Raises ``InvalidRequestError`` if there is none."""
     try:

@@ -57,13 +57,14 @@ class SessionRequest:
         router: ``host:port`` of the router that took it.
     """
 
-    def __init__(self, routers: Routers, sessions: Sessions, start: GenerateStart) -> None:
+    def __init__(self, routers: Routers, sessions: Sessions, start: GenerateStart, traceparent: str = "") -> None:
         """Raises ``InvalidRequestError``: a field that its message can't hold."""
         self.router: str | None = None
         self._routers = routers
         self._sessions = sessions
         self._start = to_generate_start(start)
         check_size(start, self._start)
+        self._traceparent = traceparent
         self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
         self._deadline: asyncio.TimerHandle | None = None
         self._answer = Answer()
@@ -113,7 +114,7 @@ class SessionRequest:
 
     def _begin(self, router: Router) -> None:
         self._answer = Answer(max_unread=MAX_UNREAD)
-        self._call = self._sessions.at(router).start(self._start, self._answer)
+        self._call = self._sessions.at(router).start(self._start, self._answer, self._traceparent)
         if self._is_cancelled:
             self._call.cancel()
         if self._deadline_s is not None:

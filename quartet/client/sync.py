@@ -51,20 +51,24 @@ class SyncClient:
         prompt: str | None = None,
         *,
         path: RequestPath | str = RequestPath.GENERATE,
+        traceparent: str = "",
         **fields: Unpack[GenerateFields],
     ) -> SyncGenerateStream:
         """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; see ``QuartetClient.generate``."""
-        return SyncGenerateStream(self._client.generate(prompt, path=path, **fields), self._loop)
+        return SyncGenerateStream(
+            self._client.generate(prompt, path=path, traceparent=traceparent, **fields), self._loop
+        )
 
     def complete(
         self,
         prompt: str | None = None,
         *,
         path: RequestPath | str = RequestPath.GENERATE,
+        traceparent: str = "",
         **fields: Unpack[GenerateFields],
     ) -> Completion:
         """The whole answer; see ``QuartetClient.complete``."""
-        return self._loop.run(self._client.complete(prompt, path=path, **fields))
+        return self._loop.run(self._client.complete(prompt, path=path, traceparent=traceparent, **fields))
 
     def explain(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Explanation:
         """Where such a request would go now, and why; see ``QuartetClient.explain``."""

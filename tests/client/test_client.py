@@ -472,3 +472,11 @@ async def test_every_failure_is_a_serving_error(
     async with QuartetClient(await start_router(router)) as client:
         with pytest.raises(ServingError, match="internal error"):
             await client.complete("Hi", path=path)
+
+
+@pytest.mark.parametrize("traceparent", ["00-ä", "00-a\n"])
+async def test_a_trace_context_that_metadata_cannot_hold_is_refused_at_once(traceparent: str) -> None:
+    async with QuartetClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequestError) as caught:
+            client.generate("Hi", traceparent=traceparent)
+    assert caught.value.field == "traceparent"

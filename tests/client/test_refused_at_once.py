@@ -61,7 +61,7 @@ class RefusingRouter:
     async def connect(self) -> None:
         """Nothing to do."""
 
-    def Generate(self, timeout: float | None) -> EndedCall:
+    def Generate(self, timeout: float | None, metadata: object = ()) -> EndedCall:
         self.num_calls += 1
         return EndedCall(self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0])
 
@@ -95,7 +95,7 @@ class AnsweringRouter(RefusingRouter):
         super().__init__()
         self._messages = messages
 
-    def Generate(self, timeout: float | None) -> EndedCall:
+    def Generate(self, timeout: float | None, metadata: object = ()) -> EndedCall:
         return AnsweringCall(self._messages)
 
 

@@ -12,11 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from quartet.api.convert.request import to_generate_start
-from quartet.api.request import GenerateStart, TextPrompt
 from quartet.client import Accepted, ChatMessage, ChoiceFinished, Delta, QuartetClient, Sampling, read_media
 from quartet.client.request import RequestPath
-from quartet.v1 import router_pb2, router_pb2_grpc
 from services.topology.launch import free_port
 from tests.e2e.conftest import StartStack
 from tests.e2e.process import wait_until
@@ -72,7 +69,7 @@ def fleet(start_stack: StartStack) -> Fleet:
         stack = start_stack(config)
         asked = asyncio.run(ask_all(stack, f"http://127.0.0.1:{port}"))
         # What a killed worker has not sent is lost.
-        num_decoded = len(asked) - 2
+        num_decoded = sum(not name.endswith("00") for name in asked)
         wait_until(
             lambda: sum(span.name == "decode" for span in receiver.spans) == num_decoded,
             WAIT_S,
@@ -103,7 +100,8 @@ async def ask_all(stack: Stack, url: str) -> dict[str, str]:
             completion = await client.complete(messages=[message], sampling=SHORT)
             asked[f"{name} media"] = completion.accepted.request_id
     for flags in ("01", "00"):
-        asked[f"grpc {flags}"] = ask_by_stub(stack, flags)
+        for path in PATHS:
+            asked[f"{path} {flags}"] = await ask_by_client(stack, path, flags)
         asked[f"http {flags}"] = await ask_by_http(url, flags)
     return asked
 
@@ -112,16 +110,10 @@ def trace_id_of(number: int) -> str:
     return f"{number:032x}"
 
 
-def ask_by_stub(stack: Stack, flags: str) -> str:
-    start = to_generate_start(GenerateStart(prompt=TextPrompt(PROMPT), sampling=SHORT))
-    trace_id = trace_id_of(100 + int(flags))
-    with stack.channel("router") as channel:
-        call = router_pb2_grpc.RouterServiceStub(channel).Generate(
-            iter([router_pb2.GenerateRequest(start=start)]),
-            metadata=(("traceparent", f"00-{trace_id}-{PARENT_ID}-{flags}"),),
-            timeout=WAIT_S,
-        )
-        assert list(call)
+async def ask_by_client(stack: Stack, path: RequestPath, flags: str) -> str:
+    trace_id = trace_id_of(100 + 10 * PATHS.index(path) + int(flags))
+    async with QuartetClient(stack.router_address) as client:
+        await client.complete(PROMPT, path=path, sampling=SHORT, traceparent=f"00-{trace_id}-{PARENT_ID}-{flags}")
     return trace_id
 
 
@@ -155,7 +147,7 @@ async def migrate(stack: Stack) -> str:
     return request_id
 
 
-@pytest.mark.parametrize("name", [*ASKED, "grpc 01", "http 01", "migration"])
+@pytest.mark.parametrize("name", [*ASKED, "session 01", "http 01", "migration"])
 def test_leaf_spans_cover_the_time_to_the_first_token(fleet: Fleet, name: str) -> None:
     trace = fleet.trace(name)
     assert trace.uncovered_share() <= MAX_UNCOVERED_SHARE, trace.show()
@@ -177,7 +169,7 @@ def test_each_span_lies_below_the_request(fleet: Fleet, name: str) -> None:
         assert request.attributes["gen_ai.response.finish_reasons"] == ["length"]
 
 
-@pytest.mark.parametrize("name", ["grpc", "http"])
+@pytest.mark.parametrize("name", [*PATHS, "http"])
 def test_the_clients_trace_context_names_the_parent_and_says_whether_there_are_spans(fleet: Fleet, name: str) -> None:
     assert fleet.trace(f"{name} 01").one("request").parent_id == PARENT_ID
     assert fleet.asked[f"{name} 00"] not in fleet.traces
