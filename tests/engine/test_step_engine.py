@@ -89,6 +89,7 @@ async def test_a_hand_off_goes_from_pool_to_pool(start_engine: StartEngine) -> N
     assert sink_consumer.tokens[decode.id] == expected_output(decode.generation)[1:]
     started = sink_consumer.started[decode.id]
     assert (started.transfer_bytes, started.transfer_s, started.transfer_way) == (3 * 64, 0.001, "shm")
+    assert started.queue_after_transfer_s > 0, "the engine's thread learns of its end before it schedules the request"
     assert puller.claims[0].num_releases == 0
 
 
