@@ -1371,7 +1371,10 @@ def _span(values: Sequence[float]) -> str:
 def tracing_tables(report: Report) -> str:
     """What each state costs, and what follows from that with its limits."""
     states = [{"what": name, **use} for name, use in report["states"].items()]
-    bounds = [{"what": what, "measured": report[name], "wanted": goal} for name, what, goal in _TRACING_BOUNDS]
+    bounds = [
+        {"what": what, "measured": report[name], "wanted": goal.format(**report)}
+        for name, what, goal in _TRACING_BOUNDS
+    ]
     return _table(_TRACING_COLUMNS, states) + "\n" + _table(_TRACING_BOUND_COLUMNS, bounds)
 
 
@@ -1386,9 +1389,9 @@ _TRACING_BOUNDS = (
     ("not_sampled_us", "a request that is not sampled, router and worker", "<= 20"),
     ("router_span_us", "a span of the router", "<= 70"),
     ("worker_span_us", "a span of the worker", "<= 70"),
-    ("token_us", "a token of a sampled request", "0"),
+    ("token_us", "a token of a sampled request", "0; rounds of one state differ by {token_spread_us:.3f}"),
 )
-_TRACING_BOUND_COLUMNS: Columns = {"more than with traces off": "{what}", "µs": "{measured:.2f}", "wanted": "{wanted}"}
+_TRACING_BOUND_COLUMNS: Columns = {"more than with traces off": "{what}", "µs": "{measured:.3g}", "wanted": "{wanted}"}
 
 
 _TABLES: Mapping[str, Callable[[Report], str]] = {

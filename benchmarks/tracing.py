@@ -100,6 +100,7 @@ class Results:
         not_sampled_us: a request that is not sampled, router and worker together, more than with traces off.
         router_span_us, worker_span_us: a span of a sampled request, in the process that makes it.
         token_us: a token of a sampled request, more than with traces off.
+        token_spread_us: by how much the rounds with traces off differ in a token.
     """
 
     num_requests: int
@@ -109,6 +110,7 @@ class Results:
     router_span_us: float
     worker_span_us: float
     token_us: float
+    token_spread_us: float
 
 
 def main() -> None:
@@ -133,6 +135,7 @@ def measure(num_requests: int, num_rounds: int) -> Results:
                 line.say(f"round {number + 1} of {num_rounds}: {state}")
                 rounds[state].append(_run(state, collector, num_requests))
     states = {state: _median(uses) for state, uses in rounds.items()}
+    of_off = [use.token_us for use in rounds["off"]]
     off, idle, sampled = (states[state] for state in _STATES)
     return Results(
         num_requests=num_requests,
@@ -142,6 +145,7 @@ def measure(num_requests: int, num_rounds: int) -> Results:
         router_span_us=round((sampled.router_us - off.router_us) / sampled.router_spans, 2),
         worker_span_us=round((sampled.worker_us - off.worker_us) / sampled.worker_spans, 2),
         token_us=round(sampled.token_us - off.token_us, 3),
+        token_spread_us=round(max(of_off) - min(of_off), 3),
     )
 
 
