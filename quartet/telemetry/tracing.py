@@ -147,13 +147,26 @@ class Tracer:
 class Trace:
     """One request in this process: its own span and those below it. Times are monotonic seconds.
 
+    All are given out at its end: of a process that is killed there is then no span whose parent is missing.
+
     Attributes:
         name: of its own span.
         is_sampled: else it makes no span, and only ``traceparent`` counts: it says so to others.
         traceparent: names its own span; if that is not sampled, it may be the one that came.
     """
 
-    __slots__ = ("_offset_ns", "_parent_id", "_sink", "_span_id", "_trace_id", "is_sampled", "name", "traceparent")
+    __slots__ = (
+        "_has_ended",
+        "_offset_ns",
+        "_parent_id",
+        "_sink",
+        "_span_id",
+        "_spans",
+        "_trace_id",
+        "is_sampled",
+        "name",
+        "traceparent",
+    )
 
     def __init__(
         self, sink: SpanSink, name: str, trace_id: int, parent_id: int, given: str = "", *, is_sampled: bool
@@ -166,7 +179,10 @@ class Trace:
         self._parent_id = parent_id
         self._span_id = _draw(64)
         self.traceparent = given or self.traceparent_of(self._span_id)
-        self._offset_ns = time.time_ns() - time.monotonic_ns() if is_sampled else 0
+        if is_sampled:
+            self._offset_ns = time.time_ns() - time.monotonic_ns()
+            self._spans: list[Span] = []
+            self._has_ended = False
 
     @property
     def trace_id(self) -> str:
@@ -211,18 +227,20 @@ class Trace:
         has no length.
         """
         begin_unix_ns = self.to_unix_ns(begin)
-        self._sink.take(
-            Span(
-                name=name,
-                trace_id=self._trace_id,
-                span_id=span_id or _draw(64),
-                parent_id=parent_id or self._span_id,
-                begin_unix_ns=begin_unix_ns,
-                end_unix_ns=max(self.to_unix_ns(end), begin_unix_ns),
-                attributes=attributes,
-                error=error,
-            )
+        span = Span(
+            name=name,
+            trace_id=self._trace_id,
+            span_id=span_id or _draw(64),
+            parent_id=parent_id or self._span_id,
+            begin_unix_ns=begin_unix_ns,
+            end_unix_ns=max(self.to_unix_ns(end), begin_unix_ns),
+            attributes=attributes,
+            error=error,
         )
+        if self._has_ended:
+            self._sink.take(span)  # what it began may end after it
+        else:
+            self._spans.append(span)
 
     def way_here(self, name: str, sent_at_unix_ns: int, arrived_at: float) -> None:
         """Make the span of a start on its way to this process, below the span of who sent it.
@@ -243,7 +261,10 @@ class Trace:
         error: str = "",
         is_server: bool = False,
     ) -> None:
-        """Make its own span; called once, last. ``events`` are names and monotonic times."""
+        """Make its own span, and give all out; called once. ``events`` are names and monotonic times."""
+        for span in self._spans:
+            self._sink.take(span)
+        self._spans, self._has_ended = [], True
         self._sink.take(
             Span(
                 name=self.name,

@@ -15,6 +15,7 @@ from quartet.errors import ConfigError
 from quartet.telemetry.tracing import Tracer, TracingConfig, ids_of, open_tracer, valid_traceparent
 from services.topology.launch import free_port
 from tests.otlp_receiver import OtlpReceiver
+from tests.span_list import SpanList
 
 _TRACE = f"{'0af7' * 8}-{'b7ad' * 4}"
 
@@ -97,6 +98,17 @@ async def test_a_request_without_a_trace_begins_one_with_its_own_number(receiver
     assert tracer.begin("request", "", "0" * 32).trace_id != "0" * 32
     await tracer.close()
     assert [(span.service, span.name, span.parent_id) for span in receiver.spans] == [("mine", "request", "")] * 2
+
+
+async def test_spans_are_given_out_once_their_trace_has_ended() -> None:
+    spans = SpanList()
+    trace = spans.tracer.begin("decode", "", REQUEST_ID)
+    trace.span("queue", 1.0, 2.0)
+    assert spans.names == [], "the process may be killed before their parent comes"
+    trace.end(1.0, 3.0, {})
+    assert spans.names == ["queue", "decode"]
+    trace.span("late", 1.0, 4.0)
+    assert spans.names == ["queue", "decode", "late"]
 
 
 @pytest.mark.parametrize(
