@@ -25,9 +25,9 @@ from quartet.events.kv import KvSnapshot, StoredBlocks, Tier
 from quartet.events.load import WorkerLoad
 from quartet.rpc.channels import create_channel
 from quartet.rpc.server import RpcServer, ServerConfig
-from quartet.streams.worker_client import WorkerClient
+from quartet.streams.worker_client import DrainOutcome, WorkerClient
 from router.kv_index.index import PrefixIndex
-from services.workers.servicer import DrainOutcome, WorkerServicer, worker_service
+from services.workers.servicer import WorkerServicer, worker_service
 
 _TIMEOUT_S = 120.0
 _BATCHES = 1

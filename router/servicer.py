@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -12,10 +13,16 @@ import grpc
 
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import from_place_request, to_place_response
-from quartet.api.convert.fleet import from_explain_request, to_explain_response, to_model, to_worker_status
+from quartet.api.convert.fleet import (
+    from_explain_request,
+    to_explain_response,
+    to_fleet_totals,
+    to_model,
+    to_worker_status,
+)
 from quartet.api.convert.prefill import from_prefill_for_request, to_prefill_for_response
 from quartet.api.convert.unread import UnreadStart
-from quartet.api.fleet import Model, WorkerStatus
+from quartet.api.fleet import FleetTotals, Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import AskedStart, Relayed, SessionLimits, SessionStart
 from quartet.api.session_server import SessionStream
@@ -47,6 +54,8 @@ NUMBER_FIELDS = frozenset({"quartet.v1.Generation.prompt_token_ids", "quartet.v1
 
 # Watchers get changes at most this often.
 _WATCH_INTERVAL_S = 0.25
+# Those that want totals get them at least this often.
+_TOTALS_INTERVAL_S = 0.75
 # Each works through all workers at each change, and operators need few.
 _MAX_WATCHES, _MAX_WATCHES_OF_CONNECTION = 256, 16
 # Long enough for a client to try another router, or for the next one at this address to start.
@@ -179,11 +188,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             while True:
                 changed.clear()
                 response = self._changes(request.model, shown)
-                if is_first or response.updated or response.removed_worker_ids:
+                if request.wants_totals:
+                    response.totals.CopyFrom(to_fleet_totals(self._totals()))
+                if is_first or request.wants_totals or response.updated or response.removed_worker_ids:
                     yield response
                 is_first = False
                 with _UntilClosing(self._closing, self._idle_tasks):
-                    await changed.wait()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_TOTALS_INTERVAL_S if request.wants_totals else None):
+                            await changed.wait()
                     await asyncio.sleep(_WATCH_INTERVAL_S)
         finally:
             stop()
@@ -259,6 +272,25 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         shown.update(now)
         return pb.WatchWorkersResponse(
             updated=[to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
+        )
+
+    def _totals(self) -> FleetTotals:
+        context = self._pipeline.context
+        counted = context.metrics.totals()
+        return FleetTotals(
+            router_id=context.router_id,
+            policy=context.admission.policy.name,
+            outcomes={outcome: int(count) for outcome, count in context.metrics.requests.by_outcome().items()},
+            num_failed=counted.num_failed,
+            num_prompt_tokens=counted.num_prompt_tokens,
+            num_cached_tokens=counted.num_cached_tokens,
+            num_output_tokens=counted.num_output_tokens + self._pipeline.num_output_tokens,
+            ttft_bounds_s=tuple(counted.ttft_bounds_s),
+            ttft_counts=tuple(counted.ttft_counts),
+            num_without_room=counted.num_without_room,
+            num_kv_gaps=counted.num_kv_gaps,
+            num_queued=counted.num_queued,
+            num_running=counted.num_running,
         )
 
     def _model(self, pool: Pool) -> Model:

@@ -38,6 +38,49 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FleetTotals:
+    """What a router has counted since its start, of all models together, and what it has now.
+
+    Attributes:
+        policy: name of the router's policy.
+        outcomes: choices that ended, by finish reason, or by the error's reason, in lower case.
+        num_failed: of these, choices that failed.
+        num_prompt_tokens: of requests that were placed; ``num_cached_tokens`` of them had their KV cached.
+        num_output_tokens: that requests have given, those that still run included.
+        ttft_bounds_s: upper bounds of the buckets of ``ttft_counts``, which has one more, without a bound, or none.
+        num_without_room: waits for room that ended because the queue was full or they took too long.
+        num_kv_gaps: times that KV events of a worker were lost.
+        num_queued: requests that wait for room now.
+        num_running: requests between arrival and end now.
+    """
+
+    router_id: str
+    policy: str
+    outcomes: Mapping[str, int]
+    num_failed: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    ttft_bounds_s: tuple[float, ...]
+    ttft_counts: tuple[int, ...]
+    num_without_room: int
+    num_kv_gaps: int
+    num_queued: int
+    num_running: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetState:
+    """The workers that a router knows, by role and id, and what it has counted.
+
+    ``totals`` is ``None`` if the router is of a version that does not send them.
+    """
+
+    workers: tuple[WorkerStatus, ...]
+    totals: FleetTotals | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model and the pool that serves it.
 

@@ -1,7 +1,7 @@
 """The Python client of Quartet: ``QuartetClient`` for asyncio, ``quartet.client.sync.SyncClient`` for the rest."""
 
 from quartet.api.chat import ToolChoice
-from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
+from quartet.api.fleet import Explanation, FleetState, FleetTotals, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import (
     Accepted,
     AnswerPart,
@@ -19,6 +19,7 @@ from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, PromptLogprobs, Sampling, TokenLogprobs, guided_choice
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
+from quartet.streams.worker_client import DrainOutcome
 from quartet.text.chat_message import ChatMessage, Tool, ToolCall
 from quartet.text.json_object import JsonObject
 from quartet.text.parsed import ToolCallDelta
@@ -33,8 +34,11 @@ __all__ = [
     "CompletedChoice",
     "Completion",
     "Delta",
+    "DrainOutcome",
     "Explanation",
     "FinishReason",
+    "FleetState",
+    "FleetTotals",
     "GenerateFields",
     "GenerateStream",
     "GrammarKind",

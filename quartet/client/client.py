@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 
-from quartet.api.convert.fleet import from_explain_response, from_model, from_worker_status, to_explain_request
-from quartet.api.fleet import Explanation, Model, WorkerStatus
+from quartet.api.convert.fleet import (
+    from_explain_response,
+    from_fleet_totals,
+    from_model,
+    from_worker_status,
+    to_explain_request,
+)
+from quartet.api.fleet import Explanation, FleetState, Model, WorkerStatus
 from quartet.api.request import GenerateStart
 from quartet.client.discovery import DiscoverySource, find_routers
 from quartet.client.generate import GenerateRequest
@@ -16,7 +23,8 @@ from quartet.client.request import GenerateFields, RequestPath, check_size, chec
 from quartet.client.routers import Router, Routers
 from quartet.client.session import SessionRequest, Sessions
 from quartet.client.stream import ClientRequest, Completion, CompletionBuilder, GenerateStream
-from quartet.rpc.channels import TlsConfig
+from quartet.rpc.channels import TlsConfig, create_channel
+from quartet.streams.worker_client import DrainOutcome, WorkerClient
 from quartet.v1 import router_pb2
 
 if TYPE_CHECKING:
@@ -120,19 +128,28 @@ class QuartetClient:
 
     async def watch_workers(self, model: str = "") -> AsyncIterator[list[WorkerStatus]]:
         """The workers by role and id, now and after each change, from one router until it goes away."""
-        router = await self._routers.call(_reachable)
-        call = router.stub.WatchWorkers(router_pb2.WatchWorkersRequest(model=model))
-        workers: dict[str, WorkerStatus] = {}
+        async with aclosing(self._watch(router_pb2.WatchWorkersRequest(model=model))) as states:
+            async for state in states:
+                yield list(state.workers)
+
+    async def watch_fleet(self, model: str = "") -> AsyncGenerator[FleetState, None]:
+        """The workers, and what one router has counted, of all models: once a second at least, until it goes away."""
+        request = router_pb2.WatchWorkersRequest(model=model, wants_totals=True)
+        async with aclosing(self._watch(request)) as states:
+            async for state in states:
+                yield state
+
+    async def drain_worker(self, address: str) -> DrainOutcome:
+        """Have the worker at ``address``, ``host:port``, finish what it runs and take nothing new; it leaves discovery.
+
+        Returns once nothing runs there: after the worker's ``drain_timeout_s`` at most. Its process stays. Where there
+        is TLS, this is for operators.
+        """
+        channel = create_channel(address, self._tls)
         try:
-            async for message in call:
-                for worker_id in message.removed_worker_ids:
-                    workers.pop(worker_id, None)
-                workers.update((entry.record.worker_id, from_worker_status(entry)) for entry in message.updated)
-                yield sorted(workers.values(), key=lambda worker: worker.record.key)
-        except grpc.aio.AioRpcError as error:
-            raise router.error(error, is_begun=bool(workers)) from error
+            return await WorkerClient(channel).drain()
         finally:
-            call.cancel()
+            await channel.close()
 
     async def list_models(self) -> list[Model]:
         """All models that the router serves, by name."""
@@ -168,6 +185,26 @@ class QuartetClient:
                 if self._direct is None:
                     self._direct = DirectTools(self._routers, self._tls)
                 return DirectRequest(self._direct, start, traceparent)
+
+    async def _watch(self, request: router_pb2.WatchWorkersRequest) -> AsyncGenerator[FleetState, None]:
+        router = await self._routers.call(_reachable)
+        call = router.stub.WatchWorkers(request)
+        workers: dict[str, WorkerStatus] = {}
+        is_begun = False
+        try:
+            async for message in call:
+                is_begun = True
+                for worker_id in message.removed_worker_ids:
+                    workers.pop(worker_id, None)
+                workers.update((entry.record.worker_id, from_worker_status(entry)) for entry in message.updated)
+                yield FleetState(
+                    workers=tuple(sorted(workers.values(), key=lambda worker: worker.record.key)),
+                    totals=from_fleet_totals(message.totals) if message.HasField("totals") else None,
+                )
+        except grpc.aio.AioRpcError as error:
+            raise router.error(error, is_begun=is_begun) from error
+        finally:
+            call.cancel()
 
     async def _get_models(self, name: str) -> list[Model]:
         request = router_pb2.GetModelRequest(name=name)

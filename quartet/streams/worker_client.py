@@ -27,6 +27,14 @@ class WorkerReport:
     load: WorkerLoad
 
 
+@dataclass(frozen=True)
+class DrainOutcome:
+    """How a drain ended: requests that ended by themselves, and those that did not in time."""
+
+    num_completed: int
+    num_cancelled: int
+
+
 class WorkerClient:
     """``WorkerService`` of one worker."""
 
@@ -43,6 +51,14 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         return WorkerReport(from_worker_record(response.record), from_worker_load(response.load))
+
+    async def drain(self) -> DrainOutcome:
+        """Have it end what it runs, within its own limit, and take nothing new. Raises ``ServingError``."""
+        try:
+            response: worker_pb2.DrainResponse = await self._stub.Drain(worker_pb2.DrainRequest())
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return DrainOutcome(num_completed=response.num_completed, num_cancelled=response.num_cancelled)
 
     async def model_files(
         self, allowed: Collection[str], *, model_fingerprint: str = "", max_size_bytes: int, timeout_s: float

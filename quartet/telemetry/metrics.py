@@ -148,6 +148,8 @@ class RouterTotals:
         ttft_bounds_s: upper bounds of the buckets of ``ttft_counts``, which has one more, without a bound.
         num_queued: requests that wait for room now.
         num_running: requests between arrival and end now.
+        num_without_room: waits for room that ended because the queue was full or they took too long.
+        num_kv_gaps: times that KV events of a worker were lost.
         reuse: prompt tokens by what became of them.
     """
 
@@ -160,6 +162,8 @@ class RouterTotals:
     ttft_counts: Sequence[int]
     num_queued: int
     num_running: int
+    num_without_room: int
+    num_kv_gaps: int
     reuse: Mapping[str, int]
 
 
@@ -171,6 +175,9 @@ class AdmissionOutcome(StrEnum):
     EXPIRED = "expired"  # its time in the queue, or its own, was over
     UNAVAILABLE = "unavailable"  # no decode worker was ready for too long
     CANCELLED = "cancelled"
+
+
+_WITHOUT_ROOM = (AdmissionOutcome.REFUSED, AdmissionOutcome.EXPIRED)
 
 
 class ReusePart(StrEnum):
@@ -330,6 +337,8 @@ class RouterMetrics:
             ttft_counts=[sum(counts) for counts in zip(*[model.ttft.counts for model in models], strict=True)],
             num_queued=self._num_queued(),
             num_running=self._num_running(),
+            num_without_room=int(sum([self.admissions.labels(outcome).value for outcome in _WITHOUT_ROOM])),
+            num_kv_gaps=int(self.kv_gaps.value),
             reuse={part.value: int(counter.value) for part, counter in self.reuse.items()},
         )
 

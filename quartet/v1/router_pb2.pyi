@@ -2008,16 +2008,20 @@ class WatchWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    WANTS_TOTALS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Only those of this model. Empty: all."""
+    wants_totals: _builtins.bool
+    """Send the router's totals with each message, and a message a second at least. Default false: changes only."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        wants_totals: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "wants_totals", b"wants_totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2031,6 +2035,7 @@ class WatchWorkersResponse(_message.Message):
 
     UPDATED_FIELD_NUMBER: _builtins.int
     REMOVED_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def updated(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """New or changed. Empty: none is."""
@@ -2041,19 +2046,120 @@ class WatchWorkersResponse(_message.Message):
         Empty: none is gone.
         """
 
+    @_builtins.property
+    def totals(self) -> Global___FleetTotals:
+        """What the router has counted. Absent: not asked for, or the router is of an earlier version."""
+
     def __init__(
         self,
         *,
         updated: _abc.Iterable[Global___WorkerStatus] | None = ...,
         removed_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        totals: Global___FleetTotals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_worker_ids", b"removed_worker_ids", "updated", b"updated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_worker_ids", b"removed_worker_ids", "totals", b"totals", "updated", b"updated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchWorkersResponse: _TypeAlias = WatchWorkersResponse  # noqa: Y015
+
+@_typing.final
+class FleetTotals(_message.Message):
+    """What a router has counted since its start, of all models together, and what it has now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OutcomesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_BOUNDS_S_FIELD_NUMBER: _builtins.int
+    TTFT_COUNTS_FIELD_NUMBER: _builtins.int
+    NUM_WITHOUT_ROOM_FIELD_NUMBER: _builtins.int
+    NUM_KV_GAPS_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """The router. Always set."""
+    policy: _builtins.str
+    """Its policy. Always set."""
+    num_failed: _builtins.int
+    """Of these, choices that failed. 0: none."""
+    num_prompt_tokens: _builtins.int
+    """Prompt tokens of requests that were placed. 0: none."""
+    num_cached_tokens: _builtins.int
+    """Of these, tokens whose KV was cached. 0: none."""
+    num_output_tokens: _builtins.int
+    """Tokens that requests have given, those that still run included. 0: none."""
+    num_without_room: _builtins.int
+    """Waits for room that ended without it: the queue was full, or it took too long. 0: none."""
+    num_kv_gaps: _builtins.int
+    """Times that KV events of a worker were lost. 0: none."""
+    num_queued: _builtins.int
+    """Requests that wait for room now. 0: none."""
+    num_running: _builtins.int
+    """Requests between arrival and end now. 0: none."""
+    @_builtins.property
+    def outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Choices that ended, by finish reason, or by the error's reason, in lower case. Empty: none."""
+
+    @_builtins.property
+    def ttft_bounds_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds of the buckets of `ttft_counts`, in seconds, in ascending order. Always set."""
+
+    @_builtins.property
+    def ttft_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Times to the first token, by bucket; one bucket more, the last, has no bound. Empty: there was none."""
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        outcomes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_failed: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        ttft_bounds_s: _abc.Iterable[_builtins.float] | None = ...,
+        ttft_counts: _abc.Iterable[_builtins.int] | None = ...,
+        num_without_room: _builtins.int = ...,
+        num_kv_gaps: _builtins.int = ...,
+        num_queued: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_failed", b"num_failed", "num_kv_gaps", b"num_kv_gaps", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_queued", b"num_queued", "num_running", b"num_running", "num_without_room", b"num_without_room", "outcomes", b"outcomes", "policy", b"policy", "router_id", b"router_id", "ttft_bounds_s", b"ttft_bounds_s", "ttft_counts", b"ttft_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetTotals: _TypeAlias = FleetTotals  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

@@ -21,6 +21,7 @@ from quartet.rpc.open_calls import OpenCalls
 from quartet.rpc.server import Service
 from quartet.streams.convert.hand_off import to_kv_snapshot_parts
 from quartet.streams.convert.workers import to_worker_record
+from quartet.streams.worker_client import DrainOutcome
 from quartet.v1 import worker_pb2 as pb
 from quartet.v1 import worker_pb2_grpc
 
@@ -36,14 +37,6 @@ _MAX_SNAPSHOTS, _MAX_SNAPSHOTS_OF_CONNECTION = 16, 2
 
 # Of a name that an error repeats.
 _MAX_NAME_LENGTH = 64
-
-
-@dataclass(frozen=True)
-class DrainOutcome:
-    """How a drain ended."""
-
-    num_completed: int
-    num_cancelled: int
 
 
 class WorkerFace(Protocol):

@@ -17,12 +17,12 @@ from quartet.events.load import PlacementProgress, TransferTotal, WorkerLoad
 from quartet.events.publisher import PromptQueue
 from quartet.rpc.server import RpcServer
 from quartet.streams.convert.workers import rank_load
+from quartet.streams.worker_client import DrainOutcome
 from quartet.supervision import AwakeClock
 from quartet.transfer.base import FetchResult
 from quartet.transfer.source import TransferSource
 from services.workers.kv_events import KvEvents
 from services.workers.requests import Computing, RequestBook
-from services.workers.servicer import DrainOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         num_misdirected: first placements whose address has no worker.
         holding: set while it waits.
         explanation: what Explain answers.
+        totals: what it has counted, with the first message to who wants it; ``None``: it never says.
         watch_is_bounded: a watch of the workers ends after the changes that are there.
         dropped: set when a call ended before its answer did, or a request of a session was cancelled.
         num_sessions: sessions opened so far.
@@ -64,6 +65,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.workers: list[router_pb2.WorkerStatus] = []
         self.explanation = router_pb2.ExplainResponse()
         self.watch_is_bounded = False
+        self.totals: router_pb2.FleetTotals | None = None
         self.changes: asyncio.Queue[router_pb2.WatchWorkersResponse] = asyncio.Queue()
 
     def hold(self, num_words: int) -> None:
@@ -229,7 +231,8 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ListWorkersResponse(workers=self.workers)
 
     async def WatchWorkers(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchWorkersResponse]:
-        yield router_pb2.WatchWorkersResponse(updated=self.workers)
+        totals = self.totals if request.wants_totals else None
+        yield router_pb2.WatchWorkersResponse(updated=self.workers, totals=totals)
         while not (self.watch_is_bounded and self.changes.empty()):
             yield await self.changes.get()
 

@@ -6,9 +6,11 @@ import asyncio
 import gc
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 
 import pytest
 
+from quartet.api.convert.fleet import to_fleet_totals
 from quartet.client import (
     Accepted,
     AnswerPart,
@@ -16,6 +18,7 @@ from quartet.client import (
     ChoiceFinished,
     Delta,
     FinishReason,
+    FleetTotals,
     GenerateStream,
     Placed,
     QuartetClient,
@@ -431,6 +434,33 @@ async def test_a_watch_shows_all_workers_after_each_change(router: FakeRouter, s
             if len(seen) == 3:
                 break
     assert seen == [{"decode-0"}, {"decode-0", "prefill-0"}, {"prefill-0"}]
+
+
+async def test_a_watch_of_the_fleet_has_what_the_router_has_counted(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    router.workers = [worker_status("decode-0")]
+    totals = FleetTotals(
+        router_id="router-1",
+        policy="kv_aware",
+        outcomes={"stop_id": 3, "timeout": 1},
+        num_failed=1,
+        num_prompt_tokens=100,
+        num_cached_tokens=40,
+        num_output_tokens=60,
+        ttft_bounds_s=(0.5, 1.0),
+        ttft_counts=(2, 1, 1),
+        num_without_room=5,
+        num_kv_gaps=6,
+        num_queued=7,
+        num_running=8,
+    )
+    router.totals = to_fleet_totals(totals)
+    await router.changes.put(router_pb2.WatchWorkersResponse())
+    async with QuartetClient(await start_router(router)) as client, aclosing(client.watch_fleet()) as watch:
+        first, second = [await anext(watch) for _ in range(2)]
+    assert (first.totals, second.totals) == (totals, None)
+    assert [[worker.record.worker_id for worker in state.workers] for state in (first, second)] == [["decode-0"]] * 2
 
 
 async def test_a_watched_worker_that_is_removed_and_back_in_one_change_is_there(

@@ -405,6 +405,26 @@ async def test_a_watch_shows_a_changed_role_as_a_change_of_the_worker(
         watch.cancel()
 
 
+async def test_a_watch_that_wants_totals_gets_them_though_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0") as (system, stub):
+        await generate(stub, make_start())
+        await system.wait_idle()
+        watch = stub.WatchWorkers(pb.WatchWorkersRequest(wants_totals=True))
+        async with asyncio.timeout(TIMEOUT_S):
+            first = await watch.read()
+            while (later := await watch.read()).updated:
+                pass
+        watch.cancel()
+        assert first.updated and later.totals == first.totals
+        totals = first.totals
+        assert (dict(totals.outcomes), totals.num_failed) == ({"length": 1}, 0)
+        assert (totals.num_prompt_tokens, totals.num_output_tokens) == (len(PROMPT), 12)
+        assert sum(totals.ttft_counts) == 1 and len(totals.ttft_counts) == len(totals.ttft_bounds_s) + 1
+        assert (totals.policy, totals.num_running) == ("least_loaded", 0)
+
+
 def write_record(directory: Path, record: WorkerRecord) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{record.role}.{record.worker_id}.json"

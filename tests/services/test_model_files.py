@@ -20,9 +20,9 @@ from quartet.events.kv import KvSnapshot, StoredBlocks
 from quartet.events.load import WorkerLoad
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig
-from quartet.streams.worker_client import WorkerClient
+from quartet.streams.worker_client import DrainOutcome, WorkerClient
 from quartet.v1 import worker_pb2, worker_pb2_grpc
-from services.workers.servicer import DrainOutcome, WorkerServicer, worker_service
+from services.workers.servicer import WorkerServicer, worker_service
 from tests.router.records import make_load, make_record
 from tests.services.stream_workers import until
 

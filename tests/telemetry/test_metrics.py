@@ -159,6 +159,14 @@ def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> 
     assert registry.get_sample_value("quartet_router_queue_seconds_sum") == pytest.approx(0.2)
 
 
+def test_totals_have_waits_without_room_and_lost_events(registry: CollectorRegistry) -> None:
+    metrics = RouterMetrics(registry)
+    for outcome, num in (("placed", 8), ("refused", 1), ("expired", 2), ("unavailable", 16), ("cancelled", 32)):
+        metrics.admissions.labels(outcome).inc(num)
+    metrics.kv_gaps.inc(4)
+    assert (metrics.totals().num_without_room, metrics.totals().num_kv_gaps) == (3, 4)
+
+
 def test_worker_times_and_outcomes_show(registry: CollectorRegistry) -> None:
     worker = WorkerMetrics(registry)
     worker.queue_time.observe(0.1)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from quartet.api.convert.answer import from_rank, put_rank
 from quartet.api.convert.request import to_generate_start
 from quartet.api.convert.unread import UnreadStart
-from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
+from quartet.api.fleet import Explanation, FleetTotals, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import AskedStart, GenerateStart
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.events.wire import from_worker_load, to_worker_load
@@ -33,7 +33,7 @@ _STATES = {
 
 _STATES_BACK = {number: state for state, number in _STATES.items()}
 
-_MODEL, _EXPLANATION, _OPTION = map(same_fields, (Model, Explanation, RankOption))
+_MODEL, _EXPLANATION, _OPTION, _TOTALS = map(same_fields, (Model, Explanation, RankOption, FleetTotals))
 
 
 def to_worker_status(status: WorkerStatus) -> router_pb2.WorkerStatus:
@@ -58,6 +58,21 @@ def from_worker_status(message: router_pb2.WorkerStatus) -> WorkerStatus:
         load=from_worker_load(message.load) if message.HasField("load") else None,
         load_age_s=to_seconds(message.load_age) if message.HasField("load_age") else None,
         num_requests=message.num_requests,
+    )
+
+
+def to_fleet_totals(totals: FleetTotals) -> router_pb2.FleetTotals:
+    """The message."""
+    return router_pb2.FleetTotals(**asdict(totals))
+
+
+def from_fleet_totals(message: router_pb2.FleetTotals) -> FleetTotals:
+    """What a router has counted."""
+    return FleetTotals(
+        **read_fields(message, _TOTALS),
+        outcomes=dict(message.outcomes),
+        ttft_bounds_s=tuple(message.ttft_bounds_s),
+        ttft_counts=tuple(message.ttft_counts),
     )
 
 
