@@ -22,6 +22,10 @@ _COMMANDS = {
     "explain": ("cli.explain", "Show where a prompt would go now, and why; nothing is run."),
     "workers": ("cli.workers", "Show the workers that a router knows."),
     "routers": ("cli.routers", "Show the routers that announce themselves in etcd."),
+    "top": (
+        "cli.top.command",
+        "Show the fleet live: workers, load, rates, alerts; sort and drain by keys. Where this is no terminal: once.",
+    ),
     "bench": (
         "cli.bench.command",
         "Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured.",

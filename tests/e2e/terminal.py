@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from tests.e2e.up import START_TIMEOUT_S, Mark
 
 CTRL_C = b"\x03"
 # Gives the command a controlling terminal, which makes signals of keys, and copies between that and its own pipes.
+_STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _TERMINAL = "import pty, sys; pty.spawn(sys.argv[1:])"
 
 
@@ -25,6 +28,8 @@ class Terminal:
         self._command = command
         self._mark = Mark()
         self._text = ""
+        self._unseen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._process: asyncio.subprocess.Process
 
     async def __aenter__(self) -> Self:
@@ -70,6 +75,18 @@ class Terminal:
                     return line.rstrip()
         raise AssertionError(f"it ended without a line {start!r}:\n{self._text}")
 
+    async def read_until(self, text: str) -> str:
+        """Wait until ``text`` is shown, from here on, and return what was shown up to it; without colours and moves."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while (before := _plain(self._unseen).partition(text))[1] == "":
+                read = await self._process.stdout.read(1 << 16)
+                assert read, f"it ended without {text!r}:\n{self._text}"
+                self._text += (more := self._decoder.decode(read))
+                self._unseen += more
+        self._unseen = before[2]
+        return before[0] + text
+
     def press(self, key: bytes) -> None:
         """Press a key."""
         assert self._process.stdin is not None
@@ -81,3 +98,7 @@ class Terminal:
         async with asyncio.timeout(START_TIMEOUT_S):
             self._text += (await self._process.stdout.read()).decode("utf-8", "replace")
             await self._process.wait()
+
+
+def _plain(text: str) -> str:
+    return _STYLE.sub("", text)

@@ -1,0 +1,1 @@
+"""``quartet top``: the fleet live in the terminal."""
