@@ -1,4 +1,4 @@
-"""``quartet bench``: puts load on a router and measures what its clients see."""
+"""``quartet bench`` and its command ``compare``: put load on a router, and measure what its clients see."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
+from cli.app import spread_groups
+from cli.bench.compare import compare
 from cli.bench.display import BenchDisplay, print_summary
 from cli.bench.folder import (
     DEPLOYMENT_FILE,
@@ -109,8 +111,14 @@ _LOG_DIR = _output(
 )
 _LABEL = _output("--label", help="Say more of the deployment, for --out. May be given again.", metavar="NAME=VALUE")
 
+bench = typer.Typer(name="bench", add_completion=False)
+bench.command("compare")(compare)
 
-def bench(
+
+@bench.callback(invoke_without_command=True)
+@spread_groups
+def measure(
+    context: typer.Context,
     *,
     router: RouterOptions,
     model: ModelOption = "",
@@ -139,6 +147,8 @@ def bench(
     labels: Annotated[list[str] | None, _LABEL] = None,
 ) -> None:
     """Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured."""
+    if context.invoked_subcommand is not None:
+        return
     started_at, began = datetime.now(UTC), time.monotonic()
     output = OutputFiles(json=json_file, plot=plot_file)
     output.check()
