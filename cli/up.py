@@ -129,6 +129,14 @@ def up(
     is_failing_fast: Annotated[
         bool, typer.Option("--fail-fast", help="End everything when one process ends; else it is started again.")
     ] = False,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--log-dir",
+            metavar="DIR",
+            help="Keep what each process prints, in DIR/NAME.log, and the settings of all.",
+        ),
+    ] = None,
 ) -> None:
     """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all.
 
@@ -147,7 +155,8 @@ def up(
             print_plan(chosen.topology, num_cores=num_cores)
             return
         restarts = None if is_failing_fast else RestartConfig()
-        asyncio.run(_run(chosen.topology, _environment(chosen.topology, num_cores), display, restarts))
+        environment = _environment(chosen.topology, num_cores, log_dir)
+        asyncio.run(_run(chosen.topology, environment, display, restarts))
 
 
 async def wait_ready(
@@ -185,7 +194,7 @@ def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
         )
 
 
-def _environment(topology: Topology, num_cores: int) -> Environment:
+def _environment(topology: Topology, num_cores: int, log_dir: Path | None) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
     check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
     for plan in plan_pool_routers(topology):
@@ -202,6 +211,7 @@ def _environment(topology: Topology, num_cores: int) -> Environment:
         run_dir=make_run_directory(_RUN_PARENT, topology.namespace),
         cpus=usable_cpus(),
         etcd_endpoints=tuple(endpoint for part in endpoints.split(",") if (endpoint := part.strip())),
+        log_dir=log_dir,
     )
 
 

@@ -1,4 +1,4 @@
-"""``quartet bench``: puts load on a router and measures what its clients see."""
+"""``quartet bench`` and its command ``compare``: put load on a router, and measure what its clients see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
+from cli.app import spread_groups
+from cli.bench.compare import compare
 from cli.bench.display import BenchDisplay, print_summary
+from cli.bench.folder import (
+    DEPLOYMENT_FILE,
+    REPORT_FILE,
+    FolderOptions,
+    ResultFolder,
+    describe_deployment,
+    parse_labels,
+)
 from cli.bench.options import (
     DEFAULT_CONCURRENCY,
     DEFAULT_DURATION_S,
@@ -27,13 +37,13 @@ from cli.bench.options import (
     make_workload_config,
 )
 from cli.bench.output import OutputFiles, describe_run
+from cli.bench.ready import NotReadyError, Wait
 from cli.bench.result import PointResult
-from cli.bench.run import BenchPlan, Point, SenderConfig, run_plan
+from cli.bench.run import BenchPlan, Observers, Point, SenderConfig, run_plan
 from cli.bench.workload import WorkloadConfig
 from cli.options import ModelOption, PathOption, RouterOptions, TemperatureOption, TimeoutOption
-from cli.output import reporting_errors
+from cli.output import print_styled, reporting_errors
 from quartet.client import Model, QuartetClient, RequestPath
-from quartet.rpc.channels import TlsConfig
 
 _INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 _PIPE_WIDTH = 160
@@ -68,9 +78,16 @@ _DURATION = _load(
     "--duration",
     help="How long requests are sent.",
     metavar="SECONDS",
-    show_default=f"{DEFAULT_DURATION_S:g}, unless --requests or --trace ends it",
+    show_default=f"{DEFAULT_DURATION_S:g}, unless --requests, --rounds or --trace ends it",
 )
 _REQUESTS = _load("--requests", help="How many requests are sent.", min=1)
+_ROUNDS = _load("--rounds", help="How many requests are sent for each client of a closed loop.", min=1)
+_WAIT = _load(
+    "--wait",
+    help="Time to become ready: a router that serves, workers, and a first answer. Without it, it must serve now.",
+    metavar="SECONDS",
+    min=0,
+)
 _length = partial(_lengths, metavar="N|LOW-HIGH", show_default=DEFAULT_LENGTH)
 _PROMPT_TOKENS = _length("--prompt-tokens", help="Length of prompts; an even draw from a range.")
 _OUTPUT_TOKENS = _length("--output-tokens", help="Length of answers, exactly: end-of-sequence is ignored.")
@@ -85,9 +102,23 @@ _IDS = _lengths("--token-ids", help="Token ids that prompts are drawn from.", me
 _SEED = _lengths("--seed", help="Of prompts, lengths and arrivals.", min=0, show_default="another each time")
 _JSON = _output("--json", help="Write all figures; - is standard output, and only that.", metavar="FILE")
 _PLOT = _output("--plot", help="Draw a picture.", metavar="FILE.png", dir_okay=False)
+_OUT = _output("--out", help="Write a folder: figures, and one folder for each load.", metavar="DIR", file_okay=False)
+_LOG_DIR = _output(
+    "--log-dir",
+    help="That of quartet up: copy what the processes wrote during each load, and their settings, to --out.",
+    metavar="DIR",
+    file_okay=False,
+)
+_LABEL = _output("--label", help="Say more of the deployment, for --out. May be given again.", metavar="NAME=VALUE")
+
+bench = typer.Typer(name="bench", add_completion=False)
+bench.command("compare")(compare)
 
 
-def bench(
+@bench.callback(invoke_without_command=True)
+@spread_groups
+def measure(
+    context: typer.Context,
     *,
     router: RouterOptions,
     model: ModelOption = "",
@@ -99,6 +130,8 @@ def bench(
     warmup_s: Annotated[float | None, _WARMUP] = None,
     duration_s: Annotated[float | None, _DURATION] = None,
     max_requests: Annotated[int | None, _REQUESTS] = None,
+    rounds: Annotated[int | None, _ROUNDS] = None,
+    wait_s: Annotated[float | None, _WAIT] = None,
     prompt_tokens: Annotated[str | None, _PROMPT_TOKENS] = None,
     output_tokens: Annotated[str | None, _OUTPUT_TOKENS] = None,
     trace: Annotated[Path | None, _TRACE] = None,
@@ -109,37 +142,44 @@ def bench(
     timeout_s: TimeoutOption = None,
     json_file: Annotated[str | None, _JSON] = None,
     plot_file: Annotated[Path | None, _PLOT] = None,
+    out: Annotated[Path | None, _OUT] = None,
+    log_dir: Annotated[Path | None, _LOG_DIR] = None,
+    labels: Annotated[list[str] | None, _LABEL] = None,
 ) -> None:
     """Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured."""
+    if context.invoked_subcommand is not None:
+        return
     started_at, began = datetime.now(UTC), time.monotonic()
     output = OutputFiles(json=json_file, plot=plot_file)
     output.check()
+    loads = make_loads(concurrency, rate, replay, sweep, has_trace=trace is not None)
     plan = BenchPlan(
-        loads=make_loads(concurrency, rate, replay, sweep, has_trace=trace is not None),
-        limits=make_limits(warmup_s, duration_s, max_requests, has_trace=trace is not None),
+        loads=loads,
+        limits=make_limits(warmup_s, duration_s, max_requests, rounds, loads=loads, has_trace=trace is not None),
         workload=make_workload_config(prompt_tokens, output_tokens, trace, ids, is_text=is_text),
         sender=SenderConfig(path=path, model=model, temperature=temperature, timeout_s=timeout_s),
         seed=make_seed(seed),
     )
-    with reporting_errors():
-        used_model, points = uvloop.run(_run(router.addresses(), router.tls, plan))
+    options = FolderOptions(path=out, log_dir=log_dir, labels=parse_labels(labels or ()))
+    options.prepare()
+    provenance = describe_run("bench", started_at, _PACKAGES)
+    with reporting_errors(NotReadyError):
+        used_model, points, folder = uvloop.run(_run(router, plan, wait_s, options, provenance))
         duration_s = time.monotonic() - began
-        report = _report(plan, trace, started_at, duration_s, used_model, [point.result for point in points])
-        raise typer.Exit(_finish(output, report, plan, used_model, points))
+        report = provenance | _report(plan, trace, duration_s, used_model, [point.result for point in points])
+        code = _finish(output, report, plan, used_model, points)
+        if folder is not None:
+            folder.write(REPORT_FILE, report)
+            code = code if folder.is_complete else 1
+        raise typer.Exit(code)
 
 
 def _report(
-    plan: BenchPlan,
-    trace: Path | None,
-    started_at: datetime,
-    duration_s: float,
-    model: Model,
-    results: Sequence[PointResult],
-) -> Mapping[str, object]:
+    plan: BenchPlan, trace: Path | None, duration_s: float, model: Model, results: Sequence[PointResult]
+) -> dict[str, object]:
     """The JSON of one command: what was run, against what, and what came out. docs/bench.md describes its keys."""
     workload = plan.workload
     return {
-        **describe_run("bench", started_at, _PACKAGES),
         "duration_s": duration_s,
         "model": {
             "name": model.name,
@@ -162,20 +202,40 @@ def _report(
     }
 
 
-async def _run(routers: list[str], tls: TlsConfig | None, plan: BenchPlan) -> tuple[Model, list[Point]]:
+async def _run(
+    router: RouterOptions,
+    plan: BenchPlan,
+    wait_s: float | None,
+    options: FolderOptions,
+    provenance: dict[str, object],
+) -> tuple[Model, list[Point], ResultFolder | None]:
+    """Wait for the deployment if that is wanted, then run ``plan``; returns the folder of results if there is one."""
     if plan.sender.path is RequestPath.DIRECT:
         # The client would import it, with tokenizers, at the first request, whose latency would then have that in it.
         import quartet.client.direct  # noqa: F401
-    async with QuartetClient(routers, tls=tls) as client:
+    wait = None if wait_s is None else Wait(wait_s, partial(print_styled, err=True))
+    routers = await (asyncio.to_thread(router.addresses) if wait is None else wait.find_routers(router))
+    async with QuartetClient(routers, tls=router.tls) as client:
+        if wait is not None:
+            await wait.until_serving(client, routers, router.tls, plan)
         # Before any load: report a router that does not answer, or a model that can't take these lengths.
         model = await _find_model(client, plan.sender.model)
         _check_lengths(plan.workload, model)
-        with BenchDisplay(len(plan.loads)) as display:
-            following = asyncio.create_task(display.follow())
-            try:
-                return model, await run_plan(client, plan, display)
-            finally:
-                following.cancel()
+        folder = None
+        if options.path is not None:
+            options.check_logs()
+            folder = ResultFolder(options.path, options.log_dir)
+            folder.write(DEPLOYMENT_FILE, provenance | await describe_deployment(client, model, options))
+        return model, await _measure(client, plan, folder), folder
+
+
+async def _measure(client: QuartetClient, plan: BenchPlan, folder: ResultFolder | None) -> list[Point]:
+    with BenchDisplay(len(plan.loads)) as display:
+        following = asyncio.create_task(display.follow())
+        try:
+            return await run_plan(client, plan, Observers(display, *([folder] if folder else [])))
+        finally:
+            following.cancel()
 
 
 async def _find_model(client: QuartetClient, name: str) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -44,17 +44,27 @@ def make_loads(
 
 
 def make_limits(
-    warmup_s: float | None, duration_s: float | None, max_requests: int | None, *, has_trace: bool
+    warmup_s: float | None,
+    duration_s: float | None,
+    max_requests: int | None,
+    rounds: int | None = None,
+    *,
+    loads: Sequence[Load],
+    has_trace: bool,
 ) -> Limits:
     """When each load ends. Raises ``typer.BadParameter``."""
+    if rounds is not None and max_requests is not None:
+        raise typer.BadParameter("each of them ends a load: give one", param_hint="--requests and --rounds")
+    if rounds is not None and loads[0].kind is not LoadKind.CONCURRENCY:
+        raise typer.BadParameter("only --concurrency and --sweep 1,2,4 have clients", param_hint="--rounds")
     if warmup_s is None:
         # A trace has each request once: the figures would lack those that are sent during a warm-up.
         warmup_s = 0.0 if has_trace else DEFAULT_WARMUP_S
     if duration_s is not None:
         _positive(duration_s, "--duration")
-    elif max_requests is None and not has_trace:
+    elif max_requests is None and rounds is None and not has_trace:
         duration_s = DEFAULT_DURATION_S
-    return Limits(warmup_s=warmup_s, duration_s=duration_s, max_requests=max_requests)
+    return Limits(warmup_s=warmup_s, duration_s=duration_s, max_requests=max_requests, rounds=rounds)
 
 
 def make_workload_config(

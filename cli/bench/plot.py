@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from cli.bench.load import LoadKind
+from cli.bench.compare import Results
+from cli.bench.load import Load, LoadKind
 from cli.bench.measure import DurationHistogram
 from cli.bench.result import LatencyMs, PointResult
 from cli.bench.run import Point
@@ -17,6 +19,8 @@ from cli.bench.run import Point
 _DPI = 130
 _QUANTILES = {0.5: "#2a9d8f", 0.9: "#e9a03b", 0.99: "#d1495b"}
 _LINE = "#264653"
+_SIDES = {"A": "#264653", "B": "#d1495b"}
+_STYLES = {"p50": "o-", "p99": "o--"}
 _HOP_COLOURS = ("#8ecae6", "#219ebc", "#e9c46a", "#f4a261", "#9b5de5", "#c8b6ff", "#2a9d8f", "#adb5bd")
 _LATENCIES: dict[str, Callable[[PointResult], LatencyMs]] = {
     "time to first token (TTFT)": lambda result: result.ttft_ms,
@@ -33,6 +37,42 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
     else:
         figure = _plot_sweep([point.result for point in points])
     save(figure, title, path)
+
+
+def plot_comparison(both: Sequence[Results], path: Path) -> None:
+    """Draw TTFT, ITL and throughput of two results over their loads, to ``path``. Raises ``OSError``."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for (side, colour), results in zip(_SIDES.items(), both, strict=True):
+        loads = sorted(results.points, key=lambda load: load.value)
+        for quantile, style in _STYLES.items():
+            for axis, name in zip(axes, ("TTFT", "ITL"), strict=False):
+                _draw_over_loads(axis, results, loads, f"{name} {quantile} ms", style, f"{side} {quantile}", colour)
+        _draw_over_loads(axes[2], results, loads, "output tokens/s", "o-", side, colour)
+    for axis, title in zip(axes, ("TTFT, ms", "ITL, ms", "output tokens/s"), strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+        _label_loads(axis, {load.value for results in both for load in results.points})
+        axis.set_xlabel(next(iter(both[0].points)).kind)
+    lines, labels = axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
+    save(figure, "\n".join(f"{side}: {results.name}" for side, results in zip(_SIDES, both, strict=True)), path)
+
+
+def _draw_over_loads(
+    axes: Axes, results: Results, loads: Sequence[Load], name: str, style: str, label: str, colour: str
+) -> None:
+    values = [results.figures(load)[name].value for load in loads]
+    known = [np.nan if value is None else value for value in values]
+    axes.plot([load.value for load in loads], known, style, color=colour, label=label, markersize=4)
+
+
+def _label_loads(axes: Axes, values: set[float]) -> None:
+    """Each load has its place on a logarithmic axis, and its number below."""
+    axes.set_xscale("log")
+    axes.set_xticks(sorted(values), [f"{value:g}" for value in sorted(values)])
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, title: str, path: Path) -> None:

@@ -52,11 +52,17 @@ class Limits:
         warmup_s: load before the window opens.
         duration_s: length of the window; ``None``: no limit.
         max_requests: sent within the window; ``None``: no limit.
+        rounds: so many requests for each client of a closed loop; ``None``: no limit.
     """
 
     warmup_s: float
     duration_s: float | None
     max_requests: int | None
+    rounds: int | None = None
+
+    def num_requests(self, load: Load) -> int | None:
+        """How many ``load`` may send within its window; ``None``: any number."""
+        return self.max_requests if self.rounds is None else self.rounds * int(load.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +99,28 @@ class RunObserver:
         """It has ended."""
 
 
+class Observers(RunObserver):
+    """Tells several of them, in this order."""
+
+    def __init__(self, *observers: RunObserver) -> None:
+        self._observers = observers
+
+    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
+        """Tell each."""
+        for observer in self._observers:
+            observer.began(load, number, recorder, window)
+
+    def ended(self, point: Point) -> None:
+        """Tell each."""
+        for observer in self._observers:
+            observer.ended(point)
+
+
 async def run_plan(client: QuartetClient, plan: BenchPlan, observer: RunObserver) -> list[Point]:
     """Run every load. If the task is cancelled (Ctrl-C), return the figures so far; the last load is interrupted."""
     points: list[Point] = []
     for number, load in enumerate(plan.loads):
-        window = Window(plan.limits.max_requests)
+        window = Window(plan.limits.num_requests(load))
         recorder = Recorder(window)
         loop = _make_loop(Sender(client, plan.sender, recorder).send, plan, number, window)
         observer.began(load, number, recorder, window)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import yaml
 
@@ -56,6 +56,9 @@ _EXIT_TIMEOUT_S = 1.0
 _KILL_TIMEOUT_S = 0.5
 
 _POLL_INTERVAL_S = 0.2
+
+#: In ``Environment.log_dir``: the settings of each process of the newest run, by its name.
+SETTINGS_FILE = "settings.yaml"
 
 # Marks a run directory as one of ours.
 _MARK = ".quartet-up"
@@ -95,6 +98,8 @@ class Environment:
         cpus: the numbers of the CPUs that there are, for workers that are limited to some; empty: none may be.
         etcd_endpoints: used instead of the topology's endpoints, with its TLS settings, and must answer; empty: the
             topology's endpoints, or else an etcd that is started here.
+        log_dir: a directory that keeps what each process printed, appended to ``NAME.log``, and their settings, in
+            ``SETTINGS_FILE``; ``None``: neither is kept.
     """
 
     variables: Mapping[str, str]
@@ -102,6 +107,7 @@ class Environment:
     run_dir: Path
     cpus: Sequence[int] = ()
     etcd_endpoints: Sequence[str] = ()
+    log_dir: Path | None = None
 
 
 class LaunchObserver(Protocol):
@@ -161,6 +167,7 @@ class LocalTopology:
         self.http_keys_file: Path | None = None
         self._starts: dict[str, _Start] = {}
         self._pacer = StartPacer(clock or Time())
+        self._log_files = None if environment.log_dir is None else _LogFiles(environment.log_dir)
 
     @property
     def router_address(self) -> str:
@@ -221,6 +228,8 @@ class LocalTopology:
                 self.http_keys_file = draw_api_key(self._environment.run_dir)
                 router_tls = self.certificates.processes[ROUTER]
                 plans[-1] = with_http_identity(plans[-1], router_tls, self.http_keys_file)
+        if self._log_files is not None:
+            self._log_files.write_settings({plan.name: plan.settings for plan in plans})
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
         for plan in plans:
             await self._wait_beside(plan)
@@ -248,6 +257,8 @@ class LocalTopology:
         await _wait_ended(self.children, _KILL_TIMEOUT_S)
         for child in self.children:
             child.kill_rest()  # also of the processes that were killed just now
+        if self._log_files is not None:
+            self._log_files.close()
         shutil.rmtree(self._environment.run_dir, ignore_errors=True)
 
     def kill(self) -> None:
@@ -310,10 +321,15 @@ class LocalTopology:
         if start.interval_s and (delay_s := self._pacer.reserve(start.interval_s)) > 0:
             self._observer.progress(f"{name} starts in {delay_s:.2g} s, so that MPI begins for one worker at a time")
             await self._pacer.sleep(delay_s)
-        on_line = partial(self._observer.log_line, name)
+        on_line = partial(self._log_line, name)
         child = await start_child(name, start.command, start.variables, on_line, start.limits)
         self._children[name], self._starts[name] = child, start
         return child
+
+    def _log_line(self, name: str, line: str) -> None:
+        self._observer.log_line(name, line)
+        if self._log_files is not None and (complaint := self._log_files.write(name, line)):
+            self._observer.progress(complaint)
 
     def _limits(self, plans: Sequence[ProcessPlan]) -> dict[str, ChildLimits]:
         """The limits of each process. CPUs are given in turn, so that two have one in common only if they are too few.
@@ -353,6 +369,45 @@ class LocalTopology:
             # Libraries read it when they are loaded; without it each starts a thread for every core.
             variables["OMP_NUM_THREADS"] = str(plan.num_threads)
         return {**variables, **plan.environment}
+
+
+class _LogFiles:
+    """What ``Environment.log_dir`` keeps."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[str, TextIO] = {}
+        self._is_broken = False
+
+    def write_settings(self, settings: Mapping[str, object]) -> None:
+        """Write the settings of each process in place of those of an earlier run. Raises ``ConfigError``."""
+        path = self._directory / SETTINGS_FILE
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--log-dir: cannot write {path}: {error.strerror}") from error
+
+    def write(self, name: str, line: str) -> str:
+        """Append ``line``; returns a complaint at the first that can't be written: a full disk ends no process."""
+        if self._is_broken:
+            return ""
+        path = self._directory / f"{name}.log"
+        try:
+            if name not in self._files:
+                self._files[name] = path.open("a", buffering=1, encoding="utf-8")
+            self._files[name].write(f"{line}\n")
+        except OSError as error:
+            self._is_broken = True
+            return f"--log-dir: cannot write {path}: {error.strerror}; no more lines are kept"
+        return ""
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+        self._files.clear()
 
 
 def make_run_directory(parent: Path, namespace: str) -> Path:

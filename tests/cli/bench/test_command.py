@@ -162,9 +162,10 @@ async def test_every_request_of_a_trace_counts_unless_a_warm_up_is_asked_for(
 
 
 def test_without_a_trace_there_is_a_warm_up() -> None:
-    assert make_limits(None, None, None, has_trace=False).warmup_s == 2
-    assert make_limits(0.0, None, None, has_trace=False).warmup_s == 0
-    assert make_limits(1.0, None, None, has_trace=True).warmup_s == 1
+    loads = [Load(LoadKind.CONCURRENCY, 1)]
+    assert make_limits(None, None, None, loads=loads, has_trace=False).warmup_s == 2
+    assert make_limits(0.0, None, None, loads=loads, has_trace=False).warmup_s == 0
+    assert make_limits(1.0, None, None, loads=loads, has_trace=True).warmup_s == 1
 
 
 async def test_a_file_that_cannot_be_written_is_reported_and_hides_neither_table_nor_the_other_file(
@@ -213,6 +214,12 @@ async def test_refusals_are_counted_by_status_and_reason(
         (["--plot", "x.gif"], ["--plot", "x.gif must end in one of .png"]),
         (["--json", "/"], ["--json", "/ is a directory"]),
         (["--path", "pigeon"], ["--path", "pigeon"]),
+        (["--rounds", "2", "--requests", "2"], ["--requests and --rounds", "give one"]),
+        (["--rounds", "2", "--rate", "2"], ["--rounds", "only --concurrency and --sweep"]),
+        (["--label", "kind=agg"], ["--label", "needs --out"]),
+        (["--log-dir", "/"], ["--log-dir", "needs --out"]),
+        (["--label", "agg", "--out", "x"], ["--label", "'agg' is not like kind=disagg"]),
+        (["--out", "/dev/null/x"], ["--out", "can't make /dev/null/x"]),
     ],
 )
 async def test_an_impossible_value_is_reported_by_the_options_name(

@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
 
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
 from quartet.discovery.etcd_access import EtcdTls
@@ -25,6 +26,7 @@ from quartet.streams.signed_start import SigningKeys
 from services.topology import launch
 from services.topology.certificates import CertificateFiles
 from services.topology.launch import (
+    SETTINGS_FILE,
     Environment,
     LaunchError,
     LocalTopology,
@@ -176,7 +178,9 @@ class FakeTime:
         self.now_s += delay_s
 
 
-async def start_short(directory: Path, text: str, cpus: tuple[int, ...] = ()) -> tuple[LocalTopology, FakeTime, Shown]:
+async def start_short(
+    directory: Path, text: str, cpus: tuple[int, ...] = (), log_dir: Path | None = None
+) -> tuple[LocalTopology, FakeTime, Shown]:
     """A launcher whose workers print on which CPUs they run, and end."""
     (directory / "config.json").write_text("{}")
     file = directory / "topology.yaml"
@@ -184,7 +188,7 @@ async def start_short(directory: Path, text: str, cpus: tuple[int, ...] = ()) ->
     file.write_text(f"namespace: short\nmodel: {{path: {directory}}}\n{discovery}\n{dedent(text)}")
     run_dir, clock, observer = directory / "run", FakeTime(), Shown()
     run_dir.mkdir()
-    environment = Environment(variables={}, num_cores=1, run_dir=run_dir, cpus=cpus)
+    environment = Environment(variables={}, num_cores=1, run_dir=run_dir, cpus=cpus, log_dir=log_dir)
     local = LocalTopology(
         load_topology(file, ["router.port=0"]),
         environment,
@@ -248,6 +252,44 @@ async def test_workers_get_cpus_of_their_own_in_turn_and_none_gets_more_than_the
     (tmp_path / "second").mkdir()
     with pytest.raises(ConfigError, match=r"^limits\.cpus: decode-0 is to have 9, and this host has 2 to give"):
         await start_short(tmp_path / "second", "workers: [{role: decode, limits: {cpus: 9}}]", (0, 1))
+
+
+async def test_output_and_settings_are_kept_where_the_user_says(tmp_path: Path) -> None:
+    kept = tmp_path / "new" / "logs"
+    kept.mkdir(parents=True)
+    (kept / "decode-0.log").write_text("earlier\n")
+    local, _, _ = await start_short(tmp_path, "workers: [{role: decode, overrides: {drain_timeout_s: 7}}]", (), kept)
+    try:
+        [worker] = [child for child in local.children if child.name == "decode-0"]
+        await worker.wait()
+        await (await local.restart("decode-0")).wait()
+    finally:
+        await local.stop()
+    settings = yaml.safe_load((kept / SETTINGS_FILE).read_text())
+    assert set(settings) == {"decode-0", "router"}
+    assert settings["decode-0"]["drain_timeout_s"] == 7
+    line = f"{sorted(os.sched_getaffinity(0))}\n"
+    # An earlier run's stays, and the second start appends.
+    assert (kept / "decode-0.log").read_text() == f"earlier\n{line}{line}"
+
+
+async def test_logs_that_cannot_be_kept_are_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError, match=r"^--log-dir: cannot write .*taken/settings\.yaml"):
+        await start_short(tmp_path, "workers: [{role: decode}]", (), tmp_path / "taken")
+
+
+async def test_a_log_that_cannot_be_written_is_reported_once_and_ends_nothing(tmp_path: Path) -> None:
+    kept = tmp_path / "logs"
+    (kept / "decode-0.log").mkdir(parents=True)
+    local, _, observer = await start_short(tmp_path, "workers: [{role: decode}]", (), kept)
+    try:
+        await local.children[0].wait()
+        await (await local.restart("decode-0")).wait()
+    finally:
+        await local.stop()
+    assert len([message for message in observer.shown if "no more lines are kept" in message]) == 1
+    assert list(local.children[0].last_lines)
 
 
 class FirstLine(Silent):
