@@ -99,7 +99,7 @@ class BookedRequest:
 
     context: RequestContext
     num_prompt_tokens: int | None
-    arrived_at: float = field(default_factory=time.monotonic)
+    arrived_at: float
     ends_with: ServingError | None = None
     trace: WorkerTrace | None = None
 
