@@ -40,6 +40,7 @@ from router.kv_index.index import PrefixIndex
 from router.workers import PoolKey, WorkerTable
 from services.topology.launch import free_port
 from services.workers import process as worker_process
+from services.workers import worker
 from services.workers.servicer import WorkerServicer
 from tests.certificates import CertificateAuthority
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
@@ -208,10 +209,9 @@ async def test_a_drained_worker_ends_its_work_and_gets_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="router.fleet")
-    async with running_system(tmp_path, monkeypatch, "decode-0", "decode-1", gated=("decode-0", "decode-1")) as (
-        system,
-        stub,
-    ):
+    monkeypatch.setattr(worker, "_MOVE_AFTER_S", TIMEOUT_S)
+    workers, settings = ("decode-0", "decode-1"), {"drain_timeout_s": TIMEOUT_S}
+    async with running_system(tmp_path, monkeypatch, *workers, gated=workers, worker=settings) as (system, stub):
         call = stub.Generate()
         await call.write(pb.GenerateRequest(start=make_start()))
         async with asyncio.timeout(TIMEOUT_S):
