@@ -17,8 +17,8 @@ from typing import Any
 
 from services.topology.launch import free_port
 
-_START_TIMEOUT_S = 20.0
-_STOP_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 90.0
+_STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 
 

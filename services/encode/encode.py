@@ -253,6 +253,7 @@ class EncodeDispatcher(RequestBook[_Running]):
             context=context,
             trace=self._begin_trace(context, len(start.items)),
             num_prompt_tokens=None,
+            arrived_at=time.monotonic(),
             start=start,
             outbox=outbox,
             waiting=self._tower_queue.enter(len(start.items)),

@@ -182,6 +182,7 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
             context=context,
             trace=trace,
             num_prompt_tokens=len(start.generation.prompt_token_ids),
+            arrived_at=time.monotonic(),
             is_signed=start.is_signed,
             slot=slot,
             outbox=outbox,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -99,7 +100,7 @@ class BookedRequest:
 
     context: RequestContext
     num_prompt_tokens: int | None
-    arrived_at: float = field(default_factory=time.monotonic)
+    arrived_at: float
     ends_with: ServingError | None = None
     trace: WorkerTrace | None = None
 
@@ -271,18 +272,19 @@ class CountedStarts:
         return {router_id: router.highest for router_id, router in self._routers.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _News:
     router_id: str
     number: int
-    at: float
     num_output_tokens: int = 0
+    first_sent_at: float = math.inf
 
 
 class CountedPlacements:
     """Numbers of the starts that routers placed for clients: those counted in, and those that ended after how much.
 
     Such starts arrive in any order, or never, so there is no watermark: loads repeat each number for some seconds.
+    These begin with the first load that has it: a worker that was stopped for longer still reports what ended before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -292,20 +294,21 @@ class CountedPlacements:
         self._recap_given_at: float | None = None
         self._started: deque[_News] = deque()
         self._ended: deque[_News] = deque()
+        self._given: list[_News] = []  # by the last ``news``, for the first time
 
     def start(self, router_id: str, number: int) -> None:
         """The next load counts it in."""
-        self._add(self._started, _News(router_id, number, self._clock()))
+        self._add(self._started, _News(router_id, number))
 
     def end(self, router_id: str, number: int, num_output_tokens: int) -> None:
         """The next load no longer counts it; it may never have been counted in.
 
         It has ``num_output_tokens`` output tokens, those of earlier attempts included.
         """
-        self._add(self._ended, _News(router_id, number, self._clock(), num_output_tokens))
+        self._add(self._ended, _News(router_id, number, num_output_tokens))
 
     def progress(self) -> dict[str, PlacementProgress]:
-        """All of the last seconds, by router. Does not change what ``news`` returns."""
+        """All that was first sent in the last seconds, or not yet, by router. Does not change what ``news`` returns."""
         return self._since(self._clock() - _REPEAT_FOR_S)
 
     def news(self) -> dict[str, PlacementProgress]:
@@ -313,12 +316,17 @@ class CountedPlacements:
         now = self._clock()
         is_recap = now - self._recap_at >= _RECAP_INTERVAL_S
         self._recap_given_at = now if is_recap else None
+        self._given = [*_unsent(self._started), *_unsent(self._ended)]
         return self._since(now - (_REPEAT_FOR_S if is_recap else _FRESH_S))
 
     def sent(self) -> None:
         """The load with the last ``news`` was sent. Some loads are made and not sent."""
         if self._recap_given_at is not None:
             self._recap_at = self._recap_given_at
+        now = self._clock()
+        for one in self._given:
+            one.first_sent_at = now
+        self._given = []
 
     def _since(self, since: float) -> dict[str, PlacementProgress]:
         if not (self._started or self._ended):
@@ -337,14 +345,19 @@ class CountedPlacements:
         if not (one.router_id and one.number):
             return
         news.append(one)
-        while len(news) > _MAX_REPEATED or news[0].at <= one.at - _REPEAT_FOR_S:
+        since = self._clock() - _REPEAT_FOR_S
+        while len(news) > _MAX_REPEATED or news[0].first_sent_at <= since:
             news.popleft()
+
+
+def _unsent(news: deque[_News]) -> Iterator[_News]:
+    return itertools.takewhile(lambda one: one.first_sent_at == math.inf, reversed(news))
 
 
 def _by_router(news: deque[_News], since: float) -> dict[str, list[_News]]:
     by_router: dict[str, list[_News]] = {}
     for one in reversed(news):
-        if one.at <= since:
+        if one.first_sent_at <= since:
             break
         by_router.setdefault(one.router_id, []).append(one)
     return by_router

@@ -22,7 +22,7 @@ def run_cli() -> RunCli:
 
     async def run(*arguments: str, input: str = "") -> Result:
         runner = CliRunner()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             return await asyncio.to_thread(runner.invoke, app, list(arguments), input)
 
     return run

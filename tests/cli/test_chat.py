@@ -17,7 +17,7 @@ from quartet.v1 import router_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 90.0
 CTRL_C = b"\x03"
 CTRL_D = b"\x04"
 
@@ -40,7 +40,7 @@ class Terminal:
         for _ in range(10):
             self.type(CTRL_C)
             with contextlib.suppress(TimeoutError):
-                return await self.expect(text, timeout_s=1.0)
+                return await self.expect(text, timeout_s=5.0)
         raise TimeoutError(f"{text!r} never came")
 
     async def expect(self, text: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -32,7 +32,7 @@ class Servers:
         self.fake.workers = [worker_status("a-strangers"), status]
 
     async def reported(self) -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.reports.get()
 
 
@@ -56,7 +56,7 @@ async def test_missing_workers_are_reported_until_none_is_missing(servers: Serve
     assert await servers.reported() == "waiting for decode-0 (not serving)"
     assert not waiting.done()
     await servers.worker.set_serving(None, True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await waiting
     assert servers.reports.empty()
 

@@ -147,7 +147,7 @@ async def test_as_much_as_one_message_holds_is_sent(
     router: FakeRouter, start_router: StartRouter, path: RequestPath, big: MediaFile
 ) -> None:
     almost = MediaFile(MediaKind.IMAGE, big.data[: -128 * 1024])
-    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(30):
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(120):
         await client.complete(path=path, messages=[ChatMessage("user", (big, almost))])
     assert [len(part.media.data) for part in parts(router.starts[0])] == [len(big.data), len(almost.data)]
 

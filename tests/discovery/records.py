@@ -22,7 +22,7 @@ from quartet.discovery.base import (
     WorkerRemoved,
 )
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 60.0
 
 _DECODE = WorkerRecord(
     worker_id="decode-0",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True)

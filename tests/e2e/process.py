@@ -96,7 +96,7 @@ class ServiceProcess:
             with contextlib.suppress(ProcessLookupError):  # it leads no group yet
                 os.killpg(self.pid, signal.SIGKILL)
             self.signal(signal.SIGKILL)
-            self.wait(10)
+            self.wait(60)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process."""
@@ -133,7 +133,7 @@ class ServiceProcess:
 
     def _is_ready_or_raise(self) -> bool:
         if not self.is_running:
-            raise RuntimeError(f"{self.name} ended with {self.wait(1)} before it was ready\n{self.log_tail()}")
+            raise RuntimeError(f"{self.name} ended with {self.wait(60)} before it was ready\n{self.log_tail()}")
         return self.is_ready()
 
     def _get(self, path: str) -> str | None:

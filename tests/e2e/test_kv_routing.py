@@ -17,7 +17,7 @@ from tests.e2e.conftest import StartStack
 from tests.e2e.stack import Stack, StackConfig
 
 WORKERS = ("decode-0", "decode-1")
-CALL_TIMEOUT_S, EXACT_S, POLL_S = 10.0, 30.0, 0.05
+CALL_TIMEOUT_S, EXACT_S, POLL_S = 60.0, 90.0, 0.05
 BLOCK_SIZE, NUM_BLOCKS = 32, 64
 NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 6, 160, 48
 SAMPLING = Sampling(max_tokens=4, ignore_eos=True)

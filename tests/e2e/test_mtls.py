@@ -35,7 +35,7 @@ from tests.e2e.conftest import StartStack
 from tests.e2e.fork_server import ForkServer
 from tests.e2e.stack import Stack, StackConfig
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 90.0
 _START_TIMEOUT_S = 150.0
 
 

@@ -65,11 +65,11 @@ def _started_router(stack: Stack, directory: Path) -> Iterator[tuple[int, grpc.C
             yield process.pid, channel
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def _num_ready_workers(router: grpc.Channel) -> int:
-    workers = router_pb2_grpc.RouterServiceStub(router).ListWorkers(router_pb2.ListWorkersRequest(), timeout=30).workers
+    workers = router_pb2_grpc.RouterServiceStub(router).ListWorkers(router_pb2.ListWorkersRequest(), timeout=90).workers
     return sum(worker.state == router_pb2.WORKER_STATE_READY for worker in workers)
 
 

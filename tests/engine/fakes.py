@@ -25,7 +25,7 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import BlocksPayload, EmbeddingLayout, HandOff, KvLayout
 from quartet.transfer.base import EmbeddingMemory, FetchResult, PieceCopy, PoolMemory, TransferWay, never
 
-WAIT_S = 20.0  # bounds every wait; nothing takes that long
+WAIT_S = 60.0  # bounds every wait; nothing takes that long
 
 _SLOT = struct.Struct("<QQ")  # digest of the prefix, token id or embedding + 1: an empty slot is all zeros
 _EMBEDDING = struct.Struct("<Q")

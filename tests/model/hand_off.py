@@ -41,6 +41,7 @@ import quartet.transfer.source
 import router.fleet
 import services.workers.parts
 import services.workers.process
+import services.workers.requests
 from quartet.api.answer import Answer
 from quartet.api.fleet import WorkerState
 from quartet.api.request import ChoiceFinished, Delta, GenerateStart, TextOptions, TokenPrompt
@@ -85,6 +86,7 @@ from router.workers import WorkerTable
 from services.workers.config import WorkerConfig
 from services.workers.engine_parts import EngineParts
 from services.workers.process import PoolServers, WorkerProcess
+from services.workers.requests import CountedPlacements, CountedStarts
 from services.workers.worker import Worker
 from tests.engine.fakes import FakeRunner, expected_output
 from tests.model.simulation import (
@@ -370,6 +372,9 @@ class World:
         )  # it would keep the engine
         enter(mock.patch.object(quartet.engine.step_engine, "EngineThread", self._make_thread))
         enter(mock.patch.object(quartet.transfer.source, "Offers", _repeating_offers))
+        for counted in (CountedStarts, CountedPlacements):
+            timed = functools.partial(counted, self.loop.time)
+            enter(mock.patch.object(services.workers.requests, counted.__name__, timed))
         self._router_life, self._client_life = self._new_life(ROUTER), self._new_life(CLIENT)
         run_in(self._router_life, self._build_router)
         for name in WORKERS:

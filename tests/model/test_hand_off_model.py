@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from unittest import mock
 
 import pytest
@@ -12,6 +18,9 @@ from quartet.transfer.grpc import puller
 from tests.engine.fakes import FakeRunner
 from tests.engine.launching import LaunchingRunner
 from tests.model.hand_off import MakeRunner, Scenario, explore
+from tests.model.simulation import SimLoop
+
+CLOCKS = (time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns, time.time, time.time_ns)
 
 
 @pytest.mark.parametrize(("make_runner", "one_in", "num_runs"), [(FakeRunner, 16, 100), (LaunchingRunner, 32, 50)])
@@ -56,3 +65,27 @@ def test_a_source_that_lets_two_takers_pull_is_found() -> None:
 @pytest.mark.parametrize("scenario", Scenario)
 def test_undisturbed_each_scenario_takes_one_attempt(scenario: Scenario) -> None:
     assert explore(0, [scenario]).num_runs == 1
+
+
+@pytest.mark.parametrize("make_runner", [FakeRunner, LaunchingRunner])
+def test_no_run_depends_on_the_clocks_of_the_machine(make_runner: MakeRunner) -> None:
+    with reads_of_clocks() as reads:
+        assert explore(1, make_runner=make_runner, one_in=64).broken == []
+    assert reads == set()
+
+
+@contextmanager
+def reads_of_clocks() -> Iterator[set[str]]:
+    """Where code that runs in a simulation calls a clock of the machine, in spite of the mocks."""
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and called in CLOCKS and isinstance(asyncio._get_running_loop(), SimLoop):
+            found.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)

@@ -153,8 +153,7 @@ class System:
             model_path=str(self.write_model()),
             discovery=self.discovery,
             signing_keys_file=self.signing_keys_file,
-            drain_timeout_s=2.0,
-            **{**self.worker_settings, **self.settings_by_id.get(worker_id, {})},
+            **{"drain_timeout_s": 2.0, **self.worker_settings, **self.settings_by_id.get(worker_id, {})},
         )
         stop = asyncio.Event()
         process = worker_process.WorkerProcess(config, Role(worker_id.split("-", maxsplit=1)[0]))

@@ -40,6 +40,7 @@ from router.kv_index.index import PrefixIndex
 from router.workers import PoolKey, WorkerTable
 from services.topology.launch import free_port
 from services.workers import process as worker_process
+from services.workers import worker
 from services.workers.servicer import WorkerServicer
 from tests.certificates import CertificateAuthority
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
@@ -107,17 +108,27 @@ async def test_a_dying_engine_is_a_pause_and_no_error(tmp_path: Path, monkeypatc
 async def test_a_worker_cut_off_mid_stream_is_replaced_and_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    remove, left = FileRegistration._remove, list[FileRegistration]()
+
+    async def leave(registration: FileRegistration) -> None:
+        left.append(registration)
+
     caplog.set_level(logging.INFO, logger="router.fleet")
     async with running_system(tmp_path, monkeypatch, *_TWO_DECODES, gated=("decode-0", "decode-1")) as (system, stub):
         call, responses = await open_until_token(stub)
         victim = decode_worker(responses)
         system.gates[victim].release(2)
         gone = system.workers.pop(victim)
-        gone.task.cancel()
-        open_gates(system)
-        responses = await finish(call, responses)
+        with monkeypatch.context() as patch:
+            # If the router saw first that the record is gone, it would leave before the stream breaks.
+            patch.setattr(FileRegistration, "_remove", leave)
+            gone.task.cancel()
+            open_gates(system)
+            responses = await finish(call, responses)
+            await asyncio.wait([gone.task])
+            await until(lambda: bool(levels_of_breaks(caplog)))
         assert token_ids_of(responses) == expected(PROMPT, 12)
-        await asyncio.wait([gone.task])
+        await remove(left.pop())
         await system.wait_ready()
         await system.wait_idle()
         assert levels_of_breaks(caplog) == [logging.WARNING]
@@ -198,10 +209,9 @@ async def test_a_drained_worker_ends_its_work_and_gets_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="router.fleet")
-    async with running_system(tmp_path, monkeypatch, "decode-0", "decode-1", gated=("decode-0", "decode-1")) as (
-        system,
-        stub,
-    ):
+    monkeypatch.setattr(worker, "_MOVE_AFTER_S", TIMEOUT_S)
+    workers, settings = ("decode-0", "decode-1"), {"drain_timeout_s": TIMEOUT_S}
+    async with running_system(tmp_path, monkeypatch, *workers, gated=workers, worker=settings) as (system, stub):
         call = stub.Generate()
         await call.write(pb.GenerateRequest(start=make_start()))
         async with asyncio.timeout(TIMEOUT_S):
@@ -227,11 +237,14 @@ async def test_a_worker_that_starts_anew_is_used_again(tmp_path: Path, monkeypat
         [before] = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
         system.workers["decode-0"].task.cancel()
         await asyncio.wait([system.workers["decode-0"].task])
-        waiting = asyncio.create_task(generate(stub, make_start()))
         system.start_worker("decode-0")
-        assert token_ids_of(await waiting) == expected(PROMPT, 12)
-        [after] = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
-        assert after.record.epoch != before.record.epoch
+        await system.wait_workers(lambda known: _serves_again(known, before))
+        assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
+
+
+def _serves_again(known: dict[str, pb.WorkerStatus], before: pb.WorkerStatus) -> bool:
+    now = known.get(before.record.worker_id, before)
+    return now.state == pb.WORKER_STATE_READY and now.record.epoch != before.record.epoch
 
 
 async def test_a_killed_worker_that_starts_anew_at_the_same_address_is_used_again(

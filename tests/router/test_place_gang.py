@@ -22,7 +22,7 @@ from tests.router.test_place import PROMPT, make_request, take_up
 from tests.router.test_place import place as place_over_the_wire
 from tests.router.test_place_failures import GONE, num_booked, place
 
-HAND_OFF_TTL_S = 1.0
+HAND_OFF_TTL_S = 2.0
 
 
 async def settle(placing: asyncio.Task[PlacedRequest]) -> PlacedRequest:

@@ -320,6 +320,6 @@ async def test_a_channel_finds_a_restarted_server_soon(start_server: StartServer
         assert await is_refused(channel)
         await start_server([], ServerConfig(address=address))
         response = await health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=10
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60
         )
     assert response.status == NOT_SERVING

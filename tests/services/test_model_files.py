@@ -65,7 +65,7 @@ async def serving(
 async def ask(address: str, fingerprint: str) -> dict[str, bytes]:
     async with grpc.aio.insecure_channel(address) as channel:
         client = WorkerClient(channel)
-        return await client.model_files(FILES, model_fingerprint=fingerprint, max_size_bytes=100, timeout_s=10)
+        return await client.model_files(FILES, model_fingerprint=fingerprint, max_size_bytes=100, timeout_s=60)
 
 
 @pytest.mark.parametrize("fingerprint", ["", make_record().model_fingerprint])

@@ -113,7 +113,6 @@ async def test_a_caller_that_vanishes_with_an_unused_hand_off_leaves_nothing() -
         client = prefill.prefills()
         await client.start(make_start(PROMPT)).outcome()
         await client.close()
-        assert prefill.stats.num_held_blocks > 0
         await prefill.wait_clean()
         assert prefill.source.counts.expired == 1
 

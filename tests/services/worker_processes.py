@@ -20,7 +20,7 @@ from services.workers.parts import EncoderFactory
 from services.workers.process import WorkerProcess
 from tests import tiny
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 @dataclass

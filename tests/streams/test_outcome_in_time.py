@@ -16,12 +16,16 @@ FINISHED = DecodeFinished(reason=FinishReason.LENGTH, num_output_tokens=3)
 
 
 class FakeDecode:
-    """Ends when ``end`` is set; with ``num_looks`` given, when so many have asked whether it was heard."""
+    """Ends when ``end`` is set; with ``num_looks`` given, when so many have asked whether it was heard.
 
-    def __init__(self, *, num_looks: int = 0) -> None:
+    One that ``speaks`` was heard at the very moment of each look.
+    """
+
+    def __init__(self, *, num_looks: int = 0, speaks: bool = False) -> None:
         self.end = asyncio.Event()
         self.last_word_at: float | None = None
         self._num_looks_left = num_looks
+        self._speaks = speaks
         self._stopped_by: Exception | None = None
 
     @property
@@ -29,7 +33,7 @@ class FakeDecode:
         self._num_looks_left -= 1
         if self._num_looks_left == 0:
             self.end.set()
-        return self.last_word_at
+        return asyncio.get_running_loop().time() if self._speaks else self.last_word_at
 
     async def outcome(self) -> DecodeFinished:
         await self.end.wait()
@@ -67,13 +71,6 @@ async def test_a_worker_that_never_begins_is_given_up_on() -> None:
 
 
 async def test_a_worker_that_goes_on_speaking_is_waited_for() -> None:
-    decode = FakeDecode(num_looks=5)
-
-    async def speak() -> None:
-        while not decode.end.is_set():
-            decode.last_word_at = asyncio.get_running_loop().time()
-            await asyncio.sleep(0.005)
-
-    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
-        group.create_task(speak())
+    decode = FakeDecode(num_looks=5, speaks=True)
+    async with asyncio.timeout(TIMEOUT_S):
         assert await outcome_in_time(decode, start_timeout_s=0.05, stall_timeout_s=0.1) is FINISHED

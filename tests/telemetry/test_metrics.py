@@ -194,7 +194,7 @@ async def test_a_blocked_event_loop_shows_as_lag(registry: CollectorRegistry) ->
     monitor = asyncio.create_task(monitor_event_loop_lag(metrics, interval_s=0.001))
     await asyncio.sleep(0)  # the monitor sets its first timer
     time.sleep(0.06)  # noqa: ASYNC251 - blocking the loop is the point
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await metrics.observed.wait()
     monitor.cancel()
     lag_s = registry.get_sample_value("quartet_process_event_loop_lag_seconds_sum")
@@ -209,7 +209,7 @@ async def test_a_loop_that_computes_shows_as_stalled_and_one_that_got_no_cpu_doe
     monitor = asyncio.create_task(monitor_event_loop_lag(metrics, interval_s=0.001))
     await asyncio.sleep(0)
     time.sleep(0.06)  # noqa: ASYNC251 - as if other processes had all cores
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await metrics.observed.wait()
         assert (registry.get_sample_value("quartet_process_event_loop_longest_stall_seconds") or 0) < 0.05
         metrics.observed.clear()

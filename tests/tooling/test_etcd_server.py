@@ -14,7 +14,7 @@ from tests.etcd_server import EtcdServer
 
 def call(server: EtcdServer, method: str, **body: object) -> dict[str, object]:
     request = urllib.request.Request(f"http://{server.endpoint}/v3/{method}", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         reply: dict[str, object] = json.load(answer)
     return reply
 

@@ -62,7 +62,7 @@ async def test_an_aborted_claim_leaves_the_spare_to_the_next_one() -> None:
 
 
 async def test_an_unused_spare_stream_is_closed_before_the_source_ends_it() -> None:
-    config = replace(CONFIG, hand_off_ttl_s=0.3)
+    config = replace(CONFIG, hand_off_ttl_s=1.0)
     async with source_worker(config=config) as source, puller_worker(config=config) as here:
         await fetch(here, source, 1)
         await until(lambda: source.server.num_active_calls == 1)

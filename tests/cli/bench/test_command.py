@@ -291,7 +291,7 @@ async def test_an_interrupted_run_cancels_what_runs_and_keeps_what_it_measured(
 ) -> None:
     router.hold_after = 2
     observer = Observer()
-    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(10):
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(60):
         loads = (Load(LoadKind.CONCURRENCY, 1), Load(LoadKind.CONCURRENCY, 2))
         running = asyncio.create_task(run_plan(client, plan(*loads), observer))
         await router.holding.wait()
@@ -309,7 +309,7 @@ async def test_an_interrupted_run_cancels_what_runs_and_keeps_what_it_measured(
 async def test_requests_of_the_warm_up_are_load_but_not_in_the_figures(
     router: FakeRouter, start_router: StartRouter
 ) -> None:
-    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(10):
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(60):
         limits: dict[str, Any] = {"warmup_s": 0.05, "max_requests": 3}
         [point] = await run_plan(client, plan(Load(LoadKind.CONCURRENCY, 1), **limits), Observer())
     assert point.result.requests.sent == 3

@@ -51,7 +51,7 @@ def open_window(max_requests: int | None = None) -> Window:
 
 async def test_a_closed_loop_keeps_as_many_running_as_it_has_clients() -> None:
     server = Server(when_running=3)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(run_closed_loop(server.send, numbered(10), open_window(), 3))
         await server.reached.wait()
         server.release.set()
@@ -84,7 +84,7 @@ async def test_a_client_that_was_turned_away_waits_but_not_beyond_the_end() -> N
         failed.set()
         return 3600.0
 
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(run_closed_loop(refuse, numbered(100), window, 1))
         await failed.wait()
         window.close()
@@ -92,7 +92,7 @@ async def test_a_client_that_was_turned_away_waits_but_not_beyond_the_end() -> N
 
 async def test_an_open_loop_keeps_sending_without_answers() -> None:
     server = Server(when_running=50)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(run_open_loop(server.send, numbered(50), open_window(), replay_schedule(1.0)))
         await server.reached.wait()
         server.release.set()
@@ -103,7 +103,7 @@ async def test_a_request_counts_from_when_it_was_due_and_is_not_sent_before() ->
     server = Server()
     server.release.set()
     began = time.perf_counter()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await run_open_loop(server.send, numbered(20), open_window(), replay_schedule(0.5))
     gaps = [later - earlier for earlier, later in itertools.pairwise(server.due_at)]
     assert gaps == pytest.approx([0.002] * 19)
@@ -116,7 +116,7 @@ async def test_an_open_loop_that_is_late_catches_up() -> None:
     server.release.set()
     # All are due at once: none waits for a turn of its own.
     schedule: Callable[[BenchRequest], float] = lambda request: 0.0  # noqa: E731
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await run_open_loop(server.send, numbered(30), open_window(), schedule)
     assert len(set(server.due_at)) == 1
     assert len(server.due_at) == 30
@@ -125,7 +125,7 @@ async def test_an_open_loop_that_is_late_catches_up() -> None:
 async def test_a_closed_window_ends_the_wait_for_the_next_arrival() -> None:
     window = open_window()
     server = Server()
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(run_open_loop(server.send, numbered(1), window, lambda request: 3600.0))
         await asyncio.sleep(0)
         window.close()

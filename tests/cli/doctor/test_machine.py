@@ -191,11 +191,11 @@ async def test_a_program_is_ended_with_what_it_started(tmp_path: Path) -> None:
     ended = asyncio.Event()
     try:
         script = f"exec 3>{fifo}; sleep 600 & echo begun; wait"
-        run = await run_program(["/bin/sh", "-c", script], timeout_s=1)
+        run = await run_program(["/bin/sh", "-c", script], timeout_s=3)
         assert (run.exit_code, run.lines) == (None, ("begun",))
         # Readable without a byte: no process holds the other end any more.
         asyncio.get_running_loop().add_reader(reader, ended.set)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await ended.wait()
         assert os.read(reader, 1) == b""
     finally:

@@ -80,7 +80,7 @@ async def serving(tls: TlsConfig) -> AsyncIterator[str]:
 async def check(address: str, tls: TlsConfig) -> grpc.StatusCode:
     async with create_channel(address, tls) as channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=90)
         except grpc.aio.AioRpcError as error:
             return error.code()
     return grpc.StatusCode.OK

@@ -18,7 +18,7 @@ from services.topology.child import Child, ChildLimits, start_child
 
 StartPython = Callable[[str], Awaitable[Child]]
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from tests.discovery.records import make_record
 from tests.e2e.fork_server import ForkServer
 from tests.etcd_server import EtcdServer
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 AGG = Path(__file__).parents[3] / "configs" / "agg.yaml"
 
 
@@ -63,7 +63,7 @@ async def start(directory: Path, endpoint: str, *assignments: str, model_file: s
     environment = Environment(variables={}, num_cores=1, run_dir=directory, etcd_endpoints=(endpoint,))
     local = LocalTopology(load_topology(AGG, assignments), environment, Silent())
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             await local.start()
     finally:
         await local.stop()
@@ -315,7 +315,7 @@ async def test_processes_started_by_a_killed_worker_end_with_it(tmp_path: Path, 
         adapt=lambda plan: replace(plan, module="tests.services.topology.stubborn_worker"),
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             await local.start()
             line = await observer.line
         assert line.startswith("started "), line

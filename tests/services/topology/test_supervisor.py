@@ -15,7 +15,7 @@ from services.topology.launch import LaunchError
 from services.topology.pacing import Time
 from services.topology.supervisor import Backoff, RestartConfig, Supervisor
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 FAILING = "raise SystemExit('no luck')"
 
