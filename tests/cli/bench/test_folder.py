@@ -127,7 +127,7 @@ async def test_a_folder_has_the_deployment_and_for_each_load_its_figures_and_the
 
     deployment = json.loads((out / "deployment.json").read_text())
     assert deployment["labels"] == {"kind": "disagg", "total_gpus": "8"}
-    assert deployment["command"].startswith("quartet ") and deployment["versions"]["quartet"]
+    assert deployment["command"].startswith("quartet") and deployment["versions"]["quartet"]
     assert (deployment["model"]["name"], deployment["processes"]) == ("tiny", settings)
     [worker] = deployment["workers"]
     assert (worker["worker_id"], worker["role"], worker["block_size"]) == ("decode-0", "decode", 32)
