@@ -168,7 +168,7 @@ def print_names(topologies: Mapping[str, Path]) -> None:
         table.add_row(name, _first_sentence(file))
     console = open_console(pipe_width=_PIPE_WIDTH)
     console.print(table)
-    console.print("\nquartet up NAME starts one, with --dry-run shows it")
+    console.print("\nquartet up NAME starts one, with --dry-run shows it; quartet init writes one for your own model")
 
 
 def print_plan(topology: Topology, *, num_cores: int) -> None:
