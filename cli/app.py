@@ -17,6 +17,10 @@ from typer.main import get_command
 #: A test holds that the lines are the same.
 _COMMANDS = {
     "up": ("cli.up", "Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."),
+    "init": (
+        "cli.init",
+        "Write a topology for a model of your own into a folder, and a README that says how to use it.",
+    ),
     "generate": ("cli.generate", "Continue a text. Tokens are printed as they come."),
     "chat": ("cli.chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
     "explain": ("cli.explain", "Show where a prompt would go now, and why; nothing is run."),

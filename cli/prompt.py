@@ -14,6 +14,7 @@ import typer
 
 from quartet.client import ChatMessage, GenerateFields, MediaPart, MediaUrl, read_media
 from quartet.errors import MediaTooLargeError
+from quartet.shipped import find_shipped
 
 ImageOption: TypeAlias = Annotated[
     list[str] | None,
@@ -81,7 +82,7 @@ def to_media(file_or_url: str) -> MediaPart:
         return MediaUrl(file_or_url)
     try:
         # A shell has replaced `~` already; `quartet chat` has not.
-        return read_media(os.path.expanduser(file_or_url))
+        return read_media(find_shipped(os.path.expanduser(file_or_url)))
     except OSError as error:
         raise MediaError(f"{file_or_url}: {error.strerror}") from error
     except MediaTooLargeError as error:

@@ -12,6 +12,7 @@ import typer
 from cli.calculator import CalculatorError, calculate
 from quartet.client import JsonObject, Tool, ToolCall
 from quartet.errors import InvalidRequestError
+from quartet.shipped import find_shipped
 
 ToolsOption: TypeAlias = Annotated[
     Path | None,
@@ -40,7 +41,7 @@ def read_tools(file: Path | None) -> tuple[Tool, ...]:
     if file is None:
         return ()
     try:
-        return _to_tools(json.loads(file.read_text(encoding="utf-8")))
+        return _to_tools(json.loads(Path(find_shipped(str(file))).read_text(encoding="utf-8")))
     except OSError as error:
         raise typer.BadParameter(f"--tools {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

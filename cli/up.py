@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,14 +16,15 @@ from typing import Annotated
 import typer
 
 from cli.output import reporting_errors
-from cli.up_display import LaunchDisplay, print_plan
+from cli.up_display import LaunchDisplay, print_names, print_plan
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.engine.settings import EngineKind
-from quartet.errors import ServingError
+from quartet.errors import ConfigError, ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
+from quartet.shipped import find_shipped, topologies
 from quartet.telemetry.provenance import count_usable_cores, usable_cpus
 from router.config import RouterConfig
 from router.global_router.config import GlobalRouterConfig, without_units
@@ -111,7 +113,13 @@ class ChoiceOptions(Choices):
 
 
 def up(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A topology, such as configs/disagg.yaml.")],
+    topology: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TOPOLOGY]",
+            help="A file, or the name of a topology that ships with Quartet, such as disagg. Without it, their names.",
+        ),
+    ] = None,
     *,
     choices: ChoiceOptions,
     assignments: Annotated[
@@ -143,7 +151,10 @@ def up(
     Values in the file may name environment variables: ${MODEL_PATH:-models/tiny}.
     """
     with reporting_errors(LaunchError):
-        chosen = choose(read_settings(file, assignments or (), os.environ, choices), choices)
+        if topology is None:
+            print_names(topologies())
+            return
+        chosen = choose(read_settings(find_topology(topology), assignments or (), os.environ, choices), choices)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
         plans = plan_workers(chosen.topology, num_cores=num_cores)
@@ -157,6 +168,22 @@ def up(
         restarts = None if is_failing_fast else RestartConfig()
         environment = _environment(chosen.topology, num_cores, log_dir)
         asyncio.run(_run(chosen.topology, environment, display, restarts))
+
+
+def find_topology(text: str) -> Path:
+    """The file that ``text`` names: an existing one, or a topology that ships with Quartet. Raises ``ConfigError``."""
+    file = Path(text)
+    if file.is_file():
+        return file
+    shipped = topologies()
+    if text in shipped:
+        return shipped[text]
+    file = Path(find_shipped(text))
+    if file.is_file():
+        return file
+    near = difflib.get_close_matches(text, shipped)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`quartet up` lists those that ship with Quartet"
+    raise ConfigError(f"there is no file {text}, and no topology of that name; {hint}")
 
 
 async def wait_ready(

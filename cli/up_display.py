@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
@@ -21,10 +22,11 @@ from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryKind
 from quartet.rpc.channels import TlsConfig
+from quartet.shipped import ROOT
 from router.config import RouterConfig
 from router.global_router.config import GlobalRouterConfig, without_units
 from services.topology.child import Child
-from services.topology.launch import find_grpcurl
+from services.topology.launch import find_etcd, find_grpcurl
 from services.topology.topology import ProcessPlan, Topology, plan_pool_routers, plan_router, plan_workers, to_settings
 from services.workers.config import WorkerConfig
 
@@ -35,7 +37,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright
 _MIN_NAME_WIDTH = 9
 _PROMPT = "Once upon a time"
 _MAX_TOKENS = 32
-_PICTURE = Path(__file__).resolve().parents[1] / "models/tiny/pictures/shapes.jpg"
+_PICTURE = ROOT / "models/tiny/pictures/shapes.jpg"
 _QUESTION = "Describe the picture."
 # Columns of the plan where the output is no terminal: they fit a page.
 _PIPE_WIDTH = 100
@@ -93,7 +95,7 @@ class LaunchDisplay:
             client = certificates.client
             self.progress(f"who may only ask for answers: {client.cert_file} and {client.key_file.name}")
         if find_grpcurl() is None:
-            self.progress("no grpcurl here: with any Go that can download modules, `make tools` gets it")
+            self.progress("no grpcurl here: with any Go that can download modules, `make tools` in a checkout gets it")
 
     def _show(self, name: str, style: str, line: str) -> None:
         prefix = Text(f"{name:<{_MIN_NAME_WIDTH}} | ", style=style)
@@ -157,6 +159,18 @@ def page_line(http_address: str, keys_file: Path | None = None) -> str:
     return f"# look at it: https://{http_address}/ (the page asks for the key in {keys_file})"
 
 
+def print_names(topologies: Mapping[str, Path]) -> None:
+    """Print the names of ``topologies`` with what each file says of itself first, and what to do with a name."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, file in topologies.items():
+        table.add_row(name, _first_sentence(file))
+    console = open_console(pipe_width=_PIPE_WIDTH)
+    console.print(table)
+    console.print("\nquartet up NAME starts one, with --dry-run shows it; quartet init writes one for your own model")
+
+
 def print_plan(topology: Topology, *, num_cores: int) -> None:
     """Print the processes of ``topology`` on standard output. Raises ``ConfigError``, as starting them would."""
     open_console(pipe_width=_PIPE_WIDTH).print(plan_table(topology, num_cores=num_cores))
@@ -179,6 +193,13 @@ def plan_table(topology: Topology, *, num_cores: int) -> Table:
     if topology.tls:
         table.caption = "tls: each process gets a certificate, and all of them one key for events"
     return table
+
+
+def _first_sentence(file: Path) -> str:
+    """Of the comment that ``file`` begins with."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    text = " ".join(line.removeprefix("#").strip() for line in lines)
+    return text.partition(". ")[0].rstrip(".")
 
 
 def _export_tls(tls: TlsConfig) -> str:
@@ -207,10 +228,11 @@ def _shown_picture() -> str:
 
 def _where_etcd_is(topology: Topology) -> str:
     etcd = topology.discovery.etcd
+    has_binary = find_etcd() is not None
     if topology.tls and etcd.tls is None:
-        return "one of its own, with certificates of this run"
+        return "one of its own, with certificates of this run" if has_binary else "none, but files"
     # A dry run does not ask whether one answers.
-    return f"the one at {', '.join(etcd.endpoints)}, or one of its own"
+    return f"the one at {', '.join(etcd.endpoints)}, or {'one of its own' if has_binary else 'none, but files'}"
 
 
 def _row(plan: ProcessPlan) -> Sequence[str]:

@@ -3,7 +3,8 @@
 A component's settings are one frozen ``kw_only`` dataclass with defaults, checked in its ``__post_init__``; this module
 knows none of them. Types of fields: ``bool``, ``int``, ``float``, ``str``, ``Path``, enums (by value), nested
 dataclasses, ``tuple[X, ...]``, ``Mapping[str, X]``, ``X | None``, and ``object`` for what another component checks.
-Durations are floats named ``*_s``. In each ``Path`` and ``PathText``, ``~`` and ``$VAR`` are replaced.
+Durations are floats named ``*_s``. In each ``Path`` and ``PathText``, ``~`` and ``$VAR`` are replaced, and the names of
+files that ship with Quartet.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated, Any, TypeAlias, TypeGuard, TypeVar, Union, get_arg
 import yaml
 
 from quartet.errors import ConfigError, ServingError
+from quartet.shipped import find_shipped
 
 ConfigT = TypeVar("ConfigT")
 
@@ -115,7 +117,8 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
 def expand_path(text: str) -> str:
     """``text`` with ``~`` at its beginning and ``$VAR`` or ``${VAR}`` anywhere replaced; ``$$`` stands for ``$``.
 
-    This is how every setting that is a path is read. What ``escape_path`` gives comes back unchanged.
+    This is how every setting that is a path is read. What ``escape_path`` gives of an absolute path comes back as that.
+    Paths below ``models/tiny`` and ``configs`` are those that ship with Quartet, where the working directory has none.
 
     Raises:
         ConfigError: a variable is unset, or ``~`` names no user's home.
@@ -135,7 +138,7 @@ def expand_path(text: str) -> str:
     begin = os.path.expanduser(home) if home.startswith("~") else ""
     if begin.startswith("~"):
         raise ConfigError(f"{home}, which {text!r} begins with, is nobody's home (./~ stands for a file named so)")
-    return begin + _IN_PATHS.sub(replace, slash + rest if begin else text)
+    return find_shipped(begin + _IN_PATHS.sub(replace, slash + rest if begin else text))
 
 
 def escape_path(path: str) -> str:

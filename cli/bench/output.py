@@ -40,9 +40,7 @@ class OutputFiles:
         if self.plot.suffix not in _PICTURES:
             raise typer.BadParameter(f"{self.plot} must end in one of {', '.join(_PICTURES)}", param_hint="--plot")
         if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter(
-                "drawing needs matplotlib: .venv/bin/pip install -e '.[plot]'", param_hint="--plot"
-            )
+            raise typer.BadParameter("drawing needs matplotlib: pip install 'quartet[plot]'", param_hint="--plot")
 
     def open_console(self, pipe_width: int) -> Console:
         """A console for the tables. Standard output is for JSON only where ``json`` names it."""

@@ -149,8 +149,9 @@ def is_free(port: int) -> bool:
 async def _startable(endpoint: str) -> Finding:
     binary = find_etcd()
     if binary is None:
-        found = f"nothing answers at {endpoint}, and `quartet up` finds no etcd to start"
-        return wrong("etcd", found, "`make tools` gets one; or install etcd-server, or set ETCD_ENDPOINTS")
+        found = f"nothing answers at {endpoint}, and `quartet up` finds no etcd to start: it goes by files on this host"
+        advice = "for several hosts `make tools` gets one; or install etcd-server, or set ETCD_ENDPOINTS"
+        return warning("etcd", found, advice)
     run = await run_program([str(binary), "--version"], timeout_s=_VERSION_TIMEOUT_S)
     if run.exit_code != 0 or not run.lines:
         return wrong("etcd", f"{binary} --version {run.end}", "`make tools` gets one that runs here")

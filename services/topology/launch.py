@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import os
 import random
@@ -28,9 +29,12 @@ from quartet.config import write_secret_file
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
 from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
+from quartet.discovery.file import FileConfig
 from quartet.engine.model_source import is_repository_id
+from quartet.engine.settings import EngineKind
 from quartet.errors import ConfigError, DiscoveryError
 from services.topology.child import NO_LIMITS, Child, ChildLimits, is_alive, start_child
+from services.topology.groups import found
 from services.topology.pacing import StartPacer, Time
 from services.topology.topology import (
     LOCAL_TENANT,
@@ -211,6 +215,7 @@ class LocalTopology:
             LaunchError: a worker ended while another one waited for it.
         """
         plans = self._plan_workers()
+        _check_engines(plans)
         _check_models({plan.model for plan in plans if plan.model is not None})
         limits = self._limits(plans)
         if self._topology.tls:
@@ -275,7 +280,7 @@ class LocalTopology:
             # Imported here: only runs with TLS need the package.
             from services.topology.certificates import issue_run_certificates
         except ModuleNotFoundError as error:
-            message = f"tls: certificates need the package {error.name}: .venv/bin/pip install -e '.[tls]'"
+            message = f"tls: certificates need the package {error.name}: pip install 'quartet[tls]'"
             raise ConfigError(message) from error
         plans = [*workers, *plan_pool_routers(self._topology), plan_router(self._topology)]
         directory = self._environment.run_dir / "certificates"
@@ -293,7 +298,11 @@ class LocalTopology:
             self._observer.progress(f"using the etcd at {where}")
         elif not self._environment.etcd_endpoints:
             reason = f"no etcd answers at {where}" if has_certificates else "discovery.etcd names no etcd with tls"
-            etcd = await self._start_etcd(etcd, reason)
+            binary = find_etcd()
+            if binary is None:
+                self._use_files(reason)
+            else:
+                etcd = await self._start_etcd(etcd, binary, reason)
         elif has_certificates:
             # Do not start another etcd: the user's other processes would not find these workers there.
             raise ConfigError(f"ETCD_ENDPOINTS: no etcd answers at {where}; unset it to have one started here")
@@ -301,13 +310,17 @@ class LocalTopology:
             raise ConfigError(f"ETCD_ENDPOINTS: with tls the etcd at {where} takes the setting discovery.etcd.tls")
         self._topology = replace(self._topology, discovery=replace(self._topology.discovery, etcd=etcd))
 
-    async def _start_etcd(self, config: EtcdConfig, reason: str) -> EtcdConfig:
-        binary = find_etcd()
-        if binary is None:
-            raise ConfigError(
-                f"{reason}, and this machine has no etcd to start: run `make tools`, install etcd-server, or set "
-                "ETCD_ENDPOINTS"
-            )
+    def _use_files(self, reason: str) -> None:
+        """Have the processes find each other by files: all run on this host."""
+        directory = self._environment.run_dir / "discovery"
+        discovery = replace(self._topology.discovery, kind=DiscoveryKind.FILE, file=FileConfig(directory=directory))
+        self._topology = replace(self._topology, discovery=discovery)
+        self._observer.progress(
+            f"{reason}, and this machine has no etcd to start: processes find each other by files in {directory} "
+            "(to have others find them, install etcd-server or set ETCD_ENDPOINTS)"
+        )
+
+    async def _start_etcd(self, config: EtcdConfig, binary: Path, reason: str) -> EtcdConfig:
         run = self.certificates
         etcd = own_etcd(config, None if run is None else run.etcd_client)
         command = etcd_command(binary, etcd, self._environment.run_dir / "etcd", None if run is None else run.etcd)
@@ -562,6 +575,18 @@ def free_port() -> int:
 
 def _id_of(worker: ProcessPlan) -> str:
     return f"{worker.pool}.{worker.name}" if worker.pool else worker.name
+
+
+def _check_engines(plans: Sequence[ProcessPlan]) -> None:
+    """Raise ``ConfigError`` where a worker's engine is PyTorch's and that is not installed."""
+    if importlib.util.find_spec("torch") is not None:
+        return
+    for plan in plans:
+        if found(plan.settings, "engine").get("kind") == EngineKind.TORCH.value:
+            raise ConfigError(
+                f"engine.kind: {plan.name} needs PyTorch, which is not installed: pip install 'quartet[torch]' "
+                "(--engine mock does without)"
+            )
 
 
 def _check_models(models: Collection[ModelNeed]) -> None:

@@ -36,7 +36,7 @@ from services.topology.groups import (
 )
 from services.workers.config import WorkerConfig, check_parsers
 
-#: The model in the repository; relative to the working directory, which is the repository's root.
+#: The model that ships with Quartet.
 DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")
 
 #: Where clients look for a router by default.
@@ -394,6 +394,19 @@ def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
     return Chosen(build(Topology, changed), notes)
 
 
+def find_model(model: Path) -> tuple[Path, str]:
+    """What ``model`` names, as ``Choices.model`` says, and its name in requests; empty: as the folder is called.
+
+    Raises:
+        ConfigError: it names a variable that is not set.
+    """
+    model = Path(expand_path(str(model)))
+    inner = model / _CHECKPOINT
+    folder = inner if not (model / "config.json").is_file() and (inner / "config.json").is_file() else model
+    # A folder ``checkpoint`` gives no name: its parent does.
+    return folder, folder.absolute().parent.name if folder.name == _CHECKPOINT else ""
+
+
 @dataclass(frozen=True, order=True)
 class ModelNeed:
     """A model's folder that must exist, or a repository's name, and whether its weights are needed."""
@@ -682,11 +695,7 @@ def _without_gpus(holder: Settings, kind: EngineKind, where: str) -> Iterator[st
 
 
 def _switch_model(settings: Settings, model: Path) -> Iterator[str]:
-    model = Path(expand_path(str(model)))
-    inner = model / _CHECKPOINT
-    folder = inner if not (model / "config.json").is_file() and (inner / "config.json").is_file() else model
-    # A folder ``checkpoint`` gives no name: its parent does.
-    name = folder.absolute().parent.name if folder.name == _CHECKPOINT else ""
+    folder, name = find_model(model)
     source = below(settings, "model")
     source.update(path=to_settings(folder), name=name)
     for setting in _PARSERS:

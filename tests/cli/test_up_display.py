@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.up_display import LaunchDisplay, paste_lines
 from quartet.rpc.channels import TlsConfig
+from quartet.shipped import topologies
 from services.topology.launch import find_grpcurl
 
 BIN = Path(sys.executable).parent
@@ -283,6 +284,40 @@ def test_workers_that_announce_nothing_are_named_where_the_router_goes_by_caches
 def test_other_engines_announce_what_they_have_cached() -> None:
     printed = dry_run(CONFIGS / "trtllm/disagg.yaml", "--engine", "torch", "--set", KV_AWARE).stderr
     assert printed and "announce none" not in printed
+
+
+@in_empty_directory
+def test_a_shipped_topology_starts_by_its_name_or_its_path_anywhere() -> None:
+    for name in ("trtllm/disagg", "configs/trtllm/disagg.yaml"):
+        printed = dry_run(Path(name))
+        assert "trtllm-disagg: nothing was started" in printed.stdout
+        assert "is not here" not in printed.stderr  # the engine files that it names
+
+
+@in_empty_directory
+def test_a_file_of_the_working_directory_goes_before_a_shipped_topology_of_its_name() -> None:
+    Path("disagg").write_text("namespace: own\nworkers: [{role: decode}]\n")
+    result = CliRunner().invoke(app, ["up", "disagg", "--dry-run"])
+    assert "own: nothing was started" in result.stdout
+
+
+@in_empty_directory
+@pytest.mark.parametrize(
+    ("name", "hint"), [("disag", "did you mean disagg"), ("no/such.yaml", "`quartet up` lists those")]
+)
+def test_a_name_of_nothing_is_refused_with_names_like_it(name: str, hint: str) -> None:
+    result = CliRunner().invoke(app, ["up", name, "--dry-run"])
+    assert result.exit_code == 1
+    assert f"there is no file {name}" in result.output and hint in result.output
+
+
+@in_empty_directory
+def test_without_a_name_it_lists_those_of_shipped_topologies() -> None:
+    result = CliRunner().invoke(app, ["up"])
+    assert result.exit_code == 0
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert "gpu/disagg" + " " * 34 + "One Prefill and one Decode worker on a GPU each" in lines
+    assert {name for name in topologies() if any(line.split()[:1] == [name] for line in lines)} == {*topologies()}
 
 
 _DOCUMENTED = [

@@ -73,14 +73,15 @@ class Up:
         *arguments: str,
         variables: Mapping[str, str] | None = None,
         python: Path | None = None,
+        quartet: Path = QUARTET,
     ) -> None:
-        """It runs in ``directory``; ``variables`` are added to the environment.
+        """It runs ``quartet`` in ``directory``; ``variables`` are added to the environment.
 
         It and its services run with ``python`` in place of this Python; see ``ForkServer.python``.
         """
         self.lines: list[str] = []
         self._directory = directory
-        self._quartet = [QUARTET] if python is None else [python, "-m", "tests.e2e.quartet_with", python]
+        self._quartet = [quartet] if python is None else [python, "-m", "tests.e2e.quartet_with", python]
         self._arguments = arguments
         self._mark = Mark()
         self._variables = self._mark.environment({"PATH": _path_of_a_newcomer(), **(variables or {})})

@@ -240,7 +240,7 @@ async def test_drawing_without_matplotlib_says_what_to_install(
     result = await run_cli("bench", "--plot", "x.png")
     assert result.exit_code == 2
     message = " ".join(result.stderr.replace("│", " ").split())
-    assert "pip install -e '.[plot]'" in message and "--plot" in message
+    assert "pip install 'quartet[plot]'" in message and "--plot" in message
 
 
 async def test_a_missing_router_is_reported_before_any_load(run_cli: RunCli, free_port: Callable[[], int]) -> None:

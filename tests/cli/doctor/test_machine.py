@@ -106,10 +106,10 @@ async def test_without_etcd_the_finding_names_the_one_that_would_be_started(free
     assert f"{find_etcd()}" in finding.message
 
 
-async def test_without_any_etcd_it_is_wrong(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_any_etcd_it_is_a_warning(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "find_etcd", lambda: None)
     [finding] = await EtcdCheck(EtcdConfig(endpoints=(f"127.0.0.1:{free_port()}",)), is_chosen=False)()
-    assert finding.verdict is Verdict.WRONG
+    assert finding.verdict is Verdict.WARNING
     assert "make tools" in finding.advice
 
 

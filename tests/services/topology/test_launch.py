@@ -56,6 +56,16 @@ class Silent:
     def progress(self, message: str) -> None: ...
 
 
+class Recorder(Silent):
+    """Keeps what was reported."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def progress(self, message: str) -> None:
+        self.lines.append(message)
+
+
 async def start(directory: Path, endpoint: str, *assignments: str, model_file: str = "config.json") -> LocalTopology:
     """A launcher of a model that its worker would refuse, so that nothing it starts lives on."""
     (directory / model_file).write_text("{}")
@@ -91,6 +101,42 @@ async def test_etcd_endpoints_are_used_with_the_topologys_tls(tmp_path: Path, sh
 async def test_etcd_endpoints_that_answer_are_used(tmp_path: Path, shared_etcd: EtcdServer) -> None:
     local = await start(tmp_path, shared_etcd.endpoint)
     assert [child.name for child in local.children] == ["decode-0", "router"]
+
+
+async def test_the_engine_torch_without_pytorch_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in ("torch", "mock"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=r"decode-0 needs PyTorch.*pip install 'quartet\[torch\]'.*--engine mock"):
+        await start(tmp_path / "torch", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):  # the next step
+        await start(tmp_path / "mock", "127.0.0.1:1", "engine.kind=mock", model_file="tokenizer.json")
+
+
+async def test_without_an_etcd_to_start_processes_find_each_other_by_files(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_etcd", lambda: None)
+    (tmp_path / "config.json").write_text("{}")
+    assignments = [f"model.path={tmp_path}", "router.port=0", f"discovery.etcd.endpoints=[127.0.0.1:{free_port()}]"]
+    environment = Environment(variables={}, num_cores=1, run_dir=tmp_path / "run")
+    environment.run_dir.mkdir()
+    shown = Recorder()
+    local = LocalTopology(load_topology(AGG, assignments), environment, shown)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await local.start()
+            settings = [yaml.safe_load(file.read_text()) for file in environment.run_dir.glob("*.yaml")]
+    finally:
+        await local.stop()
+    directory = str(environment.run_dir / "discovery")
+    assert [each["discovery"]["kind"] for each in settings] == ["file", "file"]
+    assert {(each["discovery"]["file"]["directory"], each["discovery"]["file"]["namespace"]) for each in settings} == {
+        (directory, "agg")
+    }
+    assert any("no etcd to start" in line and directory in line for line in shown.lines)
 
 
 async def test_a_mock_engine_needs_a_tokenizer_and_no_more(tmp_path: Path, shared_etcd: EtcdServer) -> None:
@@ -398,7 +444,7 @@ async def test_certificates_without_their_package_are_a_configuration_error(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.delitem(sys.modules, "services.topology.certificates", raising=False)
-    with pytest.raises(ConfigError, match=r"tls: .*cryptography.*pip install -e '\.\[tls\]'"):
+    with pytest.raises(ConfigError, match=r"tls: .*cryptography.*pip install 'quartet\[tls\]'"):
         await start(tmp_path, shared_etcd.endpoint, "tls=true")
 
 

@@ -1,0 +1,83 @@
+"""``quartet init``: what it writes can be started, and it replaces nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cli.app import app
+from cli.init import PAGE, TOPOLOGY
+from services.topology.topology import load_topology, plan_workers
+from tests import tiny
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def quartet(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_topology_can_be_started_and_the_page_says_how(folder: Path) -> None:
+    printed = quartet("init", "my models", "--model", str(tiny.CHECKPOINT), "--prefill", "2").stdout
+    assert "quartet up 'my models/topology.yaml'" in printed
+    plan = quartet("up", f"my models/{TOPOLOGY}", "--dry-run").stdout
+    assert "my-models: nothing was started" in plan
+    assert all(name in plan for name in ("prefill-0", "prefill-1", "decode-0", "router", "model_name: tiny"))
+    page = (folder / "my models" / PAGE).read_text()
+    assert f"quartet up {TOPOLOGY}" in page and '"model": "tiny"' in page
+    assert "| `prefill` | 2 |" in page and "encode" not in page
+
+
+def test_each_worker_on_gpus_has_its_own(folder: Path) -> None:
+    counts = ("--encode", "1", "--prefill", "2", "--decode", "2")
+    quartet("init", "mine", "--model", "Qwen/Qwen3-0.6B", "--served-model-name", "q", "--device", "cuda", *counts)
+    plans = plan_workers(load_topology(folder / "mine" / TOPOLOGY), num_cores=1)
+    assert {plan.name: plan.gpus for plan in plans} == {
+        "encode-0": (0,), "prefill-0": (1,), "prefill-1": (2,), "decode-0": (3,), "decode-1": (4,)
+    }  # fmt: skip
+    assert {(plan.settings["model_path"], plan.settings["model_name"]) for plan in plans} == {("Qwen/Qwen3-0.6B", "q")}
+
+
+def test_without_prefill_decode_workers_compute_the_prompts(folder: Path) -> None:
+    quartet("init", "mine", "--prefill", "0")
+    assert [plan.name for plan in plan_workers(load_topology(folder / "mine" / TOPOLOGY), num_cores=1)] == ["decode-0"]
+    # Of the model that ships the name is written, not where this installation has it.
+    settings = yaml.safe_load((folder / "mine" / TOPOLOGY).read_text())
+    assert settings["model"] == {"path": "models/tiny/checkpoint", "name": "tiny"}
+
+
+@pytest.mark.parametrize("name", ["$HOME", "${HOME}", "$${HOME}", "a: b # c", "日本語"])
+def test_a_model_of_any_name_is_found_again(folder: Path, name: str) -> None:
+    model = folder / name
+    model.mkdir()
+    escaped = name.replace("$", "$$")
+    quartet("init", "mine", "--model", f"./{escaped}")
+    topology = load_topology(folder / "mine" / TOPOLOGY)
+    assert (topology.model.path, topology.model.name) == (model, name)
+
+
+@pytest.mark.parametrize("name", [TOPOLOGY, PAGE])
+def test_no_file_is_replaced(folder: Path, name: str) -> None:
+    (folder / name).write_text("own")
+    result = CliRunner().invoke(app, ["init", "."])
+    assert result.exit_code == 1
+    assert "exists; nothing was written" in result.output
+    assert [(file.name, file.read_text()) for file in folder.iterdir()] == [(name, "own")]
+
+
+def test_a_missing_model_is_refused_and_nothing_written(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["init", "mine", "--model", "/no/such/model"])
+    assert result.exit_code == 1
+    assert "there is no folder /no/such/model" in result.output
+    assert list(folder.iterdir()) == []
