@@ -174,6 +174,10 @@ class QueueFullError(ServingError, reason="QUEUE_FULL"):
     """The queue is full or the request waited there for too long; try again later."""
 
 
+class RateLimitedError(ServingError, reason="RATE_LIMITED"):
+    """The tenant, or its API key, has used up what it may ask for in a minute; the message names the limit."""
+
+
 class PlacementBudgetError(QueueFullError, reason="PLACEMENT_BUDGET"):
     """The tenant's clients don't take up what was placed for them; the message says which budget is used up."""
 

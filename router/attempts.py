@@ -528,10 +528,14 @@ class ChoiceRun:
         It may live as long as the answer, so it keeps no prompt.
         """
         admission, standing, num_charged_tokens = self._context.admission, self._standing, self._num_charged_tokens
+        num_shown_tokens = len(self._output.token_ids)
         num_prompt_tokens, num_least_tokens = len(self._request.prompt_token_ids), self._num_tokens
         num_most_tokens = num_prompt_tokens + self._request.max_output_tokens
+        charge = self._request.charge
 
         def settle(num_output_tokens: int) -> None:
+            if charge is not None:  # it has the tokens so far
+                charge.add(max(0, min(num_output_tokens, num_most_tokens - num_prompt_tokens) - num_shown_tokens))
             num_tokens = min(max(num_prompt_tokens + num_output_tokens, num_least_tokens), num_most_tokens)
             admission.charge(standing, num_tokens - num_charged_tokens)
 

@@ -17,6 +17,7 @@ from router.intake import Intake
 from router.media.request import MediaTools
 from router.prefill_pools import PrefillPools
 from router.prompt_memory import PromptMemory
+from router.rate_limits import RateLimits
 from router.signing import Signer
 from router.tenants import Tenants
 from router.thread_queue import TokenizeQueue
@@ -36,6 +37,7 @@ class RouterContext:
         signer: signs starts that are placed for clients; ``None``: the router places none.
         sleep: pauses between attempts, in seconds.
         tenants: what is configured for each tenant.
+        limits: how much tenants and API keys may ask for in a minute.
         prompts: counts the prompts that wait.
         grammars: checks those of requests.
         hand_offs: sees which workers hand over to which.
@@ -58,6 +60,7 @@ class RouterContext:
     signer: Signer | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     tenants: Tenants = field(default_factory=Tenants)
+    limits: RateLimits = field(default_factory=RateLimits)
     prompts: PromptMemory = field(default_factory=PromptMemory)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     hand_offs: HandOffWatch = field(default_factory=HandOffWatch)

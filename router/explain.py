@@ -97,6 +97,8 @@ async def explain_logged(
         outcome = outcome_of(error)
         raise
     finally:
+        if request.charge is not None:
+            request.charge.settle(0)  # no worker computes them
         _write_log(request, outcome)
 
 

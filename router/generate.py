@@ -9,6 +9,7 @@ from typing import Protocol
 
 from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation
+from quartet.api.openai.requests import ApiKey
 from quartet.api.output import ChoiceOutput, RunningChoices
 from quartet.api.placement import PlacedRequest
 from quartet.api.request import Accepted, AskedStart, ChoicePlacement, Relayed, Resume
@@ -69,13 +70,14 @@ class Pipeline:
         relayed: Relayed | None = None,
         on_queued: Callable[[], None] | None = None,
         received_at: float | None = None,
+        key: ApiKey | None = None,
     ) -> GenerateRun:
         """Run a request; its answer goes to ``sink``, and so does its failure.
 
         ``on_queued`` is called when a choice of it begins to wait for a worker: it has passed all checks then.
-        ``received_at`` is as for ``RouterRequest.begin_trace``.
+        ``received_at`` is as for ``RouterRequest.begin_trace``. ``key`` is the API key that its client has shown.
         """
-        request = RouterRequest(start, resume, traceparent, relayed or Relayed())
+        request = RouterRequest(start, resume, traceparent, relayed or Relayed(), key)
         if self._context.tracer is not None:
             request.begin_trace(self._context.tracer, received_at)
         run = self._make_run(request, sink, on_queued)

@@ -14,6 +14,7 @@ from typing import TypeAlias, TypeVar
 
 from quartet.api.answer import DeltaSink
 from quartet.api.chat import ChatPrompt
+from quartet.api.openai.requests import ApiKey
 from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
     AskedStart,
@@ -50,6 +51,7 @@ from router.guides import LLGUIDANCE_FIELDS, guided_by
 from router.media.queue import MediaRoom
 from router.media.request import ArrivedMedia, MediaRequest, RequestMedia, arrive, check_items, prepare_media
 from router.prompt_memory import HeldPrompt, request_bytes, unread_bytes
+from router.rate_limits import Charge
 from router.readiness import model_error
 from router.request_trace import RequestTrace
 from router.tenants import salt_in_domain
@@ -107,12 +109,14 @@ async def run_prepared(
         ModelNotFoundError: no pool serves the model.
         ModelUnavailableError: whether one does is not known now.
         WorkerUnavailableError: no worker serves the model that gave the tokens of the attempt to resume.
+        RateLimitedError: its tenant or its key has used up what it may ask for in a minute.
         QueueFullError: too many prompts wait, and it is the last request of the tenant that has most of them.
         RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was still to be done.
         ServingError: the model's text files are unavailable; and all errors of ``run``.
     """
     request.check()
     _check_namespaces(request, context)
+    request.charge = context.limits.admit(request.asked.tenant, request.key, request.asked.num_token_ids)
     _refuse_too_many_ids(request, context.table)
     try:
         if request.asked.shows_media:
@@ -151,6 +155,8 @@ async def _run_in_time(
             await _begin(request, context, num_copies)
             request.held.read(request_bytes(request.start, request.resume))
             await prepare(request, context)
+            if request.charge is not None:
+                request.charge.settle(request.num_prompt_tokens)
             if request.media is None:
                 return await run(request)
             try:
@@ -238,6 +244,8 @@ class RouterRequest:
         resume: the attempt to resume; ``None``: a new request.
         traceparent: W3C trace context for all that is done for it; empty: no trace.
         trace: makes its spans; ``None``: it makes none.
+        key: the API key that its client has shown; ``None``: none.
+        charge: what it is charged of the limits of a minute; ``None``: nothing limits it, or it was not let in.
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
         prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
         arrived_at: in monotonic seconds.
@@ -276,12 +284,15 @@ class RouterRequest:
         resume: Resume | None = None,
         traceparent: str = "",
         relayed: Relayed = _NOT_RELAYED,
+        key: ApiKey | None = None,
     ) -> None:
         """Accept it without any check, and draw the id of a new request, unless who relayed it has."""
         self.asked = asked
         self.resume = resume
         self.traceparent = traceparent
         self.trace: RequestTrace | None = None
+        self.key = key
+        self.charge: Charge | None = None
         self.request_id = resume.request_id if resume is not None else relayed.request_id or secrets.token_hex(16)
         self.prefill_namespaces = relayed.prefill_namespaces
         self.arrived_at = time.monotonic()

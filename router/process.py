@@ -49,6 +49,7 @@ from router.prefill_for import PrefillFor
 from router.prefill_pools import PrefillPools
 from router.prepare import max_message_bytes
 from router.prompt_memory import PromptMemory
+from router.rate_limits import RateLimits
 from router.readiness import Readiness
 from router.servicer import FILE_FIELDS, NUMBER_FIELDS, RouterServicer, router_service
 from router.signing import Signer
@@ -324,6 +325,9 @@ class RouterProcess:
                 untaken=self._untaken_budgets(table),
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
                 tenants=self._tenants,
+                limits=RateLimits(
+                    self._tenants, count=lambda setting: self._metrics.rate_limited.labels(setting).inc()
+                ),
                 prompts=PromptMemory(config.admission, self._tenants),
                 prefill_pools=PrefillPools(config.prefill_pools, config.server.tls, config.discovery),
                 tracer=self._tracer,

@@ -112,12 +112,23 @@ class RequestLog:
                 line.num_evicted_tokens = reuse.num_evicted_tokens
             line.num_prompt_tokens, line.num_cached_tokens = used.num_prompt_tokens, used.num_cached_tokens
             line.num_output_tokens, line.num_attempts = used.num_output_tokens, used.num_attempts
+        self._settle(used)
         if self.placement is not None:
             line.prefill_worker = "" if self.placement.prefill is None else self.placement.prefill.worker_id
             line.decode_worker = self.placement.decode.worker_id
         log_request(logger, line)
         if request.trace is not None:
             request.trace.end(_span_attributes(request, line, finished), longest.first_token_s, error)
+
+    def _settle(self, used: Usage | None) -> None:
+        """Charge the request what it took: nothing, if no attempt began."""
+        charge = self._request.charge
+        if charge is None:
+            return
+        if self.placement is None:
+            charge.settle(0)
+        elif used is not None:  # else it runs elsewhere, unseen, and pays for its prompt
+            charge.settle(used.num_prompt_tokens + used.num_output_tokens)
 
     def _count_use(self, used: Usage, usages: Sequence[Usage], times: Sequence[TimeBreakdown]) -> None:
         """Count tokens and durations; ``times`` are empty if the router does not see the end."""

@@ -53,12 +53,17 @@ class TenantConfig:
         max_priority: workers are told at most this priority: theirs goes before other tenants' requests, and if their
             blocks run out, they compute requests of lower priority again. In the router's queue a priority only orders
             its own tenant's requests, and has no limit.
+        requests_per_minute: requests that each of these tenants may begin in a minute, at each router; as many at
+            once. ``None``: any number.
+        tokens_per_minute: of prompts and answers, likewise (``router.rate_limits``).
     """
 
     trust_domain: str | None = None
     isolated: bool = False
     weight: float = 1.0
     max_priority: int = 0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -66,6 +71,9 @@ class TenantConfig:
             raise ConfigError("weight: must be above 0")
         if not -(2**31) <= self.max_priority < 2**31:
             raise ConfigError("max_priority: must be a signed 32-bit number")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise ConfigError(f"{name}: must be at least 1; leave it out for any number")
         if self.trust_domain == "":
             raise ConfigError("trust_domain: must not be empty; leave it out for the domain of all other tenants")
 
@@ -73,6 +81,11 @@ class TenantConfig:
     def has_domain(self) -> bool:
         """Whether these tenants have another domain than all tenants for which none is configured."""
         return self.isolated or self.trust_domain is not None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether these tenants may ask for only so much in a minute."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
     def domain_id(self, tenant: str) -> str:
         """The id of the tenant's domain: 32 lower-case hexadecimal digits; empty: that of all other tenants.

@@ -67,6 +67,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.OutOfBlocksError: StatusCode.RESOURCE_EXHAUSTED,  # the router tries another worker
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
     errors.PlacementBudgetError: StatusCode.RESOURCE_EXHAUSTED,
+    errors.RateLimitedError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
     errors.WorkersLostError: StatusCode.INTERNAL,  # not UNAVAILABLE: trying again may cost another worker
     errors.StreamIdleError: StatusCode.UNAVAILABLE,

@@ -225,6 +225,7 @@ class RouterMetrics:
         admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
         reuse: prompt tokens of placed requests, by what became of them, for each ``ReusePart``.
         matched_tokens: prompt tokens of placed choices that the router expects to be cached on their rank.
+        rate_limited: requests that a limit of a minute refused, by the setting.
         snapshots: snapshots of a worker's blocks that ended, by outcome.
         malformed_events: events of workers that the router could not read.
         kv_gaps: times that KV events of a worker whose blocks were known have been lost.
@@ -267,6 +268,13 @@ class RouterMetrics:
             "outcome",
             registry,
             known=SnapshotOutcome,
+        )
+        self.rate_limited = FastCounter(
+            "quartet_router_rate_limited_requests",
+            "Requests refused by a tenant's or a key's limit, by the setting.",
+            "limit",
+            registry,
+            known=("requests_per_minute", "tokens_per_minute"),
         )
         reuse = FastCounter(
             "quartet_router_reuse_tokens",

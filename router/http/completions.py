@@ -42,6 +42,7 @@ class Completions:
         self, read: _Read, dialect: Dialect, request: web.BaseRequest, caller: Caller
     ) -> web.StreamResponse:
         """POST of a request whose body ``read`` reads; it is answered in ``dialect``."""
+        self._context.limits.check(caller.tenant, caller.key)
         async with self._bodies.read_json(request, caller) as body:
             asked = await self._bodies.in_turns(read(body, caller), caller.tenant)
         del body  # a stream may live for long
@@ -60,7 +61,7 @@ class Completions:
         async with _Runs(self._pipeline, asked, reply.answers, caller) as runs:
             reply.head.set_request_id(runs.request_id)
             await runs.ended
-        headers = _headers(caller, runs.request_id, dialect)
+        headers = self._headers(caller, runs.request_id, dialect)
         # A long prompt's log probabilities take a second to write.
         body = await asyncio.to_thread(reply.body) if asked.echoes else reply.body()
         return web.Response(body=body, content_type="application/json", headers=headers)
@@ -81,7 +82,7 @@ class Completions:
             self._connections.watch(stream)
             try:
                 await runs.begin(stream)
-                response = await stream.open(request, _headers(caller, runs.request_id, dialect))
+                response = await stream.open(request, self._headers(caller, runs.request_id, dialect))
                 error: BaseException | None = None
                 try:
                     await runs.ended
@@ -92,6 +93,12 @@ class Completions:
                 self._connections.forget(stream)
                 stream.close()
         return response
+
+    def _headers(self, caller: Caller, request_id: str, dialect: Dialect) -> Mapping[str, str]:
+        headers = dict.fromkeys(dialect.id_headers, caller.client_request_id or request_id)
+        if caller.traceparent:
+            headers["traceparent"] = caller.traceparent
+        return {**headers, **self._context.limits.headers(caller.tenant, caller.key)}
 
     def _model_name(self, asked: Asked) -> str:
         """What the response calls the model."""
@@ -141,6 +148,7 @@ class _Runs:
                 traceparent=caller.traceparent,
                 on_queued=answer.queue,
                 received_at=caller.received_at,
+                key=caller.key,
             )
             for start, answer in zip(starts, answers, strict=True)
         ]
@@ -227,10 +235,3 @@ def _end_slow(runs: _Runs, request: web.BaseRequest) -> None:
     runs.abort(SlowReaderError("the client reads more slowly than its answer comes"))
     if request.transport is not None:
         request.transport.abort()
-
-
-def _headers(caller: Caller, request_id: str, dialect: Dialect) -> Mapping[str, str]:
-    headers = dict.fromkeys(dialect.id_headers, caller.client_request_id or request_id)
-    if caller.traceparent:
-        headers["traceparent"] = caller.traceparent
-    return headers

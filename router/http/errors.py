@@ -15,6 +15,7 @@ from quartet.errors import (
     MessageTooLargeError,
     ModelNotFoundError,
     PromptTooLongError,
+    RateLimitedError,
     ServingError,
 )
 from quartet.rpc.errors import public_error, status_code
@@ -53,6 +54,7 @@ _HTTP_CODES: dict[type[ServingError], int] = {MessageTooLargeError: 413, MediaTo
 _OPENAI_CODES: dict[type[ServingError], str] = {
     ModelNotFoundError: "model_not_found",
     PromptTooLongError: "context_length_exceeded",
+    RateLimitedError: "rate_limit_exceeded",
 }
 
 _MAX_MESSAGE_LENGTH = 800

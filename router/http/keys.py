@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from quartet.api.openai.requests import ApiKey
 from quartet.api.request import MAX_NAME_LENGTH
 from quartet.errors import ConfigError, UnauthenticatedError
 from quartet.rpc.channels import read_pem
@@ -23,6 +24,9 @@ _MAX_FILE_BYTES = 4 << 20
 _MIN_KEY_LENGTH = 16
 _MAX_KEY_LENGTH = 512
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_ID_DIGITS = 12
+_LIMITS = ("requests_per_minute", "tokens_per_minute")
+_LIMIT = re.compile(r"[1-9][0-9]{0,17}")
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 
@@ -31,6 +35,8 @@ class ApiKeys:
 
     One key a line: ``TENANT KEY``, the key of 16 characters or more, or ``sha256:`` and the hexadecimal SHA-256 of it;
     empty lines and lines that begin with ``#`` are left out. A tenant may have several keys, so one can follow another.
+    After the key may stand ``id=NAME``, else the first 12 digits of its SHA-256 name it, and limits that the key has
+    besides its tenant's: ``requests_per_minute=N``, ``tokens_per_minute=N``.
 
     A changed file that can't be used, or is gone, is logged and changes nothing else; one without a key revokes all. No
     message or log ever holds a key.
@@ -46,16 +52,16 @@ class ApiKeys:
         if not self._file.current():
             raise ConfigError(f"{_SETTING}: {path} holds no key")
 
-    def tenant(self, authorization: str) -> str:
-        """The tenant of the ``Authorization`` header. Raises ``UnauthenticatedError``: it holds no key of ours."""
+    def find(self, authorization: str) -> ApiKey:
+        """The key in the ``Authorization`` header. Raises ``UnauthenticatedError``: it holds no key of ours."""
         found = _BEARER.fullmatch(authorization)
         if found is None:
             raise UnauthenticatedError("this server takes an API key: Authorization: Bearer KEY")
         digest = hashlib.sha256(found[1].encode("utf-8", "surrogateescape")).digest()
         for is_unknown in (False, True):
-            tenant = self._file.current(is_unknown=is_unknown).get(digest)
-            if tenant is not None:
-                return tenant
+            key = self._file.current(is_unknown=is_unknown).get(digest)
+            if key is not None:
+                return key
         raise UnauthenticatedError("this server does not know this API key")
 
 
@@ -102,26 +108,45 @@ def _check_pair(config: HttpTlsConfig) -> None:
         raise ConfigError(f"http.tls: the certificate and the key can't be used together: {error}") from error
 
 
-def _parse_keys(lines: Iterator[tuple[str, str]]) -> dict[bytes, str]:
-    tenants: dict[bytes, str] = {}
+def _parse_keys(lines: Iterator[tuple[str, str]]) -> dict[bytes, ApiKey]:
+    keys: dict[bytes, ApiKey] = {}
+    ids = set[str]()
     for where, line in lines:
-        tenant, digest = _parse_line(line, where)
-        if digest in tenants:
+        key, digest = _parse_line(line, where)
+        if digest in keys:
             raise ConfigError(f"{where}: this key stands twice")
-        tenants[digest] = tenant
-    return tenants
+        if key.id in ids:
+            raise ConfigError(f"{where}: another key has the id {key.id}")
+        ids.add(key.id)
+        keys[digest] = key
+    return keys
 
 
-def _parse_line(line: str, where: str) -> tuple[str, bytes]:
+def _parse_line(line: str, where: str) -> tuple[ApiKey, bytes]:
     words = line.split()
-    if len(words) != 2:
+    if len(words) < 2:
         raise ConfigError(f"{where}: must be TENANT KEY")
-    tenant, key = words
+    tenant, key, *options = words
     if len(tenant) > MAX_NAME_LENGTH:
         raise ConfigError(f"{where}: a tenant's name has at most {MAX_NAME_LENGTH} characters")
+    digest = _digest(key, where)
+    key_id, limits = digest.hex()[:_ID_DIGITS], dict[str, int]()
+    for option in options:
+        name, _, value = option.partition("=")
+        if name == "id" and 0 < len(value) <= MAX_NAME_LENGTH:
+            key_id = value
+        elif name in _LIMITS and _LIMIT.fullmatch(value) is not None:
+            limits[name] = int(value)
+        else:  # it may be a part of a key that holds a space
+            raise ConfigError(f"{where}: after the key may stand id=NAME and N of {', '.join(_LIMITS)}, without spaces")
+    return ApiKey(tenant=tenant, id=key_id, **limits), digest
+
+
+def _digest(key: str, where: str) -> bytes:
+    """The SHA-256 of ``key``, which may stand there as that."""
     hashed = _DIGEST.fullmatch(key)
     if hashed is not None:
-        return tenant, bytes.fromhex(hashed[1])
+        return bytes.fromhex(hashed[1])
     if not _MIN_KEY_LENGTH <= len(key) <= _MAX_KEY_LENGTH:
         raise ConfigError(f"{where}: a key has {_MIN_KEY_LENGTH} to {_MAX_KEY_LENGTH} characters")
-    return tenant, hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode()).digest()

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from quartet.api.anthropic.requests import read_messages
 from quartet.api.openai.requests import Caller, read_chat, read_completion
 from quartet.api.responses.requests import read_response
-from quartet.errors import ConfigError, DrainingError, QueueFullError, UnauthenticatedError
+from quartet.errors import ConfigError, DrainingError, QueueFullError, RateLimitedError, UnauthenticatedError
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import raise_file_limit
 from quartet.telemetry.http import Exposition
@@ -182,7 +182,7 @@ class HttpServer:
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         response: web.StreamResponse
         # `request.path` would be decoded, which no path here needs.
-        path, payer = request.rel_url.raw_path, client_address(request.transport)
+        path, payer, caller = request.rel_url.raw_path, client_address(request.transport), Caller()
         try:
             if sum([len(name) + len(value) for name, value in request.raw_headers]) > MAX_HEAD_BYTES:
                 raise HttpError(431, f"a head may have {MAX_HEAD_BYTES} bytes")
@@ -196,7 +196,7 @@ class HttpServer:
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the request ends here; `error_response` logs our bugs
-            response = error_response(error, ErrorShape.of_path(path))
+            response = self._refuse(error, path, caller)
             if 400 <= response.status < 500 and response.status not in _NO_FAULT:
                 await self._refusals.wait(payer, error, request.content_length or 0, _REFUSAL_S)
         if not response.prepared:
@@ -207,6 +207,12 @@ class HttpServer:
                 response.headers["traceparent"] = traceparent
             if self._is_draining or response.status == 431:
                 response.force_close()
+        return response
+
+    def _refuse(self, error: Exception, path: str, caller: Caller) -> web.Response:
+        response = error_response(error, ErrorShape.of_path(path))
+        if isinstance(error, RateLimitedError):
+            response.headers.update(self._context.limits.headers(caller.tenant, caller.key))
         return response
 
     async def _answer(self, request: web.BaseRequest, path: str, caller: Caller) -> web.StreamResponse:
@@ -241,10 +247,10 @@ class HttpServer:
         return handler
 
     def _caller(self, request: web.BaseRequest, path: str) -> Caller:
-        headers, tenant = request.headers, ""
+        headers, key = request.headers, None
         if self._keys is not None:
             try:
-                tenant = self._keys.tenant(_authorization(headers))
+                key = self._keys.find(_authorization(headers))
             except UnauthenticatedError as error:
                 if path not in self._open_paths:
                     raise HttpError(401, error.message, headers={"WWW-Authenticate": "Bearer"}) from error
@@ -253,7 +259,8 @@ class HttpServer:
             message = f"X-Request-Id: must be at most {_MAX_REQUEST_ID_LENGTH} printable ASCII characters"
             raise HttpError(400, message, field="X-Request-Id")
         return Caller(
-            tenant=tenant,
+            tenant="" if key is None else key.tenant,
+            key=key,
             address=client_address(request.transport),
             client_request_id=request_id,
             session_key=_printable(headers.get("X-Session-Id", "")),

@@ -50,6 +50,7 @@ from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
 from router.policy.base import Policy
 from router.prompt_memory import PromptMemory
+from router.rate_limits import RateLimits
 from router.signing import Signer
 from router.tenants import TenantConfig, Tenants
 from router.thread_queue import TokenizeQueue
@@ -444,6 +445,7 @@ class Fleet:
                 max_timeout_s=max_timeout_s,
                 tenants=known_tenants,
                 prompts=self.prompts,
+                limits=RateLimits(known_tenants, clock=lambda: self.now),
                 untaken=UntakenBudgets(
                     lambda pool: self.table.decode_capacity(pool, 0.0),
                     share=(admission or AdmissionConfig()).untaken_share,

@@ -132,11 +132,33 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ApiKey:
+    """What a router knows of an API key that a caller has shown; never the key itself.
+
+    Attributes:
+        tenant: whose it is.
+        id: names it in logs and accounts.
+        requests_per_minute, tokens_per_minute: what those who show it may ask for, besides the limits of the tenant.
+    """
+
+    tenant: str
+    id: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether those who show it may ask for only so much in a minute."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
     """What the headers say about a request.
 
     Attributes:
         tenant: whom its key names; empty: nobody.
+        key: that key; ``None``: there is none.
         address: whom the connection comes from.
         client_request_id: the client's own name for the request; empty: none.
         session_key: shared by the requests of a conversation; empty: none.
@@ -150,6 +172,7 @@ class Caller:
     session_key: str = ""
     traceparent: str = ""
     received_at: float = field(default_factory=time.monotonic)
+    key: ApiKey | None = None
 
     @property
     def payer(self) -> str:

@@ -89,20 +89,20 @@ def test_keys_are_read_again_when_they_change_and_kept_while_they_are_wrong(
     now = [0.0]
     path = write_keys(tmp_path / "keys", f"acme {ACME}", "hashed sha256:" + "0" * 64)
     keys = ApiKeys(path, clock=lambda: now[0])
-    assert keys.tenant(f"bearer  {ACME}") == "acme"
+    assert keys.find(f"bearer  {ACME}").tenant == "acme"
     write_keys(path, f"globex {GLOBEX}")
-    assert keys.tenant(f"Bearer {ACME}") == "acme"  # not looked at again yet
+    assert keys.find(f"Bearer {ACME}").tenant == "acme"  # not looked at again yet
     now[0] = 2.0
-    assert keys.tenant(f"Bearer {GLOBEX}") == "globex"
+    assert keys.find(f"Bearer {GLOBEX}").tenant == "globex"
     write_keys(path, f"acme {ACME}", "broken")
     now[0] = 4.0
     with caplog.at_level(logging.WARNING):
-        assert keys.tenant(f"Bearer {GLOBEX}") == "globex"
+        assert keys.find(f"Bearer {GLOBEX}").tenant == "globex"
     assert "line 2" in caplog.text and ACME not in caplog.text
     write_keys(path, "# nobody for now")
     now[0] = 6.0
     with pytest.raises(UnauthenticatedError):
-        keys.tenant(f"Bearer {GLOBEX}")
+        keys.find(f"Bearer {GLOBEX}")
 
 
 def test_a_key_that_was_just_added_is_known_sooner_than_one_that_was_taken_out_is_forgotten(tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_a_key_that_was_just_added_is_known_sooner_than_one_that_was_taken_out_i
     keys = ApiKeys(path, clock=lambda: now[0])
     write_keys(path, f"globex {GLOBEX}")
     now[0] = 0.1
-    assert keys.tenant(f"Bearer {ACME}") == "acme"
-    assert keys.tenant(f"Bearer {GLOBEX}") == "globex"
+    assert keys.find(f"Bearer {ACME}").tenant == "acme"
+    assert keys.find(f"Bearer {GLOBEX}").tenant == "globex"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,203 @@
+"""How much tenants and API keys may ask for in a minute: requests, and tokens of prompts and answers.
+
+Each limit is a token bucket: it holds a minute's worth and is filled evenly. A request is let in while one is left of
+everything. It takes one request, and its prompt once that is counted; its answer is taken when it has ended, because
+nobody knows before how long it gets. So an account may go below nothing, and lets nothing in until that is made up for:
+over any longer time the rate holds (decision 100).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from quartet.api.openai.requests import ApiKey
+from quartet.errors import RateLimitedError
+from router.tenants import Tenants
+
+_MINUTE_S = 60.0
+
+# Clients may make up names. Those that asked for nothing for longest are forgotten, and have all again when they come
+# back: so do all that were idle for a minute, unless they are below nothing.
+_MAX_ACCOUNTS = 16_384
+
+#: The settings, and how headers call what they limit.
+SETTINGS = {"requests_per_minute": "requests", "tokens_per_minute": "tokens"}
+
+# Less than one by so little is one: the time to wait is rounded.
+_ROUNDING = 1e-6
+
+
+class RateLimits:
+    """The accounts of tenants and of keys. Lives on the event loop; each call takes the same time for any number."""
+
+    def __init__(
+        self,
+        tenants: Tenants | None = None,
+        *,
+        count: Callable[[str], None] = lambda setting: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``tenants`` have the limits; ``count`` is told each setting that refuses a request; ``clock``: seconds."""
+        self._tenants = tenants or Tenants()
+        self._clock = clock
+        self._of_tenants: dict[str, _Account] = {}
+        self._of_keys: dict[str, _Account] = {}
+        self._count = count
+
+    def check(self, tenant: str, key: ApiKey | None = None) -> None:
+        """Whether a request would be let in. Raises ``RateLimitedError``, with the time until it would be."""
+        self._checked(tenant, key)
+
+    def admit(self, tenant: str, key: ApiKey | None, num_tokens: int) -> Charge | None:
+        """Let a request in, of which so many tokens are known, and charge it; ``None``: nothing limits it.
+
+        Raises:
+            RateLimitedError: as ``check``; nothing was charged.
+        """
+        accounts = self._checked(tenant, key)
+        if not accounts:
+            return None
+        for account in accounts:
+            if account.requests is not None:
+                account.requests.left -= 1.0
+        charge = Charge([account.tokens for account in accounts if account.tokens is not None])
+        charge.settle(num_tokens)
+        return charge
+
+    def headers(self, tenant: str, key: ApiKey | None = None) -> Mapping[str, str]:
+        """What is left, as OpenAI's ``x-ratelimit`` headers: of two limits the one that leaves less. No limit: none."""
+        shown: dict[str, str] = {}
+        buckets = [bucket for account in self._accounts(tenant, key) for bucket in account.buckets()]
+        for setting, name in SETTINGS.items():
+            of_kind = [bucket for bucket in buckets if bucket.setting == setting]
+            if of_kind:
+                least = min(of_kind, key=lambda bucket: bucket.left)
+                shown[f"x-ratelimit-limit-{name}"] = str(least.limit)
+                shown[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(least.left + _ROUNDING)))
+                shown[f"x-ratelimit-reset-{name}"] = _duration((least.limit - least.left) / least.per_s)
+        return shown
+
+    def _checked(self, tenant: str, key: ApiKey | None) -> list[_Account]:
+        accounts = self._accounts(tenant, key)
+        for account in accounts:
+            for bucket in account.buckets():
+                if (lack := 1.0 - bucket.left) > _ROUNDING:
+                    self._count(bucket.setting)
+                    raise _refusal(account.owner, bucket, lack)
+        return accounts
+
+    def _accounts(self, tenant: str, key: ApiKey | None) -> list[_Account]:
+        """Those that a request of the tenant, with that key, is charged to, as they are now."""
+        config, found = self._tenants.config(tenant), list[_Account]()
+        if config.is_limited:
+            account = _account(self._of_tenants, tenant, f"tenant {tenant}" if tenant else "the callers without a name")
+            account.bring_up_to(self._clock(), config.requests_per_minute, config.tokens_per_minute)
+            found.append(account)
+        if key is not None and key.is_limited:
+            account = _account(self._of_keys, key.id, f"API key {key.id}")
+            account.bring_up_to(self._clock(), key.requests_per_minute, key.tokens_per_minute)
+            found.append(account)
+        return found
+
+
+def _account(table: dict[str, _Account], name: str, owner: str) -> _Account:
+    account = table.pop(name, None) or _Account(owner)
+    table[name] = account  # so the order is that of the last requests
+    if len(table) > _MAX_ACCOUNTS:
+        del table[next(iter(table))]
+    return account
+
+
+class Charge:
+    """The tokens that one request is charged, to its tenant and to its key."""
+
+    __slots__ = ("_buckets", "_num_tokens")
+
+    def __init__(self, buckets: Iterable[_Bucket]) -> None:
+        """Nothing is charged yet. Made by ``RateLimits``."""
+        self._buckets = tuple(buckets)
+        self._num_tokens = 0
+
+    def settle(self, num_tokens: int) -> None:
+        """The request takes so many tokens, all in all, as far as is known: charge what is more, give back the rest."""
+        self.add(num_tokens - self._num_tokens)
+
+    def add(self, num_tokens: int) -> None:
+        """The request takes so many tokens more than were known."""
+        self._num_tokens += num_tokens
+        for bucket in self._buckets:
+            bucket.left -= num_tokens
+
+
+class _Bucket:
+    """What one account has left of one limit.
+
+    Attributes:
+        setting: that it is for.
+        limit: a minute's worth, and the most that it holds.
+        left: what is left, as of the last ``fill``; below 0: that is to be made up for.
+    """
+
+    __slots__ = ("_filled_at", "left", "limit", "setting")
+
+    def __init__(self, setting: str, limit: int, now: float) -> None:
+        self.setting = setting
+        self.limit = limit
+        self.left = float(limit)
+        self._filled_at = now
+
+    @property
+    def per_s(self) -> float:
+        """What comes in a second."""
+        return self.limit / _MINUTE_S
+
+    def fill(self, limit: int, now: float) -> None:
+        """Fill it for the time since; from now on it holds ``limit``."""
+        self.left = min(self.left + (now - self._filled_at) * self.per_s, float(limit))
+        self.limit, self._filled_at = limit, now
+
+
+class _Account:
+    """The buckets of one tenant or key; ``None``: nothing limits it."""
+
+    __slots__ = ("owner", "requests", "tokens")
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.requests: _Bucket | None = None
+        self.tokens: _Bucket | None = None
+
+    def buckets(self) -> list[_Bucket]:
+        """Those that there are."""
+        return [bucket for bucket in (self.requests, self.tokens) if bucket is not None]
+
+    def bring_up_to(self, now: float, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
+        """Fill its buckets; the limits may have changed."""
+        self.requests = _filled(self.requests, "requests_per_minute", requests_per_minute, now)
+        self.tokens = _filled(self.tokens, "tokens_per_minute", tokens_per_minute, now)
+
+
+def _filled(bucket: _Bucket | None, setting: str, limit: int | None, now: float) -> _Bucket | None:
+    if limit is None:
+        return None
+    if bucket is None:
+        return _Bucket(setting, limit, now)
+    bucket.fill(limit, now)
+    return bucket
+
+
+def _refusal(owner: str, bucket: _Bucket, lack: float) -> RateLimitedError:
+    delay_s = lack / bucket.per_s
+    message = f"{owner} has used up its {bucket.setting} ({bucket.limit}): try again in {delay_s:.3g} s"
+    return RateLimitedError(message, retry_delay_s=delay_s)
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: ``6m0s``, ``1.5s``, ``20ms``."""
+    num_ms = max(0, math.ceil(seconds * 1000 - _ROUNDING))
+    if num_ms < 1000:
+        return f"{num_ms}ms"
+    minutes, rest_ms = divmod(num_ms, 60_000)
+    return f"{minutes}m{rest_ms / 1000:g}s" if minutes else f"{rest_ms / 1000:g}s"
