@@ -183,6 +183,7 @@ class RouterConfig:
             ``None``: without encryption, which is refused with ``server.tls``.
         custom_chat_template: a Jinja file that lays out the chats of every model here, instead of the model's own.
             Read once; routers that share clients need the same one.
+        usage_log: a file that gets a JSON line for each request (``router.usage_log``); ``None``: there is none.
         trusted_gateways: names of client identities that may use every tenant.
         identity_tenants: by name of a client identity, the tenants that it may use, as names or patterns (``acme-*``);
             a request of it that names none is its first tenant's. An identity that is in neither setting is its own
@@ -213,6 +214,7 @@ class RouterConfig:
     signed_start_ttl_s: float = 20.0
     events_key_file: Path | None = None
     custom_chat_template: Path | None = None
+    usage_log: Path | None = None
     trusted_gateways: tuple[str, ...] = ()
     identity_tenants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)

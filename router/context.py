@@ -22,6 +22,7 @@ from router.signing import Signer
 from router.tenants import Tenants
 from router.thread_queue import TokenizeQueue
 from router.untaken import UntakenBudgets
+from router.usage_log import UsageLog
 from router.workers import PoolKey, WorkerTable
 
 
@@ -38,6 +39,7 @@ class RouterContext:
         sleep: pauses between attempts, in seconds.
         tenants: what is configured for each tenant.
         limits: how much tenants and API keys may ask for in a minute.
+        usage: writes what each request used; ``None``: nothing does.
         prompts: counts the prompts that wait.
         grammars: checks those of requests.
         hand_offs: sees which workers hand over to which.
@@ -61,6 +63,7 @@ class RouterContext:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     tenants: Tenants = field(default_factory=Tenants)
     limits: RateLimits = field(default_factory=RateLimits)
+    usage: UsageLog | None = None
     prompts: PromptMemory = field(default_factory=PromptMemory)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     hand_offs: HandOffWatch = field(default_factory=HandOffWatch)

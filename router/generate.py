@@ -156,7 +156,7 @@ class GenerateRun:
         self._context = context
         self._sink = sink
         self._choices = RunningChoices(request.choices, sink, request.arrived_at)
-        self._log = RequestLog(request, context.metrics)
+        self._log = RequestLog(request, context.metrics, usage=context.usage)
         self._placed_choices: set[int] = set()
         self._on_end = on_end
         self._on_queued = on_queued

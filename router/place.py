@@ -37,7 +37,7 @@ class PlaceRun:
         self._request = request
         self._context = context
         self._signer = signer
-        self._log = RequestLog(request, context.metrics, path="place")
+        self._log = RequestLog(request, context.metrics, path="place", usage=context.usage)
         self._choices: dict[int, _Choice] = {}
         self._untaken: Sequence[Untaken] = ()
         self._given: Sequence[SignedPlacement | ChoiceFinished] = ()  # what the client gets for each choice

@@ -56,6 +56,7 @@ from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
 from router.thread_queue import TokenizeQueue
 from router.untaken import UntakenBudgets
+from router.usage_log import UsageLog
 from router.workers import PoolKey, WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,9 @@ class RouterProcess:
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
         template_file = config.custom_chat_template
         self._chat_template = None if template_file is None else read_chat_template(template_file)
+        self._usage = usage = None if config.usage_log is None else UsageLog(config.usage_log)
+        if usage is not None:
+            self._metrics.watch_usage(lambda: usage.num_lost)
         self._tenants = Tenants(config.tenants)
         if self._tenants.has_domains and not config.knows_callers:
             logger.warning(
@@ -112,6 +116,8 @@ class RouterProcess:
         """
         config = self._config
         async with AsyncExitStack() as stack:
+            if self._usage is not None:
+                stack.push_async_callback(asyncio.to_thread, self._usage.close)
             peering = Peering(config, self._events_key)
             stack.callback(peering.close)
             self._open_tracer(stack, peering.start_id)
@@ -328,6 +334,7 @@ class RouterProcess:
                 limits=RateLimits(
                     self._tenants, count=lambda setting: self._metrics.rate_limited.labels(setting).inc()
                 ),
+                usage=self._usage,
                 prompts=PromptMemory(config.admission, self._tenants),
                 prefill_pools=PrefillPools(config.prefill_pools, config.server.tls, config.discovery),
                 tracer=self._tracer,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 
 from quartet.api.chat import ChatPrompt
+from quartet.api.openai.requests import ApiKey
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import TIMES, ChoiceFinished, GenerateStart, TimeBreakdown, Usage
 from quartet.api.reuse import Reuse
@@ -19,6 +20,7 @@ from quartet.telemetry.metrics import RouterMetrics
 from quartet.telemetry.tracing import Attribute, ids_of
 from router.policy.base import Placement
 from router.prepare import RouterRequest
+from router.usage_log import UsageLog, UsageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,11 @@ class RequestLog:
         placement: where the last attempt began; ``None``: none has begun.
     """
 
-    def __init__(self, request: RouterRequest, metrics: RouterMetrics, *, path: str = "") -> None:
-        """``path``: how the client gets the tokens, if not through the call itself."""
+    def __init__(
+        self, request: RouterRequest, metrics: RouterMetrics, *, path: str = "", usage: UsageLog | None = None
+    ) -> None:
+        """``path``: how the client gets the tokens, if not through the call itself. ``usage`` gets a record."""
+        self._usage = usage
         self.placement: Placement | None = None
         self._path = path
         self._request = request
@@ -116,9 +121,14 @@ class RequestLog:
         if self.placement is not None:
             line.prefill_worker = "" if self.placement.prefill is None else self.placement.prefill.worker_id
             line.decode_worker = self.placement.decode.worker_id
-        log_request(logger, line)
+        self._put(line)
         if request.trace is not None:
             request.trace.end(_span_attributes(request, line, finished), longest.first_token_s, error)
+
+    def _put(self, line: FinishedRequest) -> None:
+        log_request(logger, line)
+        if self._usage is not None:
+            self._usage.put(_to_record(line, self._request.key))
 
     def _settle(self, used: Usage | None) -> None:
         """Charge the request what it took: nothing, if no attempt began."""
@@ -201,6 +211,23 @@ def outcome_of(error: BaseException) -> str:
     if isinstance(error, ServingError):
         return error.reason.lower()
     return "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
+
+
+def _to_record(line: FinishedRequest, key: ApiKey | None) -> UsageRecord:
+    return UsageRecord(
+        time=time.time(),
+        request_id=line.request_id,
+        client_request_id=line.client_request_id,
+        tenant=line.tenant,
+        key_id="" if key is None else key.id,
+        model=line.model,
+        path=line.path or "generate",
+        num_prompt_tokens=line.num_prompt_tokens or 0,
+        num_cached_tokens=line.num_cached_tokens or 0,
+        num_output_tokens=line.num_output_tokens or 0,
+        duration_s=line.total_s or 0.0,
+        outcome=line.outcome,
+    )
 
 
 def _summed(usages: Sequence[Usage]) -> Usage | None:

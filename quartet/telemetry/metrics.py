@@ -232,6 +232,7 @@ class RouterMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._models: dict[str, ModelMetrics] = {}
         self._num_queued: Callable[[], int] = lambda: 0
         self._num_running: Callable[[], int] = lambda: 0
@@ -366,6 +367,15 @@ class RouterMetrics:
         self._live.set_function(num_live)
         self._blocks.set_function(num_blocks)
         self._predicted.set_function(num_predicted_blocks)
+
+    def watch_usage(self, num_lost: Callable[[], int]) -> None:
+        """Show at each scrape how many usage records are lost; it is called on the scrape's thread, too."""
+
+        def read() -> Iterator[Metric]:
+            text = "Usage records that were not written."
+            yield CounterMetricFamily("quartet_router_lost_usage_records", text, value=num_lost())
+
+        self._registry.register(_ReadCollector(read))
 
     def set_workers(self, role: str, state: str, num_workers: int) -> None:
         """So many workers of ``role`` are in ``state``."""

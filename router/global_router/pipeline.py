@@ -95,7 +95,7 @@ class RelayPlace:
         self._request = request
         self._context = context
         self._chooser = chooser
-        self._log = RequestLog(request, context.metrics, path="place")
+        self._log = RequestLog(request, context.metrics, path="place", usage=context.usage)
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
 

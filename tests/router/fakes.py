@@ -55,6 +55,7 @@ from router.signing import Signer
 from router.tenants import TenantConfig, Tenants
 from router.thread_queue import TokenizeQueue
 from router.untaken import UntakenBudgets
+from router.usage_log import UsageLog
 from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, reported_prompt
 from tests.router.noting_policy import NotingPolicy
@@ -400,6 +401,7 @@ class Fleet:
         tenants: Mapping[str, TenantConfig] | None = None,
         hops: FakeHops | None = None,
         tracer: Tracer | None = None,
+        usage: UsageLog | None = None,
         **record: object,
     ) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
@@ -445,6 +447,7 @@ class Fleet:
                 max_timeout_s=max_timeout_s,
                 tenants=known_tenants,
                 prompts=self.prompts,
+                usage=usage,
                 limits=RateLimits(known_tenants, clock=lambda: self.now),
                 untaken=UntakenBudgets(
                     lambda pool: self.table.decode_capacity(pool, 0.0),
