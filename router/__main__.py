@@ -23,6 +23,7 @@ from quartet.supervision import TaskEndedError, end_process_within
 from quartet.telemetry.logging import configure
 from router.config import RouterConfig
 from router.process import RouterProcess
+from router.reload import ConfigFile
 
 logger = logging.getLogger("router")
 
@@ -54,17 +55,19 @@ def main() -> None:
             settings = override(settings, assignment)
         return build(RouterConfig, settings)
 
-    run_router(load, lambda config: config, RouterProcess)
+    run_router(load, lambda config: config, RouterProcess, arguments.config)
 
 
 def run_router(
     load: Callable[[], ConfigT],
     router_of: Callable[[ConfigT], RouterConfig],
     make_process: Callable[[ConfigT, Callable[[], None]], RouterProcess],
+    path: Path | None,
 ) -> None:
     """Run the process that ``make_process`` makes of what ``load`` reads; if it can't start, exit with 1.
 
-    ``router_of`` gives the part of the configuration that all routers have.
+    ``router_of`` gives the part of the configuration that all routers have. What may change of it in the file at
+    ``path`` is taken over when that changes.
     """
     try:
         config = load()
@@ -73,7 +76,12 @@ def run_router(
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         return_freed_prompts()
         limit_s = router.drain_timeout_s + _CLOSE_TIMEOUT_S
-        uvloop.run(_run(lambda: make_process(config, lambda: end_process_within(limit_s))))
+        uvloop.run(
+            _run(
+                lambda: make_process(config, lambda: end_process_within(limit_s)),
+                None if path is None else ConfigFile(path, router, lambda: router_of(load())),
+            )
+        )
     except (ConfigError, ServingError, TaskEndedError) as error:
         logger.error("%s", error)
         _fail()
@@ -93,17 +101,19 @@ def return_freed_prompts() -> None:
         set_option(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-async def _run(make_process: Callable[[], RouterProcess]) -> None:
+async def _run(make_process: Callable[[], RouterProcess], config_file: ConfigFile | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if config_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, config_file.ask)
     # The modules' some 90,000 objects stay for ever. One walk over them stops all tokens for 30 ms.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_NUM_OBJECTS)
     with yielding_poller():
-        await make_process().run(stop)
+        await make_process().run(stop, config_file)
 
 
 def _fail() -> NoReturn:

@@ -51,6 +51,7 @@ from router.prepare import max_message_bytes
 from router.prompt_memory import PromptMemory
 from router.rate_limits import RateLimits
 from router.readiness import Readiness
+from router.reload import ConfigFile
 from router.servicer import FILE_FIELDS, NUMBER_FIELDS, RouterServicer, router_service
 from router.signing import Signer
 from router.tenants import TenantNames, Tenants, UnannouncedSalts
@@ -97,6 +98,7 @@ class RouterProcess:
             logger.warning(
                 "trust domains do not protect tenants from clients of this host: each client may name any tenant"
             )
+        self._names = TenantNames(config.trusted_gateways, config.identity_tenants, self._tenants)
         self._loop_watch = LoopWatch()
         self._readiness: Readiness | None = None
         self._tracer: Tracer | None = None
@@ -105,8 +107,8 @@ class RouterProcess:
         #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set, then drain and take everything down.
+    async def run(self, stop: asyncio.Event, config_file: ConfigFile | None = None) -> None:
+        """Serve until ``stop`` is set, then drain and take everything down. ``config_file`` may change meanwhile.
 
         It drains also when one of its background tasks has ended, and then raises that.
 
@@ -163,8 +165,7 @@ class RouterProcess:
                 tasks.start("index-upkeep", keep_up(index))
                 tasks.start("lag", monitor_event_loop_lag(ProcessMetrics(self._registry)))
                 tasks.start("loop-watch", self._loop_watch.run())
-                if http is not None:
-                    tasks.start("http", http.tend())
+                self._tend(tasks, http, config_file)
                 tasks.start("readiness", self._report_readiness(readiness, server, http_address))
                 await tasks.run_until(stop)
                 fleet.drain()
@@ -243,6 +244,17 @@ class RouterProcess:
             ),
         )
 
+    def _tend(self, tasks: Supervisor, http: HttpServer | None, config_file: ConfigFile | None) -> None:
+        if http is not None:
+            tasks.start("http", http.tend())
+        if config_file is not None:
+            tasks.start("reload", config_file.follow(self._use, partial(self._metrics.count_reload, "config")))
+
+    def _use(self, config: RouterConfig) -> None:
+        """Take over the tenants of a changed configuration."""
+        self._tenants.replace(config.tenants)
+        self._names.replace(config.trusted_gateways, config.identity_tenants)
+
     def _fail(self) -> None:
         self._is_leaving = True
         self._on_failure()
@@ -285,7 +297,7 @@ class RouterProcess:
             has_tls=config.server.tls is not None,
             namespace=config.server.namespace,
             prefills=prefills,
-            names=TenantNames(config.trusted_gateways, config.identity_tenants, self._tenants),
+            names=self._names,
             session_limits=config.session,
             call_limits=config.calls,
         )

@@ -107,12 +107,15 @@ class Tenants:
 
     def __init__(self, configs: Mapping[str, TenantConfig] | None = None) -> None:
         """``configs`` by name or pattern, as ``fnmatch`` has them: ``acme``, ``acme-*``. Upper case is distinct."""
-        configs = configs or {}
+        self._identities: dict[str, str] = {}
+        self.replace(configs or {})
+
+    def replace(self, configs: Mapping[str, TenantConfig]) -> None:
+        """From now on ``configs`` count, also for requests that wait; what is running goes on."""
         self._exact = {name: config for name, config in configs.items() if not _GLOB.search(name)}
         self._patterns = [(_compile(name), config) for name, config in configs.items() if _GLOB.search(name)]
         self._known: dict[str, TenantConfig] = {}
         self._domain_ids: dict[str, str] = {}
-        self._identities: dict[str, str] = {}
         #: Whether caches are separated at all.
         self.has_domains = has_domains(configs)
 
@@ -173,7 +176,11 @@ class TenantNames:
         ``tenants`` are told who names which.
         """
         self._tenants = tenants or Tenants()
-        bound = identity_tenants or {}
+        self.replace(trusted_gateways, identity_tenants or {})
+
+    def replace(self, trusted_gateways: Collection[str], identity_tenants: Mapping[str, Sequence[str]]) -> None:
+        """From now on these count."""
+        bound = identity_tenants
         self._gateways = frozenset(trusted_gateways)
         self._patterns = {identity: [_compile(tenant) for tenant in tenants] for identity, tenants in bound.items()}
         self._firsts = {identity: tenants[0] for identity, tenants in bound.items() if not _GLOB.search(tenants[0])}

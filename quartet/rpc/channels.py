@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from grpc.aio import init_grpc_aio, shutdown_grpc_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError
+from quartet.rpc.secret_file import file_signature
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +168,60 @@ class TlsConfig:
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Credentials to serve with. Raises ``ConfigError`` naming the setting whose file can't be used."""
-    key, cert, ca = _read(tls)
-    return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=tls.require_client_cert)
+    """Credentials to serve with: new connections get the files as they are then.
+
+    Changed files that can't be used, or don't fit each other, are logged, and those of before stay.
+
+    Raises:
+        ConfigError: a file can't be used; names its setting.
+    """
+    files = _ServedFiles(tls)
+    return grpc.dynamic_ssl_server_credentials(
+        files.configuration(),
+        files.changed,  # type: ignore[arg-type]  # the stub does not know of None, which changes nothing
+        require_client_authentication=tls.require_client_cert,
+    )
+
+
+class _ServedFiles:
+    """The files that a server shows and checks certificates with."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        self._tls = tls
+        self._signatures = self._poll()
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """What is in the files. Raises ``ConfigError``."""
+        key, cert, ca = _read(self._tls)
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What is in the files, if they have changed and can be used. A thread of gRPC's asks before each handshake."""
+        signatures = self._poll()
+        if signatures == self._signatures:
+            return None
+        self._signatures = signatures
+        try:
+            configuration = self.configuration()
+            _check_pair(self._tls)
+        except ConfigError as error:
+            logger.warning("gRPC goes on with the certificates of before: %s", error)
+            return None
+        logger.info("gRPC serves with new certificates")
+        return configuration
+
+    def _poll(self) -> tuple[object, ...]:
+        return tuple(file_signature(path) for path in (self._tls.key_file, self._tls.cert_file, self._tls.ca_file))
+
+
+def _check_pair(tls: TlsConfig) -> None:
+    """Raises ``ConfigError``: the certificate and the key don't belong together, or the authorities are malformed."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+        context.load_verify_locations(tls.ca_file)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"tls: the files can't be used together: {error}") from error
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:

@@ -39,6 +39,7 @@ class SecretFile(Generic[ContentT]):
         setting: str,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        count: Callable[[bool], None] = lambda is_used: None,
     ) -> None:
         """Read ``path``.
 
@@ -49,6 +50,7 @@ class SecretFile(Generic[ContentT]):
             setting: what the configuration calls the file.
             max_bytes: of the file.
             clock: monotonic seconds.
+            count: is told of each change whether the file could be used.
 
         Raises:
             ConfigError: the file can't be used; names the setting.
@@ -58,6 +60,7 @@ class SecretFile(Generic[ContentT]):
         self._setting = setting
         self._max_bytes = max_bytes
         self._clock = clock
+        self._count = count
         self._polled_at = clock()
         self._signature, self._content = self._read()
 
@@ -77,8 +80,10 @@ class SecretFile(Generic[ContentT]):
         except ConfigError as error:
             self._signature = signature  # log once for each content of the file
             logger.warning("a changed file is not used: %s", error)
+            self._count(False)
         else:
             logger.info("%s: %s was read again", self._setting, self._path)
+            self._count(True)
 
     def _read(self) -> tuple[_Signature, ContentT]:
         setting, path = self._setting, self._path

@@ -214,6 +214,9 @@ def _read_dropped_lines() -> Iterator[Metric]:
     yield CounterMetricFamily("quartet_process_dropped_log_lines", text, value=num_dropped_lines())
 
 
+_RELOADED = ("config", "keys", "http_certificate")
+
+
 class RouterMetrics:
     """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text.
 
@@ -276,6 +279,13 @@ class RouterMetrics:
             "limit",
             registry,
             known=("requests_per_minute", "tokens_per_minute"),
+        )
+        self._reloads, self._failed_reloads = (
+            FastCounter(name, text, "file", registry, known=_RELOADED)
+            for name, text in (
+                ("quartet_router_reloads", "Changed files that are in use now."),
+                ("quartet_router_failed_reloads", "Changed files that could not be used: what was before stays."),
+            )
         )
         reuse = FastCounter(
             "quartet_router_reuse_tokens",
@@ -367,6 +377,10 @@ class RouterMetrics:
         self._live.set_function(num_live)
         self._blocks.set_function(num_blocks)
         self._predicted.set_function(num_predicted_blocks)
+
+    def count_reload(self, file: str, is_used: bool) -> None:
+        """A changed file is in use now, or could not be used: ``config``, ``keys`` or ``http_certificate``."""
+        (self._reloads if is_used else self._failed_reloads).labels(file).inc()
 
     def watch_usage(self, num_lost: Callable[[], int]) -> None:
         """Show at each scrape how many usage records are lost; it is called on the scrape's thread, too."""

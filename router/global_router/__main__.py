@@ -22,7 +22,7 @@ def main() -> None:
     def load() -> GlobalRouterConfig:
         return load_config(arguments.config, arguments.set)
 
-    run_router(load, lambda config: config.router, GlobalRouterProcess)
+    run_router(load, lambda config: config.router, GlobalRouterProcess, arguments.config)
 
 
 if __name__ == "__main__":

@@ -42,13 +42,23 @@ class ApiKeys:
     message or log ever holds a key.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        count: Callable[[bool], None] = lambda is_used: None,
+    ) -> None:
         """Read ``path``; check it for changes once a second of ``clock``, for an unknown key at most 20 times.
+
+        ``count`` is that of ``SecretFile``.
 
         Raises:
             ConfigError: the file can't be used; the message names the setting and the line, never a key.
         """
-        self._file = SecretFile(path, _parse_keys, setting=_SETTING, max_bytes=_MAX_FILE_BYTES, clock=clock)
+        self._file = SecretFile(
+            path, _parse_keys, setting=_SETTING, max_bytes=_MAX_FILE_BYTES, clock=clock, count=count
+        )
         if not self._file.current():
             raise ConfigError(f"{_SETTING}: {path} holds no key")
 
@@ -68,9 +78,14 @@ class ApiKeys:
 class Certificates:
     """A context to serve TLS with, whose files are read again when they have changed."""
 
-    def __init__(self, config: HttpTlsConfig) -> None:
-        """Read the files. Raises ``ConfigError`` naming the setting whose file can't be used."""
+    def __init__(self, config: HttpTlsConfig, *, count: Callable[[bool], None] = lambda is_used: None) -> None:
+        """Read the files. ``count`` is told of each change of them whether they could be used.
+
+        Raises:
+            ConfigError: a file can't be used; names its setting.
+        """
         self._config = config
+        self._count = count
         self._signatures = self._poll()
         _check_pair(config)
         #: New handshakes use what was loaded last.
@@ -90,8 +105,10 @@ class Certificates:
             self.context.load_cert_chain(self._config.cert_file, self._config.key_file)
         except (ConfigError, OSError) as error:
             logger.warning("HTTP goes on with the certificate of before: %s", error)
+            self._count(False)
         else:
             logger.info("HTTP serves with a new certificate")
+            self._count(True)
 
     def _poll(self) -> tuple[object, object]:
         return file_signature(self._config.cert_file), file_signature(self._config.key_file)

@@ -96,8 +96,11 @@ class HttpServer:
         self._namespace = namespace
         self._is_ready = is_ready
         self._targets = targets
-        self._keys = None if config.keys_file is None else ApiKeys(config.keys_file)
-        self._certificates = None if config.tls is None else Certificates(config.tls)
+        count = self._context.metrics.count_reload
+        self._keys = None if config.keys_file is None else ApiKeys(config.keys_file, count=partial(count, "keys"))
+        self._certificates = (
+            None if config.tls is None else Certificates(config.tls, count=partial(count, "http_certificate"))
+        )
         self._connections = Connections(config, stall_timeout_s=stall_timeout_s)
         self._bodies = Bodies(config, self._context.intake.enter)
         # Bodies are read and parsed piece by piece, so refusals may take more of the event loop than by gRPC.

@@ -202,3 +202,36 @@ def test_a_file_that_cannot_be_used_at_the_start_of_a_process_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=r"tls\.key_file"):
         Dialer(replace(authority.issue("server"), key_file=tmp_path / "none"))
+
+
+async def test_new_connections_get_files_that_were_replaced_and_running_ones_go_on(
+    start_server: StartServer,
+    authority: CertificateAuthority,
+    other_authority: CertificateAuthority,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    served = TlsConfig(ca_file=tmp_path / "ca.pem", cert_file=tmp_path / "cert.pem", key_file=tmp_path / "key.pem")
+
+    def install(issued: TlsConfig) -> None:
+        for name in ("ca_file", "cert_file", "key_file"):
+            getattr(served, name).write_bytes(getattr(issued, name).read_bytes())
+
+    def operator(issuer: CertificateAuthority) -> TlsConfig:
+        return issuer.issue("operator", "quartet://default/operator/olga")
+
+    install(authority.issue("server", "quartet://default/worker/w1"))
+    _, address = await start_server([service()], ServerConfig(tls=served))
+    async with Dialer(operator(authority)).open(address) as running:
+        assert await running.unary_unary(DRAIN)(b"", timeout=30) == b"olga"
+        install(other_authority.issue("server", "quartet://default/worker/w1"))
+        async with Dialer(operator(other_authority)).open(address) as channel:
+            assert await channel.unary_unary(DRAIN)(b"", timeout=30) == b"olga"
+        async with Dialer(operator(authority)).open(address) as channel:  # neither trusts the other any more
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(DRAIN)(b"", timeout=30)
+        assert await running.unary_unary(DRAIN)(b"", timeout=30) == b"olga"
+    served.cert_file.write_bytes(operator(authority).cert_file.read_bytes())  # not that of the key
+    async with Dialer(operator(other_authority)).open(address) as channel:
+        assert await channel.unary_unary(DRAIN)(b"", timeout=30) == b"olga"
+    assert "the certificates of before" in caplog.text

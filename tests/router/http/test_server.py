@@ -88,7 +88,8 @@ def test_keys_are_read_again_when_they_change_and_kept_while_they_are_wrong(
 ) -> None:
     now = [0.0]
     path = write_keys(tmp_path / "keys", f"acme {ACME}", "hashed sha256:" + "0" * 64)
-    keys = ApiKeys(path, clock=lambda: now[0])
+    counted: list[bool] = []
+    keys = ApiKeys(path, clock=lambda: now[0], count=counted.append)
     assert keys.find(f"bearer  {ACME}").tenant == "acme"
     write_keys(path, f"globex {GLOBEX}")
     assert keys.find(f"Bearer {ACME}").tenant == "acme"  # not looked at again yet
@@ -103,6 +104,7 @@ def test_keys_are_read_again_when_they_change_and_kept_while_they_are_wrong(
     now[0] = 6.0
     with pytest.raises(UnauthenticatedError):
         keys.find(f"Bearer {GLOBEX}")
+    assert counted == [True, False, True]
 
 
 def test_a_key_that_was_just_added_is_known_sooner_than_one_that_was_taken_out_is_forgotten(tmp_path: Path) -> None:
@@ -142,7 +144,8 @@ async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None
         return ssl.create_default_context(cafile=str(issued.ca_file))
 
     trust = install(first)
-    certificates = Certificates(files)
+    counted: list[bool] = []
+    certificates = Certificates(files, count=counted.append)
     async with open_face(config=HttpConfig(tls=files)) as face:
         async with face.session.get("/health", ssl=trust) as response:
             assert response.status == 200
@@ -163,6 +166,7 @@ async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None
             assert response.status == 200
     files.key_file.write_text("half")
     certificates.refresh()  # logs, and goes on
+    assert counted == [False]
 
 
 def test_http_is_no_way_round_what_grpc_asks_of_callers(tmp_path: Path) -> None:

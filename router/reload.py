@@ -1,0 +1,82 @@
+"""Takes over what may change in a router's configuration while it runs: tenants, and who may name which."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from quartet.errors import ConfigError
+from quartet.rpc.secret_file import file_signature
+from router.config import RouterConfig
+from router.tenants import has_domains
+
+logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 1.0
+
+
+class ConfigFile:
+    """The file of a router's configuration, which may change while the router runs."""
+
+    def __init__(self, path: Path, config: RouterConfig, load: Callable[[], RouterConfig]) -> None:
+        """``config`` is in use, and ``load`` reads it again: on a thread, and raises ``ConfigError``."""
+        self._path = path
+        self._config = config
+        self._load = load
+        self._signature = file_signature(path)
+        self._asked = asyncio.Event()
+
+    def ask(self) -> None:
+        """Look at the file now."""
+        self._asked.set()
+
+    async def follow(self, use: Callable[[RouterConfig], None], count: Callable[[bool], None]) -> None:
+        """Look at the file once a second until cancelled; see ``poll``."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_INTERVAL_S):
+                    await self._asked.wait()
+            self._asked.clear()
+            await self.poll(use, count)
+
+    async def poll(self, use: Callable[[RouterConfig], None], count: Callable[[bool], None]) -> None:
+        """If the file has changed, read it and ``use`` its tenants; ``count`` is told whether it could be used.
+
+        One that can't be used is logged, once for each content, and changes nothing.
+        """
+        signature = file_signature(self._path)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            config = await asyncio.to_thread(self._load)
+            _check(self._config, config)
+        except ConfigError as error:
+            logger.warning("a changed configuration is not used: %s", error)
+            count(False)
+            return
+        use(config)
+        count(True)
+        logger.info("tenants, identity_tenants and trusted_gateways are as in %s now", self._path)
+        if _with_tenants_of(config, self._config) != self._config:
+            logger.warning("%s: what else has changed there takes a restart", self._path)
+
+
+def _check(before: RouterConfig, after: RouterConfig) -> None:
+    """Raises ``ConfigError``: only a restart can take that over."""
+    if has_domains(before.tenants) != has_domains(after.tenants):
+        raise ConfigError("tenants: the first trust domain, and the end of the last one, take a restart")
+    _with_tenants_of(before, after)  # they must fit how this router serves
+
+
+def _with_tenants_of(config: RouterConfig, other: RouterConfig) -> RouterConfig:
+    return replace(
+        config,
+        tenants=other.tenants,
+        identity_tenants=other.identity_tenants,
+        trusted_gateways=other.trusted_gateways,
+    )

@@ -1,0 +1,162 @@
+"""What a router takes over of its configuration while it runs, and what it does with a file that it can't use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quartet.config import build, load_yaml
+from quartet.errors import RateLimitedError
+from quartet.telemetry.metrics import RouterMetrics
+from router import __main__ as main_module
+from router import reload as module
+from router.config import RouterConfig
+from router.process import RouterProcess
+from router.rate_limits import RateLimits
+from router.reload import ConfigFile
+from router.tenants import TenantConfig, TenantNames, Tenants
+from tests.router.fakes import TIMEOUT_S
+from tests.router.http.face import until
+
+LIMITED = "tenants: {acme: {requests_per_minute: 1}}\n"
+
+
+class Watched:
+    """A file of a configuration, and what was taken over of it."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path = path
+        path.write_text(text)
+        self.registry = CollectorRegistry()
+        self.metrics = RouterMetrics(self.registry)
+        self.used: list[RouterConfig] = []
+        self.came = asyncio.Event()
+        self.file = ConfigFile(path, self.load(), self.load)
+
+    def load(self) -> RouterConfig:
+        return build(RouterConfig, load_yaml(self.path))
+
+    def use(self, config: RouterConfig) -> None:
+        self.used.append(config)
+        self.came.set()
+
+    def count(self, is_used: bool) -> None:
+        self.metrics.count_reload("config", is_used)
+
+    async def poll(self) -> None:
+        await self.file.poll(self.use, self.count)
+
+    def counted(self) -> tuple[float | None, float | None]:
+        read: Callable[..., float | None] = self.registry.get_sample_value
+        labels = {"file": "config"}
+        return (
+            read("quartet_router_reloads_total", labels),
+            read("quartet_router_failed_reloads_total", labels),
+        )
+
+
+async def test_a_changed_file_is_taken_over_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    watched = Watched(tmp_path / "router.yaml", "{}\n")
+    await watched.poll()
+    assert not watched.used
+    watched.path.write_text(LIMITED)
+    await watched.poll()
+    await watched.poll()
+    assert [config.tenants for config in watched.used] == [{"acme": TenantConfig(requests_per_minute=1)}]
+    assert watched.counted() == (1, 0) and "takes a restart" not in caplog.text
+    watched.path.write_text(LIMITED + "drain_timeout_s: 7\n")
+    await watched.poll()
+    assert watched.counted() == (2, 0) and "takes a restart" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tenants: {acme: {weight: 0}}\n", "weight"),
+        ("tenants: [", "router.yaml"),
+        (None, "router.yaml"),
+        ("identity_tenants: {front: [acme]}\n", "server.tls"),
+        ("tenants: {acme: {isolated: true}}\n", "take a restart"),
+    ],
+)
+async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None, why: str
+) -> None:
+    watched = Watched(tmp_path / "router.yaml", LIMITED)
+    if text is None:
+        watched.path.unlink()
+    else:
+        watched.path.write_text(text)
+    await watched.poll()
+    await watched.poll()
+    assert not watched.used and watched.counted() == (0, 1)
+    [record] = caplog.records
+    assert why in record.getMessage()
+    watched.path.write_text("{}\n")
+    await watched.poll()
+    assert watched.used[-1].tenants == {} and watched.counted() == (1, 1)
+
+
+async def test_sighup_has_the_file_looked_at_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_INTERVAL_S", 10 * TIMEOUT_S)
+    watched = Watched(tmp_path / "router.yaml", "{}\n")
+
+    class Process:
+        async def run(self, _stop: asyncio.Event, config_file: ConfigFile) -> None:
+            following = asyncio.create_task(config_file.follow(watched.use, watched.count))
+            try:
+                watched.path.write_text(LIMITED)
+                os.kill(os.getpid(), signal.SIGHUP)
+                async with asyncio.timeout(TIMEOUT_S):
+                    await watched.came.wait()
+            finally:
+                following.cancel()
+
+    loop = asyncio.get_running_loop()
+    with mock.patch("gc.freeze"), mock.patch("gc.set_threshold"):
+        try:
+            await main_module._run(lambda: Process(), watched.file)  # type: ignore[arg-type, return-value]
+        finally:
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+    assert watched.used[0].tenants["acme"].requests_per_minute == 1
+
+
+async def test_a_router_that_serves_takes_tenants_and_gateways_over(tmp_path: Path) -> None:
+    watched = Watched(
+        tmp_path / "router.yaml", f"discovery: {{kind: file, file: {{directory: {tmp_path / 'discovery'}}}}}\n"
+    )
+    process, stop = RouterProcess(watched.load()), asyncio.Event()
+    running = asyncio.create_task(process.run(stop, watched.file))
+    try:
+        await until(lambda: bool(process.address) or running.done())
+        watched.path.write_text(watched.path.read_text() + LIMITED + "trusted_gateways: [edge]\n")
+        watched.file.ask()
+        await until(lambda: process._tenants.config("acme").is_limited or running.done())
+        assert process._names.tenant("edge", "acme") == "acme"
+    finally:
+        stop.set()
+        await running
+
+
+def test_replaced_tenants_count_for_all_who_share_the_table() -> None:
+    tenants = Tenants({"acme": TenantConfig(weight=2)})
+    limits = RateLimits(tenants)
+    assert limits.admit("acme", None, 0) is None and tenants.config("acme").weight == 2
+    tenants.replace({"ac*": TenantConfig(requests_per_minute=1)})
+    assert limits.admit("acme", None, 0) is not None
+    with pytest.raises(RateLimitedError):
+        limits.admit("acme", None, 0)
+    names = TenantNames(trusted_gateways=["edge"], tenants=tenants)
+    assert names.tenant("edge", "acme") == "acme"
+    names.replace([], {"edge": ["globex"]})
+    assert names.tenant("edge", "") == "globex"
