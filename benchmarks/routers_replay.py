@@ -36,8 +36,9 @@ _SPEED, _STRIDE = 1.5, 2_400
 _NUM_ROUTERS = (1, 2, 4, 8, 16)
 # Parts are tried with these, and with fewer seeds.
 _PART_ROUTERS, _NUM_PART_SEEDS = (4, 16), 3
-# A restarted router has no index for as long as eight workers' snapshots of 2.2 million blocks take to come.
-_RESTART_EVERY_S, _REBUILD_S = 10.0, 1.2
+# A restarted router has no index for as long as eight workers' snapshots of 2.2 million blocks take to come, beside
+# other work. The recorded requests come together, every 2 s of a replay: those of the eighth second meet each rebuild.
+_RESTART_EVERY_S, _RESTART_AT_S, _REBUILD_S = 10.0, 7.0, 2.1
 # With at least two workers a router, and with fewer.
 _MOST, _MOST_WITH_MANY_ROUTERS = 1.15, 1.3
 
@@ -360,8 +361,8 @@ class _Policy:
         self.num_without_index: dict[Rank, int] = {}
 
     def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        lost_at = _RESTART_EVERY_S - self._setup.without_index_s
-        has_none = snapshot.peers.number == 0 and snapshot.now % _RESTART_EVERY_S >= lost_at
+        since_restart_s = (snapshot.now - _RESTART_AT_S) % _RESTART_EVERY_S
+        has_none = snapshot.peers.number == 0 and since_restart_s < self._setup.without_index_s
         if has_none:
             queued = [replace(pending, num_cached_tokens={}, lower_tokens={}) for pending in queued]
         decision = self._policy.assign(queued, self._seen(snapshot))

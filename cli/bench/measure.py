@@ -67,21 +67,23 @@ class Hop(StrEnum):
     TOKENIZE = "tokenize"  # template and tokenizer
     ROUTER_QUEUE = "router_queue"  # in the router's queue, until there is room
     PREFILL_QUEUE = "prefill_queue"  # in the prefill worker's queue
+    ONBOARD = "onboard"  # loading cached blocks from the memory or the disk of a worker's host, in place of computing
     PREFILL = "prefill"  # the rest of the prefill hop: computing the prompt, and the network both ways
     TRANSFER = "transfer"  # moving KV blocks
-    DECODE_QUEUE = "decode_queue"  # in the decode worker's queue, the transfer excluded
+    DECODE_QUEUE = "decode_queue"  # in the decode worker's queue, transfer and onboard excluded
     DECODE = "decode"  # the rest of the time that the router saw: computing the tokens, and their way to it
     OUTSIDE = "outside"  # the time that the router did not see: network, this client, and its delay in sending
 
 
 def split_time(seen: TimeBreakdown, e2e_s: float) -> Mapping[Hop, float]:
     """Seconds by hop; 0 for a hop that did not happen. Their sum is ``e2e_s``, unless the router saw more time."""
-    prefill_queue_s = seen.prefill_queue_s or 0.0
+    prefill_queue_s, onboard_s = seen.prefill_queue_s or 0.0, seen.onboard_s or 0.0
     parts = {
         Hop.TOKENIZE: seen.tokenize_s or 0.0,
         Hop.ROUTER_QUEUE: seen.router_queue_s or 0.0,
         Hop.PREFILL_QUEUE: prefill_queue_s,
-        Hop.PREFILL: max(0.0, (seen.prefill_s or 0.0) - prefill_queue_s),
+        Hop.ONBOARD: onboard_s,
+        Hop.PREFILL: max(0.0, (seen.prefill_s or 0.0) - prefill_queue_s - onboard_s),
         Hop.TRANSFER: seen.transfer_s or 0.0,
         Hop.DECODE_QUEUE: seen.decode_queue_s or 0.0,
     }

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cli.bench.compare import Results
 from cli.bench.load import Load, LoadKind
-from cli.bench.measure import DurationHistogram
+from cli.bench.measure import DurationHistogram, Hop
 from cli.bench.result import LatencyMs, PointResult
 from cli.bench.run import Point
 
@@ -21,7 +21,8 @@ _QUANTILES = {0.5: "#2a9d8f", 0.9: "#e9a03b", 0.99: "#d1495b"}
 _LINE = "#264653"
 _SIDES = {"A": "#264653", "B": "#d1495b"}
 _STYLES = {"p50": "o-", "p99": "o--"}
-_HOP_COLOURS = ("#8ecae6", "#219ebc", "#e9c46a", "#f4a261", "#9b5de5", "#c8b6ff", "#2a9d8f", "#adb5bd")
+_COLOURS = ("#8ecae6", "#219ebc", "#e9c46a", "#e76f51", "#f4a261", "#9b5de5", "#c8b6ff", "#2a9d8f", "#adb5bd")
+_HOP_COLOURS = dict(zip(Hop, _COLOURS, strict=True))
 _LATENCIES: dict[str, Callable[[PointResult], LatencyMs]] = {
     "time to first token (TTFT)": lambda result: result.ttft_ms,
     "inter-token latency (ITL)": lambda result: result.itl_ms,
@@ -119,9 +120,9 @@ def _draw_distribution(axes: Axes, name: str, histogram: DurationHistogram) -> N
 
 def _draw_hops(axes: Axes, result: PointResult) -> None:
     left = 0.0
-    for (hop, time), colour in zip(result.hops.items(), _HOP_COLOURS, strict=False):
+    for hop, time in result.hops.items():
         label = f"{hop.replace('_', ' ')} {time.share:.1%}"
-        axes.barh([0], [time.share], left=left, color=colour, label=label)
+        axes.barh([0], [time.share], left=left, color=_HOP_COLOURS[hop], label=label)
         left += time.share
     axes.set_xlim(0, 1)
     axes.set_yticks([])

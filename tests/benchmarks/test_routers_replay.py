@@ -115,7 +115,7 @@ def test_the_tables_say_what_is_wanted_and_each_rows_spread() -> None:
     assert "| 4 | 175 | 3 | 1.15 (1.10, 1.20) | <= 1.15 | 130 | 1.30 (1.30, 1.30) | 2 |" in lines
     assert "| they tell nothing | 1.30 (1.30, 1.30) |" in lines
     assert "| told after 2 ms, no turns | 1.80 (1.80, 1.80) |" in lines
-    assert "| for 1.2 s of every 10 | 186 | 1.10 (1.00, 1.20) | 11 | 5, 6 | 2 |" in lines
+    assert "| for 2.1 s of every 10 | 186 | 1.10 (1.00, 1.20) | 11 | 5, 6 | 2 |" in lines
     assert "| at any time | 150 | 1.36 (1.36, 1.36) | 7 | 0, 7 | 1 |" in lines
     assert "1,000 requests of small.jsonl for each seed." in lines
 

@@ -336,6 +336,25 @@ def test_a_new_chat_has_nothing_of_the_answer_that_still_came(browser: Browser, 
     assert browser.errors() == []
 
 
+def test_what_was_loaded_is_a_part_of_its_own(browser: Browser) -> None:
+    browser.watch_calls()
+    time = {"decode_queue_s": 0.1, "onboard_s": 0.05, "total_s": 1.0}
+    for prefill, expected in (
+        ({"prefill_s": 0.3, "prefill_queue_s": 0.1}, "queue 200 ms, onboard 50 ms, prefill 150 ms, decode 600 ms"),
+        ({}, "queue 100 ms, onboard 50 ms, decode 850 ms"),
+    ):
+        choice = {"placement": {"decode": "decode-0/0"}, "time": {**time, **prefill}}
+        answer = {"choices": [{"index": 0, "delta": {"content": "Yes."}, "finish_reason": "stop"}]}
+        events = [answer, {"choices": [], "quartet": {"choices": [choice]}}]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        browser.answer_once("v1/chat/completions", f"{text}data: [DONE]\n\n")
+        browser.one("#prompt").send_keys("Well?", Keys.ENTER)
+        bar = browser.until(lambda: browser.until_answer_is("done").find_elements(By.CSS_SELECTOR, ".time-bar"))[0]
+        assert bar.get_attribute("aria-label") == expected
+        browser.one("#clear").click()
+    assert browser.errors() == []
+
+
 def test_every_call_of_a_tool_has_a_result_before_another_message(browser: Browser) -> None:
     browser.watch_calls()
     function = {"name": "look", "arguments": "{}"}

@@ -7,8 +7,10 @@ from itertools import accumulate
 import pytest
 
 from quartet.engine.scheduler import Load, Schedule, Scheduler, SchedulerConfig
-from quartet.engine.tier_rules import save_batches
+from quartet.engine.tier_rules import Forecast, save_batches
 from quartet.engine.validation import EngineLimits
+from quartet.events.kv import Tier
+from quartet.events.load import StepTime
 from quartet.kvcache.block_hash import chain_digest
 from quartet.kvcache.block_pool import BlockManager, EvictedBlock
 from quartet.kvcache.sequence import Sequence
@@ -69,6 +71,24 @@ def test_a_batch_that_nobody_waits_for_is_copied_where_little_is_on_its_way() ->
     for num_saving, expected in ((0, [[6, 5]]), (4, [])):
         assert save(evict(TierPlan(num_blocks=20, max_batch_size=2), 6), num_saving=num_saving) == expected
     assert save(evict(TierPlan(num_blocks=20, max_batch_size=4), 6), 1, num_saving=9) == [[1, 6, 5, 4]]
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "loading_s", "num_loaded"),
+    [(0.1, 0.0, 2), (0.1, 0.09, 2), (0.1, 0.15, 0), (0.0009, 0.0, 0), (0.0015, 0.0, 2)],
+)
+def test_what_waits_for_other_loads_or_is_computed_at_once_is_not_loaded(
+    compute_s: float, loading_s: float, num_loaded: int
+) -> None:
+    """``compute_s``: of all but a last token."""
+    forecast = Forecast(
+        step_time=StepTime(prefill_base_s=0.0, prefill_s_per_token=compute_s / 8),
+        max_step_tokens=16,
+        s_per_block={Tier.HOST: 1e-5},
+        loading_s=loading_s,
+    )
+    found = list(evict(TierPlan(num_blocks=20), 2).host)
+    assert forecast.num_loaded(found, 9, 4) == num_loaded
 
 
 @pytest.mark.parametrize("is_below", [False, True])

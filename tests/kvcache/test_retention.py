@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quartet.errors import OutOfBlocksError
@@ -384,3 +386,26 @@ def test_salted_blocks_are_retained_apart() -> None:
     pool.end(salted, "talk")
     pool.serve(3, 1, key="talk")
     assert pool.blocks.num_retained == 6
+
+
+def test_what_lapses_while_it_is_set_aside_goes_from_its_end_on() -> None:
+    pool = Pool(8)
+    pool.serve(3, 1, key="talk")
+    pool.serve(4, 2)
+    pool.serve(4, 3)
+    assert pool.retention.num_aside == 3
+    pool.clock.now_s += TTL_S
+    running = prompt(1, 4)
+    pool.blocks.allocate(running)  # a block of it, where one is free, and another for the token
+    assert (pool.num_cached(3, 1), pool.num_cached(4, 3)) == (2, 4)
+    assert pool.blocks.num_retained == 0
+
+
+def test_no_block_outlives_the_one_before_it_whatever_lapses() -> None:
+    for seed in range(12):
+        rng, pool = random.Random(seed), Pool(24, share=(0.3, 0.5, 1.0)[seed % 3])
+        for _ in range(100):
+            pool.clock.now_s += rng.choice((0, 1, TTL_S / 3))
+            pool.serve(rng.randrange(1, 8), rng.randrange(4), key=rng.choice(("", "a", "b", "c")))
+            names = {name for name in pool.blocks._names if name is not None}
+            assert all(name.parent is None or name.parent in names for name in names), seed

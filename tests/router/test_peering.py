@@ -57,6 +57,19 @@ class AwayRegistry(MemoryRegistry):
         return await super().register(record)
 
 
+class SlowRegistry(MemoryRegistry):
+    """Registers once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may = asyncio.Event(), asyncio.Event()
+
+    async def register(self, record: AnyRecord) -> MemoryRegistration:
+        self.is_asked.set()
+        await self.may.wait()
+        return await super().register(record)
+
+
 def start(number: int) -> BookedStart:
     return BookedStart("decode-0", 1, 0, number, 10, 1)
 
@@ -121,6 +134,21 @@ async def test_a_router_announces_itself_once_discovery_is_back_and_withdraws(pe
         assert await registry.routers() == []
         assert not announcing.done()
         announcing.cancel()
+
+
+async def test_a_router_that_withdraws_while_it_is_being_registered_is_not_left_there(peering: Peering) -> None:
+    registry = SlowRegistry()
+    announcing = asyncio.create_task(peering.announce(registry, **PORTS))
+    async with asyncio.timeout(TIMEOUT_S):
+        await registry.is_asked.wait()
+        await peering.withdraw()
+        seen = registry.watch_routers()
+        assert await anext(seen) == []
+        registry.may.set()
+        [_there] = await anext(seen)
+        assert await anext(seen) == []
+    assert not announcing.done()
+    announcing.cancel()
 
 
 async def test_a_router_whose_id_another_takes_ends(peering: Peering) -> None:

@@ -24,7 +24,7 @@ from quartet.api.convert.prefill import (
 from quartet.api.request import Relayed
 from quartet.discovery.base import Rank, Role
 from quartet.engine.base import Generation
-from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling, guided_fields
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, guided_fields
 from quartet.errors import (
     EngineError,
     InvalidRequestError,
@@ -289,6 +289,26 @@ async def test_a_prefill_that_takes_too_long_ends() -> None:
     scene.lose_prefill()
     with pytest.raises(RequestTimeoutError):
         await scene.ask(timeout_s=0.0)
+    scene.assert_nothing_left()
+
+
+async def test_the_routers_limit_caps_what_a_prefill_asks_for() -> None:
+    scene = Scene("decode-0", max_timeout_s=0.0)
+    scene.lose_prefill()
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(RequestTimeoutError):
+            await scene.ask(timeout_s=1000.0)
+    scene.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("num_prompt_logprobs", "num_hashes"), [(None, NUM_TOKENS // 10), (0, 0)])
+async def test_a_prompt_whose_log_probabilities_are_asked_for_is_not_looked_up(
+    num_prompt_logprobs: int | None, num_hashes: int
+) -> None:
+    scene = Scene("prefill-0", sampling_fields=(*ALL_SAMPLING_FIELDS, "num_prompt_logprobs"))
+    await scene.ask(output=OutputOptions(num_prompt_logprobs=num_prompt_logprobs))
+    [shown] = scene.policy.shown
+    assert len(shown.sequence_hashes) == num_hashes, "cached blocks have none"
     scene.assert_nothing_left()
 
 

@@ -426,7 +426,8 @@ function timeParts(time) {
   const parts = [
     ["queue", queue],
     ["encode", of("media_s")],
-    ["prefill", Math.max(0, of("prefill_s") - of("prefill_queue_s"))],
+    ["onboard", of("onboard_s")],
+    ["prefill", Math.max(0, of("prefill_s") - of("prefill_queue_s") - of("onboard_s"))],
     ["transfer", of("transfer_s")],
   ];
   const known = parts.reduce((sum, [, seconds]) => sum + seconds, 0);

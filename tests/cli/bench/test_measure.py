@@ -141,12 +141,28 @@ def test_the_hops_add_up_to_what_the_client_waited() -> None:
         Hop.TOKENIZE: 1,
         Hop.ROUTER_QUEUE: 2,
         Hop.PREFILL_QUEUE: 10,
+        Hop.ONBOARD: 0,
         Hop.PREFILL: 20,
         Hop.TRANSFER: 4,
         Hop.DECODE_QUEUE: 5,
         Hop.DECODE: 58,
         Hop.OUTSIDE: 10,
     }
+    assert sum(parts.values()) == 110
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "prefill", "decode"),
+    [(30, 13, 58), (None, 0, 81)],
+    ids=["within the prefill hop", "at the worker that decodes"],
+)
+def test_what_was_loaded_counts_neither_as_prefill_nor_as_decode(
+    prefill_s: float | None, prefill: float, decode: float
+) -> None:
+    queue_s = None if prefill_s is None else 10
+    time = TimeBreakdown(prefill_s=prefill_s, prefill_queue_s=queue_s, onboard_s=7, decode_queue_s=12, total_s=100)
+    parts = split_time(time, 110)
+    assert (parts[Hop.ONBOARD], parts[Hop.PREFILL], parts[Hop.DECODE]) == (7, prefill, decode)
     assert sum(parts.values()) == 110
 
 
