@@ -475,6 +475,18 @@ async def test_a_choice_that_loses_its_pool_twice_leaves_the_other_its_tries(mak
     assert by_choice == {0: ["b", "b", "c"], 1: ["b", "b"]}
 
 
+@pytest.mark.parametrize("error", [DrainingError("it goes"), FULL])
+async def test_a_pool_that_one_choice_leaves_may_keep_the_other(
+    make_scene: Callable[..., Scene], error: ServingError
+) -> None:
+    scene = make_scene(agg("a", "b", "c", num_routers=2))
+    b = [fails(error), breaks(LOST, 2), ends(3)]
+    scene.routers.scripts.update(a=[breaks(DrainingError("it goes"), 1)], b=b, c=[ends(2)])
+    raw = await scene.run(num_choices=2)
+    assert (raw.error, raw.tokens) == (None, {0: [1, 2], 1: [1, 2, 3]})
+    assert scene.routers.order == ["a", "b", "b", "c", "b"]
+
+
 async def test_attempts_of_an_answer_that_its_client_resumed_go_on_above_the_clients(
     make_scene: Callable[..., Scene],
 ) -> None:
