@@ -18,6 +18,7 @@ from quartet.errors import (
     ServingError,
     WorkerUnavailableError,
 )
+from quartet.streams.client import pause_s
 from router.context import RouterContext
 from router.global_router.config import GlobalRouterConfig
 from router.global_router.pools import Chosen, Pool, Pools, Wish, rank_within
@@ -99,17 +100,26 @@ class Tries:
 
     Attributes:
         failed: namespaces of pools that are not to be asked again.
+        refused: namespaces of pools that had no room; others come first.
         num_lost: by namespace, how often a router of it was lost.
         num_failed: how often pools were asked in vain.
+        refusal_pause_s: seconds after which pools that had no room may have some.
     """
 
     failed: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     num_lost: Counter[str] = field(default_factory=Counter)
     num_failed: int = 0
+    refusal_pause_s: float = 0.0
+
+    @property
+    def avoided(self) -> frozenset[str]:
+        """Namespaces of pools that failed it or had no room."""
+        return frozenset(self.failed | self.refused)
 
     def copy(self) -> Tries:
         """For a choice that goes on alone."""
-        return Tries(set(self.failed), self.num_lost.copy(), self.num_failed)
+        return replace(self, failed=set(self.failed), refused=set(self.refused), num_lost=self.num_lost.copy())
 
     def note(self, error: ServingError, pool: Pool, *, goes_on_if_refused: bool) -> None:
         """Note that ``pool`` failed the request. Raises ``error`` if no other may go on.
@@ -120,6 +130,10 @@ class Tries:
         self.num_failed += 1
         if not (isinstance(error, _LOST) or is_refused) or self.num_failed >= _MAX_ATTEMPTS:
             raise error
+        if is_refused:
+            self.refused.add(pool.namespace)
+            self.refusal_pause_s = pause_s(error, self.num_failed)
+            return
         # Another router of the pool may answer where one was lost.
         self.num_lost[pool.namespace] += 1
         if not isinstance(error, RouterUnavailableError) or self.num_lost[pool.namespace] >= len(pool.links):

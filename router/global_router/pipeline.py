@@ -57,7 +57,7 @@ class RelayPipeline(Pipeline):
             tries = Tries()
             while True:
                 chosen = await self._explain_turns.run(
-                    standing, lambda: self._chooser.choose(request, failed=tries.failed)
+                    standing, lambda: self._chooser.choose(request, failed=tries.avoided)
                 )
                 try:
                     return await self._explain_at(chosen, request)
@@ -140,7 +140,7 @@ class RelayPlace:
         num_generated = 0 if request.resume is None else len(request.resume.generated_token_ids)
         pools, tries = self._chooser.pools, Tries()
         while True:
-            chosen = self._chooser.choose(request, num_generated, tries.failed)
+            chosen = self._chooser.choose(request, num_generated, tries.avoided)
             try:
                 return await self._place_at(chosen, request)
             except ServingError as error:

@@ -26,7 +26,7 @@ from quartet.api.request import (
 from quartet.api.session_client import SessionCall
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
-from quartet.errors import RequestCancelledError, ServingError
+from quartet.errors import ModelUnavailableError, RequestCancelledError, ServingError
 from quartet.text.parsed import Parsed
 from router.context import RouterContext
 from router.generate import GenerateRun
@@ -83,10 +83,10 @@ class RelayRun(GenerateRun):
 
     def cancel(self) -> None:
         """End it early: the pool's router ends each choice. If that does not answer, each ends here."""
-        if not self._calls:
-            super().cancel()
-            return
         self._is_cancelled = True
+        if not self._calls:
+            self._give_up()
+            return
         for call in self._calls:
             call.cancel()
         if self._give_up_timer is None:
@@ -132,7 +132,7 @@ class RelayRun(GenerateRun):
     async def _run_leg(self, choice: int | None, tries: Tries) -> None:
         """Run all choices, or one of them, at one pool after another until they have ended."""
         while True:
-            chosen = self._chooser.choose(self._request, self._num_generated(choice), tries.failed)
+            chosen = await self._choose(choice, tries)
             try:
                 await self._relay(chosen, choice)
                 return
@@ -149,6 +149,27 @@ class RelayRun(GenerateRun):
                 return
             choice = left[0] if choice is None else choice
 
+    async def _choose(self, choice: int | None, tries: Tries) -> Chosen:
+        """Choose where all choices, or one of them, run next. Raises ``ModelUnavailableError``.
+
+        An answer that has begun waits for pools without room if no other can take it.
+        """
+        num_generated = self._num_generated(choice)
+        try:
+            return self._chooser.choose(self._request, num_generated, tries.avoided)
+        except ModelUnavailableError:
+            if not (tries.refused and self._has_output):
+                raise
+        await self._context.sleep(tries.refusal_pause_s)
+        self._check_not_cancelled()
+        tries.refused.clear()
+        return self._chooser.choose(self._request, num_generated, tries.failed)
+
+    @property
+    def _has_output(self) -> bool:
+        """Whether the client has any tokens."""
+        return any(progress.token_ids for progress in self._progress.values())
+
     def _num_generated(self, choice: int | None) -> int:
         """Tokens that a pool is given beside the prompt: of ``choice``, or of the one that the client resumed."""
         if choice is None:
@@ -157,13 +178,16 @@ class RelayRun(GenerateRun):
 
     def _check_retry(self, error: ServingError, pool: Pool, tries: Tries) -> None:
         """Note that ``pool`` failed the request. Raises ``error`` if no other may go on."""
-        if self._is_cancelled:
-            self.cancel_work()  # all legs end so, not only this one
-            raise asyncio.CancelledError
-        has_output = any(progress.token_ids for progress in self._progress.values())
+        self._check_not_cancelled()
         pools = self._chooser.pools
-        tries.note(error, pool, goes_on_if_refused=pools.retries_refused and not has_output)
+        # What its client has is lost if it ends here, so then it goes on without being told to.
+        tries.note(error, pool, goes_on_if_refused=pools.retries_refused or self._has_output)
         pools.note_retry(pool)
+
+    def _check_not_cancelled(self) -> None:
+        if self._is_cancelled:
+            self._give_up()  # all legs end so, not only this one
+            raise asyncio.CancelledError
 
     async def _relay(self, chosen: Chosen, choice: int | None) -> None:
         """Run one leg at a pool. Raises ``ServingError``."""
