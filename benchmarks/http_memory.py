@@ -22,9 +22,11 @@ from benchmarks.children import start_child
 from benchmarks.report import Report, make_parser
 from quartet.api.answer import AnswerSink
 from quartet.api.request import Accepted, AskedStart
+from quartet.telemetry.metrics import RouterMetrics
 from router.generate import Pipeline
 from router.http.config import HttpConfig
 from router.http.server import HttpServer
+from router.rate_limits import RateLimits
 
 _WARM_UP_STREAMS = 100
 _REQUEST_ID = "0" * 32
@@ -56,6 +58,8 @@ class _StubPipeline:
         self.context = SimpleNamespace(
             table=SimpleNamespace(pool=lambda _name, _now: None, pool_of_adapter=lambda _name, _now: None),
             intake=SimpleNamespace(enter=_enter),
+            metrics=RouterMetrics(CollectorRegistry()),
+            limits=RateLimits(),
         )
 
     def generate(
