@@ -63,7 +63,7 @@ class _StubPipeline:
         )
 
     def generate(
-        self, start: AskedStart, sink: AnswerSink, *, traceparent: str = "", on_queued: Callable[[], None]
+        self, start: AskedStart, sink: AnswerSink, *, on_queued: Callable[[], None], **_caller: object
     ) -> _Run:
         """Accept ``start``; nothing keeps it."""
         on_queued()
