@@ -76,11 +76,11 @@ class AnswerPrinter:
         if delta.text:
             self._show_text(delta.text)
         for call in calls:
-            self._show_line(f"→ {_one_line(_describe(call))}", "cyan")
+            self._show_line(f"→ {one_line(_describe(call))}", "cyan")
 
     def show_result(self, text: str, *, is_error: bool = False) -> None:
         """Print what a call returned: ``← 42``."""
-        self._show_line(f"← {_one_line(text)}", "yellow" if is_error else "cyan")
+        self._show_line(f"← {one_line(text)}", "yellow" if is_error else "cyan")
 
     def end(self) -> None:
         """End the last line, or print an empty one for an answer without any."""
@@ -146,8 +146,8 @@ def _describe(call: ToolCall) -> str:
     return f"{call.name}({', '.join(shown)})"
 
 
-def _one_line(text: str) -> str:
-    """``text`` on one line, and not a long one; a model's control characters must not reach the terminal."""
+def one_line(text: str) -> str:
+    """``text`` on one line, and not a long one; others' control characters must not reach the terminal."""
     if len(text) > _MAX_SHOWN:
         text = text[: _MAX_SHOWN - 1] + "…"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
+from cli.answer import one_line
 from cli.top.alerts import Alert, find_alerts
 from cli.top.fleet import GONE, KEPT_S, STATES, Figures, Fleet, WorkerRow, milliseconds, short
 from cli.top.view import ORDERS, ROLES, View
@@ -151,7 +152,7 @@ def draw(
 
 def _title(fleet: Fleet, rows: Sequence[WorkerRow], problem: str) -> Text:
     if problem:
-        return Text(f"no contact: {problem}; trying again", "bold red")
+        return Text(f"no contact: {one_line(problem)}; trying again", "bold red")
     num_ready = sum(row.state == WorkerState.READY for row in rows)
     parts = [f"{num_ready} of {len(rows)} workers ready"]
     if fleet.totals.points:
@@ -282,7 +283,7 @@ def _help() -> list[Text]:
 
 def _foot(view: View) -> Text:
     if view.asked is None:
-        return Text(view.note) if view.note else Text(KEYS, "dim")
+        return Text(one_line(view.note)) if view.note else Text(KEYS, "dim")
     row = view.asked
     work = f", which has {row.num_running + row.num_waiting} requests" if row.num_running + row.num_waiting else ""
     return Text(f"Drain {row.worker_id}{work}? It takes nothing new and leaves the fleet. y: drain, else: no", "bold")

@@ -71,6 +71,12 @@ def test_a_lost_router_is_told_and_the_workers_stay() -> None:
     assert any("decode-0" in line for line in shown)
 
 
+def test_what_a_server_says_moves_no_cursor() -> None:
+    shown = lines(busy_fleet(), View(note="\x1b[2Jgone"), 130, 20, problem="\x1b]0;x\x07")
+    assert shown[0] == r"no contact: \x1b]0;x\x07; trying again"
+    assert any(r"\x1b[2Jgone" in line for line in shown)
+
+
 def test_titles_that_just_fit_are_whole() -> None:
     for width in range(40, 140):
         shown = lines(busy_fleet(), View(selected="decode-1"), width, 30)
