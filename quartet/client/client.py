@@ -104,6 +104,11 @@ class QuartetClient:
         find = partial(find_routers, source, namespace=namespace)
         return cls(await find(), tls=tls, resume_timeout_s=resume_timeout_s, find=find)
 
+    @property
+    def router_addresses(self) -> list[str]:
+        """``host:port`` of the routers that it knows now, the preferred one first."""
+        return [router.address for router in self._routers.in_order()]
+
     def generate(
         self,
         prompt: str | None = None,

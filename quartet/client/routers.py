@@ -105,6 +105,8 @@ class Router:
         except TimeoutError as error:
             message = f"no router answers at {self.address} within {CONNECT_TIMEOUT_S:g} s"
             raise RouterUnavailableError(message) from error
+        except grpc.aio.UsageError:  # it was closed meanwhile
+            raise self.closed_error from None
 
     def error(self, error: grpc.aio.AioRpcError, *, is_begun: bool) -> ServingError:
         """The error of a failed call here; ``is_begun``: the router had already answered something."""
