@@ -32,13 +32,16 @@ from quartet.errors import ServingError
 
 _NUM_STREAMS = 64
 _PATHS = (RequestPath.GENERATE, RequestPath.SESSION)
-_NUM_TOKENS = range(200, 240)
-# The router is killed when each answer has so many: few of them end before.
+_NUM_TOKENS = range(240, 280)
+# The router is killed when each answer has so many; none has ended by then, unless the machine is very busy.
 _TOKENS_AT_KILL = 30
+# Of a step that decodes: so that the processes, on few cores, have time for 64 streams.
+_DECODE_MS = 25.0
 _TIMEOUT_S = 300.0
 _READY_TIMEOUT_S = 90.0
 _BLOCKS_TIMEOUT_S = 30.0
-_CONFIG = FleetConfig(num_prefill=1, worker_settings={"engine": {"num_blocks": 4096}})
+_ENGINE = {"num_blocks": 4096, "mock": {"timing": {"decode_base": _DECODE_MS}}}
+_CONFIG = FleetConfig(num_prefill=1, worker_settings={"engine": _ENGINE})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class PathResults:
         resumed: answers that lost their router.
         failed: answers that ended with an error.
         wrong: answers with other tokens or another text than undisturbed.
-        itl_ms: time between two tokens before the kill: median.
+        itl_ms: time between two tokens before the kill: of each answer the mean, of these the median.
         pause_ms: longest time without a token around the kill: median, 95th percentile and longest.
         pause_ratio: median pause, in times between two tokens.
     """
@@ -84,7 +87,7 @@ class Results:
 
 @dataclass
 class _Stream:
-    """One answer; ``times`` has the arrival of each part with tokens, in monotonic seconds."""
+    """One answer; ``times`` has the arrival of each of its parts, in monotonic seconds."""
 
     ask: Ask
     path: RequestPath
@@ -93,6 +96,7 @@ class _Stream:
     times: list[float] = field(default_factory=list)
     lost_routers: Sequence[str] = ()
     killed_at: float = 0.0
+    num_tokens_at_kill: int = 0
     error: str | None = None
     is_whole: bool = False
     is_same: bool = False
@@ -122,8 +126,10 @@ class _Stream:
             self.error = f"{type(error).__name__}: {error.message}"
 
     @property
-    def gaps_before_s(self) -> Sequence[float]:
-        return [later - earlier for earlier, later in pairwise(self.times) if later <= self.killed_at]
+    def itl_s(self) -> float:
+        """The mean time between two tokens before the kill."""
+        times = [at for at in self.times if at <= self.killed_at]
+        return (times[-1] - times[0]) / (self.num_tokens_at_kill - 1)
 
     @property
     def pause_s(self) -> float:
@@ -180,7 +186,7 @@ async def _kill_once(fleet: Fleet, number: int) -> list[_Stream]:
                 await asyncio.sleep(0.005)
         killed_at = time.monotonic()
         for stream in streams:
-            stream.killed_at = killed_at
+            stream.killed_at, stream.num_tokens_at_kill = killed_at, len(stream.token_ids)
         await fleet.kill("router-0")
         await asyncio.gather(*following)
         await asyncio.gather(*(_compare(client, stream) for stream in streams))
@@ -198,7 +204,7 @@ async def _compare(client: QuartetClient, stream: _Stream) -> None:
 def _of_path(streams: Sequence[_Stream], path: RequestPath) -> PathResults:
     of_path = [stream for stream in streams if stream.path is path]
     resumed = [stream for stream in of_path if stream.lost_routers]
-    itl_s = median([gap for stream in of_path for gap in stream.gaps_before_s])
+    itl_s = median([stream.itl_s for stream in resumed])
     pauses_s = sorted(stream.pause_s for stream in resumed)
     return PathResults(
         answers=len(of_path),
