@@ -82,6 +82,12 @@ _MISMATCH = (errors.NoHandOffError, errors.LayoutMismatchError)
 _HAND_OFF_FIELD = re.compile(r"(?:media\[\d+\]\.)?hand_off\b")
 
 
+def attempt_causes() -> set[str]:
+    """What may make an attempt necessary, as ``RouterMetrics.attempts`` names it."""
+    final = set().union(*map(errors.all_kinds, FINAL)) - {errors.PromptTooLongError}
+    return {"first"} | {kind.reason.lower() for kind in errors.all_kinds() - final}
+
+
 class ChoiceRun:
     """Runs one choice of a request.
 

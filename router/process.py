@@ -27,6 +27,7 @@ from quartet.telemetry.targets import Target
 from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
+from router.attempts import attempt_causes
 from router.config import RouterConfig
 from router.context import RouterContext
 from router.fair_queue import FairShare
@@ -85,6 +86,7 @@ class RouterProcess:
         self._on_failure = on_failure
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
+        self._metrics.expect_causes(attempt_causes())
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)

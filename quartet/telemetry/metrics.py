@@ -20,6 +20,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from quartet.errors import all_kinds
 from quartet.telemetry.log_writer import num_dropped_lines
 
 # They double a counter's lines in every scrape.
@@ -201,6 +202,13 @@ class HandOffOutcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+# How signed starts end: each reason of the errors that ``quartet.streams.signed_start`` raises.
+_STARTS = (
+    *("opened", "signed_start_invalid", "no_signing_key", "signing_key_unknown"),
+    *("signed_start_foreign", "signed_start_expired", "signed_start_used"),
+)
+
+
 class SnapshotOutcome(StrEnum):
     """What became of a snapshot of a worker's blocks."""
 
@@ -217,12 +225,21 @@ def _read_dropped_lines() -> Iterator[Metric]:
 _RELOADED = ("config", "keys", "http_certificate")
 
 
+def known_outcomes() -> frozenset[str]:
+    """Each way in which a choice can end.
+
+    Prometheus sees no growth in a series that begins at 1: so what a rate is taken of is there from the start, at 0.
+    """
+    return _NO_FAILURES | {kind.reason.lower() for kind in all_kinds()}
+
+
 class RouterMetrics:
     """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text.
 
     Attributes:
         requests: choices that ended, by finish reason, or by the error's reason, in lower case.
-        attempts: attempts begun, by ``first`` or the lower-case reason of the error that ended the one before.
+        attempts: attempts begun, by ``first`` or the lower-case reason of the error that ended the one before; the
+            router names the reasons, see ``expect_causes``.
         queue_time: seconds that a choice waited for room.
         tokenize_time: seconds in which a prompt was laid out and tokenized.
         admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
@@ -255,7 +272,7 @@ class RouterMetrics:
                 ("quartet_router_output_tokens", "Tokens shown to clients."),
             )
         )
-        self.requests = EndedRequests(registry)
+        self.requests = EndedRequests(registry, known_outcomes())
         self.attempts = FastCounter(
             "quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause", registry
         )
@@ -325,6 +342,11 @@ class RouterMetrics:
             )
         )
 
+    def expect_causes(self, causes: Iterable[str]) -> None:
+        """Show attempts that have these causes from the start, at 0."""
+        for cause in causes:
+            self.attempts.labels(cause)
+
     def for_model(self, model: str) -> ModelMetrics:
         """The metrics of requests for ``model``, a name that is served; the same ones at each call."""
         if model not in self._models:
@@ -339,7 +361,7 @@ class RouterMetrics:
         return self._models[model]
 
     def models(self) -> Mapping[str, ModelMetrics]:
-        """Those of all models that had a request, by name. Any thread may ask."""
+        """Those of all models that had a worker or a request, by name. Any thread may ask."""
         return dict(self._models)
 
     def totals(self) -> RouterTotals:
@@ -402,8 +424,10 @@ class EndedRequests(Collector):
     Only one thread may count.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, known: Iterable[str] = ()) -> None:
+        """Scrapes show the outcomes ``known`` from the start, at 0."""
         self._counts: dict[tuple[str, str], float] = {}
+        self._known = dict.fromkeys(sorted(known), 0.0)
         registry.register(self)
 
     def count(self, outcome: str, model: str = "") -> None:
@@ -416,7 +440,7 @@ class EndedRequests(Collector):
         return dict(self._counts)
 
     def by_outcome(self) -> Mapping[str, float]:
-        """The sums over all models. Any thread may ask."""
+        """The sums over all models, of outcomes that occurred. Any thread may ask."""
         sums: dict[str, float] = {}
         for (_model, outcome), count in self.by_model().items():
             sums[outcome] = sums.get(outcome, 0.0) + count
@@ -425,7 +449,7 @@ class EndedRequests(Collector):
     def collect(self) -> Iterator[Metric]:
         """What a scrape shows."""
         family = CounterMetricFamily("quartet_router_requests", "Choices that ended, by outcome.", labels=["outcome"])
-        for outcome, count in self.by_outcome().items():
+        for outcome, count in {**self._known, **self.by_outcome()}.items():
             family.add_metric([outcome], count)
         yield family
 
@@ -443,6 +467,12 @@ class PoolMetrics:
         self.requests = FastCounter(f"{name}_requests", "Requests sent to the pool.", "namespace", registry)
         self.retries = FastCounter(f"{name}_retries", "Requests that left the pool early.", "namespace", registry)
         self._ready = Gauge(f"{name}_ready_workers", "Ready workers of the pool.", ["namespace"], registry=registry)
+
+    def expect(self, namespaces: Iterable[str]) -> None:
+        """Show these pools from the start, at 0."""
+        for namespace in namespaces:
+            self.requests.labels(namespace)
+            self.retries.labels(namespace)
 
     def set_ready(self, namespace: str, num_workers: int) -> None:
         """So many workers of the pool are ready."""
@@ -479,8 +509,13 @@ class WorkerMetrics:
                 ("quartet_worker_signed_starts", "Signed starts that came, by outcome."),
             )
         )
-        for outcome in HandOffOutcome:  # from the start: Prometheus sees no growth in what begins at 1
-            self.hand_offs.labels(outcome.value)
+        for counter, outcomes in (
+            (self.requests, known_outcomes() - {"placed"} | {"encoded"}),
+            (self.hand_offs, HandOffOutcome),
+            (self.signed_starts, _STARTS),
+        ):
+            for outcome in sorted(outcomes):  # from the start, as in ``known_outcomes``
+                counter.labels(outcome)
         self.queue_time, self.prefill_time = (
             Histogram(name, text, buckets=buckets, registry=registry)
             for name, text, buckets in (
@@ -510,6 +545,12 @@ class WorkerMetrics:
     def watch_collected(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
         self._registry.register(_ReadCollector(read))
+
+    def expect_transfers(self, ways: Iterable[str]) -> None:
+        """Show transfers by these ways from the start, at 0."""
+        for way in ways:
+            self._transfer_bytes.labels(way)
+            self._transfer_time.labels(way)
 
     def observe_transfer(self, way: str, size_bytes: int, duration_s: float) -> None:
         """Blocks, or embeddings, were pulled from another worker by ``way``."""

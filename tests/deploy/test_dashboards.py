@@ -12,7 +12,7 @@ import yaml
 
 from codegen.dashboards import DASHBOARDS, FOLDER, render
 from tests.deploy import known
-from tests.deploy.known import TARGET_LABELS, grouped_labels, selectors
+from tests.deploy.known import TARGET_LABELS, at_first, grouped_labels, rated, selectors
 
 PROMETHEUS = FOLDER.parent / "prometheus"
 RULES: list[dict[str, Any]] = [
@@ -54,6 +54,25 @@ def test_the_files_are_what_the_source_makes() -> None:
 def test_everything_that_is_named_is_shown_by_processes() -> None:
     assert len(EXPRESSIONS) > 60
     assert {name: faults(expr) for name, expr in EXPRESSIONS.items() if faults(expr)} == {}
+
+
+def unborn(expr: str) -> list[str]:
+    """What a query misses the first growth of, because it is not there at 0 before."""
+    first, found = list(at_first()), []
+    for selector in selectors(expr):
+        if selector.metric in rated(expr):
+            samples = [labels for name, labels in first if name == selector.metric]
+            if not samples:
+                found.append(selector.metric)
+            for label in selector.wanted.keys() & {"outcome", "cause"}:
+                found += sorted(selector.wanted[label] - {labels[label] for labels in samples})
+    return found
+
+
+def test_what_grows_is_there_before_so_that_the_first_fault_shows() -> None:
+    assert {name: unborn(expr) for name, expr in EXPRESSIONS.items() if unborn(expr)} == {}
+    assert unborn('increase(quartet_router_requests_total{outcome=~"timeout|late"}[5m])') == ["late"]
+    assert unborn("rate(quartet_router_odd_total[5m])") == ["quartet_router_odd_total"]
 
 
 @pytest.mark.parametrize(
