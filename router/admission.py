@@ -175,6 +175,10 @@ class Admission:
         """Choices that wait for a worker of ``pool``. Any thread may ask."""
         return self._queue.num_waiting(pool)
 
+    def waiting_adapters(self) -> set[str]:
+        """The adapters that waiting choices need. Any thread may ask."""
+        return self._queue.adapters()
+
     def preview(self, queued: QueuedRequest) -> tuple[Pending, Snapshot]:
         """The input that the policy would get if ``queued`` waited; ``queued`` stays out of the queue."""
         now = time.monotonic()

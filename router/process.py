@@ -43,7 +43,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
-from router.observed import model_figures, scrape_targets
+from router.observed import adapter_figures, model_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
 from router.prefill_for import PrefillFor
@@ -370,6 +370,11 @@ class RouterProcess:
             self._registry,
             self._metrics,
             lambda: model_figures(pipeline.context.table.statuses(time.monotonic()), admission.num_waiting),
+            lambda: adapter_figures(
+                pipeline.context.table.statuses(time.monotonic()),
+                admission.waiting_adapters(),
+                self._metrics.running_adapters(),
+            ),
         )
 
     def _prefills_for_others(self, pipeline: Pipeline, table: WorkerTable, index: PrefixIndex) -> PrefillFor | None:
