@@ -292,6 +292,12 @@ _ROUTING = Dashboard(
             unit="s",
         ),
         Panel(
+            title="How full queues are",
+            text="Are requests about to be refused? Full is 100 %; the prompts that wait have a bound of memory.",
+            queries=[Query(f"max by (queue) (quartet_router_queue_usage_ratio{{{_ALL}}})", "{{queue}}")],
+            unit="percentunit",
+        ),
+        Panel(
             title="Ends of the wait",
             text="Does every request get room, or are some refused?",
             queries=[Query(_rate("quartet_router_admissions_total", "outcome"), "{{outcome}}")],
@@ -454,6 +460,12 @@ _ERRORS = Dashboard(
             unit="reqps",
         ),
         Panel(
+            title="Refused by limits",
+            text="Which limits of a minute do tenants and keys reach?",
+            queries=[Query(_rate("quartet_router_rate_limited_requests_total", "limit"), "{{limit}}")],
+            unit="reqps",
+        ),
+        Panel(
             title="Attempts after the first",
             text="Which failures did clients not see?",
             queries=[
@@ -481,6 +493,22 @@ _ERRORS = Dashboard(
                 Query(f"sum(rate(quartet_process_dropped_log_lines_total{{{_ALL}}}{_RATE}))", "dropped lines of logs"),
             ],
             unit="ops",
+        ),
+        Panel(
+            title="Usage records that are lost",
+            text="Is there anything that tenants used and nobody accounts for? Empty where no `usage_log` is set.",
+            queries=[Query(_rate("quartet_router_lost_usage_records_total", "quartet_worker"), "{{quartet_worker}}")],
+            unit="ops",
+        ),
+        Panel(
+            title="Changed files",
+            text="Was a change of tenants, keys or certificates taken over? In the last 5 minutes.",
+            queries=[
+                Query(f"sum by (file) (increase(quartet_router_reloads_total{{{_ALL}}}[5m]))", "{{file}}, in use"),
+                Query(
+                    f"sum by (file) (increase(quartet_router_failed_reloads_total{{{_ALL}}}[5m]))", "{{file}}, refused"
+                ),
+            ],
         ),
         Panel(
             title="Lateness of event loops",

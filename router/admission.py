@@ -122,6 +122,11 @@ class Admission:
         """Choices that wait now. Any thread may read it."""
         return len(self._queue) + self._num_coming
 
+    @property
+    def usage(self) -> float:
+        """The share of ``max_queue_length`` that is taken; retries take nothing of it. Any thread may read it."""
+        return self._queue.num_new / self._config.max_queue_length
+
     def standing(
         self,
         pool: PoolKey,

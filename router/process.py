@@ -366,6 +366,14 @@ class RouterProcess:
         self._metrics.watch_requests(
             num_queued, lambda: pipeline.num_running + (0 if prefills is None else prefills.num_running)
         )
+        self._metrics.watch_queues(
+            lambda: {
+                "room": max(admission.usage, 0.0 if prefills is None else prefills.queue_usage),
+                "media": media.queue.usage,
+                "encode": max(encode.waits.usage, encode.queue.usage),
+                "prompts": pipeline.context.prompts.usage,
+            }
+        )
         show_router_as_vllm(
             self._registry,
             self._metrics,

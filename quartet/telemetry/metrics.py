@@ -435,6 +435,21 @@ class RouterMetrics:
         self._queued.set_function(num_queued)
         self._running.set_function(num_running)
 
+    def watch_queues(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Show at each scrape which share of each queue is taken, by its name: of more than all, requests are refused.
+
+        ``read`` is called on the scrape's thread and may not block.
+        """
+
+        def collect() -> Iterator[Metric]:
+            text = "Share of what the queue may hold."
+            family = GaugeMetricFamily("quartet_router_queue_usage_ratio", text, labels=["queue"])
+            for name, share in read().items():
+                family.add_metric([name], share)
+            yield family
+
+        self._registry.register(_ReadCollector(collect))
+
     def watch_index(
         self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
     ) -> None:

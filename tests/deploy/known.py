@@ -11,13 +11,17 @@ from prometheus_client import CollectorRegistry
 from quartet.api.fleet import WorkerState
 from quartet.discovery.base import Role
 from quartet.engine.base import EngineStats, FinishReason, TierCounts
+from quartet.engine.encoder import EncoderStats
 from quartet.errors import all_kinds
 from quartet.events.kv import Tier
 from quartet.kvcache.block_pool import BlockCounts
+from quartet.telemetry.consolidator_metrics import ConsolidatorFigures, SourceFigures, watch_consolidator
+from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.metrics import (
     AdmissionOutcome,
     HandOffOutcome,
+    PoolMetrics,
     ProcessMetrics,
     ReusePart,
     RouterMetrics,
@@ -76,19 +80,55 @@ def rated(expr: str) -> Iterator[str]:
 
 def at_first() -> Iterator[tuple[str, Mapping[str, str]]]:
     """The name and labels of each sample of a router and a worker that know each other, before the first request."""
+    for metric in _router_and_worker().collect():
+        for sample in metric.samples:
+            yield sample.name, sample.labels
+
+
+def families() -> Mapping[str, tuple[str, frozenset[str]]]:
+    """The kind and labels of each of our metrics, of any process, by the name that a page has for it."""
+    registry = _router_and_worker()
+    pools = PoolMetrics(registry)
+    pools.expect(["east"])
+    pools.set_ready("east", 1)
+    encode = EncodeMetrics(registry)
+    encode.watch_tower(EncoderStats)
+    encode.watch_pool(lambda: BlockCounts(1, 1, 1, 1, 4))
+    source = SourceFigures(
+        name="trtllm",
+        is_connected=True,
+        num_blocks=1,
+        num_gaps=0,
+        num_restarts=0,
+        num_drops=0,
+        num_replays=0,
+        num_malformed=0,
+        left_out={"medium": 1},
+    )
+    watch_consolidator(registry, lambda: ConsolidatorFigures(sources=[source], num_blocks=1, num_batches=1))
+    found = {}
+    for metric in registry.collect():
+        if metric.name.startswith("quartet_"):
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
+            found[name] = (metric.type, frozenset(labels))
+    return found
+
+
+def _router_and_worker() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessMetrics(registry)
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     router.expect_causes(attempt_causes())
     router.for_model("m")
     router.set_workers("decode", "ready", 1)
+    router.watch_usage(lambda: 0)
+    router.watch_queues(lambda: {"room": 0.0})
     worker.expect_transfers(("shm", "grpc"))
     tier = TierCounts(Tier.HOST, BlockCounts(1, 1, 1, 1, 4), 100)
     worker.watch_engine(lambda: [EngineStats(tiers=(tier,))])
     watch_gpus(registry, None, None, FakeNvml)
-    for metric in registry.collect():
-        for sample in metric.samples:
-            yield sample.name, sample.labels
+    return registry
 
 
 def values() -> Mapping[str, frozenset[str]]:

@@ -98,7 +98,7 @@ def test_panels_lie_side_by_side_and_each_says_its_question() -> None:
 
 
 def test_each_alert_says_what_is_wrong_and_where_to_look() -> None:
-    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 7
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 10
     for rule in RULES:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
