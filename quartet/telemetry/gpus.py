@@ -125,7 +125,8 @@ class _GpuCollector(Collector):
         if num_values:
             self._pause_s = _FIRST_PAUSE_S
         else:  # a driver that was loaded anew knows no old handles
-            self._gpus = self._give_up("the GPUs tell nothing any more")
+            self._gpus = None
+            self._give_up("the GPUs tell nothing any more")
 
     def _open(self) -> Sequence[Gpu] | None:
         """The GPUs to show; ``None``: to be tried again."""
@@ -138,7 +139,8 @@ class _GpuCollector(Collector):
             nvml.nvmlInit()
             gpus = _visible_gpus(nvml, self._visible)
         except nvml.NVMLError as error:
-            return self._give_up(str(error))
+            self._give_up(str(error))
+            return None
         if self._number is None:
             return gpus
         if self._number >= len(gpus):
@@ -162,7 +164,7 @@ def _visible_gpus(nvml: Nvml, visible: str | None) -> Sequence[Gpu]:
     if visible is None:
         return gpus
     parts = [part for gpu in gpus for part in _mig_devices(nvml, gpu)] if "MIG-" in visible else []
-    found = []
+    found: list[Gpu] = []
     for entry in visible.split(","):
         name = entry.strip()
         named = _named(name, gpus, parts)
