@@ -318,7 +318,7 @@ class Resumption:
                     return
                 if end.is_begun:
                     answer.lose(router, [choice])
-                if end.is_loss:
+                if end.is_loss(router):
                     self._routers.avoid(router)
                     tries.lost(end.error, answer.num_tokens(choice))
                 if end.is_begun:
@@ -370,10 +370,11 @@ class _LegEnd:
     is_reached: bool = False
     is_begun: bool = False
 
-    @property
-    def is_loss(self) -> bool:
-        """Whether the choice may be why the router is gone."""
-        return self.is_begun or (self.is_reached and isinstance(self.error, RouterLostError))
+    def is_loss(self, router: Router) -> bool:
+        """Whether the choice may be why ``router`` is gone."""
+        # Where a proxy says that it has no router, the connection stays.
+        is_gone = self.is_reached and isinstance(self.error, RouterLostError) and not router.is_connected
+        return self.is_begun or is_gone
 
 
 class _Tries:

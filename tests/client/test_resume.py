@@ -228,6 +228,17 @@ async def test_a_third_lost_router_ends_the_answer(path: RequestPath) -> None:
 
 
 @by_router
+async def test_a_proxy_that_has_no_router_for_a_moment_is_asked_again(path: RequestPath) -> None:
+    """It answers itself, and its connection stays: nothing is lost with it."""
+    script = Script(KnownAnswer([WORDS]), breaks=[3, 0, 0, 0, 0])
+    async with scene(BreakingRouter(script)) as (_served, client):
+        completion = await client.complete("Hi", path=path)
+    assert completion.text == "".join(delta.text for delta in WORDS)
+    assert len(script.starts) == 6
+    assert completion.choices[0].finished.usage.num_attempts == 2
+
+
+@by_router
 async def test_who_wants_it_gets_the_error_at_once(path: RequestPath) -> None:
     script = Script(KnownAnswer([WORDS]), breaks=[3])
     async with scene(BreakingRouter(script), resume_timeout_s=0) as (served, client):
