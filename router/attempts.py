@@ -140,7 +140,7 @@ class ChoiceRun:
         finally:
             self._settle()
             if self._trace is not None:
-                self._trace.phases.end(sys.exception())
+                self._trace.phases.stop(sys.exception())
 
     async def place(self, signer: Signer, gang: Gang, untaken: Untaken) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
@@ -160,7 +160,7 @@ class ChoiceRun:
             if not isinstance(end, SignedRun):  # else it ends elsewhere, and its worker will report its length
                 self._settle()
             if self._trace is not None:
-                self._trace.phases.end(sys.exception())
+                self._trace.phases.stop(sys.exception())
         if not isinstance(end, SignedRun):
             gang.leave()
         return end

@@ -280,6 +280,8 @@ COMMON = [
     "request>relay hop>request>queue",
     "request>relay hop>request>read",
     "request>relay hop>request>reply",
+    "request>relay hop>send",
+    "request>reply",
     PREFILLED,
     f"{PREFILLED}>prefill for",
     f"{PREFILLED}>prefill for>prefill hop",
