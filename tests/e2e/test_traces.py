@@ -257,6 +257,32 @@ def test_leaf_spans_cover_it_behind_a_global_router(pools: Fleet, name: str) -> 
     assert {leaf.name for leaf in trace.leaves} <= known, trace.show()
 
 
+def test_attempts_at_two_pools_are_in_one_trace(pools: Fleet) -> None:
+    trace = pools.trace("pools move")
+    first, second = trace.named("relay hop")
+    assert [hop.attributes["quartet.namespace"] for hop in (first, second)] == ["decode-slow", "decode-fast"]
+    assert first.attributes["quartet.attempt"] < second.attributes["quartet.attempt"]
+    assert first.is_error and not second.is_error
+    [asked, continued] = trace.named("request")
+    assert (asked.parent_id, first.parent_id, continued.parent_id) == ("", asked.span_id, second.span_id)
+    # The first token came from the first pool.
+    assert first.begin < asked.events["first token"] < first.end and "first token" not in continued.events
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_router_and_worker_of_the_pools_has_its_span(pools: Fleet, path: str) -> None:
+    trace = pools.trace(f"pools {path}")
+    ids = {span.span_id for span in trace.spans}
+    assert [span.name for span in trace.spans if span.parent_id not in ids] == ["request"], trace.show()
+    assert len(trace.named("request")) == 2
+    prefill, decode = trace.one("prefill"), trace.one("decode")
+    assert trace.one("prefill for").begin < prefill.begin < decode.begin
+    num_tokens = decode.attributes["gen_ai.usage.output_tokens"]
+    assert num_tokens == SHORT.max_tokens - 1, "the first token is the prefill worker's"
+    if path != "direct":
+        assert trace.one("decode hop").attributes["gen_ai.usage.output_tokens"] == num_tokens
+
+
 def test_the_line_of_a_request_names_its_span(fleet: Fleet) -> None:
     trace = fleet.trace("router generate")
     for process, name in (("router", "request"), ("prefill-0", "prefill")):
