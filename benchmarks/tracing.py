@@ -79,7 +79,8 @@ class Use:
     """Microseconds of CPU in one state.
 
     Attributes:
-        router_us, worker_us: of a request; the worker's has its own work too, the router's only the traces.
+        router_us, worker_us: of a request; the worker's has its own work too, the router's only the traces and the
+            making of the request's object.
         token_us: of a token in the worker, beside 63 other streams.
         router_spans, worker_spans: of a request, as the collector counted them.
     """
