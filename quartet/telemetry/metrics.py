@@ -458,6 +458,7 @@ class WorkerMetrics:
     """Metrics of a worker; figures of its engine by data-parallel rank.
 
     Attributes:
+        fetch_time: seconds until the model's files were on this machine.
         load_time: seconds in which the model was loaded and warmed up.
         requests: requests that ended, by finish reason, or by the error's reason, in lower case.
         hand_offs: hand-offs held here that ended: ``taken``, ``expired``, ``cancelled``.
@@ -468,8 +469,13 @@ class WorkerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.fetch_time = Gauge(
+            "quartet_worker_model_fetch_seconds",
+            "Until the model's files were on this machine: next to nothing for a folder.",
+            registry=registry,
+        )
         self.load_time = Gauge(
-            "quartet_worker_model_load_seconds", "From the start to a model that is loaded and warm.", registry=registry
+            "quartet_worker_model_load_seconds", "From there to a model that is loaded and warm.", registry=registry
         )
         self.requests, self.hand_offs, self.signed_starts = (
             Counter(name, text, ["outcome"], registry=registry)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -212,7 +213,9 @@ class WorkerProcess:
             self._surroundings = replace(surroundings, tracer=tracer)
 
     async def _find_model(self) -> None:
+        began = time.monotonic()
         self._model = await find_model(self._config)
+        self._surroundings.metrics.fetch_time.set(time.monotonic() - began)
         self._config = replace(self._config, model_path=str(self._model.path))
         self._surroundings = replace(self._surroundings, config=self._config)
 
