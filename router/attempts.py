@@ -377,6 +377,8 @@ class ChoiceRun:
             return reason
         if outcome.hand_off is None:
             raise HopFailedError(Hop.PREFILL, WorkerUnavailableError("the prefill worker handed nothing off"))
+        if self._trace is not None:
+            self._trace.prefilled()
         return outcome.hand_off
 
     async def _prefill_outcome(self, rank: Rank, booking: Booking) -> PrefillOutcome:
@@ -445,7 +447,7 @@ class ChoiceRun:
         logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
         self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs, time.monotonic())
         if self._trace is not None:
-            self._trace.reply(outcome.sent_at_unix_ns, time.monotonic())
+            self._trace.first_token(outcome.sent_at_unix_ns)
         if self._output.has_stopped:
             return FinishReason.STOP_STRING
         return outcome.finish_reason

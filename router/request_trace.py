@@ -169,13 +169,13 @@ class Phases:
         """Add attributes to the one that runs."""
         self._attributes.update(attributes)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End the one that runs, if one does."""
+    def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
+        """End the one that runs, if one does; ``at`` is when; ``None``: now."""
         if not self._name:
             return
-        now, name, self._name = time.monotonic(), self._name, ""
-        self._trace.span(name, self.ended_at, now, self._attributes, span_id=self._span_id, error=error)
-        self.ended_at = now
+        ended_at, name, self._name = time.monotonic() if at is None else at, self._name, ""
+        self._trace.span(name, self.ended_at, ended_at, self._attributes, span_id=self._span_id, error=error)
+        self.ended_at = ended_at
 
     def stop(self, error: BaseException | None) -> None:
         """End the one that runs, unless it was cancelled: the request's end ends that, and knows why."""
@@ -237,6 +237,7 @@ class ChoiceTrace(HopTrace):
     def __init__(self, trace: Trace, number: int, begin: float, attempt: int = 0) -> None:
         """The request is prepared since ``begin``; its first attempt here has the number ``attempt``."""
         super().__init__(trace, {names.CHOICE: number, names.ATTEMPT: attempt}, begin)
+        self._shown_at: float | None = None
 
     def wait(self, name: str, attempt: int, num_tokens: int) -> None:
         """Attempt number ``attempt`` waits for something, with so many tokens of prompt and output."""
@@ -254,6 +255,15 @@ class ChoiceTrace(HopTrace):
     def hop(self, name: str, worker_id: str) -> None:
         """A call to a worker begins."""
         self._hop(name, {names.WORKER: worker_id})
+
+    def first_token(self, sent_at_unix_ns: int) -> None:
+        """The first token of a prefill, which its worker sent then, was shown now."""
+        self._shown_at = time.monotonic()
+        self.reply(sent_at_unix_ns, self._shown_at)
+
+    def prefilled(self) -> None:
+        """A prefill hop has ended well, when its token was shown: what follows begins there, and leaves no gap."""
+        self.phases.end(at=self._shown_at)
 
     def sign(self) -> None:
         """Its start is signed for its client."""

@@ -47,8 +47,9 @@ async def test_phases_of_a_request_follow_each_other_without_a_gap(spans: SpanLi
     assert request.is_server and request.parent_id == 0
     [(event, at)] = request.events
     assert event == "first token"
-    hop = spans.one("prefill hop")
-    assert hop.begin_unix_ns <= at <= hop.end_unix_ns
+    hop, reply = spans.one("prefill hop"), spans.one("reply")
+    assert hop.begin_unix_ns <= at <= reply.end_unix_ns
+    assert reply.end_unix_ns == hop.end_unix_ns, "what is shown leaves no gap before the next phase"
 
 
 async def test_a_start_names_its_hop_as_parent_and_says_when_it_was_sent(spans: SpanList) -> None:
