@@ -17,11 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from codegen import python
-from codegen.language import PACKAGE, ROOT, GenerationError, Language, ToolMissingError
+from codegen import python, typescript
+from codegen.language import ROOT, GenerationError, Language, ToolMissingError
 
 #: All of them; each has a file of its own.
-LANGUAGES = (python.LANGUAGE,)
+LANGUAGES = (python.LANGUAGE, typescript.LANGUAGE)
 
 
 def differing_files(expected: Path, actual: Path) -> list[str]:
@@ -51,11 +51,17 @@ def run(language: Language, *, is_check: bool) -> bool:
         except ToolMissingError as error:
             print(f"{language.name}: stubs not {'checked' if is_check else 'written'}: {error}", file=sys.stderr)
             return os.environ.get(language.required_by) != "1" if language.required_by else False
-        fresh, target = Path(scratch) / PACKAGE, language.root / PACKAGE
-        differing = differing_files(fresh, target)
-        if is_check:
-            return _report(target, differing)
-        _update(fresh, target, differing)
+        are_same = [
+            _settle(Path(scratch) / package, language.root / package, is_check) for package in language.packages
+        ]
+        return all(are_same)
+
+
+def _settle(fresh: Path, target: Path, is_check: bool) -> bool:
+    differing = differing_files(fresh, target)
+    if is_check:
+        return _report(target, differing)
+    _update(fresh, target, differing)
     return True
 
 

@@ -29,16 +29,18 @@ class Language:
 
     Attributes:
         name: for people.
-        root: the directory in the repository whose ``PACKAGE`` holds the stubs, and nothing else.
-        generate: writes ``PACKAGE`` under a directory; the same contracts always give the same bytes. Raises
+        root: the directory in the repository whose ``packages`` hold the stubs, and nothing else.
+        generate: writes ``packages`` under a directory; the same contracts always give the same bytes. Raises
             ``GenerationError`` and ``ToolMissingError``.
         required_by: the environment variable that, set to 1, makes a missing tool a failure; empty: it always is one.
+        packages: directories below ``root``.
     """
 
     name: str
     root: Path
     generate: Callable[[Path], None]
     required_by: str = ""
+    packages: Sequence[Path] = (PACKAGE,)
 
 
 def contracts() -> list[Path]:
