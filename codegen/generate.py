@@ -17,11 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from codegen import python
+from codegen import go, python
 from codegen.language import PACKAGE, ROOT, GenerationError, Language, ToolMissingError
 
 #: All of them; each has a file of its own.
-LANGUAGES = (python.LANGUAGE,)
+LANGUAGES = (python.LANGUAGE, go.LANGUAGE)
 
 
 def differing_files(expected: Path, actual: Path) -> list[str]:
