@@ -10,9 +10,9 @@ if ! has_go; then
     [[ ${QUARTET_REQUIRE_GO:-} != 1 ]]
     exit
 fi
-unformatted=$("$(go env GOROOT)/bin/gofmt" -l clients/go)
+unformatted=$("$(go env GOROOT)/bin/gofmt" -l clients/go benchmarks)
 if [[ -n $unformatted ]]; then
     printf 'lint-go: run gofmt -w on %s\n' $unformatted >&2
     exit 1
 fi
-go vet ./clients/go/...
+go vet ./clients/go/... ./benchmarks/...

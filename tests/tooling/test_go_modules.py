@@ -39,4 +39,4 @@ def test_code_that_gofmt_would_change_is_named(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (1, "lint-go: run gofmt -w on clients/go/bad.go\n")
     machine.write_program(tmp_path / "bin" / "gofmt", "")
     assert machine.run("tools/lint_go.sh").returncode == 0
-    assert machine.calls("go")[-1] == "vet ./clients/go/..."
+    assert machine.calls("go")[-1] == "vet ./clients/go/... ./benchmarks/..."
