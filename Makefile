@@ -18,7 +18,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools test test-unit test-bench test-chaos test-long test-trtllm test-clients test-deploy bench lint lint-format lint-code lint-types lint-imports lint-protos \
-  lint-stubs generate format release-protos clean
+  lint-stubs lint-go generate format release-protos clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -70,7 +70,7 @@ test-deploy: setup tools  ## Have a real Prometheus run deploy/prometheus on a f
 bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 7 minutes)
 	$(BIN)/python -m benchmarks
 
-lint: lint-format lint-code lint-types lint-imports lint-protos lint-stubs  ## Run every check of the gate
+lint: lint-format lint-code lint-types lint-imports lint-protos lint-stubs lint-go  ## Run every check of the gate
 
 lint-format: setup
 	$(BIN)/ruff format --check .
@@ -92,7 +92,10 @@ lint-stubs: setup
 	$(BIN)/python -m codegen.generate --check
 	$(BIN)/python -m codegen.dashboards --check
 
-generate: setup  ## Generate quartet/v1 from protos/, and deploy/grafana from codegen/dashboards.py
+lint-go:
+	@tools/lint_go.sh
+
+generate: setup  ## Generate stubs from protos/ (Go's, where there is Go), and deploy/grafana from codegen/dashboards.py
 	$(BIN)/python -m codegen.generate
 	$(BIN)/python -m codegen.dashboards
 

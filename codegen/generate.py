@@ -17,11 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from codegen import python, typescript
+from codegen import go, python, typescript
 from codegen.language import ROOT, GenerationError, Language, ToolMissingError
 
 #: All of them; each has a file of its own.
-LANGUAGES = (python.LANGUAGE, typescript.LANGUAGE)
+LANGUAGES = (python.LANGUAGE, go.LANGUAGE, typescript.LANGUAGE)
 
 
 def differing_files(expected: Path, actual: Path) -> list[str]:

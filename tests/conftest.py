@@ -59,6 +59,11 @@ LONGEST = (
 CHROMEDRIVER = "/usr/bin/chromedriver"
 
 
+GO = Path(__file__).resolve().parent.parent / "tools" / "go.sh"
+#: It may have to fetch a newer Go first.
+GO_TIMEOUT_S = 300.0
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files that start processes: the others, which are short, fill what is left of each core at the end."""
@@ -136,6 +141,13 @@ def typescript_client() -> Path:
 
 
 @pytest.fixture(scope="session")
+def go() -> Path:
+    """What runs Go: ``tools/go.sh``."""
+    ran = subprocess.run([GO, "version"], capture_output=True, timeout=GO_TIMEOUT_S, check=False)
+    return _require("go", GO if ran.returncode == 0 else None)
+
+
+@pytest.fixture(scope="session")
 def fork_server(testrun_uid: str) -> Iterator[ForkServer]:
     """What starts processes that share one import of torch, one for all processes of this run of tests."""
     with ForkServer(testrun_uid) as server:
@@ -175,6 +187,8 @@ def _reason(name: str) -> str:
         return f"no chromium, or no {CHROMEDRIVER}: apt-get install chromium chromium-driver"
     if name == "node":
         return "no Node (apt-get install nodejs npm), or no clients/typescript/node_modules: `make node` gets it"
+    if name == "go":
+        return "no Go that takes tools/go.mod: apt-get install golang-go"
     return f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"
 
 
