@@ -27,15 +27,22 @@ def test_a_machine_without_go_gets_it(machine: Machine) -> None:
     assert "golang-go ca-certificates" in machine.calls("apt-get")[1]
 
 
+def test_a_machine_without_npm_gets_it_with_node(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl", "go", "node", "chromium", "chromedriver"):
+        machine.install(name, "")
+    machine.run(".ci/run")
+    assert machine.calls("apt-get")[1].endswith("--no-install-recommends nodejs npm")
+
+
 def test_a_machine_without_a_browser_gets_chromium(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "go", "chromium"):
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium"):
         machine.install(name, "")
     machine.run(".ci/run")
     assert machine.calls("apt-get")[1].endswith("--no-install-recommends chromium chromium-driver")
 
 
 def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "go", "chromium", "chromedriver"):
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver"):
         machine.install(name, "")
     assert machine.run(".ci/run").returncode == 0
     assert machine.calls("apt-get") == []
