@@ -1,4 +1,6 @@
 // The answer to one request: a stream of parts, or all of it put together.
+import { setMaxListeners } from "node:events";
+
 import { protocolViolation } from "./errors.js";
 import type { Accepted, ChoiceFinished, ChoicePlacement, GenerateResponse } from "./gen/quartet/v1/router_pb.js";
 import type { PromptLogprobs, TokenLogprobs } from "./gen/quartet/v1/types_pb.js";
@@ -36,6 +38,9 @@ export class AnswerStream implements AsyncIterableIterator<AnswerPart> {
   constructor(request: RunningRequest, signal?: AbortSignal) {
     this.#request = request;
     this.#signal = signal;
+    if (signal) {
+      setMaxListeners(0, signal); // one signal may end any number of requests; Node would take ten for a leak
+    }
     this.#parts = this.#iterate();
   }
 

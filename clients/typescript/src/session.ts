@@ -28,13 +28,15 @@ const IDLE_TIMEOUT_MS = 60_000;
 export class Session {
   readonly #router: Router;
   readonly #onClosed: () => void;
+  readonly #idleTimeoutMs: number;
   #stream: SessionStream | undefined;
   #isClosed = false;
 
   /** `QuartetClient.session` makes it. */
-  constructor(router: Router, onClosed: () => void) {
+  constructor(router: Router, onClosed: () => void, idleTimeoutMs = IDLE_TIMEOUT_MS) {
     this.#router = router;
     this.#onClosed = onClosed;
+    this.#idleTimeoutMs = idleTimeoutMs;
   }
 
   /** As `QuartetClient.generate`. */
@@ -61,11 +63,10 @@ export class Session {
     if (this.#isClosed) {
       throw routerUnavailable("the session was closed");
     }
-    this.#stream ??= new SessionStream(this.#router, (stream) => {
-      if (this.#stream === stream) {
-        this.#stream = undefined;
-      }
-    });
+    const onEnd = (stream: SessionStream): void => {
+      this.#stream = this.#stream === stream ? undefined : this.#stream;
+    };
+    this.#stream ??= new SessionStream(this.#router, this.#idleTimeoutMs, onEnd);
     return this.#stream.start(start, traceparent);
   }
 }
@@ -77,6 +78,7 @@ class SessionRequestRun implements RunningRequest {
   readonly #traceparent: string;
   #call: SessionCall | undefined;
   #isCancelled = false;
+  #ended: QuartetError | undefined;
 
   constructor(session: Session, start: GenerateStart, timeoutMs?: number, traceparent = "") {
     this.#session = session;
@@ -91,22 +93,17 @@ class SessionRequestRun implements RunningRequest {
   }
 
   async *parts(dropped: AbortSignal): AsyncGenerator<AnswerPart, void, undefined> {
-    const call = (this.#call = await this.#session.start(this.#start, this.#traceparent, dropped));
-    if (this.#isCancelled) {
-      call.cancel();
-    }
-    const drop = (): void => call.drop(routerUnavailable("the request was dropped"));
+    const drop = (): void => this.#end(routerUnavailable("the request was dropped"));
     dropped.addEventListener("abort", drop);
-    if (dropped.aborted) {
-      drop();
-    }
     const deadline =
       this.#timeoutMs === undefined
         ? undefined
-        : setTimeout(() => call.drop(timedOut()), this.#timeoutMs + DEADLINE_GRACE_MS);
+        : setTimeout(() => this.#end(timedOut()), this.#timeoutMs + DEADLINE_GRACE_MS);
     try {
-      for (let part = await call.answer.take(); part !== undefined; part = await call.answer.take()) {
+      let part = await this.#firstPart(dropped);
+      while (part !== undefined) {
         yield part;
+        part = await this.#call?.answer.take();
       }
     } finally {
       clearTimeout(deadline);
@@ -114,6 +111,40 @@ class SessionRequestRun implements RunningRequest {
       drop();
     }
   }
+
+  /** Sends the request and waits for the first part; once more, if the stream breaks before that has come. */
+  async #firstPart(dropped: AbortSignal): Promise<AnswerPart | undefined> {
+    try {
+      return await this.#send(dropped);
+    } catch (error) {
+      if (this.#call === undefined || this.#ended || !isLost(error)) {
+        throw error;
+      }
+      // The stream of earlier requests may have broken under this one.
+      return this.#send(dropped);
+    }
+  }
+
+  async #send(dropped: AbortSignal): Promise<AnswerPart | undefined> {
+    this.#call = await this.#session.start(this.#start, this.#traceparent, dropped);
+    if (this.#isCancelled) {
+      this.#call.cancel();
+    }
+    if (this.#ended) {
+      this.#call.drop(this.#ended); // meanwhile
+    }
+    return this.#call.answer.take();
+  }
+
+  /** Ends it from this side. */
+  #end(error: QuartetError): void {
+    this.#ended ??= error;
+    this.#call?.drop(error);
+  }
+}
+
+function isLost(error: unknown): boolean {
+  return error instanceof QuartetError && ["ROUTER_UNAVAILABLE", "SESSION_IDLE"].includes(error.reason);
 }
 
 /** One request on a stream. */
@@ -147,11 +178,13 @@ class SessionStream {
   readonly #calls = new Map<number, SessionCall>();
   readonly #freeSlots: number[] = [];
   readonly #broken = new AbortController();
+  readonly #idleTimeoutMs: number;
   readonly #onEnd: (stream: SessionStream) => void;
   #idleTimer: NodeJS.Timeout | undefined;
 
   /** `onEnd` is called once it takes no more requests. */
-  constructor(router: Router, onEnd: (stream: SessionStream) => void) {
+  constructor(router: Router, idleTimeoutMs: number, onEnd: (stream: SessionStream) => void) {
+    this.#idleTimeoutMs = idleTimeoutMs;
     this.#onEnd = onEnd;
     void this.#read(router);
   }
@@ -281,7 +314,7 @@ class SessionStream {
     this.#calls.delete(slot);
     this.#freeSlots.push(slot);
     if (this.#calls.size === 0) {
-      this.#idleTimer = setTimeout(() => this.#retire(), IDLE_TIMEOUT_MS);
+      this.#idleTimer = setTimeout(() => this.#retire(), this.#idleTimeoutMs);
     }
   }
 

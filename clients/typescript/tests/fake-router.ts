@@ -12,16 +12,17 @@ import { QuartetClient } from "../src/index.js";
 /** Runs `test` with a client of a router that has `methods`; both end with it. */
 export async function withRouter(
   methods: Partial<ServiceImpl<typeof RouterService>>,
-  test: (client: QuartetClient, breakConnections: () => void) => Promise<void>,
+  test: (client: QuartetClient, breakConnections: () => void, address: string) => Promise<void>,
 ): Promise<void> {
   const server = createServer(connectNodeAdapter({ routes: (router) => router.service(RouterService, methods) }));
   const connections = new Set<ServerHttp2Session>();
   server.on("session", (session) => connections.add(session));
   const breakConnections = (): void => connections.forEach((session) => session.destroy());
   await new Promise<void>((resolve) => server.listen(0, "127.0.0.1", resolve));
-  const client = new QuartetClient(`127.0.0.1:${(server.address() as AddressInfo).port}`);
+  const address = `127.0.0.1:${(server.address() as AddressInfo).port}`;
+  const client = new QuartetClient(address);
   try {
-    await test(client, breakConnections);
+    await test(client, breakConnections, address);
   } finally {
     client.close();
     breakConnections();

@@ -7,7 +7,7 @@ import { ConnectError } from "@connectrpc/connect";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import type { GenerateResponseSchema } from "../src/gen/quartet/v1/router_pb.js";
 import { Code, FinishReason, QuartetClient, QuartetError } from "../src/index.js";
-import { withRouter } from "./fake-router.js";
+import { FakeSessions, withRouter } from "./fake-router.js";
 
 const OPTIONS = { timeout: 60_000 };
 type Response = MessageInitShape<typeof GenerateResponseSchema>;
@@ -119,6 +119,19 @@ test("leaving a waiting answer ends it at once", OPTIONS, async () => {
     const waiting = answer.next();
     assert.ok((await answer.return()).done);
     assert.ok((await waiting).done);
+  });
+});
+
+test("a router that does not end a request at its timeout is cut off", OPTIONS, async () => {
+  const generate = async function* () {
+    yield ACCEPTED;
+    await new Promise(() => {});
+  };
+  await withRouter({ generate, session: new FakeSessions().method }, async (client) => {
+    const late = { code: Code.DeadlineExceeded, reason: "TIMEOUT" };
+    await Promise.all(
+      [client, client.session()].map((one) => assert.rejects(one.complete("x", { timeoutMs: 1 }), late)),
+    );
   });
 });
 

@@ -2,6 +2,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { Code, FinishReason, QuartetError, type AnswerPart, type AnswerStream } from "../src/index.js";
+import { Router } from "../src/router.js";
+import { Session } from "../src/session.js";
 import { FakeSessions, withRouter, type FakeSession } from "./fake-router.js";
 
 const OPTIONS = { timeout: 60_000 };
@@ -135,19 +137,54 @@ test("a slot is used again once its request has ended", OPTIONS, async () => {
   });
 });
 
-test("a break fails what runs, and the next request opens another stream", OPTIONS, async () => {
+test("a break fails what has begun, and sends what has not again on another stream", OPTIONS, async () => {
   const sessions = new FakeSessions();
   await withRouter({ session: sessions.method }, async (client, breakConnections) => {
     const session = client.session();
-    const broken = session.generate("one").next();
-    await (await sessions.next()).nextStart();
+    const begun = session.generate("one");
+    const first = begun.next();
+    const broken = await sessions.next();
+    broken.send(tokens(await broken.nextStart(), 0, [1], "x"));
+    await first;
+    const waiting = session.generate("two").next();
+    await broken.nextStart();
     breakConnections();
-    await assert.rejects(broken, { reason: "ROUTER_UNAVAILABLE", code: Code.Unavailable });
-    const answer = session.generate("two").next();
+    await assert.rejects(begun.next(), { reason: "ROUTER_UNAVAILABLE", code: Code.Unavailable });
     const router = await sessions.next();
-    router.send(tokens(await router.nextStart(), 0, [1], "x"));
-    assert.equal(valueOf(await answer).case, "delta");
+    router.send(tokens(await router.nextStart(), 0, [2], "y"));
+    const part = valueOf(await waiting);
+    assert.ok(part.case === "delta" && part.value.text === "y");
     router.end();
+  });
+});
+
+test("a request is sent again only once", OPTIONS, async () => {
+  const sessions = new FakeSessions();
+  await withRouter({ session: sessions.method }, async (client, breakConnections) => {
+    const waiting = client.session().generate("one").next();
+    waiting.catch(() => {}); // it is awaited below
+    for (let count = 0; count < 2; count++) {
+      await (await sessions.next()).nextStart();
+      breakConnections();
+    }
+    await assert.rejects(waiting, { reason: "ROUTER_UNAVAILABLE" });
+  });
+});
+
+test("an idle stream is half-closed, and the next request opens another", OPTIONS, async () => {
+  const sessions = new FakeSessions();
+  await withRouter({ session: sessions.method }, async (_client, _breakConnections, address) => {
+    const connection = new Router(address);
+    const session = new Session(connection, () => {}, 1);
+    for (const prompt of ["one", "two"]) {
+      const answer = session.generate(prompt).next();
+      const router = await sessions.next();
+      router.send(finished(await router.nextStart()));
+      assert.equal(valueOf(await answer).case, "finished");
+      assert.equal(await router.next(), undefined);
+      router.end();
+    }
+    connection.close();
   });
 });
 
