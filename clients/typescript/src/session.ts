@@ -20,7 +20,7 @@ const IDLE_TIMEOUT_MS = 60_000;
 
 /**
  * Requests that share one stream with a router. The stream opens at the first request, and again at the next one after
- * it broke, which fails the requests that were on it.
+ * it broke. A break fails the requests whose answers had begun; others are sent again, once.
  *
  * The stream is always read, whatever the readers of answers do: what comes for a slow one collects in few parts, and a
  * choice with more than 65,536 unread tokens and characters ends its request with `STREAM_STALLED`.
@@ -180,7 +180,7 @@ class SessionStream {
   readonly #broken = new AbortController();
   readonly #idleTimeoutMs: number;
   readonly #onEnd: (stream: SessionStream) => void;
-  #idleTimer: NodeJS.Timeout | undefined;
+  #idleTimer: ReturnType<typeof setTimeout> | undefined;
 
   /** `onEnd` is called once it takes no more requests. */
   constructor(router: Router, idleTimeoutMs: number, onEnd: (stream: SessionStream) => void) {
