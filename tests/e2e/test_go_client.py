@@ -133,6 +133,30 @@ def example(programs: Programs, fleet: Fleet, *arguments: str) -> list[str]:
     return [str(programs.example), "-address", fleet.stack.router_address, *files, "-temperature", "0", *arguments]
 
 
+def go_block(page: str) -> str:
+    """The first lines of Go on a page, without the indentation of a list."""
+    found = re.search(r"^( *)```go\n(.*?)\n\1```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return re.sub(f"^{found[1]}", "", found[2], flags=re.MULTILINE)
+
+
+def test_what_the_pages_show_compiles_in_a_module_of_a_user(go: Path, tmp_path: Path) -> None:
+    (tmp_path / "go.mod").write_text(
+        f"module example.com/user\n\ngo 1.26.0\n\nrequire quartet v0.0.0\n\nreplace quartet => {ROOT}\n"
+    )
+    (tmp_path / "go.sum").write_bytes((ROOT / "go.sum").read_bytes())
+    (tmp_path / "main.go").write_text(go_block("docs/clients.md"))
+    (tmp_path / "lines.go").write_text(
+        'package main\n\nimport (\n"context"\n"fmt"\n\nquartet "quartet/clients/go"\n)\n\n'
+        "func lines(ctx context.Context, picture []byte) (string, error) {\n"
+        f"{go_block('README.md')}\nreturn completion.Text(), err\n}}\n"
+    )
+    vetted = subprocess.run(
+        [go, "vet", "-mod=mod", "."], cwd=tmp_path, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+    )
+    assert vetted.returncode == 0, vetted.stderr
+
+
 def test_its_own_tests_pass(programs: Programs) -> None:
     assert len(run_tests(programs, "^Test[^L]|^TestL[^i]")) >= 15
 
