@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Puts the packages that clients/typescript pins into its node_modules, and then runs one of their programs there, if one
 # is given. The first part is instant when they are there.
-#     tools/node.sh [PROGRAM [ARGUMENTS]]      tools/node.sh tsc --noEmit
+#     tools/node.sh [PROGRAM [ARGUMENTS]]      tools/node.sh tsc
 # Without Node or npm it says so and does nothing; a failure where QUARTET_REQUIRE_NODE=1. npm's own settings (registry,
 # proxy, cache) apply as they are.
 set -euo pipefail
@@ -10,7 +10,7 @@ cd -P "$(dirname "$0")/../clients/typescript"
 readonly stamp=node_modules/.made-from
 
 pinned() {
-    cat package-lock.json .npmrc | sha256sum
+    sha256sum <package-lock.json
 }
 
 is_made() {
