@@ -21,6 +21,9 @@ type live struct {
 	CA      string `json:"ca"`
 	Cert    string `json:"cert"`
 	Key     string `json:"key"`
+	// The certificate of who may list workers, and its key.
+	OperatorCert string `json:"operator_cert"`
+	OperatorKey  string `json:"operator_key"`
 	// Token ids of greedy answers, by prompt; all of the same length.
 	Answers map[string][]uint32 `json:"answers"`
 	// A file, what to ask about it in a chat, and the greedy answer's token ids.
@@ -45,7 +48,12 @@ func dialLive(t *testing.T) (*quartet.Client, *live) {
 	if err := json.Unmarshal(text, fleet); err != nil {
 		t.Fatal(err)
 	}
-	config, err := quartet.LoadTLS(fleet.CA, fleet.Cert, fleet.Key)
+	return dialAs(t, fleet, fleet.Cert, fleet.Key), fleet
+}
+
+func dialAs(t *testing.T, fleet *live, cert, key string) *quartet.Client {
+	t.Helper()
+	config, err := quartet.LoadTLS(fleet.CA, cert, key)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,7 +62,37 @@ func dialLive(t *testing.T) (*quartet.Client, *live) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = client.Close() })
-	return client, fleet
+	return client
+}
+
+// awaitRunning waits until so many requests run at workers, by their reports.
+func awaitRunning(t *testing.T, operator *quartet.Client, wanted uint32) {
+	t.Helper()
+	ctx := testContext(t)
+	watch, err := operator.Stub().WatchWorkers(ctx, &pb.WatchWorkersRequest{WantsTotals: true})
+	if err != nil {
+		t.Fatal(quartet.ToError(err))
+	}
+	running := map[string]uint32{}
+	for {
+		message, err := watch.Recv()
+		if err != nil {
+			t.Fatalf("%v run, not %d: %v", running, wanted, quartet.ToError(err))
+		}
+		total := uint32(0)
+		for _, worker := range message.GetUpdated() {
+			running[worker.GetRecord().GetWorkerId()] = 0
+			for _, rank := range worker.GetLoad().GetRanks() {
+				running[worker.GetRecord().GetWorkerId()] += rank.GetNumRunning()
+			}
+		}
+		for _, count := range running {
+			total += count
+		}
+		if total == wanted {
+			return
+		}
+	}
 }
 
 // greedy is a request for as many tokens as the known answers have.
@@ -129,9 +167,9 @@ func TestLiveChatAboutAPictureIsAnsweredOnBothPaths(t *testing.T) {
 	}
 }
 
-// The fleet must be idle afterwards, which the test that runs this one looks at.
-func TestLiveCancelEndsRequestsOnBothPaths(t *testing.T) {
+func TestLiveCancelFreesTheWorkerOnBothPaths(t *testing.T) {
 	client, fleet := dialLive(t)
+	operator := dialAs(t, fleet, fleet.OperatorCert, fleet.OperatorKey)
 	session := newSession(t, client)
 	ctx, cancel := context.WithCancel(testContext(t))
 	defer cancel()
@@ -157,9 +195,10 @@ func TestLiveCancelEndsRequestsOnBothPaths(t *testing.T) {
 		})
 	}
 	begun.Wait()
+	awaitRunning(t, operator, 2)
 	cancel()
 	asking.Wait()
-	// The session goes on.
+	awaitRunning(t, operator, 0) // While the connection and the session are still open.
 	for prompt, ids := range fleet.Answers {
 		completion, err := session.Complete(testContext(t), greedy(prompt, len(ids)))
 		if err != nil || !slices.Equal(completion.Choices[0].TokenIDs, ids) {
