@@ -236,6 +236,7 @@ class WorkerProcess:
         source = self._source(parts)
         stack.callback(source.close)
         pools = await self._pool_servers(stack, parts.memory)
+        self._surroundings.metrics.expect_transfers(self._config.transfer.announced_ways(parts.memory))
         serving = parts.serve(source)
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, pools)]
