@@ -40,7 +40,7 @@ def generate(out: Path) -> None:
 
 def _build(package: str) -> str:
     """The program of a tool, which Go keeps in its cache. Raises ``ToolMissingError``."""
-    command = [_TOOLS / "go.sh", "tool", "-n", package]
+    command = [str(_TOOLS / "go.sh"), "tool", "-n", package]
     built = subprocess.run(command, cwd=_TOOLS, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
     if built.returncode != 0:
         raise ToolMissingError(built.stderr.strip())
