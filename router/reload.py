@@ -27,11 +27,11 @@ class ConfigFile:
         self._path = path
         self._config = config
         self._load = load
-        self._signature = file_signature(path)
+        self._signature = self._seen = file_signature(path)
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
-        """Look at the file now."""
+        """Look at the file now: it is complete."""
         self._asked.set()
 
     async def follow(self, use: Callable[[RouterConfig], None], count: Callable[[bool], None]) -> None:
@@ -40,16 +40,22 @@ class ConfigFile:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_INTERVAL_S):
                     await self._asked.wait()
+            is_complete = self._asked.is_set()
             self._asked.clear()
-            await self.poll(use, count)
+            await self.poll(use, count, is_complete=is_complete)
 
-    async def poll(self, use: Callable[[RouterConfig], None], count: Callable[[bool], None]) -> None:
+    async def poll(
+        self, use: Callable[[RouterConfig], None], count: Callable[[bool], None], *, is_complete: bool = False
+    ) -> None:
         """If the file has changed, read it and ``use`` its tenants; ``count`` is told whether it could be used.
 
-        One that can't be used is logged, once for each content, and changes nothing.
+        Unless ``is_complete``, it must be as it was at the last poll: an editor may be about to write the rest, and
+        half of a file may be one without limits. One that can't be used is logged, once for each content, and changes
+        nothing.
         """
-        signature = file_signature(self._path)
-        if signature == self._signature:
+        signature, seen = file_signature(self._path), self._seen
+        self._seen = signature
+        if signature == self._signature or (signature != seen and not is_complete):
             return
         self._signature = signature
         try:

@@ -51,8 +51,8 @@ class Watched:
     def count(self, is_used: bool) -> None:
         self.metrics.count_reload("config", is_used)
 
-    async def poll(self) -> None:
-        await self.file.poll(self.use, self.count)
+    async def poll(self, *, is_complete: bool = True) -> None:
+        await self.file.poll(self.use, self.count, is_complete=is_complete)
 
     def counted(self) -> tuple[float | None, float | None]:
         read: Callable[..., float | None] = self.registry.get_sample_value
@@ -83,6 +83,9 @@ async def test_a_changed_file_is_taken_over_once(tmp_path: Path, caplog: pytest.
     [
         ("tenants: {acme: {weight: 0}}\n", "weight"),
         ("tenants: [", "router.yaml"),
+        ("[" * 5000, "nested too deeply"),
+        ("drain_timeout_s: 2026-99-99\n", "not YAML"),
+        ("{{a: b}: c}\n", "not YAML"),
         (None, "router.yaml"),
         ("identity_tenants: {front: [acme]}\n", "server.tls"),
         ("tenants: {acme: {isolated: true}}\n", "take a restart"),
@@ -104,6 +107,17 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
     watched.path.write_text("{}\n")
     await watched.poll()
     assert watched.used[-1].tenants == {} and watched.counted() == (1, 1)
+
+
+async def test_a_file_that_is_being_written_is_not_read_before_it_is_whole(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "router.yaml", LIMITED)
+    for text in ("", "tenants: {}\n", LIMITED + "trusted_gateways: [edge]\n"):
+        watched.path.write_text(text)
+        await watched.poll(is_complete=False)
+        assert not watched.used and watched.counted() == (0, 0)
+    await watched.poll(is_complete=False)
+    await watched.poll(is_complete=False)
+    assert [config.trusted_gateways for config in watched.used] == [("edge",)]
 
 
 async def test_sighup_has_the_file_looked_at_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
