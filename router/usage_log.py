@@ -108,13 +108,12 @@ class UsageLog:
 
     def _open(self) -> int:
         """Open the file at the path, or make it; ``_is_torn`` says whether its last line has no end."""
-        # A pipe that nobody reads would else stop the start of the process.
-        flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
+            # Also for reading, so a pipe that nobody reads yet does not stop the start of the process.
             descriptor = os.open(self._path, os.O_RDWR | flags, 0o640)
         except PermissionError:  # it may be written, but not read
             descriptor = os.open(self._path, os.O_WRONLY | flags, 0o640)
-        os.set_blocking(descriptor, True)
         self._is_torn = _is_torn(descriptor)
         return descriptor
 
