@@ -112,7 +112,7 @@ class RateLimits:
         """Those that a request of the tenant, with that key, is charged to, as they are now."""
         config, found = self._tenants.config(tenant), list[_Account]()
         if config.is_limited:
-            account = _account(self._of_tenants, tenant, f"tenant {tenant}" if tenant else "the callers without a name")
+            account = _account(self._of_tenants, tenant, f"tenant {tenant}" if tenant else "the tenant without a name")
             account.bring_up_to(self._clock(), config.requests_per_minute, config.tokens_per_minute)
             found.append(account)
         if key is not None and key.is_limited:
