@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from quartet.errors import ConfigError
 from quartet.rpc.secret_file import file_signature
@@ -18,15 +19,24 @@ logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0
 
+ConfigT = TypeVar("ConfigT")
 
-class ConfigFile:
+
+class ConfigFile(Generic[ConfigT]):
     """The file of a router's configuration, which may change while the router runs."""
 
-    def __init__(self, path: Path, config: RouterConfig, load: Callable[[], RouterConfig]) -> None:
-        """``config`` is in use, and ``load`` reads it again: on a thread, and raises ``ConfigError``."""
+    def __init__(
+        self, path: Path, whole: ConfigT, load: Callable[[], ConfigT], router_of: Callable[[ConfigT], RouterConfig]
+    ) -> None:
+        """``whole`` is in use, and ``load`` reads it again: on a thread, and raises ``ConfigError``.
+
+        ``router_of`` gives the part of it that all routers have, or it itself.
+        """
         self._path = path
-        self._config = config
+        self._config = router_of(whole)
+        self._rest = _rest(whole, self._config)
         self._load = load
+        self._router_of = router_of
         self._signature = self._seen = file_signature(path)
         self._asked = asyncio.Event()
 
@@ -59,7 +69,8 @@ class ConfigFile:
             return
         self._signature = signature
         try:
-            config = await asyncio.to_thread(self._load)
+            whole = await asyncio.to_thread(self._load)
+            config = self._router_of(whole)
             _check(self._config, config)
         except ConfigError as error:
             logger.warning("a changed configuration is not used: %s", error)
@@ -68,7 +79,7 @@ class ConfigFile:
         use(config)
         count(True)
         logger.info("tenants, identity_tenants and trusted_gateways are as in %s now", self._path)
-        if _with_tenants_of(config, self._config) != self._config:
+        if _with_tenants_of(config, self._config) != self._config or _rest(whole, config) != self._rest:
             logger.warning("%s: what else has changed there takes a restart", self._path)
 
 
@@ -77,6 +88,11 @@ def _check(before: RouterConfig, after: RouterConfig) -> None:
     if has_domains(before.tenants) != has_domains(after.tenants):
         raise ConfigError("tenants: the first trust domain, and the end of the last one, take a restart")
     _with_tenants_of(before, after)  # they must fit how this router serves
+
+
+def _rest(whole: object, router: RouterConfig) -> dict[str, object]:
+    """The settings in ``whole`` beside those of ``router``, which is a part of it, or it itself."""
+    return {} if whole is router else {name: value for name, value in vars(whole).items() if value is not router}
 
 
 def _with_tenants_of(config: RouterConfig, other: RouterConfig) -> RouterConfig:

@@ -8,9 +8,11 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from quartet.config import build, load_yaml
@@ -19,11 +21,13 @@ from quartet.telemetry.metrics import RouterMetrics
 from router import __main__ as main_module
 from router import reload as module
 from router.config import RouterConfig
+from router.global_router.config import GlobalRouterConfig, without_units
 from router.process import RouterProcess
 from router.rate_limits import RateLimits
 from router.reload import ConfigFile
 from router.tenants import TenantConfig, TenantNames, Tenants
 from tests.router.fakes import TIMEOUT_S
+from tests.router.global_router.test_relay import agg
 from tests.router.http.face import until
 
 LIMITED = "tenants: {acme: {requests_per_minute: 1}}\n"
@@ -39,7 +43,7 @@ class Watched:
         self.metrics = RouterMetrics(self.registry)
         self.used: list[RouterConfig] = []
         self.came = asyncio.Event()
-        self.file = ConfigFile(path, self.load(), self.load)
+        self.file = ConfigFile(path, self.load(), self.load, lambda config: config)
 
     def load(self) -> RouterConfig:
         return build(RouterConfig, load_yaml(self.path))
@@ -109,6 +113,28 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
     assert watched.used[-1].tenants == {} and watched.counted() == (1, 1)
 
 
+async def test_a_global_routers_file_says_too_what_takes_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, used = tmp_path / "global.yaml", list[RouterConfig]()
+    settings = agg("a", "b")
+
+    def load() -> GlobalRouterConfig:
+        return build(GlobalRouterConfig, without_units(load_yaml(path)))
+
+    async def change(**changes: Any) -> None:
+        path.write_text(yaml.safe_dump({**settings, **changes}))
+        await file.poll(used.append, lambda is_used: None, is_complete=True)
+
+    path.write_text(yaml.safe_dump(settings))
+    file = ConfigFile(path, load(), load, lambda config: config.router)
+    router = {"tenants": {"acme": {"requests_per_minute": 1}}}
+    await change(router=router)
+    assert used[-1].tenants["acme"].is_limited and "takes a restart" not in caplog.text
+    await change(router=router, default_ttft_target_ms=7.0)
+    assert len(used) == 2 and "takes a restart" in caplog.text
+
+
 async def test_a_file_that_is_being_written_is_not_read_before_it_is_whole(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "router.yaml", LIMITED)
     for text in ("", "tenants: {}\n", LIMITED + "trusted_gateways: [edge]\n"):
@@ -125,7 +151,7 @@ async def test_sighup_has_the_file_looked_at_without_waiting(tmp_path: Path, mon
     watched = Watched(tmp_path / "router.yaml", "{}\n")
 
     class Process:
-        async def run(self, _stop: asyncio.Event, config_file: ConfigFile) -> None:
+        async def run(self, _stop: asyncio.Event, config_file: ConfigFile[RouterConfig]) -> None:
             following = asyncio.create_task(config_file.follow(watched.use, watched.count))
             try:
                 watched.path.write_text(LIMITED)
