@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,6 +57,11 @@ LONGEST = (
 
 #: Where Debian's package chromium-driver puts it. Others may be of another version than the browser.
 CHROMEDRIVER = "/usr/bin/chromedriver"
+
+
+GO = Path(__file__).resolve().parent.parent / "tools" / "go.sh"
+#: It may have to fetch a newer Go first.
+GO_TIMEOUT_S = 300.0
 
 
 @pytest.hookimpl(trylast=True)
@@ -123,6 +129,25 @@ def chromedriver() -> Path:
 
 
 @pytest.fixture(scope="session")
+def typescript_client() -> Path:
+    """The folder of the TypeScript client, compiled, where there is Node."""
+    folder = Path(__file__).parents[1] / "clients" / "typescript"
+    compiler = folder / "node_modules" / "typescript" / "bin" / "tsc"
+    node = shutil.which("node")
+    _require("node", compiler if node and compiler.exists() else None)
+    built = subprocess.run([node, compiler], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stdout
+    return folder
+
+
+@pytest.fixture(scope="session")
+def go() -> Path:
+    """What runs Go: ``tools/go.sh``."""
+    ran = subprocess.run([GO, "version"], capture_output=True, timeout=GO_TIMEOUT_S, check=False)
+    return _require("go", GO if ran.returncode == 0 else None)
+
+
+@pytest.fixture(scope="session")
 def fork_server(testrun_uid: str) -> Iterator[ForkServer]:
     """What starts processes that share one import of torch, one for all processes of this run of tests."""
     with ForkServer(testrun_uid) as server:
@@ -160,6 +185,10 @@ def _demand(name: str, binary: Path | None) -> Path | None:
 def _reason(name: str) -> str:
     if name == "chromium":
         return f"no chromium, or no {CHROMEDRIVER}: apt-get install chromium chromium-driver"
+    if name == "node":
+        return "no Node (apt-get install nodejs npm), or no clients/typescript/node_modules: `make node` gets it"
+    if name == "go":
+        return "no Go that takes tools/go.mod: apt-get install golang-go"
     return f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"
 
 
