@@ -116,7 +116,7 @@ async def run_prepared(
     """
     request.check()
     _check_namespaces(request, context)
-    request.charge = context.limits.admit(request.asked.tenant, request.key, request.asked.num_token_ids)
+    _admit(request, context)
     _refuse_too_many_ids(request, context.table)
     try:
         if request.asked.shows_media:
@@ -133,6 +133,15 @@ async def run_prepared(
             request.unread.close()
         if request.arrived is not None:
             request.arrived.close()
+
+
+def _admit(request: RouterRequest, context: RouterContext) -> None:
+    """Let it in unless it is already, and charge it the tokens that are known. Raises ``RateLimitedError``."""
+    asked = request.asked
+    if request.charge is None:
+        request.charge = context.limits.admit(asked.tenant, request.key, asked.num_token_ids)
+    else:
+        request.charge.settle(asked.num_token_ids)
 
 
 async def _run_in_time(
@@ -245,7 +254,7 @@ class RouterRequest:
         traceparent: W3C trace context for all that is done for it; empty: no trace.
         trace: makes its spans; ``None``: it makes none.
         key: the API key that its client has shown; ``None``: none.
-        charge: what it is charged of the limits of a minute; ``None``: nothing limits it, or it was not let in.
+        charge: what it is charged of the limits of a minute; ``None``: nothing limits it, or it is not let in yet.
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
         prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
         sent_at_unix_ns: when the router that relays it sent it; 0: none does, or it does not say.
@@ -286,6 +295,7 @@ class RouterRequest:
         traceparent: str = "",
         relayed: Relayed = _NOT_RELAYED,
         key: ApiKey | None = None,
+        charge: Charge | None = None,
     ) -> None:
         """Accept it without any check, and draw the id of a new request, unless who relayed it has."""
         self.asked = asked
@@ -293,7 +303,7 @@ class RouterRequest:
         self.traceparent = traceparent
         self.trace: RequestTrace | None = None
         self.key = key
-        self.charge: Charge | None = None
+        self.charge = charge
         self.request_id = resume.request_id if resume is not None else relayed.request_id or secrets.token_hex(16)
         self.prefill_namespaces = relayed.prefill_namespaces
         self.sent_at_unix_ns = relayed.sent_at_unix_ns

@@ -62,19 +62,24 @@ CHROMEDRIVER = "/usr/bin/chromedriver"
 GO = Path(__file__).resolve().parent.parent / "tools" / "go.sh"
 #: It may have to fetch a newer Go first.
 GO_TIMEOUT_S = 300.0
+#: Files that start processes are spread over so much of a run: of those begun later some would end it alone.
+_SPREAD = 0.6
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with files that start processes: the others, which are short, fill what is left of each core at the end."""
-    starts_processes = {item.path for item in items if any(map(item.get_closest_marker, ("e2e", "chaos", "bench")))}
+    """Mix files that start processes, the longest first, with the others: those mostly wait, these take a core each."""
+    files = list(dict.fromkeys(item.path for item in items))
+    starting = {item.path for item in items if any(map(item.get_closest_marker, ("e2e", "chaos", "bench")))}
+    waiting = sorted(filter(starting.__contains__, files), key=_rank)
+    busy = [path for path in files if path not in starting]
+    position = {path: _SPREAD * number / len(waiting) for number, path in enumerate(waiting)}
+    position |= {path: number / len(busy) for number, path in enumerate(busy)}
+    items.sort(key=lambda item: position[item.path])
 
-    def position(item: pytest.Item) -> int:
-        if item.path not in starts_processes:
-            return len(LONGEST) + 1
-        return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
 
-    items.sort(key=position)
+def _rank(path: Path) -> int:
+    return LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish() -> None:

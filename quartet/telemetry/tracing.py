@@ -64,9 +64,9 @@ class TracingConfig:
         is_on = self.enabled or variables.get(_ON_VARIABLE, "").lower() in _YES
         if not is_on or variables.get(_OFF_VARIABLE, "").strip().lower() == "true":
             return replace(self, enabled=False)
+        named = next(filter(None, map(variables.get, _ENDPOINT_VARIABLES)), "")
         # What is no URL only the exporter understands, which reads the variables too.
-        named = [url for name in _ENDPOINT_VARIABLES if _is_url(url := variables.get(name, ""))]
-        return replace(self, enabled=True, endpoint=self.endpoint or next(iter(named), ""))
+        return replace(self, enabled=True, endpoint=self.endpoint or (named if _is_url(named) else ""))
 
 
 @dataclass(slots=True, kw_only=True)

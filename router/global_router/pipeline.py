@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation, RankOption
-from quartet.api.placement import PlacedRequest
-from quartet.api.request import AskedStart, ChoiceFinished, Relayed
+from quartet.api.placement import PlacedChoice, PlacedRequest
+from quartet.api.request import AskedStart, ChoiceFinished, Relayed, Usage
 from quartet.discovery.base import Rank, Role
 from quartet.errors import ServingError
 from router.context import RouterContext
@@ -98,6 +98,7 @@ class RelayPlace:
         self._log = RequestLog(request, context.metrics, path="place", usage=context.usage)
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
+        self._usages: Sequence[Usage] = ()
 
     def abort(self, error: ServingError) -> None:
         """End it with ``error``."""
@@ -138,7 +139,7 @@ class RelayPlace:
         return placed
 
     async def _place(self, request: RouterRequest) -> PlacedRequest:
-        self._log.prepared((), num_relayed=len(request.choices))
+        self._log.relayed(len(request.choices), lambda: self._usages)
         num_generated = 0 if request.resume is None else len(request.resume.generated_token_ids)
         pools, tries = self._chooser.pools, Tries()
         trace = None if request.trace is None else request.trace.relays()
@@ -170,7 +171,18 @@ class RelayPlace:
                 request.trace.shown(trace.phases.ended_at)
         namer = Namer(chosen.serving.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
         placed = replace(placed, choices=tuple(map(namer.placed, placed.choices)))
+        self._usages = [_usage(placed, choice, request.num_resumed_tokens) for choice in placed.choices]
         first = placed.choices[0].placement
         if first is not None:
             self._log.placement = Placement(prefill=first.prefill, decode=first.decode)
         return placed
+
+
+def _usage(placed: PlacedRequest, choice: PlacedChoice, num_resumed_tokens: int) -> Usage:
+    """What a choice has used until its client took it."""
+    return Usage(
+        num_prompt_tokens=placed.num_prompt_tokens,
+        num_cached_tokens=choice.num_cached_tokens,
+        num_output_tokens=num_resumed_tokens + len(choice.token_ids),
+        num_attempts=choice.num_attempts,
+    )

@@ -103,15 +103,25 @@ class RelayRun(GenerateRun):
                     self.finish_leg(self._cancelled_end(choice, progress))
         self.cancel_work()
 
-    def _cancelled_end(self, choice: int, progress: _Progress) -> ChoiceFinished:
-        usage = Usage(
-            num_prompt_tokens=len(self._request.prompt_token_ids),
+    def _usages(self) -> Sequence[Usage]:
+        """What its choices have used so far, as far as their client has it."""
+        ended = {finished.choice: finished.usage for finished in self._choices.finished}
+        return [ended.get(choice) or self._usage(progress) for choice, progress in self._progress.items()]
+
+    def _usage(self, progress: _Progress) -> Usage:
+        terms = self._accepted_terms
+        return Usage(
+            num_prompt_tokens=len(self._request.prompt_token_ids) if terms is None else terms.num_prompt_tokens,
             num_cached_tokens=0,
             num_output_tokens=len(progress.token_ids),
             num_attempts=self._num_relays,
         )
+
+    def _cancelled_end(self, choice: int, progress: _Progress) -> ChoiceFinished:
         time_breakdown = TimeBreakdown(total_s=time.monotonic() - self._request.arrived_at)
-        return ChoiceFinished(choice=choice, reason=FinishReason.CANCELLED, usage=usage, time=time_breakdown)
+        return ChoiceFinished(
+            choice=choice, reason=FinishReason.CANCELLED, usage=self._usage(progress), time=time_breakdown
+        )
 
     def _forget(self, error: BaseException | None) -> None:
         if self._give_up_timer is not None:
@@ -119,7 +129,7 @@ class RelayRun(GenerateRun):
         super()._forget(error)
 
     async def _generate(self, request: RouterRequest) -> None:
-        self._log.prepared((), num_relayed=len(self._progress))
+        self._log.relayed(len(self._progress), self._usages)
         if request.resume is not None:
             self._take_resume(request.resume)
         await self._run_leg(None, Tries(), None if request.trace is None else request.trace.relays())

@@ -200,7 +200,7 @@ def test_the_example_shows_a_caption_and_several_answers(programs: Programs, fle
 
 
 def test_ctrl_c_frees_the_worker(programs: Programs, fleet: Fleet) -> None:
-    command = example(programs, fleet, "-ignore-eos", "-max-tokens", "3000", "Once upon a time")
+    command = example(programs, fleet, "-ignore-eos", "-max-tokens", "4400", "Once upon a time")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         try:
             assert running.stdout is not None

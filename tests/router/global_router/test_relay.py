@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.errors import (
     DrainingError,
+    InvalidRequestError,
     ModelUnavailableError,
     OutOfBlocksError,
     QueueFullError,
@@ -40,21 +43,25 @@ from quartet.errors import (
     ServingError,
 )
 from quartet.telemetry.metrics import PoolMetrics
-from quartet.telemetry.tracing import Span, Tracer
+from quartet.telemetry.tracing import Span
 from quartet.text.parsed import GivenParts, Parsed, ToolCallDelta
 from router.global_router import pools as global_pools
 from router.global_router.config import GlobalRouterConfig, without_units
 from router.global_router.pipeline import RelayPipeline
 from router.global_router.pools import Pools, Wish
+from router.tenants import TenantConfig
+from router.usage_log import UsageLog
 from router.workers import PoolKey, WorkerTable
 from tests.router.fakes import Fleet
 from tests.router.global_router.test_config import DISAGG
+from tests.router.http.face import until
 from tests.router.records import make_load, make_record
 from tests.router.system import TIMEOUT_S
 from tests.span_list import SpanList
 
 FINGERPRINT = "ab" * 32
 WISH = Wish(PoolKey("tiny", FINGERPRINT), 3, None, None)
+START = GenerateStart(prompt=TokenPrompt((5, 6, 7)), sampling=Sampling(max_tokens=20), seed=7)
 LOST, FULL = RouterUnavailableError("it is gone"), QueueFullError("it is full", retry_delay_s=0.5)
 
 
@@ -266,9 +273,7 @@ class Scene:
 
     def begin(self, raw: Raw, num_choices: int = 1, resume: Resume | None = None) -> Callable[[], None]:
         """Start a request; returns what cancels it."""
-        start = GenerateStart(
-            prompt=TokenPrompt((5, 6, 7)), sampling=Sampling(max_tokens=20), num_choices=num_choices, seed=7
-        )
+        start = replace(START, num_choices=num_choices)
         return self.pipeline.generate(start, raw, resume=resume).cancel
 
 
@@ -297,9 +302,7 @@ def agg(*namespaces: str, retries: bool = False, num_routers: int = 1) -> dict[s
 @pytest.fixture
 def make_scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     def make(
-        settings: Mapping[str, Any],
-        roles: Mapping[str, Sequence[str]] | None = None,
-        tracer: Tracer | None = None,
+        settings: Mapping[str, Any], roles: Mapping[str, Sequence[str]] | None = None, **fleet_settings: Any
     ) -> Scene:
         routers = Routers()
         monkeypatch.setattr(
@@ -316,7 +319,7 @@ def make_scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
             )
             for link in pools.of(namespace).links:
                 pools.of(namespace).saw(link, WorkerChanges(updated=statuses, is_complete=True))
-        return Scene(Fleet("decode-0", tracer=tracer), pools, routers, config)
+        return Scene(Fleet("decode-0", **fleet_settings), pools, routers, config)
 
     return make
 
@@ -432,6 +435,37 @@ async def test_a_choice_that_waits_is_cancelled_with_one_that_runs(make_scene: C
     counts = {choice: (end.reason, end.usage.num_output_tokens) for choice, end in raw.finished.items()}
     assert counts == {0: (FinishReason.CANCELLED, 3), 1: (FinishReason.CANCELLED, 2)}
     assert len(scene.routers.asked) == 3
+
+
+# What a request pays that ends here early.
+
+
+async def test_what_a_client_was_given_before_it_left_is_paid_for_and_recorded(
+    make_scene: Callable[..., Scene], tmp_path: Path
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    usage = UsageLog(path)
+    scene = make_scene(agg("a", "b"), tenants={"*": TenantConfig(tokens_per_minute=1000)}, usage=usage)
+    limits = scene.pipeline.context.limits
+    scene.routers.scripts.update(a=[stays(1, 2, 3, 4), breaks(LOST, 5, 6)], b=[fails(InvalidRequestError("no"))])
+    run = scene.pipeline.generate(START, Raw())
+    await until(lambda: run.num_output_tokens == 4)
+    await run.drop()
+    assert limits.headers("")["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4)
+    raw = await scene.run()
+    assert isinstance(raw.error, InvalidRequestError)
+    assert limits.headers("")["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4 - 3 - 2)
+    usage.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    used = [(one["outcome"], one["num_prompt_tokens"], one["num_output_tokens"]) for one in records]
+    assert used == [("cancelled", 3, 4), ("invalid_field", 3, 2)]
+
+
+async def test_what_no_pool_began_costs_no_tokens(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(agg("a", "b"), tenants={"*": TenantConfig(tokens_per_minute=1000)})
+    scene.routers.scripts.update(a=[fails(FULL)])
+    await scene.run()
+    assert scene.pipeline.context.limits.headers("")["x-ratelimit-remaining-tokens"] == "1000"
 
 
 # What the next pool is told.
