@@ -257,6 +257,7 @@ class RouterRequest:
         charge: what it is charged of the limits of a minute; ``None``: nothing limits it, or it is not let in yet.
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
         prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
+        sent_at_unix_ns: when the router that relays it sent it; 0: none does, or it does not say.
         arrived_at: in monotonic seconds.
         deadline: in monotonic seconds; set by the check, while all fields below are set by preparing.
         worker_priority: the priority that workers are told.
@@ -305,6 +306,7 @@ class RouterRequest:
         self.charge = charge
         self.request_id = resume.request_id if resume is not None else relayed.request_id or secrets.token_hex(16)
         self.prefill_namespaces = relayed.prefill_namespaces
+        self.sent_at_unix_ns = relayed.sent_at_unix_ns
         self.arrived_at = time.monotonic()
         self.tokenize_s = 0.0
         self.unread: MediaRoom | None = None
@@ -325,7 +327,8 @@ class RouterRequest:
         trace = tracer.begin("request", self.traceparent, self.request_id)
         self.traceparent = trace.traceparent
         if trace.is_sampled:
-            self.trace = RequestTrace(trace, received_at or self.arrived_at, self.arrived_at)
+            received_at = received_at or self.arrived_at
+            self.trace = RequestTrace(trace, received_at, self.arrived_at, self.sent_at_unix_ns)
 
     def check(self) -> None:
         """Refuse at once what no model can serve. Raises ``InvalidRequestError``."""
@@ -637,7 +640,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         request.cache_salt = salt_in_domain(request.trust_domain, start.cache_salt)
     text = request.text = await context.texts.model_text(pool.key)
     check_chat_of_model(start, pool, text)
-    token_ids = await _tokenize(request, context)
+    token_ids = await tokenize_request(request, context)
     await _guide(request, context)
     if request.held is not None and not isinstance(start.prompt, TokenPrompt):
         request.held.tokenized(len(token_ids))
@@ -666,8 +669,8 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     request.seed = secrets.randbits(64) if seed is None else seed
 
 
-async def _tokenize(request: RouterRequest, context: RouterContext) -> Sequence[int]:
-    """Tokenize it, in ``tokenize_s``. Raises as ``tokenize`` does."""
+async def tokenize_request(request: RouterRequest, context: RouterContext) -> Sequence[int]:
+    """Set ``prompt_token_ids`` and ``tokenize_s``, and return the first. Raises as ``tokenize`` does."""
     start, trace = request.start, request.trace
     if trace is not None and not isinstance(start.prompt, TokenPrompt):
         trace.prepare.begin("tokenize")

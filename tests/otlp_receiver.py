@@ -63,9 +63,15 @@ class ReceivedTrace:
         return [span for span in self.spans if span.span_id not in parents]
 
     def uncovered_share(self) -> float:
-        """Of the time to its first token, the share in which no leaf ran; overlaps count once."""
-        begin = min(span.begin for span in self.named("request"))
-        end = min(span.events[FIRST_TOKEN] for span in self.spans if FIRST_TOKEN in span.events)
+        """Of the time to its first token, the share in which no leaf ran; overlaps count once.
+
+        The router that the client asked says when that was, unless the client gets it from a worker.
+        """
+        asked = min(self.named("request"), key=lambda span: span.begin)
+        begin = asked.begin
+        end = asked.events.get(FIRST_TOKEN) or min(
+            span.events[FIRST_TOKEN] for span in self.spans if FIRST_TOKEN in span.events
+        )
         covered, at = 0, begin
         for leaf in self.leaves:
             low, high = max(leaf.begin, at), min(leaf.end, end)

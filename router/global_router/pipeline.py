@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from router.media.request import UNARY_COPIES
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import RequestLog
+from router.request_trace import RelayTrace
 
 _POLICY = "grid"
 _ROLES = {"agg": Role.DECODE, "decode": Role.DECODE, "prefill": Role.PREFILL}
@@ -113,6 +113,8 @@ class RelayPlace:
             ServingError: no pool places it, or the request is impossible.
         """
         self._task = asyncio.current_task()
+        if self._request.trace is not None:
+            self._request.trace.name_in_logs()
         try:
             placed = await run_prepared(
                 self._request,
@@ -140,28 +142,33 @@ class RelayPlace:
         self._log.relayed(len(request.choices), lambda: self._usages)
         num_generated = 0 if request.resume is None else len(request.resume.generated_token_ids)
         pools, tries = self._chooser.pools, Tries()
+        trace = None if request.trace is None else request.trace.relays()
         while True:
             chosen = self._chooser.choose(request, num_generated, tries.avoided)
             try:
-                return await self._place_at(chosen, request)
+                return await self._place_at(chosen, request, trace)
             except ServingError as error:
+                if trace is not None:
+                    trace.failed(error)
                 tries.note(error, chosen.serving, goes_on_if_refused=pools.retries_refused)
             pools.note_retry(chosen.serving)
 
-    async def _place_at(self, chosen: Chosen, request: RouterRequest) -> PlacedRequest:
+    async def _place_at(self, chosen: Chosen, request: RouterRequest, trace: RelayTrace | None) -> PlacedRequest:
         terms = Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill)
-        hop, traceparent = None, request.traceparent
-        if request.trace is not None:
-            hop, traceparent = request.trace.begin_relay(chosen.serving.namespace)
+        traceparent = request.traceparent
+        if trace is not None:
+            trace.hop(chosen.serving.namespace, 0 if request.resume is None else request.resume.attempt)
+            terms, traceparent = replace(terms, sent_at_unix_ns=trace.sent_at_unix_ns), trace.traceparent
         link, timeout_s = chosen.serving.next_link(), left_s(request)
-        try:
-            with self._chooser.pools.relaying(chosen.serving):
-                placed = await link.place(
-                    request.start, request.resume, terms, traceparent=traceparent, timeout_s=timeout_s
-                )
-        finally:
-            if hop is not None:
-                hop.end(sys.exception())
+        with self._chooser.pools.relaying(chosen.serving):
+            placed = await link.place(
+                request.start, request.resume, terms, traceparent=traceparent, timeout_s=timeout_s
+            )
+        if trace is not None and request.trace is not None:
+            trace.phases.end()
+            if any(choice.token_ids for choice in placed.choices):
+                trace.reply(placed.sent_at_unix_ns, trace.phases.ended_at)
+                request.trace.shown(trace.phases.ended_at)
         namer = Namer(chosen.serving.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
         placed = replace(placed, choices=tuple(map(namer.placed, placed.choices)))
         self._usages = [_usage(placed, choice, request.num_resumed_tokens) for choice in placed.choices]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from quartet.config import build
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, EngineError, RequestCancelledError, RequestTimeoutError
 from quartet.telemetry.tracing import Tracer, TracingConfig, ids_of, open_tracer, valid_traceparent
 from services.topology.launch import free_port
 from tests.otlp_receiver import OtlpReceiver
@@ -67,7 +67,7 @@ async def test_spans_reach_the_collector_with_their_times_attributes_and_places(
     child, begin = trace.draw(), time.monotonic()
     before = time.time_ns()
     trace.span("hop", begin, begin + 2, {"quartet.num_tokens": 7, "way": "shm"}, span_id=child)
-    trace.span("inner", begin, begin - 1, parent_id=child, error="it broke")
+    trace.span("inner", begin, begin - 1, parent_id=child, error=EngineError("it broke"))
     trace.way_here("send", trace.to_unix_ns(begin) - 1_000_000, begin)
     trace.end(begin, begin + 3, {"reasons": ["stop", "length"]}, events=[("first token", begin + 1)])
     await tracer.close()
@@ -84,6 +84,7 @@ async def test_spans_reach_the_collector_with_their_times_attributes_and_places(
     assert {span.kind for span in spans.values()} == {"SPAN_KIND_INTERNAL"}
     assert {span.name for span in spans.values() if span.has_remote_parent} == {"decode"}
     assert inner.is_error and not hop.is_error
+    assert inner.attributes == {"error.type": "engine_failed"}
     assert inner.begin == inner.end, "a span that ends before it begins has no length"
     lengths_s = [round((span.end - span.begin) / 1e9, 3) for span in (own, hop, send)]
     assert lengths_s == [3, 2, 0.001]
@@ -192,6 +193,38 @@ async def test_spans_are_given_out_once_their_trace_has_ended() -> None:
     assert spans.names == ["queue", "decode"]
     trace.span("late", 1.0, 4.0)
     assert spans.names == ["queue", "decode", "late"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (None, None, ""),
+        (RequestTimeoutError("it is late"), "timeout", "it is late"),
+        # A caller's cancel is no failure of what it ends.
+        (asyncio.CancelledError("it is enough"), None, ""),
+        (RequestCancelledError("it is enough"), None, ""),
+        # The message of a bug of ours may hold anything.
+        (KeyError("a prompt"), "internal", "KeyError"),
+    ],
+)
+def test_what_fails_has_the_reason_as_its_type(error: BaseException | None, kind: str | None, text: str) -> None:
+    spans = SpanList()
+    trace = spans.tracer.begin("decode", "", REQUEST_ID)
+    trace.span("queue", 1.0, 2.0, {"quartet.num_tokens": 3}, error=error)
+    trace.end(1.0, 3.0, {"quartet.outcome": "it ended"}, error=error)
+    for span in spans.spans:
+        assert (span.attributes.get("error.type"), span.error) == (kind, text)
+        assert {"quartet.num_tokens": 3, "quartet.outcome": "it ended"}.items() & span.attributes.items()
+
+
+def test_a_long_text_of_an_error_is_cut() -> None:
+    spans = SpanList()
+    trace = spans.tracer.begin("decode", "", REQUEST_ID)
+    trace.span("queue", 1.0, 2.0, error=EngineError("b" * 1000 + "e"))
+    trace.end(1.0, 3.0, {}, error=EngineError("b" * 256))
+    queue, decode = spans.spans
+    assert len(queue.error) < 300 and "745 characters" in queue.error and queue.error.endswith("be")
+    assert decode.error == "b" * 256
 
 
 @pytest.mark.parametrize(

@@ -2426,7 +2426,9 @@ type PlaceRequest struct {
 	// As in SessionStart. Empty: this router's own workers prefill.
 	PrefillNamespaces []string `protobuf:"bytes,3,rep,name=prefill_namespaces,json=prefillNamespaces,proto3" json:"prefill_namespaces,omitempty"`
 	// As in SessionStart. Empty: this router draws one.
-	RequestId     string `protobuf:"bytes,4,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	RequestId string `protobuf:"bytes,4,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// As in SessionStart. 0: the sender does not trace the request.
+	SentAtUnixNs  uint64 `protobuf:"fixed64,5,opt,name=sent_at_unix_ns,json=sentAtUnixNs,proto3" json:"sent_at_unix_ns,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2487,6 +2489,13 @@ func (x *PlaceRequest) GetRequestId() string {
 		return x.RequestId
 	}
 	return ""
+}
+
+func (x *PlaceRequest) GetSentAtUnixNs() uint64 {
+	if x != nil {
+		return x.SentAtUnixNs
+	}
+	return 0
 }
 
 // Continues a request after an attempt that broke. It waits for room like a new request, and a full queue refuses it
@@ -2642,7 +2651,9 @@ type PlaceResponse struct {
 	// Time in template and tokenizer. Always set.
 	Tokenize *durationpb.Duration `protobuf:"bytes,9,opt,name=tokenize,proto3" json:"tokenize,omitempty"`
 	// How the client finds reasoning and tool calls in the answer. Absent: it does not look for any.
-	Parsing       *OutputParsing `protobuf:"bytes,10,opt,name=parsing,proto3" json:"parsing,omitempty"`
+	Parsing *OutputParsing `protobuf:"bytes,10,opt,name=parsing,proto3" json:"parsing,omitempty"`
+	// Unix time in nanoseconds at which this was made, where the request has `sent_at_unix_ns`. 0: it has not.
+	SentAtUnixNs  uint64 `protobuf:"fixed64,11,opt,name=sent_at_unix_ns,json=sentAtUnixNs,proto3" json:"sent_at_unix_ns,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2745,6 +2756,13 @@ func (x *PlaceResponse) GetParsing() *OutputParsing {
 		return x.Parsing
 	}
 	return nil
+}
+
+func (x *PlaceResponse) GetSentAtUnixNs() uint64 {
+	if x != nil {
+		return x.SentAtUnixNs
+	}
+	return 0
 }
 
 // How a model writes reasoning and tool calls, and where an answer begins.
@@ -3157,7 +3175,10 @@ type SessionStart struct {
 	PrefillNamespaces []string `protobuf:"bytes,5,rep,name=prefill_namespaces,json=prefillNamespaces,proto3" json:"prefill_namespaces,omitempty"`
 	// Names the request in every log and span: 32 lower-case hexadecimal digits, new for each request. From routers, as
 	// `prefill_namespaces`. Empty: this router draws one.
-	RequestId     string `protobuf:"bytes,6,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	RequestId string `protobuf:"bytes,6,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Unix time in nanoseconds at which the sender made this, if it traces the request: this router's spans then show the
+	// way here, and the answer says when it left. From routers, as `prefill_namespaces`. 0: the sender does not trace it.
+	SentAtUnixNs  uint64 `protobuf:"fixed64,7,opt,name=sent_at_unix_ns,json=sentAtUnixNs,proto3" json:"sent_at_unix_ns,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3234,6 +3255,13 @@ func (x *SessionStart) GetRequestId() string {
 	return ""
 }
 
+func (x *SessionStart) GetSentAtUnixNs() uint64 {
+	if x != nil {
+		return x.SentAtUnixNs
+	}
+	return 0
+}
+
 // What one tick brought for all requests of the session, in columns: entry i of `slots`, `choices`, `num_tokens`,
 // `token_offsets` and `texts` belong together, and `token_ids` is the concatenation. Within a message, a request's
 // `accepted` and `placed` come before its columns, and those before its `finished` or `failures`.
@@ -3268,8 +3296,11 @@ type SessionResponse struct {
 	// Log probabilities of prompts, where asked for: once a request, after its `accepted` and before the first columns of
 	// its choice 0. Empty: there are none.
 	PromptLogprobs []*SessionPromptLogprobs `protobuf:"bytes,13,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// When the first entries of choices were given out, of requests whose start has `sent_at_unix_ns`; each comes with its
+	// entry, or before. Empty: there are no such entries.
+	FirstTokens   []*SessionFirstToken `protobuf:"bytes,14,rep,name=first_tokens,json=firstTokens,proto3" json:"first_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SessionResponse) Reset() {
@@ -3393,6 +3424,77 @@ func (x *SessionResponse) GetPromptLogprobs() []*SessionPromptLogprobs {
 	return nil
 }
 
+func (x *SessionResponse) GetFirstTokens() []*SessionFirstToken {
+	if x != nil {
+		return x.FirstTokens
+	}
+	return nil
+}
+
+// The first entry of one choice of a session's request.
+type SessionFirstToken struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request. Always set.
+	Slot uint32 `protobuf:"varint,1,opt,name=slot,proto3" json:"slot,omitempty"`
+	// Its choice. Always set.
+	Choice uint32 `protobuf:"varint,2,opt,name=choice,proto3" json:"choice,omitempty"`
+	// Unix time in nanoseconds. Always set.
+	SentAtUnixNs  uint64 `protobuf:"fixed64,3,opt,name=sent_at_unix_ns,json=sentAtUnixNs,proto3" json:"sent_at_unix_ns,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionFirstToken) Reset() {
+	*x = SessionFirstToken{}
+	mi := &file_quartet_v1_router_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionFirstToken) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionFirstToken) ProtoMessage() {}
+
+func (x *SessionFirstToken) ProtoReflect() protoreflect.Message {
+	mi := &file_quartet_v1_router_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionFirstToken.ProtoReflect.Descriptor instead.
+func (*SessionFirstToken) Descriptor() ([]byte, []int) {
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *SessionFirstToken) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *SessionFirstToken) GetChoice() uint32 {
+	if x != nil {
+		return x.Choice
+	}
+	return 0
+}
+
+func (x *SessionFirstToken) GetSentAtUnixNs() uint64 {
+	if x != nil {
+		return x.SentAtUnixNs
+	}
+	return 0
+}
+
 // Log probabilities of the prompt of a session's request.
 type SessionPromptLogprobs struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3406,7 +3508,7 @@ type SessionPromptLogprobs struct {
 
 func (x *SessionPromptLogprobs) Reset() {
 	*x = SessionPromptLogprobs{}
-	mi := &file_quartet_v1_router_proto_msgTypes[32]
+	mi := &file_quartet_v1_router_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3418,7 +3520,7 @@ func (x *SessionPromptLogprobs) String() string {
 func (*SessionPromptLogprobs) ProtoMessage() {}
 
 func (x *SessionPromptLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[32]
+	mi := &file_quartet_v1_router_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3431,7 +3533,7 @@ func (x *SessionPromptLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionPromptLogprobs.ProtoReflect.Descriptor instead.
 func (*SessionPromptLogprobs) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{32}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SessionPromptLogprobs) GetSlot() uint32 {
@@ -3465,7 +3567,7 @@ type SessionParsed struct {
 
 func (x *SessionParsed) Reset() {
 	*x = SessionParsed{}
-	mi := &file_quartet_v1_router_proto_msgTypes[33]
+	mi := &file_quartet_v1_router_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3477,7 +3579,7 @@ func (x *SessionParsed) String() string {
 func (*SessionParsed) ProtoMessage() {}
 
 func (x *SessionParsed) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[33]
+	mi := &file_quartet_v1_router_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3490,7 +3592,7 @@ func (x *SessionParsed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionParsed.ProtoReflect.Descriptor instead.
 func (*SessionParsed) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{33}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *SessionParsed) GetSlot() uint32 {
@@ -3536,7 +3638,7 @@ type SessionLogprobs struct {
 
 func (x *SessionLogprobs) Reset() {
 	*x = SessionLogprobs{}
-	mi := &file_quartet_v1_router_proto_msgTypes[34]
+	mi := &file_quartet_v1_router_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3548,7 +3650,7 @@ func (x *SessionLogprobs) String() string {
 func (*SessionLogprobs) ProtoMessage() {}
 
 func (x *SessionLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[34]
+	mi := &file_quartet_v1_router_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3561,7 +3663,7 @@ func (x *SessionLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionLogprobs.ProtoReflect.Descriptor instead.
 func (*SessionLogprobs) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{34}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *SessionLogprobs) GetSlot() uint32 {
@@ -3598,7 +3700,7 @@ type SessionAccepted struct {
 
 func (x *SessionAccepted) Reset() {
 	*x = SessionAccepted{}
-	mi := &file_quartet_v1_router_proto_msgTypes[35]
+	mi := &file_quartet_v1_router_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3610,7 +3712,7 @@ func (x *SessionAccepted) String() string {
 func (*SessionAccepted) ProtoMessage() {}
 
 func (x *SessionAccepted) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[35]
+	mi := &file_quartet_v1_router_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3623,7 +3725,7 @@ func (x *SessionAccepted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionAccepted.ProtoReflect.Descriptor instead.
 func (*SessionAccepted) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{35}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *SessionAccepted) GetSlot() uint32 {
@@ -3653,7 +3755,7 @@ type SessionPlaced struct {
 
 func (x *SessionPlaced) Reset() {
 	*x = SessionPlaced{}
-	mi := &file_quartet_v1_router_proto_msgTypes[36]
+	mi := &file_quartet_v1_router_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3665,7 +3767,7 @@ func (x *SessionPlaced) String() string {
 func (*SessionPlaced) ProtoMessage() {}
 
 func (x *SessionPlaced) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[36]
+	mi := &file_quartet_v1_router_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3678,7 +3780,7 @@ func (x *SessionPlaced) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionPlaced.ProtoReflect.Descriptor instead.
 func (*SessionPlaced) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{36}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *SessionPlaced) GetSlot() uint32 {
@@ -3708,7 +3810,7 @@ type SessionFinished struct {
 
 func (x *SessionFinished) Reset() {
 	*x = SessionFinished{}
-	mi := &file_quartet_v1_router_proto_msgTypes[37]
+	mi := &file_quartet_v1_router_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3720,7 +3822,7 @@ func (x *SessionFinished) String() string {
 func (*SessionFinished) ProtoMessage() {}
 
 func (x *SessionFinished) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[37]
+	mi := &file_quartet_v1_router_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3733,7 +3835,7 @@ func (x *SessionFinished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionFinished.ProtoReflect.Descriptor instead.
 func (*SessionFinished) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{37}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *SessionFinished) GetSlot() uint32 {
@@ -3763,7 +3865,7 @@ type SessionFailure struct {
 
 func (x *SessionFailure) Reset() {
 	*x = SessionFailure{}
-	mi := &file_quartet_v1_router_proto_msgTypes[38]
+	mi := &file_quartet_v1_router_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3775,7 +3877,7 @@ func (x *SessionFailure) String() string {
 func (*SessionFailure) ProtoMessage() {}
 
 func (x *SessionFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[38]
+	mi := &file_quartet_v1_router_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3788,7 +3890,7 @@ func (x *SessionFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SessionFailure.ProtoReflect.Descriptor instead.
 func (*SessionFailure) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{38}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *SessionFailure) GetSlot() uint32 {
@@ -3816,7 +3918,7 @@ type ListWorkersRequest struct {
 
 func (x *ListWorkersRequest) Reset() {
 	*x = ListWorkersRequest{}
-	mi := &file_quartet_v1_router_proto_msgTypes[39]
+	mi := &file_quartet_v1_router_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3828,7 +3930,7 @@ func (x *ListWorkersRequest) String() string {
 func (*ListWorkersRequest) ProtoMessage() {}
 
 func (x *ListWorkersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[39]
+	mi := &file_quartet_v1_router_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3841,7 +3943,7 @@ func (x *ListWorkersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkersRequest.ProtoReflect.Descriptor instead.
 func (*ListWorkersRequest) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{39}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListWorkersRequest) GetModel() string {
@@ -3862,7 +3964,7 @@ type ListWorkersResponse struct {
 
 func (x *ListWorkersResponse) Reset() {
 	*x = ListWorkersResponse{}
-	mi := &file_quartet_v1_router_proto_msgTypes[40]
+	mi := &file_quartet_v1_router_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3874,7 +3976,7 @@ func (x *ListWorkersResponse) String() string {
 func (*ListWorkersResponse) ProtoMessage() {}
 
 func (x *ListWorkersResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[40]
+	mi := &file_quartet_v1_router_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3887,7 +3989,7 @@ func (x *ListWorkersResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkersResponse.ProtoReflect.Descriptor instead.
 func (*ListWorkersResponse) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{40}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ListWorkersResponse) GetWorkers() []*WorkerStatus {
@@ -3910,7 +4012,7 @@ type WatchWorkersRequest struct {
 
 func (x *WatchWorkersRequest) Reset() {
 	*x = WatchWorkersRequest{}
-	mi := &file_quartet_v1_router_proto_msgTypes[41]
+	mi := &file_quartet_v1_router_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3922,7 +4024,7 @@ func (x *WatchWorkersRequest) String() string {
 func (*WatchWorkersRequest) ProtoMessage() {}
 
 func (x *WatchWorkersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[41]
+	mi := &file_quartet_v1_router_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3935,7 +4037,7 @@ func (x *WatchWorkersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchWorkersRequest.ProtoReflect.Descriptor instead.
 func (*WatchWorkersRequest) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{41}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *WatchWorkersRequest) GetModel() string {
@@ -3968,7 +4070,7 @@ type WatchWorkersResponse struct {
 
 func (x *WatchWorkersResponse) Reset() {
 	*x = WatchWorkersResponse{}
-	mi := &file_quartet_v1_router_proto_msgTypes[42]
+	mi := &file_quartet_v1_router_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3980,7 +4082,7 @@ func (x *WatchWorkersResponse) String() string {
 func (*WatchWorkersResponse) ProtoMessage() {}
 
 func (x *WatchWorkersResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[42]
+	mi := &file_quartet_v1_router_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3993,7 +4095,7 @@ func (x *WatchWorkersResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchWorkersResponse.ProtoReflect.Descriptor instead.
 func (*WatchWorkersResponse) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{42}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *WatchWorkersResponse) GetUpdated() []*WorkerStatus {
@@ -4052,7 +4154,7 @@ type FleetTotals struct {
 
 func (x *FleetTotals) Reset() {
 	*x = FleetTotals{}
-	mi := &file_quartet_v1_router_proto_msgTypes[43]
+	mi := &file_quartet_v1_router_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4064,7 +4166,7 @@ func (x *FleetTotals) String() string {
 func (*FleetTotals) ProtoMessage() {}
 
 func (x *FleetTotals) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[43]
+	mi := &file_quartet_v1_router_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4077,7 +4179,7 @@ func (x *FleetTotals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FleetTotals.ProtoReflect.Descriptor instead.
 func (*FleetTotals) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{43}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *FleetTotals) GetRouterId() string {
@@ -4190,7 +4292,7 @@ type WorkerStatus struct {
 
 func (x *WorkerStatus) Reset() {
 	*x = WorkerStatus{}
-	mi := &file_quartet_v1_router_proto_msgTypes[44]
+	mi := &file_quartet_v1_router_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4202,7 +4304,7 @@ func (x *WorkerStatus) String() string {
 func (*WorkerStatus) ProtoMessage() {}
 
 func (x *WorkerStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[44]
+	mi := &file_quartet_v1_router_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4215,7 +4317,7 @@ func (x *WorkerStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkerStatus.ProtoReflect.Descriptor instead.
 func (*WorkerStatus) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{44}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *WorkerStatus) GetRecord() *WorkerRecord {
@@ -4264,7 +4366,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_quartet_v1_router_proto_msgTypes[45]
+	mi := &file_quartet_v1_router_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4276,7 +4378,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[45]
+	mi := &file_quartet_v1_router_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4289,7 +4391,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{45}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *GetModelRequest) GetName() string {
@@ -4310,7 +4412,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_quartet_v1_router_proto_msgTypes[46]
+	mi := &file_quartet_v1_router_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4322,7 +4424,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[46]
+	mi := &file_quartet_v1_router_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4335,7 +4437,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{46}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *GetModelResponse) GetModels() []*Model {
@@ -4384,7 +4486,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_quartet_v1_router_proto_msgTypes[47]
+	mi := &file_quartet_v1_router_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4396,7 +4498,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_quartet_v1_router_proto_msgTypes[47]
+	mi := &file_quartet_v1_router_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4409,7 +4511,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_quartet_v1_router_proto_rawDescGZIP(), []int{47}
+	return file_quartet_v1_router_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *Model) GetName() string {
@@ -4702,13 +4804,14 @@ const file_quartet_v1_router_proto_rawDesc = "" +
 	"TermsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01B\a\n" +
-	"\x05_cost\"\xb9\x01\n" +
+	"\x05_cost\"\xe0\x01\n" +
 	"\fPlaceRequest\x12/\n" +
 	"\x05start\x18\x01 \x01(\v2\x19.quartet.v1.GenerateStartR\x05start\x12*\n" +
 	"\x06resume\x18\x02 \x01(\v2\x12.quartet.v1.ResumeR\x06resume\x12-\n" +
 	"\x12prefill_namespaces\x18\x03 \x03(\tR\x11prefillNamespaces\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x04 \x01(\tR\trequestId\"\x8a\x03\n" +
+	"request_id\x18\x04 \x01(\tR\trequestId\x12%\n" +
+	"\x0fsent_at_unix_ns\x18\x05 \x01(\x06R\fsentAtUnixNs\"\x8a\x03\n" +
 	"\x06Resume\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x18\n" +
@@ -4721,7 +4824,7 @@ const file_quartet_v1_router_proto_rawDesc = "" +
 	"\x13num_reasoning_bytes\x18\b \x01(\x04R\x11numReasoningBytes\x12$\n" +
 	"\x0enum_tool_calls\x18\t \x01(\rR\fnumToolCalls\x12,\n" +
 	"\x12num_argument_bytes\x18\n" +
-	" \x01(\x04R\x10numArgumentBytes\"\x9e\x03\n" +
+	" \x01(\x04R\x10numArgumentBytes\"\xc5\x03\n" +
 	"\rPlaceResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x18\n" +
@@ -4734,7 +4837,8 @@ const file_quartet_v1_router_proto_rawDesc = "" +
 	"\x15prompt_tail_token_ids\x18\b \x03(\rR\x12promptTailTokenIds\x125\n" +
 	"\btokenize\x18\t \x01(\v2\x19.google.protobuf.DurationR\btokenize\x123\n" +
 	"\aparsing\x18\n" +
-	" \x01(\v2\x19.quartet.v1.OutputParsingR\aparsing\"\x83\x01\n" +
+	" \x01(\v2\x19.quartet.v1.OutputParsingR\aparsing\x12%\n" +
+	"\x0fsent_at_unix_ns\x18\v \x01(\x06R\fsentAtUnixNs\"\x83\x01\n" +
 	"\rOutputParsing\x12)\n" +
 	"\x10reasoning_parser\x18\x01 \x01(\tR\x0freasoningParser\x12(\n" +
 	"\x10tool_call_parser\x18\x02 \x01(\tR\x0etoolCallParser\x12\x1d\n" +
@@ -4762,7 +4866,7 @@ const file_quartet_v1_router_proto_rawDesc = "" +
 	"\x0eSessionRequest\x120\n" +
 	"\x05start\x18\x01 \x01(\v2\x18.quartet.v1.SessionStartH\x00R\x05start\x12,\n" +
 	"\x06cancel\x18\x02 \x01(\v2\x12.quartet.v1.CancelH\x00R\x06cancelB\t\n" +
-	"\amessage\"\xef\x01\n" +
+	"\amessage\"\x96\x02\n" +
 	"\fSessionStart\x12\x12\n" +
 	"\x04slot\x18\x01 \x01(\rR\x04slot\x12/\n" +
 	"\x05start\x18\x02 \x01(\v2\x19.quartet.v1.GenerateStartR\x05start\x12*\n" +
@@ -4770,7 +4874,8 @@ const file_quartet_v1_router_proto_rawDesc = "" +
 	"\vtraceparent\x18\x04 \x01(\tR\vtraceparent\x12-\n" +
 	"\x12prefill_namespaces\x18\x05 \x03(\tR\x11prefillNamespaces\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x06 \x01(\tR\trequestId\"\xcd\x04\n" +
+	"request_id\x18\x06 \x01(\tR\trequestId\x12%\n" +
+	"\x0fsent_at_unix_ns\x18\a \x01(\x06R\fsentAtUnixNs\"\x8f\x05\n" +
 	"\x0fSessionResponse\x12\x14\n" +
 	"\x05slots\x18\x01 \x03(\rR\x05slots\x12\x18\n" +
 	"\achoices\x18\x02 \x03(\rR\achoices\x12\x1d\n" +
@@ -4786,7 +4891,12 @@ const file_quartet_v1_router_proto_rawDesc = "" +
 	" \x03(\v2\x1a.quartet.v1.SessionFailureR\bfailures\x121\n" +
 	"\x06placed\x18\v \x03(\v2\x19.quartet.v1.SessionPlacedR\x06placed\x121\n" +
 	"\x06parsed\x18\f \x03(\v2\x19.quartet.v1.SessionParsedR\x06parsed\x12J\n" +
-	"\x0fprompt_logprobs\x18\r \x03(\v2!.quartet.v1.SessionPromptLogprobsR\x0epromptLogprobs\"p\n" +
+	"\x0fprompt_logprobs\x18\r \x03(\v2!.quartet.v1.SessionPromptLogprobsR\x0epromptLogprobs\x12@\n" +
+	"\ffirst_tokens\x18\x0e \x03(\v2\x1d.quartet.v1.SessionFirstTokenR\vfirstTokens\"f\n" +
+	"\x11SessionFirstToken\x12\x12\n" +
+	"\x04slot\x18\x01 \x01(\rR\x04slot\x12\x16\n" +
+	"\x06choice\x18\x02 \x01(\rR\x06choice\x12%\n" +
+	"\x0fsent_at_unix_ns\x18\x03 \x01(\x06R\fsentAtUnixNs\"p\n" +
 	"\x15SessionPromptLogprobs\x12\x12\n" +
 	"\x04slot\x18\x01 \x01(\rR\x04slot\x12C\n" +
 	"\x0fprompt_logprobs\x18\x02 \x01(\v2\x1a.quartet.v1.PromptLogprobsR\x0epromptLogprobs\"\x93\x01\n" +
@@ -4908,7 +5018,7 @@ func file_quartet_v1_router_proto_rawDescGZIP() []byte {
 }
 
 var file_quartet_v1_router_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_quartet_v1_router_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
+var file_quartet_v1_router_proto_msgTypes = make([]protoimpl.MessageInfo, 51)
 var file_quartet_v1_router_proto_goTypes = []any{
 	(ToolChoice)(0),               // 0: quartet.v1.ToolChoice
 	(WorkerState)(0),              // 1: quartet.v1.WorkerState
@@ -4944,153 +5054,155 @@ var file_quartet_v1_router_proto_goTypes = []any{
 	(*SessionRequest)(nil),        // 31: quartet.v1.SessionRequest
 	(*SessionStart)(nil),          // 32: quartet.v1.SessionStart
 	(*SessionResponse)(nil),       // 33: quartet.v1.SessionResponse
-	(*SessionPromptLogprobs)(nil), // 34: quartet.v1.SessionPromptLogprobs
-	(*SessionParsed)(nil),         // 35: quartet.v1.SessionParsed
-	(*SessionLogprobs)(nil),       // 36: quartet.v1.SessionLogprobs
-	(*SessionAccepted)(nil),       // 37: quartet.v1.SessionAccepted
-	(*SessionPlaced)(nil),         // 38: quartet.v1.SessionPlaced
-	(*SessionFinished)(nil),       // 39: quartet.v1.SessionFinished
-	(*SessionFailure)(nil),        // 40: quartet.v1.SessionFailure
-	(*ListWorkersRequest)(nil),    // 41: quartet.v1.ListWorkersRequest
-	(*ListWorkersResponse)(nil),   // 42: quartet.v1.ListWorkersResponse
-	(*WatchWorkersRequest)(nil),   // 43: quartet.v1.WatchWorkersRequest
-	(*WatchWorkersResponse)(nil),  // 44: quartet.v1.WatchWorkersResponse
-	(*FleetTotals)(nil),           // 45: quartet.v1.FleetTotals
-	(*WorkerStatus)(nil),          // 46: quartet.v1.WorkerStatus
-	(*GetModelRequest)(nil),       // 47: quartet.v1.GetModelRequest
-	(*GetModelResponse)(nil),      // 48: quartet.v1.GetModelResponse
-	(*Model)(nil),                 // 49: quartet.v1.Model
-	nil,                           // 50: quartet.v1.RankOption.TermsEntry
-	nil,                           // 51: quartet.v1.FleetTotals.OutcomesEntry
-	(*PrefillStart)(nil),          // 52: quartet.v1.PrefillStart
-	(*PrefillResult)(nil),         // 53: quartet.v1.PrefillResult
-	(*Rank)(nil),                  // 54: quartet.v1.Rank
-	(*Sampling)(nil),              // 55: quartet.v1.Sampling
-	(*OutputOptions)(nil),         // 56: quartet.v1.OutputOptions
-	(*durationpb.Duration)(nil),   // 57: google.protobuf.Duration
-	(*Cancel)(nil),                // 58: quartet.v1.Cancel
-	(*PromptLogprobs)(nil),        // 59: quartet.v1.PromptLogprobs
-	(*TokenLogprobs)(nil),         // 60: quartet.v1.TokenLogprobs
-	(FinishReason)(0),             // 61: quartet.v1.FinishReason
-	(TransferWay)(0),              // 62: quartet.v1.TransferWay
-	(WorkerRole)(0),               // 63: quartet.v1.WorkerRole
-	(*Failure)(nil),               // 64: quartet.v1.Failure
-	(*WorkerRecord)(nil),          // 65: quartet.v1.WorkerRecord
-	(*WorkerLoad)(nil),            // 66: quartet.v1.WorkerLoad
+	(*SessionFirstToken)(nil),     // 34: quartet.v1.SessionFirstToken
+	(*SessionPromptLogprobs)(nil), // 35: quartet.v1.SessionPromptLogprobs
+	(*SessionParsed)(nil),         // 36: quartet.v1.SessionParsed
+	(*SessionLogprobs)(nil),       // 37: quartet.v1.SessionLogprobs
+	(*SessionAccepted)(nil),       // 38: quartet.v1.SessionAccepted
+	(*SessionPlaced)(nil),         // 39: quartet.v1.SessionPlaced
+	(*SessionFinished)(nil),       // 40: quartet.v1.SessionFinished
+	(*SessionFailure)(nil),        // 41: quartet.v1.SessionFailure
+	(*ListWorkersRequest)(nil),    // 42: quartet.v1.ListWorkersRequest
+	(*ListWorkersResponse)(nil),   // 43: quartet.v1.ListWorkersResponse
+	(*WatchWorkersRequest)(nil),   // 44: quartet.v1.WatchWorkersRequest
+	(*WatchWorkersResponse)(nil),  // 45: quartet.v1.WatchWorkersResponse
+	(*FleetTotals)(nil),           // 46: quartet.v1.FleetTotals
+	(*WorkerStatus)(nil),          // 47: quartet.v1.WorkerStatus
+	(*GetModelRequest)(nil),       // 48: quartet.v1.GetModelRequest
+	(*GetModelResponse)(nil),      // 49: quartet.v1.GetModelResponse
+	(*Model)(nil),                 // 50: quartet.v1.Model
+	nil,                           // 51: quartet.v1.RankOption.TermsEntry
+	nil,                           // 52: quartet.v1.FleetTotals.OutcomesEntry
+	(*PrefillStart)(nil),          // 53: quartet.v1.PrefillStart
+	(*PrefillResult)(nil),         // 54: quartet.v1.PrefillResult
+	(*Rank)(nil),                  // 55: quartet.v1.Rank
+	(*Sampling)(nil),              // 56: quartet.v1.Sampling
+	(*OutputOptions)(nil),         // 57: quartet.v1.OutputOptions
+	(*durationpb.Duration)(nil),   // 58: google.protobuf.Duration
+	(*Cancel)(nil),                // 59: quartet.v1.Cancel
+	(*PromptLogprobs)(nil),        // 60: quartet.v1.PromptLogprobs
+	(*TokenLogprobs)(nil),         // 61: quartet.v1.TokenLogprobs
+	(FinishReason)(0),             // 62: quartet.v1.FinishReason
+	(TransferWay)(0),              // 63: quartet.v1.TransferWay
+	(WorkerRole)(0),               // 64: quartet.v1.WorkerRole
+	(*Failure)(nil),               // 65: quartet.v1.Failure
+	(*WorkerRecord)(nil),          // 66: quartet.v1.WorkerRecord
+	(*WorkerLoad)(nil),            // 67: quartet.v1.WorkerLoad
 }
 var file_quartet_v1_router_proto_depIdxs = []int32{
-	52, // 0: quartet.v1.PrefillForRequest.start:type_name -> quartet.v1.PrefillStart
-	53, // 1: quartet.v1.PrefillForResponse.result:type_name -> quartet.v1.PrefillResult
-	54, // 2: quartet.v1.PrefillForResponse.rank:type_name -> quartet.v1.Rank
-	5,  // 3: quartet.v1.GenerateStart.chat:type_name -> quartet.v1.ChatPrompt
-	11, // 4: quartet.v1.GenerateStart.token_ids:type_name -> quartet.v1.TokenIds
-	55, // 5: quartet.v1.GenerateStart.sampling:type_name -> quartet.v1.Sampling
-	56, // 6: quartet.v1.GenerateStart.output:type_name -> quartet.v1.OutputOptions
-	12, // 7: quartet.v1.GenerateStart.text_options:type_name -> quartet.v1.TextOptions
-	57, // 8: quartet.v1.GenerateStart.timeout:type_name -> google.protobuf.Duration
-	10, // 9: quartet.v1.GenerateStart.media:type_name -> quartet.v1.MediaPart
-	57, // 10: quartet.v1.GenerateStart.ttft_target:type_name -> google.protobuf.Duration
-	57, // 11: quartet.v1.GenerateStart.itl_target:type_name -> google.protobuf.Duration
-	8,  // 12: quartet.v1.ChatPrompt.messages:type_name -> quartet.v1.ChatMessage
-	6,  // 13: quartet.v1.ChatPrompt.tools:type_name -> quartet.v1.Tool
-	0,  // 14: quartet.v1.ChatPrompt.tool_choice:type_name -> quartet.v1.ToolChoice
-	9,  // 15: quartet.v1.ChatMessage.parts:type_name -> quartet.v1.ContentPart
-	7,  // 16: quartet.v1.ChatMessage.tool_calls:type_name -> quartet.v1.ToolCall
-	10, // 17: quartet.v1.ContentPart.media:type_name -> quartet.v1.MediaPart
-	4,  // 18: quartet.v1.GenerateRequest.start:type_name -> quartet.v1.GenerateStart
-	58, // 19: quartet.v1.GenerateRequest.cancel:type_name -> quartet.v1.Cancel
-	15, // 20: quartet.v1.GenerateResponse.accepted:type_name -> quartet.v1.Accepted
-	17, // 21: quartet.v1.GenerateResponse.delta:type_name -> quartet.v1.Delta
-	19, // 22: quartet.v1.GenerateResponse.finished:type_name -> quartet.v1.ChoiceFinished
-	16, // 23: quartet.v1.GenerateResponse.placed:type_name -> quartet.v1.ChoicePlacement
-	59, // 24: quartet.v1.GenerateResponse.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
-	16, // 25: quartet.v1.Accepted.choices:type_name -> quartet.v1.ChoicePlacement
-	54, // 26: quartet.v1.Accepted.encode:type_name -> quartet.v1.Rank
-	54, // 27: quartet.v1.ChoicePlacement.prefill:type_name -> quartet.v1.Rank
-	54, // 28: quartet.v1.ChoicePlacement.decode:type_name -> quartet.v1.Rank
-	60, // 29: quartet.v1.Delta.logprobs:type_name -> quartet.v1.TokenLogprobs
-	18, // 30: quartet.v1.Delta.tool_calls:type_name -> quartet.v1.ToolCallDelta
-	61, // 31: quartet.v1.ChoiceFinished.reason:type_name -> quartet.v1.FinishReason
-	20, // 32: quartet.v1.ChoiceFinished.usage:type_name -> quartet.v1.Usage
-	21, // 33: quartet.v1.ChoiceFinished.time:type_name -> quartet.v1.TimeBreakdown
-	57, // 34: quartet.v1.TimeBreakdown.tokenize:type_name -> google.protobuf.Duration
-	57, // 35: quartet.v1.TimeBreakdown.router_queue:type_name -> google.protobuf.Duration
-	57, // 36: quartet.v1.TimeBreakdown.prefill:type_name -> google.protobuf.Duration
-	57, // 37: quartet.v1.TimeBreakdown.prefill_queue:type_name -> google.protobuf.Duration
-	57, // 38: quartet.v1.TimeBreakdown.decode_queue:type_name -> google.protobuf.Duration
-	57, // 39: quartet.v1.TimeBreakdown.transfer:type_name -> google.protobuf.Duration
-	57, // 40: quartet.v1.TimeBreakdown.first_token:type_name -> google.protobuf.Duration
-	57, // 41: quartet.v1.TimeBreakdown.total:type_name -> google.protobuf.Duration
-	57, // 42: quartet.v1.TimeBreakdown.media:type_name -> google.protobuf.Duration
-	62, // 43: quartet.v1.TimeBreakdown.transfer_way:type_name -> quartet.v1.TransferWay
-	57, // 44: quartet.v1.TimeBreakdown.onboard:type_name -> google.protobuf.Duration
-	4,  // 45: quartet.v1.ExplainRequest.start:type_name -> quartet.v1.GenerateStart
-	24, // 46: quartet.v1.ExplainResponse.options:type_name -> quartet.v1.RankOption
-	57, // 47: quartet.v1.ExplainResponse.wait:type_name -> google.protobuf.Duration
-	54, // 48: quartet.v1.RankOption.rank:type_name -> quartet.v1.Rank
-	63, // 49: quartet.v1.RankOption.role:type_name -> quartet.v1.WorkerRole
-	50, // 50: quartet.v1.RankOption.terms:type_name -> quartet.v1.RankOption.TermsEntry
-	4,  // 51: quartet.v1.PlaceRequest.start:type_name -> quartet.v1.GenerateStart
-	26, // 52: quartet.v1.PlaceRequest.resume:type_name -> quartet.v1.Resume
-	11, // 53: quartet.v1.Resume.generated_token_ids:type_name -> quartet.v1.TokenIds
-	29, // 54: quartet.v1.PlaceResponse.choices:type_name -> quartet.v1.PlacedChoice
-	57, // 55: quartet.v1.PlaceResponse.tokenize:type_name -> google.protobuf.Duration
-	28, // 56: quartet.v1.PlaceResponse.parsing:type_name -> quartet.v1.OutputParsing
-	16, // 57: quartet.v1.PlacedChoice.placement:type_name -> quartet.v1.ChoicePlacement
-	60, // 58: quartet.v1.PlacedChoice.logprobs:type_name -> quartet.v1.TokenLogprobs
-	30, // 59: quartet.v1.PlacedChoice.stream:type_name -> quartet.v1.SignedPlacement
-	19, // 60: quartet.v1.PlacedChoice.finished:type_name -> quartet.v1.ChoiceFinished
-	57, // 61: quartet.v1.PlacedChoice.router_queue:type_name -> google.protobuf.Duration
-	57, // 62: quartet.v1.PlacedChoice.prefill:type_name -> google.protobuf.Duration
-	57, // 63: quartet.v1.PlacedChoice.prefill_queue:type_name -> google.protobuf.Duration
-	32, // 64: quartet.v1.SessionRequest.start:type_name -> quartet.v1.SessionStart
-	58, // 65: quartet.v1.SessionRequest.cancel:type_name -> quartet.v1.Cancel
-	4,  // 66: quartet.v1.SessionStart.start:type_name -> quartet.v1.GenerateStart
-	26, // 67: quartet.v1.SessionStart.resume:type_name -> quartet.v1.Resume
-	36, // 68: quartet.v1.SessionResponse.logprobs:type_name -> quartet.v1.SessionLogprobs
-	37, // 69: quartet.v1.SessionResponse.accepted:type_name -> quartet.v1.SessionAccepted
-	39, // 70: quartet.v1.SessionResponse.finished:type_name -> quartet.v1.SessionFinished
-	40, // 71: quartet.v1.SessionResponse.failures:type_name -> quartet.v1.SessionFailure
-	38, // 72: quartet.v1.SessionResponse.placed:type_name -> quartet.v1.SessionPlaced
-	35, // 73: quartet.v1.SessionResponse.parsed:type_name -> quartet.v1.SessionParsed
-	34, // 74: quartet.v1.SessionResponse.prompt_logprobs:type_name -> quartet.v1.SessionPromptLogprobs
-	59, // 75: quartet.v1.SessionPromptLogprobs.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
-	18, // 76: quartet.v1.SessionParsed.tool_calls:type_name -> quartet.v1.ToolCallDelta
-	60, // 77: quartet.v1.SessionLogprobs.tokens:type_name -> quartet.v1.TokenLogprobs
-	15, // 78: quartet.v1.SessionAccepted.accepted:type_name -> quartet.v1.Accepted
-	16, // 79: quartet.v1.SessionPlaced.placement:type_name -> quartet.v1.ChoicePlacement
-	19, // 80: quartet.v1.SessionFinished.finished:type_name -> quartet.v1.ChoiceFinished
-	64, // 81: quartet.v1.SessionFailure.failure:type_name -> quartet.v1.Failure
-	46, // 82: quartet.v1.ListWorkersResponse.workers:type_name -> quartet.v1.WorkerStatus
-	46, // 83: quartet.v1.WatchWorkersResponse.updated:type_name -> quartet.v1.WorkerStatus
-	45, // 84: quartet.v1.WatchWorkersResponse.totals:type_name -> quartet.v1.FleetTotals
-	51, // 85: quartet.v1.FleetTotals.outcomes:type_name -> quartet.v1.FleetTotals.OutcomesEntry
-	65, // 86: quartet.v1.WorkerStatus.record:type_name -> quartet.v1.WorkerRecord
-	1,  // 87: quartet.v1.WorkerStatus.state:type_name -> quartet.v1.WorkerState
-	66, // 88: quartet.v1.WorkerStatus.load:type_name -> quartet.v1.WorkerLoad
-	57, // 89: quartet.v1.WorkerStatus.load_age:type_name -> google.protobuf.Duration
-	49, // 90: quartet.v1.GetModelResponse.models:type_name -> quartet.v1.Model
-	13, // 91: quartet.v1.RouterService.Generate:input_type -> quartet.v1.GenerateRequest
-	25, // 92: quartet.v1.RouterService.Place:input_type -> quartet.v1.PlaceRequest
-	31, // 93: quartet.v1.RouterService.Session:input_type -> quartet.v1.SessionRequest
-	41, // 94: quartet.v1.RouterService.ListWorkers:input_type -> quartet.v1.ListWorkersRequest
-	43, // 95: quartet.v1.RouterService.WatchWorkers:input_type -> quartet.v1.WatchWorkersRequest
-	22, // 96: quartet.v1.RouterService.Explain:input_type -> quartet.v1.ExplainRequest
-	47, // 97: quartet.v1.RouterService.GetModel:input_type -> quartet.v1.GetModelRequest
-	2,  // 98: quartet.v1.RouterService.PrefillFor:input_type -> quartet.v1.PrefillForRequest
-	14, // 99: quartet.v1.RouterService.Generate:output_type -> quartet.v1.GenerateResponse
-	27, // 100: quartet.v1.RouterService.Place:output_type -> quartet.v1.PlaceResponse
-	33, // 101: quartet.v1.RouterService.Session:output_type -> quartet.v1.SessionResponse
-	42, // 102: quartet.v1.RouterService.ListWorkers:output_type -> quartet.v1.ListWorkersResponse
-	44, // 103: quartet.v1.RouterService.WatchWorkers:output_type -> quartet.v1.WatchWorkersResponse
-	23, // 104: quartet.v1.RouterService.Explain:output_type -> quartet.v1.ExplainResponse
-	48, // 105: quartet.v1.RouterService.GetModel:output_type -> quartet.v1.GetModelResponse
-	3,  // 106: quartet.v1.RouterService.PrefillFor:output_type -> quartet.v1.PrefillForResponse
-	99, // [99:107] is the sub-list for method output_type
-	91, // [91:99] is the sub-list for method input_type
-	91, // [91:91] is the sub-list for extension type_name
-	91, // [91:91] is the sub-list for extension extendee
-	0,  // [0:91] is the sub-list for field type_name
+	53,  // 0: quartet.v1.PrefillForRequest.start:type_name -> quartet.v1.PrefillStart
+	54,  // 1: quartet.v1.PrefillForResponse.result:type_name -> quartet.v1.PrefillResult
+	55,  // 2: quartet.v1.PrefillForResponse.rank:type_name -> quartet.v1.Rank
+	5,   // 3: quartet.v1.GenerateStart.chat:type_name -> quartet.v1.ChatPrompt
+	11,  // 4: quartet.v1.GenerateStart.token_ids:type_name -> quartet.v1.TokenIds
+	56,  // 5: quartet.v1.GenerateStart.sampling:type_name -> quartet.v1.Sampling
+	57,  // 6: quartet.v1.GenerateStart.output:type_name -> quartet.v1.OutputOptions
+	12,  // 7: quartet.v1.GenerateStart.text_options:type_name -> quartet.v1.TextOptions
+	58,  // 8: quartet.v1.GenerateStart.timeout:type_name -> google.protobuf.Duration
+	10,  // 9: quartet.v1.GenerateStart.media:type_name -> quartet.v1.MediaPart
+	58,  // 10: quartet.v1.GenerateStart.ttft_target:type_name -> google.protobuf.Duration
+	58,  // 11: quartet.v1.GenerateStart.itl_target:type_name -> google.protobuf.Duration
+	8,   // 12: quartet.v1.ChatPrompt.messages:type_name -> quartet.v1.ChatMessage
+	6,   // 13: quartet.v1.ChatPrompt.tools:type_name -> quartet.v1.Tool
+	0,   // 14: quartet.v1.ChatPrompt.tool_choice:type_name -> quartet.v1.ToolChoice
+	9,   // 15: quartet.v1.ChatMessage.parts:type_name -> quartet.v1.ContentPart
+	7,   // 16: quartet.v1.ChatMessage.tool_calls:type_name -> quartet.v1.ToolCall
+	10,  // 17: quartet.v1.ContentPart.media:type_name -> quartet.v1.MediaPart
+	4,   // 18: quartet.v1.GenerateRequest.start:type_name -> quartet.v1.GenerateStart
+	59,  // 19: quartet.v1.GenerateRequest.cancel:type_name -> quartet.v1.Cancel
+	15,  // 20: quartet.v1.GenerateResponse.accepted:type_name -> quartet.v1.Accepted
+	17,  // 21: quartet.v1.GenerateResponse.delta:type_name -> quartet.v1.Delta
+	19,  // 22: quartet.v1.GenerateResponse.finished:type_name -> quartet.v1.ChoiceFinished
+	16,  // 23: quartet.v1.GenerateResponse.placed:type_name -> quartet.v1.ChoicePlacement
+	60,  // 24: quartet.v1.GenerateResponse.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
+	16,  // 25: quartet.v1.Accepted.choices:type_name -> quartet.v1.ChoicePlacement
+	55,  // 26: quartet.v1.Accepted.encode:type_name -> quartet.v1.Rank
+	55,  // 27: quartet.v1.ChoicePlacement.prefill:type_name -> quartet.v1.Rank
+	55,  // 28: quartet.v1.ChoicePlacement.decode:type_name -> quartet.v1.Rank
+	61,  // 29: quartet.v1.Delta.logprobs:type_name -> quartet.v1.TokenLogprobs
+	18,  // 30: quartet.v1.Delta.tool_calls:type_name -> quartet.v1.ToolCallDelta
+	62,  // 31: quartet.v1.ChoiceFinished.reason:type_name -> quartet.v1.FinishReason
+	20,  // 32: quartet.v1.ChoiceFinished.usage:type_name -> quartet.v1.Usage
+	21,  // 33: quartet.v1.ChoiceFinished.time:type_name -> quartet.v1.TimeBreakdown
+	58,  // 34: quartet.v1.TimeBreakdown.tokenize:type_name -> google.protobuf.Duration
+	58,  // 35: quartet.v1.TimeBreakdown.router_queue:type_name -> google.protobuf.Duration
+	58,  // 36: quartet.v1.TimeBreakdown.prefill:type_name -> google.protobuf.Duration
+	58,  // 37: quartet.v1.TimeBreakdown.prefill_queue:type_name -> google.protobuf.Duration
+	58,  // 38: quartet.v1.TimeBreakdown.decode_queue:type_name -> google.protobuf.Duration
+	58,  // 39: quartet.v1.TimeBreakdown.transfer:type_name -> google.protobuf.Duration
+	58,  // 40: quartet.v1.TimeBreakdown.first_token:type_name -> google.protobuf.Duration
+	58,  // 41: quartet.v1.TimeBreakdown.total:type_name -> google.protobuf.Duration
+	58,  // 42: quartet.v1.TimeBreakdown.media:type_name -> google.protobuf.Duration
+	63,  // 43: quartet.v1.TimeBreakdown.transfer_way:type_name -> quartet.v1.TransferWay
+	58,  // 44: quartet.v1.TimeBreakdown.onboard:type_name -> google.protobuf.Duration
+	4,   // 45: quartet.v1.ExplainRequest.start:type_name -> quartet.v1.GenerateStart
+	24,  // 46: quartet.v1.ExplainResponse.options:type_name -> quartet.v1.RankOption
+	58,  // 47: quartet.v1.ExplainResponse.wait:type_name -> google.protobuf.Duration
+	55,  // 48: quartet.v1.RankOption.rank:type_name -> quartet.v1.Rank
+	64,  // 49: quartet.v1.RankOption.role:type_name -> quartet.v1.WorkerRole
+	51,  // 50: quartet.v1.RankOption.terms:type_name -> quartet.v1.RankOption.TermsEntry
+	4,   // 51: quartet.v1.PlaceRequest.start:type_name -> quartet.v1.GenerateStart
+	26,  // 52: quartet.v1.PlaceRequest.resume:type_name -> quartet.v1.Resume
+	11,  // 53: quartet.v1.Resume.generated_token_ids:type_name -> quartet.v1.TokenIds
+	29,  // 54: quartet.v1.PlaceResponse.choices:type_name -> quartet.v1.PlacedChoice
+	58,  // 55: quartet.v1.PlaceResponse.tokenize:type_name -> google.protobuf.Duration
+	28,  // 56: quartet.v1.PlaceResponse.parsing:type_name -> quartet.v1.OutputParsing
+	16,  // 57: quartet.v1.PlacedChoice.placement:type_name -> quartet.v1.ChoicePlacement
+	61,  // 58: quartet.v1.PlacedChoice.logprobs:type_name -> quartet.v1.TokenLogprobs
+	30,  // 59: quartet.v1.PlacedChoice.stream:type_name -> quartet.v1.SignedPlacement
+	19,  // 60: quartet.v1.PlacedChoice.finished:type_name -> quartet.v1.ChoiceFinished
+	58,  // 61: quartet.v1.PlacedChoice.router_queue:type_name -> google.protobuf.Duration
+	58,  // 62: quartet.v1.PlacedChoice.prefill:type_name -> google.protobuf.Duration
+	58,  // 63: quartet.v1.PlacedChoice.prefill_queue:type_name -> google.protobuf.Duration
+	32,  // 64: quartet.v1.SessionRequest.start:type_name -> quartet.v1.SessionStart
+	59,  // 65: quartet.v1.SessionRequest.cancel:type_name -> quartet.v1.Cancel
+	4,   // 66: quartet.v1.SessionStart.start:type_name -> quartet.v1.GenerateStart
+	26,  // 67: quartet.v1.SessionStart.resume:type_name -> quartet.v1.Resume
+	37,  // 68: quartet.v1.SessionResponse.logprobs:type_name -> quartet.v1.SessionLogprobs
+	38,  // 69: quartet.v1.SessionResponse.accepted:type_name -> quartet.v1.SessionAccepted
+	40,  // 70: quartet.v1.SessionResponse.finished:type_name -> quartet.v1.SessionFinished
+	41,  // 71: quartet.v1.SessionResponse.failures:type_name -> quartet.v1.SessionFailure
+	39,  // 72: quartet.v1.SessionResponse.placed:type_name -> quartet.v1.SessionPlaced
+	36,  // 73: quartet.v1.SessionResponse.parsed:type_name -> quartet.v1.SessionParsed
+	35,  // 74: quartet.v1.SessionResponse.prompt_logprobs:type_name -> quartet.v1.SessionPromptLogprobs
+	34,  // 75: quartet.v1.SessionResponse.first_tokens:type_name -> quartet.v1.SessionFirstToken
+	60,  // 76: quartet.v1.SessionPromptLogprobs.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
+	18,  // 77: quartet.v1.SessionParsed.tool_calls:type_name -> quartet.v1.ToolCallDelta
+	61,  // 78: quartet.v1.SessionLogprobs.tokens:type_name -> quartet.v1.TokenLogprobs
+	15,  // 79: quartet.v1.SessionAccepted.accepted:type_name -> quartet.v1.Accepted
+	16,  // 80: quartet.v1.SessionPlaced.placement:type_name -> quartet.v1.ChoicePlacement
+	19,  // 81: quartet.v1.SessionFinished.finished:type_name -> quartet.v1.ChoiceFinished
+	65,  // 82: quartet.v1.SessionFailure.failure:type_name -> quartet.v1.Failure
+	47,  // 83: quartet.v1.ListWorkersResponse.workers:type_name -> quartet.v1.WorkerStatus
+	47,  // 84: quartet.v1.WatchWorkersResponse.updated:type_name -> quartet.v1.WorkerStatus
+	46,  // 85: quartet.v1.WatchWorkersResponse.totals:type_name -> quartet.v1.FleetTotals
+	52,  // 86: quartet.v1.FleetTotals.outcomes:type_name -> quartet.v1.FleetTotals.OutcomesEntry
+	66,  // 87: quartet.v1.WorkerStatus.record:type_name -> quartet.v1.WorkerRecord
+	1,   // 88: quartet.v1.WorkerStatus.state:type_name -> quartet.v1.WorkerState
+	67,  // 89: quartet.v1.WorkerStatus.load:type_name -> quartet.v1.WorkerLoad
+	58,  // 90: quartet.v1.WorkerStatus.load_age:type_name -> google.protobuf.Duration
+	50,  // 91: quartet.v1.GetModelResponse.models:type_name -> quartet.v1.Model
+	13,  // 92: quartet.v1.RouterService.Generate:input_type -> quartet.v1.GenerateRequest
+	25,  // 93: quartet.v1.RouterService.Place:input_type -> quartet.v1.PlaceRequest
+	31,  // 94: quartet.v1.RouterService.Session:input_type -> quartet.v1.SessionRequest
+	42,  // 95: quartet.v1.RouterService.ListWorkers:input_type -> quartet.v1.ListWorkersRequest
+	44,  // 96: quartet.v1.RouterService.WatchWorkers:input_type -> quartet.v1.WatchWorkersRequest
+	22,  // 97: quartet.v1.RouterService.Explain:input_type -> quartet.v1.ExplainRequest
+	48,  // 98: quartet.v1.RouterService.GetModel:input_type -> quartet.v1.GetModelRequest
+	2,   // 99: quartet.v1.RouterService.PrefillFor:input_type -> quartet.v1.PrefillForRequest
+	14,  // 100: quartet.v1.RouterService.Generate:output_type -> quartet.v1.GenerateResponse
+	27,  // 101: quartet.v1.RouterService.Place:output_type -> quartet.v1.PlaceResponse
+	33,  // 102: quartet.v1.RouterService.Session:output_type -> quartet.v1.SessionResponse
+	43,  // 103: quartet.v1.RouterService.ListWorkers:output_type -> quartet.v1.ListWorkersResponse
+	45,  // 104: quartet.v1.RouterService.WatchWorkers:output_type -> quartet.v1.WatchWorkersResponse
+	23,  // 105: quartet.v1.RouterService.Explain:output_type -> quartet.v1.ExplainResponse
+	49,  // 106: quartet.v1.RouterService.GetModel:output_type -> quartet.v1.GetModelResponse
+	3,   // 107: quartet.v1.RouterService.PrefillFor:output_type -> quartet.v1.PrefillForResponse
+	100, // [100:108] is the sub-list for method output_type
+	92,  // [92:100] is the sub-list for method input_type
+	92,  // [92:92] is the sub-list for extension type_name
+	92,  // [92:92] is the sub-list for extension extendee
+	0,   // [0:92] is the sub-list for field type_name
 }
 
 func init() { file_quartet_v1_router_proto_init() }
@@ -5146,7 +5258,7 @@ func file_quartet_v1_router_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_quartet_v1_router_proto_rawDesc), len(file_quartet_v1_router_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   50,
+			NumMessages:   51,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
