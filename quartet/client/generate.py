@@ -118,8 +118,8 @@ class GenerateRequest:
             # If a cancel loses the race with the end, gRPC replaces the router's status with its own.
             if error.details() != MADE_UP_DETAILS or num_finished < num_choices:
                 raise router.error(error, is_begun=call.is_begun) from error
-        except asyncio.CancelledError:
-            # Closing a call's channel cancels the call, as if the reader had been cancelled.
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            # Closing a call's channel cancels the call, as if the reader had been cancelled, or refuses to open it.
             if router.is_closed and not _is_cancelled():
                 raise router.closed_error from None
             raise

@@ -110,8 +110,13 @@ class Router:
 
     def error(self, error: grpc.aio.AioRpcError, *, is_begun: bool) -> ServingError:
         """The error of a failed call here; ``is_begun``: the router had already answered something."""
+        if self.is_closed:
+            return self.closed_error
         details = error.details() or ""
         if details == MADE_UP_DETAILS:
+            # A cancel or another request's start was written when the call ended: nobody knows why it did.
+            if is_begun:
+                return RouterLostError(f"the router at {self.address} ended the call while it was written to")
             return RouterUnavailableError(f"the router at {self.address} ended the call before it was sent")
         is_from_router = DETAILS_KEY in dict(error.trailing_metadata() or ())
         is_reset = error.code() in _RESET_CODES and _RESET_DETAILS in details

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from quartet.client import (
     QuartetClient,
     RequestPath,
 )
-from quartet.client.routers import ClientClosedError
+from quartet.client.routers import MADE_UP_DETAILS, ClientClosedError, Router, RouterLostError
 from quartet.client.sync import SyncClient
 from quartet.errors import (
     ConfigError,
@@ -225,6 +226,28 @@ async def test_a_third_lost_router_ends_the_answer(path: RequestPath) -> None:
     assert len(script.starts) == 3
     attempts = [resume.attempt for resume in script.resumes if resume is not None]
     assert attempts == [1_000_000, 2_000_000]
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "is_lost"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", True),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", True),
+        (grpc.StatusCode.CANCELLED, "Received RST_STREAM with error code 8", True),
+        # What gRPC makes up if the call ended while a cancel was written, or another request of the session.
+        (grpc.StatusCode.INTERNAL, MADE_UP_DETAILS, True),
+        (grpc.StatusCode.INTERNAL, "internal error", False),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", False),
+    ],
+)
+async def test_what_the_router_did_not_say_itself_counts_as_its_loss(
+    code: grpc.StatusCode, details: str, is_lost: bool
+) -> None:
+    router = Router("127.0.0.1:1", None)
+    error = router.error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details), is_begun=True)
+    assert isinstance(error, RouterLostError) == is_lost
+    await router.close()
 
 
 @by_router
