@@ -6,7 +6,8 @@ import asyncio
 import difflib
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,9 +20,10 @@ from cli.output import reporting_errors
 from cli.up_display import LaunchDisplay, print_names, print_plan
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
-from quartet.discovery.base import Role
+from quartet.discovery.base import Registry, Role
+from quartet.discovery.create import create_registry
 from quartet.engine.settings import EngineKind
-from quartet.errors import ConfigError, ServingError
+from quartet.errors import ConfigError, DiscoveryError, ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
 from quartet.shipped import find_shipped, topologies
@@ -32,6 +34,7 @@ from router.policy.create import PolicyName
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import (
+    ROUTER,
     Choices,
     Topology,
     check_engines,
@@ -39,6 +42,7 @@ from services.topology.topology import (
     choose,
     plan_pool_routers,
     plan_router,
+    plan_routers,
     plan_workers,
     read_settings,
 )
@@ -95,6 +99,19 @@ class ChoiceOptions(Choices):
     ] = field(default_factory=list)
     router_port: Annotated[
         int | None, typer.Option("--router-port", help="Port of the router; 0 takes a free one.")
+    ] = None
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="NAME",
+            envvar="QUARTET_HOST",
+            help="Which of the file's hosts this one is: start its share.",
+        ),
+    ] = None
+    secrets: Annotated[
+        Path | None,
+        typer.Option("--secrets", metavar="DIR", help="This host's folder of what quartet secrets has written."),
     ] = None
     tls: Annotated[
         bool,
@@ -155,6 +172,7 @@ def up(
             print_names(topologies())
             return
         chosen = choose(read_settings(find_topology(topology), assignments or (), os.environ, choices), choices)
+        _check_host(chosen.topology)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
         plans = plan_workers(chosen.topology, num_cores=num_cores)
@@ -186,6 +204,11 @@ def find_topology(text: str) -> Path:
     raise ConfigError(f"there is no file {text}, and no topology of that name; {hint}")
 
 
+def _check_host(topology: Topology) -> None:
+    if topology.hosts and not topology.host:
+        raise ConfigError(f"--host: is missing; the file has the hosts {', '.join(topology.hosts)}, each with a share")
+
+
 async def wait_ready(
     router_address: str, worker_ids: Collection[str], report: Callable[[str], None], tls: TlsConfig | None = None
 ) -> Sequence[WorkerStatus]:
@@ -209,7 +232,7 @@ async def wait_ready(
 
 def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
     """A line where the router goes by caches of which workers say nothing. Raises ``ConfigError``."""
-    routers = [plan_router(topology)] if topology.global_router is None else plan_pool_routers(topology)
+    routers = plan_routers(topology) if topology.global_router is None else plan_pool_routers(topology)
     if not any(build(RouterConfig, plan.settings, "router.overrides").policy.reads_caches for plan in routers):
         return
     plans = [plan for plan in plan_workers(topology, num_cores=num_cores) if plan.role is not Role.ENCODE]
@@ -224,11 +247,9 @@ def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
 def _environment(topology: Topology, num_cores: int, log_dir: Path | None) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
     check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
-    for plan in plan_pool_routers(topology):
+    for plan in plan_routers(topology) if topology.global_router is None else plan_pool_routers(topology):
         build(RouterConfig, plan.settings, "router.overrides")
-    if topology.global_router is None:
-        build(RouterConfig, plan_router(topology).settings, "router.overrides")
-    else:
+    if topology.global_router is not None:
         build(GlobalRouterConfig, without_units(plan_router(topology).settings), "global_router")
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(
@@ -275,13 +296,13 @@ async def _serve(
 
     Raises ``ConfigError``, ``LaunchError``.
     """
-    try:
-        async with asyncio.timeout(topology.start_timeout_s):
-            await local.start()
-            ready = wait_ready(local.router_address, local.worker_ids, display.progress, _operator(local))
-            workers = await while_running(local.children, ready)
-    except TimeoutError as error:
-        raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
+    if topology.host:
+        await _serve_share(local, topology, display, restarts)
+        return
+    async with _bounded_start(topology, display):
+        await local.start()
+        ready = wait_ready(local.router_address, local.worker_ids, display.progress, _operator(local))
+        workers = await while_running(local.children, ready)
     takes_images = any(MediaKind.IMAGE in worker.record.media for worker in workers)
     display.ready(
         local.router_address,
@@ -291,6 +312,104 @@ async def _serve(
         http_keys_file=local.http_keys_file,
     )
     await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
+
+
+async def _serve_share(
+    local: LocalTopology, topology: Topology, display: LaunchDisplay, restarts: RestartConfig | None
+) -> None:
+    """``_serve`` for one of several hosts, which must not fail because another one is not there.
+
+    Its workers must serve in time. Its router may have to wait for workers of another host, and does so as long as it
+    takes.
+    """
+    share = HostShare(local, topology, display.progress)
+    async with _bounded_start(topology, display):
+        await local.start()
+        await while_running(local.children, share.wait_workers(local.worker_ids))
+    announcing = asyncio.create_task(_announce_share(share, topology, display))
+    try:
+        await Supervisor(local, display, share.wait_serving, restarts=restarts).run()
+    finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce_share(share: HostShare, topology: Topology, display: LaunchDisplay) -> None:
+    if topology.has_router:
+        await share.wait_router()
+    display.share_ready(topology.router_addresses[0])
+
+
+@asynccontextmanager
+async def _bounded_start(topology: Topology, display: LaunchDisplay) -> AsyncIterator[None]:
+    """Raise ``LaunchError`` where what is inside takes longer than the topology's start may."""
+    try:
+        async with asyncio.timeout(topology.start_timeout_s):
+            yield
+    except TimeoutError as error:
+        raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
+
+
+class HostShare:
+    """Says when processes of one host serve, without the router, which may be on another one.
+
+    It dials each process with that one's own identity.
+    """
+
+    def __init__(self, local: LocalTopology, topology: Topology, report: Callable[[str], None]) -> None:
+        """``report`` gets what is missing, whenever that changes."""
+        self._local = local
+        self._topology = topology
+        self._report = report
+
+    async def wait_serving(self, name: str) -> None:
+        """Wait until the process ``name`` serves. A router may wait for other hosts, and then it does so silently."""
+        if name == ROUTER:
+            await self._wait(self._missing_router, lambda _message: None)
+        else:
+            await self.wait_workers([name])
+
+    async def wait_router(self) -> None:
+        """Wait until this host's router serves: all roles that it needs have a worker, on any host."""
+        await self._wait(self._missing_router, self._report)
+
+    async def wait_workers(self, names: Collection[str]) -> None:
+        """Wait until these workers have announced themselves and serve."""
+        registry = create_registry(self._local.discovery)
+        try:
+            await self._wait(partial(self._missing_workers, registry, names), self._report)
+        finally:
+            await registry.close()
+
+    async def _wait(self, missing: Callable[[], Awaitable[Sequence[str]]], report: Callable[[str], None]) -> None:
+        reported: Sequence[str] = ()
+        while names := await missing():
+            if names != reported:
+                report(f"waiting for {', '.join(names)}")
+                reported = names
+            await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def _missing_router(self) -> Sequence[str]:
+        if await is_serving(self._topology.router_addresses[0], self._identity(ROUTER)):
+            return []
+        return ["router, which waits for workers of all roles, on any host"]
+
+    async def _missing_workers(self, registry: Registry, names: Collection[str]) -> Sequence[str]:
+        try:
+            known = {record.worker_id: record for record in await registry.workers()}
+        except DiscoveryError:
+            return ["etcd, which has the workers' addresses"]
+        missing = []
+        for name in sorted(names):
+            if name not in known:
+                missing.append(name)
+            elif not await is_serving(known[name].grpc_address, self._identity(name)):
+                missing.append(f"{name} (not serving)")
+        return missing
+
+    def _identity(self, name: str) -> TlsConfig | None:
+        secrets = self._topology.secret_files
+        return None if secrets is None else secrets.identity(name)
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:
