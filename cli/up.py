@@ -18,12 +18,12 @@ import typer
 
 from cli.output import reporting_errors
 from cli.up_display import LaunchDisplay, print_names, print_plan
+from cli.up_ready import HostShare, ReadyFile
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
-from quartet.discovery.base import Registry, Role
-from quartet.discovery.create import create_registry
+from quartet.discovery.base import Role
 from quartet.engine.settings import EngineKind
-from quartet.errors import ConfigError, DiscoveryError, ServingError
+from quartet.errors import ConfigError, ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import TlsConfig, is_serving
 from quartet.shipped import find_shipped, topologies
@@ -34,7 +34,6 @@ from router.policy.create import PolicyName
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import (
-    ROUTER,
     Choices,
     Topology,
     check_engines,
@@ -162,6 +161,15 @@ def up(
             help="Keep what each process prints, in DIR/NAME.log, and the settings of all.",
         ),
     ] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ready-file",
+            metavar="FILE",
+            envvar="QUARTET_READY_FILE",
+            help="A file that exists while all of it serves, for probes of containers.",
+        ),
+    ] = None,
 ) -> None:
     """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all.
 
@@ -185,7 +193,7 @@ def up(
             return
         restarts = None if is_failing_fast else RestartConfig()
         environment = _environment(chosen.topology, num_cores, log_dir)
-        asyncio.run(_run(chosen.topology, environment, display, restarts))
+        asyncio.run(_run(chosen.topology, environment, display, ReadyFile(ready_file, display), restarts))
 
 
 def find_topology(text: str) -> Path:
@@ -264,10 +272,14 @@ def _environment(topology: Topology, num_cores: int, log_dir: Path | None) -> En
 
 
 async def _run(
-    topology: Topology, environment: Environment, display: LaunchDisplay, restarts: RestartConfig | None
+    topology: Topology,
+    environment: Environment,
+    display: LaunchDisplay,
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
 ) -> None:
     local = LocalTopology(topology, environment, display)
-    running = asyncio.create_task(_serve(local, topology, display, restarts))
+    running = asyncio.create_task(_serve(local, topology, display, ready_file, restarts))
     stop = asyncio.Event()
 
     def end() -> None:
@@ -285,19 +297,24 @@ async def _run(
             running.result()
     finally:
         display.progress("stopping")
+        ready_file.remove()
         await local.stop()
         display.progress("stopped")
 
 
 async def _serve(
-    local: LocalTopology, topology: Topology, display: LaunchDisplay, restarts: RestartConfig | None
+    local: LocalTopology,
+    topology: Topology,
+    display: LaunchDisplay,
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
 ) -> None:
     """Start everything, wait until it serves, print how to use it, and keep it running.
 
     Raises ``ConfigError``, ``LaunchError``.
     """
     if topology.host:
-        await _serve_share(local, topology, display, restarts)
+        await _serve_share(local, topology, display, ready_file, restarts)
         return
     async with _bounded_start(topology, display):
         await local.start()
@@ -311,11 +328,15 @@ async def _serve(
         http_address=local.http_address,
         http_keys_file=local.http_keys_file,
     )
-    await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
+    await _keep(local, partial(_wait_serving, local), ready_file, restarts)
 
 
 async def _serve_share(
-    local: LocalTopology, topology: Topology, display: LaunchDisplay, restarts: RestartConfig | None
+    local: LocalTopology,
+    topology: Topology,
+    display: LaunchDisplay,
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
 ) -> None:
     """``_serve`` for one of several hosts, which must not fail because another one is not there.
 
@@ -328,7 +349,7 @@ async def _serve_share(
         await while_running(local.children, share.wait_workers(local.worker_ids))
     announcing = asyncio.create_task(_announce_share(share, topology, display))
     try:
-        await Supervisor(local, display, share.wait_serving, restarts=restarts).run()
+        await _keep(local, share.wait_serving, ready_file, restarts)
     finally:
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
@@ -340,6 +361,21 @@ async def _announce_share(share: HostShare, topology: Topology, display: LaunchD
     display.share_ready(topology.router_addresses[0])
 
 
+async def _keep(
+    local: LocalTopology,
+    wait_serving: Callable[[str], Awaitable[None]],
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
+) -> None:
+    ready_file.expect([child.name for child in local.children])
+
+    async def wait(name: str) -> None:
+        await wait_serving(name)
+        ready_file.serves(name)
+
+    await Supervisor(local, ready_file, wait, restarts=restarts).run()
+
+
 @asynccontextmanager
 async def _bounded_start(topology: Topology, display: LaunchDisplay) -> AsyncIterator[None]:
     """Raise ``LaunchError`` where what is inside takes longer than the topology's start may."""
@@ -348,68 +384,6 @@ async def _bounded_start(topology: Topology, display: LaunchDisplay) -> AsyncIte
             yield
     except TimeoutError as error:
         raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
-
-
-class HostShare:
-    """Says when processes of one host serve, without the router, which may be on another one.
-
-    It dials each process with that one's own identity.
-    """
-
-    def __init__(self, local: LocalTopology, topology: Topology, report: Callable[[str], None]) -> None:
-        """``report`` gets what is missing, whenever that changes."""
-        self._local = local
-        self._topology = topology
-        self._report = report
-
-    async def wait_serving(self, name: str) -> None:
-        """Wait until the process ``name`` serves. A router may wait for other hosts, and then it does so silently."""
-        if name == ROUTER:
-            await self._wait(self._missing_router, lambda _message: None)
-        else:
-            await self.wait_workers([name])
-
-    async def wait_router(self) -> None:
-        """Wait until this host's router serves: all roles that it needs have a worker, on any host."""
-        await self._wait(self._missing_router, self._report)
-
-    async def wait_workers(self, names: Collection[str]) -> None:
-        """Wait until these workers have announced themselves and serve."""
-        registry = create_registry(self._local.discovery)
-        try:
-            await self._wait(partial(self._missing_workers, registry, names), self._report)
-        finally:
-            await registry.close()
-
-    async def _wait(self, missing: Callable[[], Awaitable[Sequence[str]]], report: Callable[[str], None]) -> None:
-        reported: Sequence[str] = ()
-        while names := await missing():
-            if names != reported:
-                report(f"waiting for {', '.join(names)}")
-                reported = names
-            await asyncio.sleep(_POLL_INTERVAL_S)
-
-    async def _missing_router(self) -> Sequence[str]:
-        if await is_serving(self._topology.router_addresses[0], self._identity(ROUTER)):
-            return []
-        return ["router, which waits for workers of all roles, on any host"]
-
-    async def _missing_workers(self, registry: Registry, names: Collection[str]) -> Sequence[str]:
-        try:
-            known = {record.worker_id: record for record in await registry.workers()}
-        except DiscoveryError:
-            return ["etcd, which has the workers' addresses"]
-        missing = []
-        for name in sorted(names):
-            if name not in known:
-                missing.append(name)
-            elif not await is_serving(known[name].grpc_address, self._identity(name)):
-                missing.append(f"{name} (not serving)")
-        return missing
-
-    def _identity(self, name: str) -> TlsConfig | None:
-        secrets = self._topology.secret_files
-        return None if secrets is None else secrets.identity(name)
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:

@@ -766,7 +766,7 @@ def _host_base(topology: Topology, name: str, process: int) -> dict[str, object]
     host = topology.hosts[topology.host]
     grpc, events, metrics = (host.port(process, which) for which in range(PORTS_OF_PROCESS))
     server: dict[str, object] = {"address": f"{host.listens_on}:{grpc}"}
-    base = {
+    base: dict[str, object] = {
         "server": server,
         "advertise_host": host.address,
         "events_address": f"{host.listens_on}:{events}",
