@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import ssl
 import subprocess
@@ -260,6 +261,36 @@ async def test_every_path_leads_to_both_hosts(fleet: Fleet, stack: Stack) -> Non
             )
             assert tokens(answers) == expected, path
             assert {worker_of(answer) for answer in answers} == {"decode-0", "decode-1"}, path
+
+
+async def test_what_the_page_says_to_paste_works(fleet: Fleet) -> None:
+    operator = fleet.secrets / "operator"
+    files = {"CA": "ca.pem", "CERT": "operator.pem", "KEY": "operator.key"}
+    variables = {f"QUARTET_TLS_{name}": str(operator / file) for name, file in files.items()}
+    generate, workers = fleet.ups["right"].lines[-2:]
+    listed = await run(workers, variables)
+    assert all(name in listed for name in WORKERS)
+    assert (await run(generate, variables)).strip()
+    key = f"$(cut -d' ' -f2 {fleet.secrets}/authority/http_keys)"
+    url = f"https://{fleet.network.hosts['left'].address}:8000/v1/chat/completions"
+    curl = f'curl -sS --cacert {fleet.secrets}/client/ca.pem -H "Authorization: Bearer {key}" {url} -d'
+    chat = await run(f"""{curl} '{{"messages":[{{"role":"user","content":"Once"}}],"max_tokens":4}}'""", {})
+    assert json.loads(chat)["usage"]["completion_tokens"] == 4
+
+
+async def run(line: str, variables: dict[str, str]) -> str:
+    """What a line prints in a shell."""
+    process = await asyncio.create_subprocess_exec(
+        "bash",
+        "-c",
+        line,
+        stdout=asyncio.subprocess.PIPE,
+        env={"PATH": f"{QUARTET.parent}:{os.environ['PATH']}", **variables},
+    )
+    async with asyncio.timeout(WAIT_S):
+        out, _ = await process.communicate()
+    assert process.returncode == 0, line
+    return out.decode()
 
 
 async def test_nothing_listens_but_where_the_page_says(fleet: Fleet) -> None:
