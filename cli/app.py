@@ -25,6 +25,7 @@ _COMMANDS = {
         "cli.secrets",
         "Write certificates and keys for the hosts of a topology: a folder for each, to be copied there.",
     ),
+    "model": ("cli.model", "Fetch models ahead of their workers, list those on this machine, and check their files."),
     "generate": ("cli.generate", "Continue a text. Tokens are printed as they come."),
     "chat": ("cli.chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
     "explain": ("cli.explain", "Show where a prompt would go now, and why; nothing is run."),

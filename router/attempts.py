@@ -82,6 +82,12 @@ _MISMATCH = (errors.NoHandOffError, errors.LayoutMismatchError)
 _HAND_OFF_FIELD = re.compile(r"(?:media\[\d+\]\.)?hand_off\b")
 
 
+def attempt_causes() -> set[str]:
+    """What may make an attempt necessary, as ``RouterMetrics.attempts`` names it."""
+    final = set().union(*map(errors.all_kinds, FINAL)) - {errors.PromptTooLongError}
+    return {"first"} | {kind.reason.lower() for kind in errors.all_kinds() - final}
+
+
 class ChoiceRun:
     """Runs one choice of a request.
 
@@ -176,7 +182,9 @@ class ChoiceRun:
             if media is not None and media.is_encoded:
                 self._trace_wait("media")
             async with _NOTHING_TO_ENCODE if media is None else self._encoded(media):
-                reservation = await self._admit()
+                reservation, adapter = await self._admit(), self._request.start.adapter
+                if adapter:
+                    self._context.metrics.note_adapter(adapter, 1)
                 try:
                     self._begin(reservation, cause)
                     if self._signer is not None:
@@ -195,6 +203,8 @@ class ChoiceRun:
                         raise failure.error from failure
                     self._note_lost(failure, reservation)
                 finally:
+                    if adapter:
+                        self._context.metrics.note_adapter(adapter, -1)
                     reservation.release()
                     self._context.admission.wake()
             await self._context.sleep(pause_s)

@@ -96,6 +96,11 @@ class PrefillFor:
         self.num_running = 0
 
     @property
+    def queue_usage(self) -> float:
+        """The share of the queue that is taken, as ``Admission.usage``."""
+        return self._admission.usage
+
+    @property
     def num_queued(self) -> int:
         """Prefills that wait for room. Any thread may read it."""
         return self._admission.length

@@ -27,6 +27,7 @@ from quartet.telemetry.targets import Target
 from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
+from router.attempts import attempt_causes
 from router.config import RouterConfig
 from router.context import RouterContext
 from router.fair_queue import FairShare
@@ -42,7 +43,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
-from router.observed import model_figures, scrape_targets
+from router.observed import adapter_figures, model_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
 from router.prefill_for import PrefillFor
@@ -85,6 +86,7 @@ class RouterProcess:
         self._on_failure = on_failure
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
+        self._metrics.expect_causes(attempt_causes())
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
@@ -364,10 +366,23 @@ class RouterProcess:
         self._metrics.watch_requests(
             num_queued, lambda: pipeline.num_running + (0 if prefills is None else prefills.num_running)
         )
+        self._metrics.watch_queues(
+            lambda: {
+                "room": max(admission.usage, 0.0 if prefills is None else prefills.queue_usage),
+                "media": media.queue.usage,
+                "encode": max(encode.waits.usage, encode.queue.usage),
+                "prompts": pipeline.context.prompts.usage,
+            }
+        )
         show_router_as_vllm(
             self._registry,
             self._metrics,
             lambda: model_figures(pipeline.context.table.statuses(time.monotonic()), admission.num_waiting),
+            lambda: adapter_figures(
+                pipeline.context.table.statuses(time.monotonic()),
+                admission.waiting_adapters(),
+                self._metrics.running_adapters(),
+            ),
         )
 
     def _prefills_for_others(self, pipeline: Pipeline, table: WorkerTable, index: PrefixIndex) -> PrefillFor | None:

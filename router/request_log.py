@@ -16,7 +16,7 @@ from quartet.api.reuse import Reuse
 from quartet.errors import ServingError
 from quartet.telemetry import span_names as names
 from quartet.telemetry.logging import MAX_FIELD_LENGTH, FinishedRequest, cut, log_request
-from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.metrics import RouterMetrics, WholeAnswers
 from quartet.telemetry.tracing import Attribute, ids_of
 from router.policy.base import Placement
 from router.prepare import RouterRequest
@@ -149,14 +149,27 @@ class RequestLog:
             model.cached_tokens.inc(used.num_cached_tokens)
         for usage in usages:
             model.output_tokens.inc(usage.num_output_tokens)
-        for spent in times:
+        for usage, spent in zip(usages, times, strict=False):
             model.duration.observe(spent.total_s or 0.0)
+            if spent.first_token_s is not None:
+                _observe_whole(model.whole, usage, spent)
 
     def _count_reuse(self, reuse: Reuse) -> None:
         """Count what became of the prompt's tokens, once, whatever the number of choices."""
         for part, counter in self._metrics.reuse.items():
             if num_tokens := getattr(reuse, f"num_{part}_tokens"):
                 counter.inc(num_tokens)
+
+
+def _observe_whole(whole: WholeAnswers, usage: Usage, spent: TimeBreakdown) -> None:
+    """Note what is known only at the end of a choice that had a token."""
+    total_s, first_token_s = spent.total_s or 0.0, spent.first_token_s or 0.0
+    # What comes before the batch that computes the prompt.
+    queue_s = spent.decode_queue_s if spent.prefill_queue_s is None else spent.prefill_queue_s
+    before_s = (spent.tokenize_s or 0.0) + (spent.media_s or 0.0) + (spent.router_queue_s or 0.0) + (queue_s or 0.0)
+    decode_s = max(total_s - first_token_s, 0.0)
+    inference_s = max(total_s - before_s, decode_s)
+    whole.observe(usage.num_prompt_tokens, usage.num_output_tokens, inference_s, decode_s)
 
 
 def _span_attributes(
