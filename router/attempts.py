@@ -146,7 +146,7 @@ class ChoiceRun:
         finally:
             self._settle()
             if self._trace is not None:
-                self._trace.phases.end(sys.exception())
+                self._trace.phases.stop(sys.exception())
 
     async def place(self, signer: Signer, gang: Gang, untaken: Untaken) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
@@ -166,7 +166,7 @@ class ChoiceRun:
             if not isinstance(end, SignedRun):  # else it ends elsewhere, and its worker will report its length
                 self._settle()
             if self._trace is not None:
-                self._trace.phases.end(sys.exception())
+                self._trace.phases.stop(sys.exception())
         if not isinstance(end, SignedRun):
             gang.leave()
         return end
@@ -387,6 +387,8 @@ class ChoiceRun:
             return reason
         if outcome.hand_off is None:
             raise HopFailedError(Hop.PREFILL, WorkerUnavailableError("the prefill worker handed nothing off"))
+        if self._trace is not None:
+            self._trace.prefilled()
         return outcome.hand_off
 
     async def _prefill_outcome(self, rank: Rank, booking: Booking) -> PrefillOutcome:
@@ -455,7 +457,7 @@ class ChoiceRun:
         logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
         self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs, time.monotonic())
         if self._trace is not None:
-            self._trace.reply(outcome.sent_at_unix_ns, time.monotonic())
+            self._trace.first_token(outcome.sent_at_unix_ns)
         if self._output.has_stopped:
             return FinishReason.STOP_STRING
         return outcome.finish_reason

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -109,7 +110,7 @@ class RouterProcess:
         #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
 
-    async def run(self, stop: asyncio.Event, config_file: ConfigFile | None = None) -> None:
+    async def run(self, stop: asyncio.Event, config_file: ConfigFile[Any] | None = None) -> None:
         """Serve until ``stop`` is set, then drain and take everything down. ``config_file`` may change meanwhile.
 
         It drains also when one of its background tasks has ended, and then raises that.
@@ -246,7 +247,7 @@ class RouterProcess:
             ),
         )
 
-    def _tend(self, tasks: Supervisor, http: HttpServer | None, config_file: ConfigFile | None) -> None:
+    def _tend(self, tasks: Supervisor, http: HttpServer | None, config_file: ConfigFile[Any] | None) -> None:
         if http is not None:
             tasks.start("http", http.tend())
         if config_file is not None:

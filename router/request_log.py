@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 
 from quartet.api.chat import ChatPrompt
@@ -47,15 +47,24 @@ class RequestLog:
         self._is_prepared = False
         self._outputs: Collection[ChoiceOutput] = ()
         self._num_choices = 0
+        self._relayed_usages: Callable[[], Sequence[Usage]] = tuple
 
-    def prepared(self, outputs: Collection[ChoiceOutput], *, num_relayed: int = 0) -> None:
-        """The request is checked and tokenized.
-
-        ``outputs`` know what each choice used, however it ends; of ``num_relayed`` others only their ends do.
-        """
-        self._is_prepared = True
+    def prepared(self, outputs: Collection[ChoiceOutput]) -> None:
+        """The request is checked and tokenized; ``outputs`` know what each choice used, however it ends."""
+        self._note_prepared(len(outputs))
         self._outputs = outputs
-        self._num_choices = len(outputs) + num_relayed
+
+    def relayed(self, num_choices: int, usages: Callable[[], Sequence[Usage]]) -> None:
+        """The request is checked and tokenized, and runs elsewhere.
+
+        ``usages`` gives what its choices have used so far; nothing: that is not known.
+        """
+        self._note_prepared(num_choices)
+        self._relayed_usages = usages
+
+    def _note_prepared(self, num_choices: int) -> None:
+        self._is_prepared = True
+        self._num_choices = num_choices
         self._metrics.tokenize_time.observe(self._request.tokenize_s)
 
     def write(
@@ -73,7 +82,7 @@ class RequestLog:
             usages = [one.usage for one in finished]
             times = [one.time for one in finished]
         else:
-            usages = [output.usage() for output in outputs]
+            usages = [*(output.usage() for output in outputs), *self._relayed_usages()]
             times = [output.time_breakdown() for output in outputs]
         outcomes: list[str] = [*map(attrgetter("reason"), finished), *[_PLACED] * num_given_to_client]
         if failure:
@@ -137,7 +146,7 @@ class RequestLog:
             return
         if self.placement is None:
             charge.settle(0)
-        elif used is not None:  # else it runs elsewhere, unseen, and pays for its prompt
+        elif used is not None:
             charge.settle(used.num_prompt_tokens + used.num_output_tokens)
 
     def _count_use(self, used: Usage, usages: Sequence[Usage], times: Sequence[TimeBreakdown]) -> None:

@@ -337,7 +337,7 @@ class Encoding:
             raise WorkerUnavailableError(f"worker {rank.worker_id} did not encode in time") from error
         finally:
             if hop is not None:
-                hop.end(sys.exception())
+                hop.stop(sys.exception())
             if call is not None:
                 call.cancel()
             for one in renewed:
