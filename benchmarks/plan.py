@@ -4,7 +4,10 @@ Each case starts a fleet of real processes: a router, and workers with the engin
 time. A client plays the trace to it over gRPC, several times with other tokens. Before that each fleet gets other
 requests, from which its workers learn how long their steps take. The bar is on the median of the runs.
 
-    python -m benchmarks.plan --json FILE [--short] [--only CASE,CASE]
+On a busy machine processes wait for a core, which a replay knows nothing of: with ``--precedence`` (as root, on Linux)
+those of the benchmark get one first.
+
+    python -m benchmarks.plan --json FILE [--short] [--only CASE,CASE] [--precedence]
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ _ASSIGNMENTS = (
     "engine.mock.timing.decode_linear=1200",
     "engine.mock.timing.decode_square=0",
     "engine.scheduler.max_num_batched_tokens=2048",
+    # As steps are so long, the router's forecasts of their ends are off by more than by default.
+    "router.overrides.policy.margin_s=0.05",
 )
 _SEED = 1
 _IDS = IntRange(100, 600)
@@ -65,6 +70,8 @@ _WARM_UP = WorkloadConfig(prompt_tokens=IntRange(100, 3000), output_tokens=IntRa
 _NUM_RUNS, _NUM_REQUESTS = 5, 150
 _NUM_RUNS_SHORT, _NUM_REQUESTS_SHORT = 1, 12
 _MS = 1e3
+# As ``nice`` counts: the highest.
+_PRIORITY = -20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +172,7 @@ class Results:
 
     num_requests: int
     num_runs: int
+    has_precedence: bool
     bar: float
     cases: Sequence[Outcome]
 
@@ -176,26 +184,30 @@ def main() -> None:
         "--short", action="store_true", help=f"one run of {_NUM_REQUESTS_SHORT} requests, whose percentiles say little"
     )
     parser.add_argument("--only", type=_cases, metavar="CASE,CASE", default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--precedence", action="store_true", help="take cores before all other processes")
     arguments = parser.parse_args()
     report = Report("plan", packages=("numpy", "uvloop"), revision=arguments.commit)
     num_runs, num_requests = (_NUM_RUNS_SHORT, _NUM_REQUESTS_SHORT) if arguments.short else (_NUM_RUNS, _NUM_REQUESTS)
-    results = uvloop.run(measure(arguments.only, num_runs, num_requests))
+    results = uvloop.run(measure(arguments.only, num_runs, num_requests, has_precedence=arguments.precedence))
     report.write(results, arguments.json)
     sys.exit(not all(outcome.meets_bar for outcome in results.cases))
 
 
-async def measure(names: Sequence[str], num_runs: int, num_requests: int) -> Results:
+async def measure(names: Sequence[str], num_runs: int, num_requests: int, *, has_precedence: bool = False) -> Results:
     """Each of the cases ``names``.
 
     Raises:
         RuntimeError: a fleet can't be started, or ends.
+        OSError: ``has_precedence``, and this user may not take it.
     """
     outcomes: list[Outcome] = []
     with LiveLine() as line:
         for name in names:
             line.say(f"{name}: {CASES[name].about}")
-            outcomes.append(await _measure(name, num_runs, num_requests, line.say))
-    return Results(num_requests=num_requests, num_runs=num_runs, bar=MAX_ERROR, cases=outcomes)
+            outcomes.append(await _measure(name, num_runs, num_requests, line.say, has_precedence=has_precedence))
+    return Results(
+        num_requests=num_requests, num_runs=num_runs, has_precedence=has_precedence, bar=MAX_ERROR, cases=outcomes
+    )
 
 
 def foretell(case: Case, num_requests: int) -> PolicyResult:
@@ -240,11 +252,26 @@ def compare(name: str, case: Case, replayed: PolicyResult, runs: Sequence[LiveRu
     )
 
 
-async def _measure(name: str, num_runs: int, num_requests: int, say: Callable[[str], None]) -> Outcome:
+def take_precedence(pids: Sequence[int]) -> None:
+    """Have all threads of ``pids`` get a core before those of other processes. Raises ``OSError``."""
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(task.name), _PRIORITY)
+        # Linux may share cores out to sessions first, whatever the priority within each.
+        group = Path(f"/proc/{pid}/autogroup")
+        if group.exists():
+            group.write_text(str(_PRIORITY), encoding="ascii")
+
+
+async def _measure(
+    name: str, num_runs: int, num_requests: int, say: Callable[[str], None], *, has_precedence: bool
+) -> Outcome:
     case = CASES[name]
     replayed = foretell(case, num_requests)
     runs: list[LiveRun] = []
     async with Stack(topology(case), _LOG, say) as stack, QuartetClient(stack.router_address) as client:
+        if has_precedence:
+            take_precedence([os.getpid(), *stack.pids.values()])
         await _warm_up(client, case.shape.size)
         for number in range(num_runs):
             meter = CpuMeter({"client": os.getpid(), **stack.pids})

@@ -271,6 +271,7 @@ def _replayed(
         # TensorRT-LLM does not say that it would let short prompts pass.
         short_prompts_part=0.0 if engine.kind is EngineKind.TRTLLM else engine.step_bounds.short_prompts_part,
         shares_within_step=False,
+        reports_by_step=True,
         retention=engine.cache.retention,
     )
     replayed = measured.sizes(replayed, role) if measured is not None else _sized(replayed, group, num_blocks)

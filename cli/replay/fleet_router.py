@@ -113,6 +113,9 @@ class FleetRouter:
             for number, (rank, worker) in enumerate(workers.items())
         }
         self._load_age_s = load_age_s
+        self._learns_late = {
+            rank: load_age_s > 0 or worker.settings.reports_by_step for rank, worker in workers.items()
+        }
         self._bookings_age_s = bookings_age_s
         self._told = {rank: deque[_ToldRequest]() for rank in workers}
         self._peers = peers
@@ -131,9 +134,11 @@ class FleetRouter:
         apply_events(self._index, rank, events)
 
     def report(self, rank: Rank, now: float) -> None:
-        """A worker's state has changed. The router knows it from ``load_age_s`` later."""
-        if self._load_age_s:
-            self._reports[rank].append((now, self._workers[rank].state()))
+        """A worker's state has changed. The router knows it from ``load_age_s`` later, if the worker reports it."""
+        worker = self._workers[rank]
+        reports = worker.changed_at == now or worker.is_idle or not worker.settings.reports_by_step
+        if reports and self._learns_late[rank]:
+            self._reports[rank].append((now, worker.state()))
 
     @property
     def next_report_at(self) -> float:
@@ -197,7 +202,7 @@ class FleetRouter:
         replayed.num_missing_tokens = pending.num_tokens - placement.num_cached_tokens
         self._index.predict(rank, pending.sequence_hashes, now + _PREDICTION_LIFE_S)
         self._accounts[rank].num_unanswered_tokens += replayed.num_missing_tokens
-        if self._load_age_s:
+        if self._learns_late[rank]:
             self._accounts[rank].unreported.append(replayed)
         if placement.prefill is not None:
             self._accounts[rank].begin_prefill(replayed.number)
@@ -234,7 +239,7 @@ class FleetRouter:
         )
 
     def _latest(self, rank: Rank, now: float) -> WorkerState:
-        if not self._load_age_s:
+        if not self._learns_late[rank]:
             return self._workers[rank].state()
         reports, account = self._reports[rank], self._accounts[rank]
         while reports and reports[0][0] <= now - self._load_age_s:

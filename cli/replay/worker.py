@@ -39,6 +39,9 @@ class EngineSettings:
             parameters and grouped queries, in 16 bits.
         short_prompts_part: as in ``SchedulerConfig``; 0: prompts in order.
         shares_within_step: requests of one step share the blocks that it is about to write; else those of the next do.
+        reports_by_step: routers learn of a prompt that came while a step ran when the step ends, and until it begins
+            it counts with what is cached of it, as with Quartet's workers; until then routers count it by their own
+            forecast. Else they know at once what is missing of it.
         tiers: below each pool; ``None``: what is evicted is gone.
         retention: what sessions retain in each pool; ``None``: nothing.
     """
@@ -51,6 +54,7 @@ class EngineSettings:
     timing: StepTiming = field(default_factory=StepTiming)
     short_prompts_part: float = 0.0
     shares_within_step: bool = True
+    reports_by_step: bool = False
     tiers: TierSettings | None = None
     retention: RetentionPlan | None = None
 
@@ -113,6 +117,7 @@ class SimulatedWorker:
         settings: its engine's.
         next_at: when the next step ends; ``inf``: none runs.
         num_computed_tokens: prompt tokens computed, ever.
+        changed_at: when a step last began or ended.
         busy_s: for which steps have run that have ended.
         tiers: those below its pool, if there are any.
     """
@@ -122,6 +127,7 @@ class SimulatedWorker:
         self.rank = rank
         self.next_at = inf
         self.num_computed_tokens = 0
+        self.changed_at = 0.0
         self.busy_s = 0.0
         self.settings = settings
         self.tiers = _tiers(settings)
@@ -167,7 +173,7 @@ class SimulatedWorker:
                 num_context_tokens=sum(lengths),
                 num_used_blocks=counts.in_use + counts.held,
                 num_queued_tokens=scheduler.num_queued_prefill_tokens,
-                num_unbegun_tokens=sum(self._num_missing.values()) + self._num_left,
+                num_unbegun_tokens=self._num_unbegun_tokens(),
                 num_spare_tokens=self._num_spare_tokens(len(lengths)),
                 num_blocks={id: len(running.seq.block_table) for id, running in scheduler.live.items()},
             )
@@ -219,7 +225,7 @@ class SimulatedWorker:
             return ()
         self._now = now
         self._state = None
-        self._began_at = now
+        self._began_at = self.changed_at = now
         num_quiet = num_quiet_steps(self.scheduler, self.settings.block_size)
         if num_quiet > 1:
             self._begin_quiet(num_quiet, now)
@@ -246,7 +252,7 @@ class SimulatedWorker:
         """End the steps that end at ``now``; ``None`` before ``next_at``."""
         if now < self.next_at:
             return None
-        self._now = now
+        self._now = self.changed_at = now
         self._state = None
         if self._quiet_ends:
             return self._end_quiet()
@@ -259,6 +265,11 @@ class SimulatedWorker:
             [out.running for out in outs if out.finished is not None],
             [out.running for out in outs if out.held_block_ids],
         )
+
+    def _num_unbegun_tokens(self) -> int:
+        if self.settings.reports_by_step:
+            return self.scheduler.waiting.num_prefill_tokens + self._num_left
+        return sum(self._num_missing.values()) + self._num_left
 
     def _num_spare_tokens(self, num_decoding: int) -> int:
         """What a step has left for short prompts beside a long one, as the engine reports it."""
