@@ -313,7 +313,7 @@ def _patience(targets: Sequence[Target], num_requests: int) -> list[Patience]:
 
 def _why_given_up(error: GivenUpError, num_requests: int) -> str:
     share = error.num_late / num_requests
-    return f"given up: {share:.1%} of the requests waited over {_MS * error.patience.ttft_s:g} ms for their first token"
+    return f"given up: {share:.1%} of first tokens later than {_MS * error.patience.ttft_s:g} ms"
 
 
 def _print_plan(console: Console, job: _Job, found: Plan) -> None:
@@ -325,15 +325,14 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
         Column("Decode", justify="right"),
         *(Column(head, justify="right") for head in heads),
         "targets",
-        title=str(job),
-        title_justify="left",
         caption=caption,
     )
     for tried in found.tried:
         table.add_row(*_row(tried), style="bold" if tried is found.chosen else None)
+    console.print(str(job), soft_wrap=True)
     console.print(table)
     if job.num_left_out:
-        console.print(f"{job.num_left_out} requests are longer than a worker takes, and were left out.")
+        console.print(f"Left out, as a worker takes no longer ones: {job.num_left_out} requests.")
     console.print(found.verdict(), soft_wrap=True)
     if found.chosen is not None:
         console.print(f"Start it: {job.fleet.how_to_start(found.chosen.shape)}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A picture of the fleets that were tried: which of them meet the targets, and how near each of the best comes."""
+"""A picture of the fleets that were tried: which of them meet the targets, and how near the best come."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def plot(plan: Plan, targets: Sequence[Target], title: str, path: Path) -> None:
     """Draw ``plan`` to ``path``. Raises ``OSError``."""
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     fleets, strains = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_fleets(fleets, plan)
+    _draw_fleets(fleets, plan, targets)
     _draw_strains(strains, _compared(plan), targets)
     save(figure, title, path)
 
 
-def _draw_fleets(axes: Axes, plan: Plan) -> None:
-    """A cell for each fleet: TTFT p95 over ITL p95."""
+def _draw_fleets(axes: Axes, plan: Plan, targets: Sequence[Target]) -> None:
+    """A cell for each fleet, with its value of each target."""
     for tried in plan.tried:
         x, y = tried.shape.num_decode, tried.shape.num_prefill
         colour = _GIVEN_UP if tried.result is None else _MEETS if tried.meets else _MISSES
         axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, facecolor=colour))
         text = "too late"
         if tried.result is not None:
-            text = f"{tried.result.ttft_ms.p95:.0f}\n{tried.result.itl_ms.p95:.1f}"
+            text = "\n".join(f"{target.value_ms(tried.result):.4g}" for target in targets)
         axes.text(x, y, text, ha="center", va="center", fontsize=8)
     if plan.chosen is not None:
         x, y = plan.chosen.shape.num_decode, plan.chosen.shape.num_prefill
@@ -47,7 +47,8 @@ def _draw_fleets(axes: Axes, plan: Plan) -> None:
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("Decode workers")
     axes.set_ylabel("Prefill workers; 0: all do both")
-    axes.set_title("TTFT p95 over ITL p95 (ms); green meets the targets, the frame is what to start", fontsize=10)
+    lines = ", ".join(map(str, targets))
+    axes.set_title(f"{lines} (ms); green: meets the targets, framed: what to start", fontsize=10)
 
 
 def _draw_strains(axes: Axes, compared: Mapping[str, Tried], targets: Sequence[Target]) -> None:
@@ -64,7 +65,7 @@ def _draw_strains(axes: Axes, compared: Mapping[str, Tried], targets: Sequence[T
     axes.axvline(1.0, color="#d1495b", linewidth=1.2)
     axes.set_yticks(range(len(targets)), [f"{target}\n<= {target.limit_ms:g} ms" for target in targets])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    axes.set_title("of the target", fontsize=10)
+    axes.set_title("latencies as shares of their targets", fontsize=10)
     axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize=8, frameon=False)

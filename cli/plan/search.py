@@ -151,10 +151,10 @@ class Plan:
             others = f"; no {together.shape.size} of two kinds do" if together.shape.size > 1 else ""
             return f"Don't disaggregate: {together.shape} {_meet(together)} the targets{others}."
         if together is None or apart.shape.size < together.shape.size:
-            needed = "more than the search allowed" if together is None else f"{together.shape.size} of them"
+            others = f"as do up to {self.max_workers}" if together is None else f"it takes {together.shape.size}"
             return (
                 f"Disaggregate: {apart.shape} meet the targets. {self.beside.shape} miss them "
-                f"({self.beside.reason}): it would take {needed}."
+                f"({self.beside.reason}); {others}."
             )
         return (
             f"No need to disaggregate: {together.shape} meet the targets, and come to {together.strain:.0%} of the "

@@ -73,7 +73,7 @@ def test_where_fewer_workers_of_two_kinds_suffice_the_answer_is_to_disaggregate(
     assert plan.beside.shape == Shape(0, 4), "the aggregated fleet of the same size is replayed, too"
     assert plan.verdict() == (
         "Disaggregate: 2 Prefill and 2 Decode meet the targets. 4 workers that do both miss them "
-        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50): it would take 6 of them."
+        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50); it takes 6."
     )
 
 
@@ -106,7 +106,7 @@ def test_where_only_two_kinds_suffice_the_aggregated_fleets_reason_is_named() ->
     assert plan.aggregated is None
     assert plan.verdict() == (
         "Disaggregate: 1 Prefill and 3 Decode meet the targets. 4 workers that do both miss them "
-        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50): it would take more than the search allowed."
+        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50); as do up to 4."
     )
 
 
@@ -149,4 +149,4 @@ def test_the_smallest_fleet_is_found_with_few_replays(prefill: int, decode: int,
         assert plan.chosen.shape.size == least
         assert plan.chosen.shape.is_aggregated is (both == least)
     assert plan.beside.shape.is_aggregated
-    assert len(fleets.asked) <= 2 * max_workers + 6, "of the many fleets of up to that size"
+    assert len(fleets.asked) <= 3 * max_workers + 6, "of the many fleets of up to that size"

@@ -260,6 +260,28 @@ def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
     assert seen == [(0, 0), (0, 3), (2, 1 + 3)]
 
 
+def test_where_workers_report_by_step_a_router_counts_what_it_sent_by_its_own_forecast_until_then() -> None:
+    def num_unbegun(*, reports_by_step: bool) -> list[int]:
+        rank = Rank("worker")
+        worker = SimulatedWorker(rank, EngineSettings(reports_by_step=reports_by_step))
+        policy = _Watching(num_cached_tokens=40)
+        router = FleetRouter(policy, {rank: worker}, num_prefill=0)
+        seen = list[int]()
+        for number, now in ((0, 0.0), (1, 0.001), (2, 0.002)):  # the others come while the first one's step runs
+            router.arrive(
+                ReplayedRequest(number, Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170))
+            )
+            router.pump(now)
+            seen.append(policy.seen[-1].num_unbegun_tokens)
+            worker.submit(*_request(number), now)
+            worker.begin(now)
+            router.report(rank, now)
+        return seen
+
+    assert num_unbegun(reports_by_step=True) == [0, 0, 60]
+    assert num_unbegun(reports_by_step=False) == [0, 0, 100]
+
+
 class _Counting:
     """Decides as ``policy`` does, and remembers the most requests kept, and the most at one rank."""
 
@@ -290,13 +312,15 @@ class _Watching:
 
     name = "watching"
 
-    def __init__(self) -> None:
+    def __init__(self, num_cached_tokens: int = 0) -> None:
+        """``num_cached_tokens``: what it expects of each request."""
         self.seen: list[Candidate] = []
+        self._num_cached_tokens = num_cached_tokens
 
     def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         [candidate] = snapshot.decode
         self.seen.append(candidate)
-        return Decision([Placement(None, candidate.rank) for _ in queued])
+        return Decision([Placement(None, candidate.rank, self._num_cached_tokens) for _ in queued])
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         return ()
