@@ -252,6 +252,17 @@ def compare(name: str, case: Case, replayed: PolicyResult, runs: Sequence[LiveRu
     )
 
 
+def spread_of(histogram: DurationHistogram) -> Spread:
+    """Percentiles as replays have them: between two values in order."""
+    if not histogram.count:
+        return Spread()
+    values_s, shares = histogram.distribution()
+    counts = np.diff(np.rint(shares * histogram.count), prepend=0.0).astype(int)
+    values_ms: npt.NDArray[np.float64] = _MS * np.repeat(values_s, counts)
+    p50, p95 = map(float, np.percentile(values_ms, (50, 95)))
+    return Spread(mean=float(values_ms.mean()), p50=p50, p95=p95)
+
+
 def take_precedence(pids: Sequence[int]) -> None:
     """Have all threads of ``pids`` get a core before those of other processes. Raises ``OSError``."""
     for pid in pids:
@@ -313,19 +324,8 @@ async def _play(client: QuartetClient, trace: Sequence[TraceRequest], seed: int)
     )
     [point] = await run_plan(client, plan, RunObserver())
     measured = point.measured
-    latencies = Latencies.of(_spread(measured.ttft), _spread(measured.itl))
+    latencies = Latencies.of(spread_of(measured.ttft), spread_of(measured.itl))
     return latencies, len(trace) - measured.finished, point.result.client.cpu_share
-
-
-def _spread(histogram: DurationHistogram) -> Spread:
-    """Percentiles as replays have them: between two values in order."""
-    if not histogram.count:
-        return Spread()
-    values_s, shares = histogram.distribution()
-    counts = np.diff(np.rint(shares * histogram.count), prepend=0.0).astype(int)
-    values_ms: npt.NDArray[np.float64] = _MS * np.repeat(values_s, counts)
-    p50, p95 = map(float, np.percentile(values_ms, (50, 95)))
-    return Spread(mean=float(values_ms.mean()), p50=p50, p95=p95)
 
 
 def _describe(latencies: Latencies) -> str:

@@ -195,6 +195,8 @@ def plan(
     """
     if rate is not None and speed is not None:
         raise typer.BadParameter("each of them sets the pace: give one", param_hint="--rate and --speed")
+    if is_from_fleet and assignments and topology is None:
+        raise typer.BadParameter("needs --topology: a running fleet has no settings to change", param_hint="--set")
     for value, option in ((rate, "--rate"), (speed, "--speed")):
         if value is not None:
             _check_positive(value, option)
@@ -230,7 +232,7 @@ def plan(
             targets=wanted,
             max_workers=max_workers,
         )
-        found = search(job)
+        found = _search(job)
         _print_plan(output.open_console(_PIPE_WIDTH), job, found)
 
         def draw(path: Path) -> None:
@@ -243,7 +245,7 @@ def plan(
             raise typer.Exit(1)
 
 
-def search(job: _Job) -> Plan:
+def _search(job: _Job) -> Plan:
     """Replay the trace on as many fleets as it takes; progress goes to standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     patience = _patience(job.targets, len(job.requests))

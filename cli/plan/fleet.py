@@ -105,7 +105,7 @@ class MeasuredFleet:
         if not by_role[Role.DECODE]:
             raise ConfigError("--from-fleet: no worker is ready that decodes")
         if len({worker.record.model_fingerprint for worker in ready}) > 1:
-            raise ConfigError("--model: the fleet serves several; name one")
+            raise ConfigError("--model: the fleet serves several, or several versions of one; a plan is for one")
         times = {role: _step_times(found) for role, found in by_role.items()}
         prefill = [time for time in times[Role.PREFILL] or times[Role.DECODE] if _has_prefilled(time)]
         decode = [time for time in times[Role.DECODE] if _has_decoded(time)]

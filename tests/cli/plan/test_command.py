@@ -108,6 +108,7 @@ async def test_requests_that_no_worker_can_hold_are_left_out(run_cli: RunCli, tm
         ("", 2, "at least one is needed, such as --ttft-p95 2000 --itl-p95 50"),
         ("--ttft-p95 0", 2, "must be above 0, and finite"),
         ("--ttft-p95 9 --rate 2 --speed 2", 2, "each of them sets the pace: give one"),
+        ("--ttft-p95 9 --from-fleet --set engine.num_blocks=9", 2, "needs --topology"),
         ("--ttft-p95 9 --rate 0", 2, "must be above 0, and finite"),
         ("--ttft-p95 9 --decode-step-ms nan", 2, "must be above 0, and finite"),
         ("--ttft-p95 9 --prefill-base-ms -1", 2, "must be at least 0, and finite"),
