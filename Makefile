@@ -9,16 +9,16 @@ ifeq ($(ENGINE),trtllm)
 export SITE_PACKAGES := 1
 EXTRAS :=
 endif
-# Three keep two cores busy: tests wait now and then. Each imports torch, which takes memory and seconds of CPU.
-JOBS ?= 3
-# A file's tests share what it has started; tests/conftest.py says which files come first.
+# Four keep two cores busy: tests that start processes mostly wait. Each imports torch, which takes memory and seconds of CPU.
+JOBS ?= 4
+# A file's tests share what it has started; tests/conftest.py says in which order.
 # Compiled code is kept, whatever the environment says: pytest takes seconds to rewrite the assertions of all files.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools test test-unit test-bench test-chaos test-long test-trtllm test-clients test-deploy bench lint lint-format lint-code lint-types lint-imports lint-protos \
-  lint-stubs generate format release-protos clean
+  lint-stubs lint-go lint-typescript node generate format release-protos clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -28,6 +28,9 @@ setup:  ## Make .venv with all that Quartet needs (EXTRAS=dev: without torch)
 
 tools: setup  ## Get etcd and grpcurl, where the machine lacks them
 	@tools/binaries.sh
+
+node:  ## Get what the TypeScript client needs, where there is Node
+	@tools/node.sh
 
 run-epd: run-epd_multimodal_image  ## Encode, Prefill and Decode, for pictures
 	@:
@@ -39,7 +42,7 @@ run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg
 run-gpu-%: setup tools  ## Start configs/gpu/%.yaml on this machine's GPUs: run-gpu-agg, run-gpu-disagg (ARGS=...)
 	@exec $(BIN)/quartet up configs/gpu/$*.yaml $(ARGS)
 
-test: setup tools  ## Run all tests but those of test-bench, test-chaos, -trtllm, -clients and -deploy (JOBS=4: that many at once)
+test: setup tools node  ## Run all tests but those of test-bench, test-chaos, -trtllm, -clients and -deploy (JOBS=3: that many at once)
 	$(PYTEST) -m "not chaos and not bench and not trtllm and not clients and not deploy"
 
 test-unit: setup tools  ## Run the tests that start no service processes
@@ -70,7 +73,7 @@ test-deploy: setup tools  ## Have a real Prometheus run deploy/prometheus on a f
 bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 7 minutes)
 	$(BIN)/python -m benchmarks
 
-lint: lint-format lint-code lint-types lint-imports lint-protos lint-stubs  ## Run every check of the gate
+lint: lint-format lint-code lint-types lint-imports lint-protos lint-stubs lint-go lint-typescript  ## Run every check of the gate
 
 lint-format: setup
 	$(BIN)/ruff format --check .
@@ -88,11 +91,18 @@ lint-protos: setup
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/released.binpb
 
-lint-stubs: setup
+lint-stubs: setup node
 	$(BIN)/python -m codegen.generate --check
 	$(BIN)/python -m codegen.dashboards --check
 
-generate: setup  ## Generate quartet/v1 from protos/, and deploy/grafana from codegen/dashboards.py
+lint-go:
+	@tools/lint_go.sh
+
+# What it makes on the way, in clients/typescript/dist, is what tests run.
+lint-typescript: node
+	@tools/node.sh tsc
+
+generate: setup node  ## Generate stubs from protos/ (Go's and TypeScript's, where there are Go and Node), and deploy/grafana from codegen/dashboards.py
 	$(BIN)/python -m codegen.generate
 	$(BIN)/python -m codegen.dashboards
 
@@ -104,5 +114,5 @@ release-protos: setup  ## Make today's contracts the ones that must not break (n
 	$(BIN)/buf build -o protos/released.binpb
 
 clean:  ## Delete what was made here: .venv, .tools, .run, caches
-	rm -rf .venv .tools .run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .tools .run clients/typescript/node_modules clients/typescript/dist build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -72,10 +72,17 @@ class Child:
 @asynccontextmanager
 async def start_child(module: str, *arguments: object) -> AsyncIterator[Child]:
     """Run ``module`` as a process while the block runs. It gets ``arguments`` as JSON; ``argument`` reads one."""
+    async with start_program([sys.executable, "-m", module], *arguments, name=module) as child:
+        yield child
+
+
+@asynccontextmanager
+async def start_program(command: Sequence[str], *arguments: object, name: str) -> AsyncIterator[Child]:
+    """The same of any program that talks in lines of JSON and ends with its standard input; ``name`` is for people."""
     process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", module, *map(_encode, arguments)], stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES
+        *[*command, *map(_encode, arguments)], stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES
     )
-    child = Child(module, process)
+    child = Child(name, process)
     try:
         yield child
     finally:

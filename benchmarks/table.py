@@ -287,6 +287,33 @@ _BURST_COLUMNS: Columns = {
 }
 
 
+def clients_tables(report: Report) -> str:
+    """A row for each client and number of streams."""
+    rows = []
+    for load in report["loads"]:
+        for client, windows in load["windows"].items():
+            costs = [window["client_cpu_us_per_token"] for window in windows]
+            middle = {figure: median(window[figure] for window in windows) for figure in windows[0]}
+            rows.append({**load, "client": client, "lowest": min(costs), "highest": max(costs), **middle})
+    goes = "; ".join(f"{load['num_streams']} streams: {load['times']:.2f}" for load in report["loads"])
+    return (
+        f"{_table(_CLIENTS_COLUMNS, rows)}\nCPU time a token of the Python client over the Go client's "
+        f"({report['go']}), median of the rounds: {goes}.\n"
+    )
+
+
+_CLIENTS_COLUMNS: Columns = {
+    "streams": "{num_streams}",
+    "client": "{client}",
+    "client us a token": "{client_cpu_us_per_token:.2f}",
+    "lowest, highest": "{lowest:.2f}, {highest:.2f}",
+    "Router us a token": "{router_cpu_us_per_token:.2f}",
+    "tok/s made, had": "{made_tokens_per_s:.0f}, {tokens_per_s:.0f}",
+    "client's share of a core": "{client_share:.2f}",
+    "others": "{others_share:.2f}",
+}
+
+
 def global_router_tables(report: Report) -> str:
     """A row for each load."""
     rows = []
@@ -1432,6 +1459,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "overload": overload_tables,
     "relay": relay_tables,
     "many_streams": many_streams_tables,
+    "clients": clients_tables,
     "global_router": global_router_tables,
     "profile": profile_tables,
     "index": index_tables,

@@ -79,7 +79,8 @@ class Use:
     """Microseconds of CPU in one state.
 
     Attributes:
-        router_us, worker_us: of a request; the worker's has its own work too, the router's only the traces.
+        router_us, worker_us: of a request; the worker's has its own work too, the router's only the traces and the
+            making of the request's object.
         token_us: of a token in the worker, beside 63 other streams.
         router_spans, worker_spans: of a request, as the collector counted them.
     """
@@ -235,7 +236,8 @@ def _route(tracer: Tracer | None) -> None:
     choice.placed(_PLACEMENT)
     choice.hop("prefill hop", "prefill-0")
     choice.phases.note({"quartet.num_cached_tokens": 512})
-    choice.reply(choice.sent_at_unix_ns, time.monotonic())
+    choice.first_token(choice.sent_at_unix_ns)
+    choice.prefilled()
     choice.hop("decode hop", "decode-0")
     choice.phases.end()
     request.trace.end(_ATTRIBUTES, 0.1, None)

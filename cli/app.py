@@ -21,6 +21,7 @@ _COMMANDS = {
         "cli.init",
         "Write a topology for a model of your own into a folder, and a README that says how to use it.",
     ),
+    "model": ("cli.model", "Fetch models ahead of their workers, list those on this machine, and check their files."),
     "generate": ("cli.generate", "Continue a text. Tokens are printed as they come."),
     "chat": ("cli.chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
     "explain": ("cli.explain", "Show where a prompt would go now, and why; nothing is run."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import yaml
 from cli.output import reporting_errors
 from quartet.config import build, escape_path
 from quartet.discovery.base import Role
+from quartet.discovery.checks import check_text
 from quartet.engine.model_source import is_repository_id
 from quartet.errors import ConfigError
 from quartet.shipped import ROOT
@@ -84,11 +86,12 @@ def init(
     """Write a topology for a model of your own into a folder, and a README that says how to use it."""
     with reporting_errors():
         path, name = _find_model(model)
+        name = _checked_name(served_model_name or name)
         roles = {Role.ENCODE: encode, Role.PREFILL: prefill, Role.DECODE: decode}
         plan = Plan(
             namespace=_NO_NAME.sub("-", folder.absolute().name).strip("-") or "quartet",
             model=path,
-            name=served_model_name or name,
+            name=name,
             device=device,
             counts={role: count for role, count in roles.items() if count},
         )
@@ -107,9 +110,22 @@ def _find_model(model: Path) -> tuple[str, str]:
             raise ConfigError(f"--model: there is no folder {path}")
         return str(path), path.name.partition("@")[0]
     path = path.absolute()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model: {path} is no checkpoint: it has no config.json")
     # The name of what ships stays true where Quartet is installed anew.
     is_shipped = path.is_relative_to(ROOT / "models")
     return str(path.relative_to(ROOT) if is_shipped else path), name or path.name
+
+
+def _checked_name(name: str) -> str:
+    """``name``, if requests can call a model so. Raises ``ConfigError``."""
+    try:
+        check_text("--served-model-name", name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not name:
+        raise ConfigError("--served-model-name: the model's folder has no name: give one")
+    return name
 
 
 def _settings(plan: Plan) -> dict[str, object]:
@@ -204,7 +220,7 @@ def _memory_advice(plan: Plan) -> str:
 def _write(folder: Path, texts: dict[str, str]) -> None:
     """Write all of ``texts`` or, where one of the files exists, none. Raises ``ConfigError``."""
     for name in texts:
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):  # also a link to nowhere, which would be followed
             raise ConfigError(f"{folder / name} exists; nothing was written")
     try:
         folder.mkdir(parents=True, exist_ok=True)

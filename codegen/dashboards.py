@@ -25,7 +25,8 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _RATE = "[$__rate_interval]"
 _ALL = 'quartet_namespace=~"$namespace"'
 _ONE = f'{_ALL},quartet_worker=~"$worker"'
-_ENDED_WELL = 'outcome!~"stop_id|stop_string|length|tool_calls|cancelled|placed"'
+# Encode workers' requests end as "encoded".
+_NOT_WELL = 'outcome!~"stop_id|stop_string|length|tool_calls|cancelled|placed|encoded"'
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def _rate(metric: str, by: str, where: str = _ALL) -> str:
     return f"sum by ({by}) (rate({metric}{{{where}}}{_RATE}))"
 
 
+def _occurring(metric: str, by: str, where: str = _ALL) -> str:
+    """The rates that are not 0: what has a name for all that may happen is there from the start, at 0."""
+    return f"{_rate(metric, by, where)} > 0"
+
+
 def _quantiles(metric: str, where: str = _ALL, by: str = "", legend: str = "") -> list[Query]:
     labels = f"le, {by}" if by else "le"
     return [
@@ -87,7 +93,7 @@ _FLEET = Dashboard(
         Panel(
             title="Requests that end",
             text="How much is served, and how does it end? Choices a second, by outcome.",
-            queries=[Query(_rate("quartet_router_requests_total", "outcome"), "{{outcome}}")],
+            queries=[Query(_occurring("quartet_router_requests_total", "outcome"), "{{outcome}}")],
             unit="reqps",
         ),
         Panel(
@@ -202,7 +208,7 @@ _WORKER = Dashboard(
         Panel(
             title="Requests that end",
             text="How do the worker's requests end?",
-            queries=[Query(_rate("quartet_worker_requests_total", "outcome", _ONE), "{{outcome}}")],
+            queries=[Query(_occurring("quartet_worker_requests_total", "outcome", _ONE), "{{outcome}}")],
             unit="reqps",
         ),
         Panel(
@@ -286,6 +292,12 @@ _ROUTING = Dashboard(
             unit="s",
         ),
         Panel(
+            title="How full queues are",
+            text="Are requests about to be refused? Full is 100 %; the prompts that wait have a bound of memory.",
+            queries=[Query(f"max by (queue) (quartet_router_queue_usage_ratio{{{_ALL}}})", "{{queue}}")],
+            unit="percentunit",
+        ),
+        Panel(
             title="Ends of the wait",
             text="Does every request get room, or are some refused?",
             queries=[Query(_rate("quartet_router_admissions_total", "outcome"), "{{outcome}}")],
@@ -294,7 +306,7 @@ _ROUTING = Dashboard(
         Panel(
             title="Attempts",
             text="How many requests have to begin again, and why?",
-            queries=[Query(_rate("quartet_router_attempts_total", "cause"), "{{cause}}")],
+            queries=[Query(_occurring("quartet_router_attempts_total", "cause"), "{{cause}}")],
             unit="reqps",
         ),
         Panel(
@@ -406,7 +418,7 @@ _HAND_OFFS = Dashboard(
         Panel(
             title="Signed starts",
             text="Do clients on the direct path bring good starts?",
-            queries=[Query(_rate("quartet_worker_signed_starts_total", "outcome"), "{{outcome}}")],
+            queries=[Query(_occurring("quartet_worker_signed_starts_total", "outcome"), "{{outcome}}")],
             unit="reqps",
         ),
     ],
@@ -421,7 +433,7 @@ _ERRORS = Dashboard(
             text="How many requests end with an error, clients' faults included?",
             queries=[
                 Query(
-                    f"(sum(rate(quartet_router_requests_total{{{_ALL},{_ENDED_WELL}}}{_RATE})) or vector(0))"
+                    f"(sum(rate(quartet_router_requests_total{{{_ALL},{_NOT_WELL}}}{_RATE})) or vector(0))"
                     f" / sum(rate(quartet_router_requests_total{{{_ALL}}}{_RATE}))",
                     "failed",
                 )
@@ -431,7 +443,9 @@ _ERRORS = Dashboard(
         Panel(
             title="Failures by reason",
             text="With which error?",
-            queries=[Query(_rate("quartet_router_requests_total", "outcome", f"{_ALL},{_ENDED_WELL}"), "{{outcome}}")],
+            queries=[
+                Query(_occurring("quartet_router_requests_total", "outcome", f"{_ALL},{_NOT_WELL}"), "{{outcome}}")
+            ],
             unit="reqps",
         ),
         Panel(
@@ -446,9 +460,17 @@ _ERRORS = Dashboard(
             unit="reqps",
         ),
         Panel(
+            title="Refused by limits",
+            text="Which limits of a minute do tenants and keys reach?",
+            queries=[Query(_rate("quartet_router_rate_limited_requests_total", "limit"), "{{limit}}")],
+            unit="reqps",
+        ),
+        Panel(
             title="Attempts after the first",
             text="Which failures did clients not see?",
-            queries=[Query(_rate("quartet_router_attempts_total", "cause", f'{_ALL},cause!="first"'), "{{cause}}")],
+            queries=[
+                Query(_occurring("quartet_router_attempts_total", "cause", f'{_ALL},cause!="first"'), "{{cause}}")
+            ],
             unit="reqps",
         ),
         Panel(
@@ -456,7 +478,7 @@ _ERRORS = Dashboard(
             text="At which worker?",
             queries=[
                 Query(
-                    _rate("quartet_worker_requests_total", "quartet_worker, outcome", f"{_ALL},{_ENDED_WELL}"),
+                    _occurring("quartet_worker_requests_total", "quartet_worker, outcome", f"{_ALL},{_NOT_WELL}"),
                     "{{quartet_worker}} {{outcome}}",
                 )
             ],
@@ -471,6 +493,22 @@ _ERRORS = Dashboard(
                 Query(f"sum(rate(quartet_process_dropped_log_lines_total{{{_ALL}}}{_RATE}))", "dropped lines of logs"),
             ],
             unit="ops",
+        ),
+        Panel(
+            title="Usage records that are lost",
+            text="Is there anything that tenants used and nobody accounts for? Empty where no `usage_log` is set.",
+            queries=[Query(_rate("quartet_router_lost_usage_records_total", "quartet_worker"), "{{quartet_worker}}")],
+            unit="ops",
+        ),
+        Panel(
+            title="Changed files",
+            text="Was a change of tenants, keys or certificates taken over? In the last 5 minutes.",
+            queries=[
+                Query(f"sum by (file) (increase(quartet_router_reloads_total{{{_ALL}}}[5m]))", "{{file}}, in use"),
+                Query(
+                    f"sum by (file) (increase(quartet_router_failed_reloads_total{{{_ALL}}}[5m]))", "{{file}}, refused"
+                ),
+            ],
         ),
         Panel(
             title="Lateness of event loops",

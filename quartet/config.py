@@ -277,7 +277,10 @@ def _parse(text: str, source: str, variables: Mapping[str, str] | None = None) -
             return loader.construct_document(node)
         finally:
             loader.dispose()
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise ConfigError(f"{source}: is nested too deeply") from error
+    # PyYAML lets some through: a date in month 99, a mapping as a key.
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{source}: not YAML: {error}") from error
 
 

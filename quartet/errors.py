@@ -33,6 +33,11 @@ class ServingError(Exception):
         self.retry_delay_s = retry_delay_s
 
 
+def all_kinds(of: type[ServingError] = ServingError) -> set[type[ServingError]]:
+    """Each kind of failure that is defined by now: ``of`` and all below it."""
+    return {of}.union(*map(all_kinds, of.__subclasses__()))
+
+
 class ConfigError(Exception):
     """A configuration that can't be used; the message names the setting. It never reaches a caller."""
 

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
@@ -79,7 +79,7 @@ def run_router(
         uvloop.run(
             _run(
                 lambda: make_process(config, lambda: end_process_within(limit_s)),
-                None if path is None else ConfigFile(path, router, lambda: router_of(load())),
+                None if path is None else ConfigFile(path, config, load, router_of),
             )
         )
     except (ConfigError, ServingError, TaskEndedError) as error:
@@ -101,7 +101,7 @@ def return_freed_prompts() -> None:
         set_option(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-async def _run(make_process: Callable[[], RouterProcess], config_file: ConfigFile | None) -> None:
+async def _run(make_process: Callable[[], RouterProcess], config_file: ConfigFile[Any] | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -122,6 +122,11 @@ class Admission:
         """Choices that wait now. Any thread may read it."""
         return len(self._queue) + self._num_coming
 
+    @property
+    def usage(self) -> float:
+        """The share of ``max_queue_length`` that is taken; retries take nothing of it. Any thread may read it."""
+        return self._queue.num_new / self._config.max_queue_length
+
     def standing(
         self,
         pool: PoolKey,
@@ -174,6 +179,10 @@ class Admission:
     def num_waiting(self, pool: PoolKey) -> int:
         """Choices that wait for a worker of ``pool``. Any thread may ask."""
         return self._queue.num_waiting(pool)
+
+    def waiting_adapters(self) -> set[str]:
+        """The adapters that waiting choices need. Any thread may ask."""
+        return self._queue.adapters()
 
     def preview(self, queued: QueuedRequest) -> tuple[Pending, Snapshot]:
         """The input that the policy would get if ``queued`` waited; ``queued`` stays out of the queue."""

@@ -82,6 +82,12 @@ _MISMATCH = (errors.NoHandOffError, errors.LayoutMismatchError)
 _HAND_OFF_FIELD = re.compile(r"(?:media\[\d+\]\.)?hand_off\b")
 
 
+def attempt_causes() -> set[str]:
+    """What may make an attempt necessary, as ``RouterMetrics.attempts`` names it."""
+    final = set().union(*map(errors.all_kinds, FINAL)) - {errors.PromptTooLongError}
+    return {"first"} | {kind.reason.lower() for kind in errors.all_kinds() - final}
+
+
 class ChoiceRun:
     """Runs one choice of a request.
 
@@ -140,7 +146,7 @@ class ChoiceRun:
         finally:
             self._settle()
             if self._trace is not None:
-                self._trace.phases.end(sys.exception())
+                self._trace.phases.stop(sys.exception())
 
     async def place(self, signer: Signer, gang: Gang, untaken: Untaken) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
@@ -160,7 +166,7 @@ class ChoiceRun:
             if not isinstance(end, SignedRun):  # else it ends elsewhere, and its worker will report its length
                 self._settle()
             if self._trace is not None:
-                self._trace.phases.end(sys.exception())
+                self._trace.phases.stop(sys.exception())
         if not isinstance(end, SignedRun):
             gang.leave()
         return end
@@ -176,7 +182,9 @@ class ChoiceRun:
             if media is not None and media.is_encoded:
                 self._trace_wait("media")
             async with _NOTHING_TO_ENCODE if media is None else self._encoded(media):
-                reservation = await self._admit()
+                reservation, adapter = await self._admit(), self._request.start.adapter
+                if adapter:
+                    self._context.metrics.note_adapter(adapter, 1)
                 try:
                     self._begin(reservation, cause)
                     if self._signer is not None:
@@ -195,6 +203,8 @@ class ChoiceRun:
                         raise failure.error from failure
                     self._note_lost(failure, reservation)
                 finally:
+                    if adapter:
+                        self._context.metrics.note_adapter(adapter, -1)
                     reservation.release()
                     self._context.admission.wake()
             await self._context.sleep(pause_s)
@@ -377,6 +387,8 @@ class ChoiceRun:
             return reason
         if outcome.hand_off is None:
             raise HopFailedError(Hop.PREFILL, WorkerUnavailableError("the prefill worker handed nothing off"))
+        if self._trace is not None:
+            self._trace.prefilled()
         return outcome.hand_off
 
     async def _prefill_outcome(self, rank: Rank, booking: Booking) -> PrefillOutcome:
@@ -445,7 +457,7 @@ class ChoiceRun:
         logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
         self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs, time.monotonic())
         if self._trace is not None:
-            self._trace.reply(outcome.sent_at_unix_ns, time.monotonic())
+            self._trace.first_token(outcome.sent_at_unix_ns)
         if self._output.has_stopped:
             return FinishReason.STOP_STRING
         return outcome.finish_reason

@@ -280,6 +280,11 @@ class FairQueue(Generic[EntryT]):
         """Entries that wait for ``pool``. Any thread may ask."""
         return sum(len(lane.entries) for lane in tuple(self._pools.get(pool, {}).values()))
 
+    def adapters(self) -> set[str]:
+        """The adapters that entries need. Any thread may ask."""
+        lanes = [lane for lanes in tuple(self._pools.values()) for lane in tuple(lanes.values())]
+        return {lane.adapter for lane in lanes if lane.adapter and lane.entries}
+
     def add(self, entry: EntryT) -> None:
         """Insert ``entry`` at its position."""
         standing = entry.standing

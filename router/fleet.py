@@ -367,8 +367,11 @@ class Fleet:
         raise last
 
     def show_states(self, now: float) -> None:
-        """Bring the metrics up to date that count workers by role and state."""
-        states = Counter((status.record.role, status.state) for status in self._table.statuses(now))
+        """Bring the metrics up to date that count workers by role and state; models have theirs before a request."""
+        statuses = self._table.statuses(now)
+        for model in {status.record.model_name for status in statuses}:
+            self._metrics.for_model(model)
+        states = Counter((status.record.role, status.state) for status in statuses)
         for role, state in states.keys() | self._shown_states.keys():
             self._metrics.set_workers(role.value, state.value, states[role, state])
         self._shown_states = states

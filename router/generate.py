@@ -21,6 +21,7 @@ from router.fair_queue import Standing
 from router.place import PlaceRun
 from router.policy.base import Placement
 from router.prepare import Prepare, RouterRequest, resume_in_turns, run_prepared
+from router.rate_limits import Charge
 from router.request_log import RequestLog
 
 
@@ -71,13 +72,15 @@ class Pipeline:
         on_queued: Callable[[], None] | None = None,
         received_at: float | None = None,
         key: ApiKey | None = None,
+        charge: Charge | None = None,
     ) -> GenerateRun:
         """Run a request; its answer goes to ``sink``, and so does its failure.
 
         ``on_queued`` is called when a choice of it begins to wait for a worker: it has passed all checks then.
         ``received_at`` is as for ``RouterRequest.begin_trace``. ``key`` is the API key that its client has shown.
+        ``charge``: it is let in already, and charged so.
         """
-        request = RouterRequest(start, resume, traceparent, relayed or Relayed(), key)
+        request = RouterRequest(start, resume, traceparent, relayed or Relayed(), key, charge)
         if self._context.tracer is not None:
             request.begin_trace(self._context.tracer, received_at)
         run = self._make_run(request, sink, on_queued)

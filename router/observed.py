@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from quartet.api.fleet import WorkerStatus
 from quartet.discovery.base import Role, RouterRecord
 from quartet.telemetry.targets import Target
-from quartet.telemetry.vllm_names import ModelFigures
+from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures
 from router.workers import PoolKey
 
 
@@ -23,6 +23,14 @@ def model_figures(statuses: Iterable[WorkerStatus], num_waiting: Callable[[PoolK
         if status.record.role is Role.DECODE:
             by_model.setdefault(status.record.model_name, []).append(status)
     return [_figures(model, workers, num_waiting) for model, workers in sorted(by_model.items())]
+
+
+def adapter_figures(
+    statuses: Iterable[WorkerStatus], waiting: Collection[str], running: Collection[str]
+) -> AdapterFigures:
+    """The adapters that workers serve, and those that choices need which wait, or have a place."""
+    served = {adapter for status in statuses for adapter in status.record.adapters}
+    return AdapterFigures(num_served=len(served), waiting=waiting, running=running)
 
 
 def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRecord], namespace: str) -> list[Target]:
@@ -59,4 +67,5 @@ def _figures(model: str, workers: Sequence[WorkerStatus], num_waiting: Callable[
         num_used_blocks=sum(rank.num_used_blocks for rank in ranks),
         num_total_blocks=sum(rank.num_total_blocks for rank in ranks),
         block_size=workers[0].record.block_size,
+        max_model_len=max(status.record.max_model_len for status in workers),
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from quartet.api.convert.prefill import PrefilledFor, UnreadPrefill
@@ -96,6 +96,11 @@ class PrefillFor:
         self.num_running = 0
 
     @property
+    def queue_usage(self) -> float:
+        """The share of the queue that is taken, as ``Admission.usage``."""
+        return self._admission.usage
+
+    @property
     def num_queued(self) -> int:
         """Prefills that wait for room. Any thread may read it."""
         return self._admission.length
@@ -142,6 +147,7 @@ class PrefillFor:
         most_s = self._context.max_timeout_s
         timeout_s = min(most_s if asked.timeout_s is None else asked.timeout_s, most_s)
         deadline, prompts, held = time.monotonic() + timeout_s, self._context.prompts, None
+        trace: PrefillTrace | None = None
         try:
             async with asyncio.timeout(timeout_s) as timeout:
                 held = prompts.hold(asked.tenant, asked.priority, prefill_bytes(asked.num_tokens), timeout)
@@ -150,10 +156,9 @@ class PrefillFor:
                 start = asked.read()
                 trace = self._begin_trace(start.context, began)
                 line.trace_id, line.span_id = ids_of(start.context.traceparent)
-                with nullcontext() if trace is None else trace:
-                    await self._check(start, pool)
-                    choice = None if trace is None else trace.choice
-                    return await self._run(_Prefill(start, pool, deadline, held, choice))
+                await self._check(start, pool)
+                choice = None if trace is None else trace.choice
+                return await self._run(_Prefill(start, pool, deadline, held, choice))
         except TimeoutError as error:
             if held is not None and held.is_refused:
                 raise prompts.full_error() from error
@@ -161,6 +166,8 @@ class PrefillFor:
         finally:
             if held is not None:
                 held.leave()
+            if trace is not None:
+                trace.end(sys.exception())
 
     def _begin_trace(self, context: RequestContext, arrived_at: float) -> PrefillTrace | None:
         """Have it traced, if it is sampled; ``context`` names its span then."""
@@ -212,6 +219,8 @@ class PrefillFor:
             if prefill.trace is not None:
                 prefill.trace.wait("queue", prefill.start.context.attempt, queued.num_tokens)
             reservation = await self._admission.admit(waiting)
+            if prefill.trace is not None:
+                prefill.trace.prefill_placed(reservation.placement)
             prefill.held.leave()  # what was placed is bounded by the workers' room
             num_begun += 1
             rank = reservation.placement.decode

@@ -116,7 +116,7 @@ async def run_prepared(
     """
     request.check()
     _check_namespaces(request, context)
-    request.charge = context.limits.admit(request.asked.tenant, request.key, request.asked.num_token_ids)
+    _admit(request, context)
     _refuse_too_many_ids(request, context.table)
     try:
         if request.asked.shows_media:
@@ -133,6 +133,15 @@ async def run_prepared(
             request.unread.close()
         if request.arrived is not None:
             request.arrived.close()
+
+
+def _admit(request: RouterRequest, context: RouterContext) -> None:
+    """Let it in unless it is already, and charge it the tokens that are known. Raises ``RateLimitedError``."""
+    asked = request.asked
+    if request.charge is None:
+        request.charge = context.limits.admit(asked.tenant, request.key, asked.num_token_ids)
+    else:
+        request.charge.settle(asked.num_token_ids)
 
 
 async def _run_in_time(
@@ -245,9 +254,10 @@ class RouterRequest:
         traceparent: W3C trace context for all that is done for it; empty: no trace.
         trace: makes its spans; ``None``: it makes none.
         key: the API key that its client has shown; ``None``: none.
-        charge: what it is charged of the limits of a minute; ``None``: nothing limits it, or it was not let in.
+        charge: what it is charged of the limits of a minute; ``None``: nothing limits it, or it is not let in yet.
         request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
         prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
+        sent_at_unix_ns: when the router that relays it sent it; 0: none does, or it does not say.
         arrived_at: in monotonic seconds.
         deadline: in monotonic seconds; set by the check, while all fields below are set by preparing.
         worker_priority: the priority that workers are told.
@@ -285,6 +295,7 @@ class RouterRequest:
         traceparent: str = "",
         relayed: Relayed = _NOT_RELAYED,
         key: ApiKey | None = None,
+        charge: Charge | None = None,
     ) -> None:
         """Accept it without any check, and draw the id of a new request, unless who relayed it has."""
         self.asked = asked
@@ -292,9 +303,10 @@ class RouterRequest:
         self.traceparent = traceparent
         self.trace: RequestTrace | None = None
         self.key = key
-        self.charge: Charge | None = None
+        self.charge = charge
         self.request_id = resume.request_id if resume is not None else relayed.request_id or secrets.token_hex(16)
         self.prefill_namespaces = relayed.prefill_namespaces
+        self.sent_at_unix_ns = relayed.sent_at_unix_ns
         self.arrived_at = time.monotonic()
         self.tokenize_s = 0.0
         self.unread: MediaRoom | None = None
@@ -315,7 +327,8 @@ class RouterRequest:
         trace = tracer.begin("request", self.traceparent, self.request_id)
         self.traceparent = trace.traceparent
         if trace.is_sampled:
-            self.trace = RequestTrace(trace, received_at or self.arrived_at, self.arrived_at)
+            received_at = received_at or self.arrived_at
+            self.trace = RequestTrace(trace, received_at, self.arrived_at, self.sent_at_unix_ns)
 
     def check(self) -> None:
         """Refuse at once what no model can serve. Raises ``InvalidRequestError``."""
@@ -627,7 +640,7 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
         request.cache_salt = salt_in_domain(request.trust_domain, start.cache_salt)
     text = request.text = await context.texts.model_text(pool.key)
     check_chat_of_model(start, pool, text)
-    token_ids = await _tokenize(request, context)
+    token_ids = await tokenize_request(request, context)
     await _guide(request, context)
     if request.held is not None and not isinstance(start.prompt, TokenPrompt):
         request.held.tokenized(len(token_ids))
@@ -656,8 +669,8 @@ async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: b
     request.seed = secrets.randbits(64) if seed is None else seed
 
 
-async def _tokenize(request: RouterRequest, context: RouterContext) -> Sequence[int]:
-    """Tokenize it, in ``tokenize_s``. Raises as ``tokenize`` does."""
+async def tokenize_request(request: RouterRequest, context: RouterContext) -> Sequence[int]:
+    """Set ``prompt_token_ids`` and ``tokenize_s``, and return the first. Raises as ``tokenize`` does."""
     start, trace = request.start, request.trace
     if trace is not None and not isinstance(start.prompt, TokenPrompt):
         trace.prepare.begin("tokenize")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -27,6 +28,7 @@ from quartet.telemetry.targets import Target
 from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
+from router.attempts import attempt_causes
 from router.config import RouterConfig
 from router.context import RouterContext
 from router.fair_queue import FairShare
@@ -42,7 +44,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
-from router.observed import model_figures, scrape_targets
+from router.observed import adapter_figures, model_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
 from router.prefill_for import PrefillFor
@@ -85,6 +87,7 @@ class RouterProcess:
         self._on_failure = on_failure
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
+        self._metrics.expect_causes(attempt_causes())
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
@@ -107,7 +110,7 @@ class RouterProcess:
         #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
 
-    async def run(self, stop: asyncio.Event, config_file: ConfigFile | None = None) -> None:
+    async def run(self, stop: asyncio.Event, config_file: ConfigFile[Any] | None = None) -> None:
         """Serve until ``stop`` is set, then drain and take everything down. ``config_file`` may change meanwhile.
 
         It drains also when one of its background tasks has ended, and then raises that.
@@ -244,7 +247,7 @@ class RouterProcess:
             ),
         )
 
-    def _tend(self, tasks: Supervisor, http: HttpServer | None, config_file: ConfigFile | None) -> None:
+    def _tend(self, tasks: Supervisor, http: HttpServer | None, config_file: ConfigFile[Any] | None) -> None:
         if http is not None:
             tasks.start("http", http.tend())
         if config_file is not None:
@@ -364,10 +367,23 @@ class RouterProcess:
         self._metrics.watch_requests(
             num_queued, lambda: pipeline.num_running + (0 if prefills is None else prefills.num_running)
         )
+        self._metrics.watch_queues(
+            lambda: {
+                "room": max(admission.usage, 0.0 if prefills is None else prefills.queue_usage),
+                "media": media.queue.usage,
+                "encode": max(encode.waits.usage, encode.queue.usage),
+                "prompts": pipeline.context.prompts.usage,
+            }
+        )
         show_router_as_vllm(
             self._registry,
             self._metrics,
             lambda: model_figures(pipeline.context.table.statuses(time.monotonic()), admission.num_waiting),
+            lambda: adapter_figures(
+                pipeline.context.table.statuses(time.monotonic()),
+                admission.waiting_adapters(),
+                self._metrics.running_adapters(),
+            ),
         )
 
     def _prefills_for_others(self, pipeline: Pipeline, table: WorkerTable, index: PrefixIndex) -> PrefillFor | None:

@@ -55,6 +55,11 @@ class PromptMemory:
         self._num_held = 0
         self.num_bytes = 0
 
+    @property
+    def usage(self) -> float:
+        """The share of the memory for them that prompts take. Any thread may read it."""
+        return self.num_bytes / self._max_bytes
+
     def hold(self, tenant: str, priority: int, num_bytes: int, timeout: asyncio.Timeout) -> HeldPrompt:
         """Count a request of so many bytes until ``leave``. If it is refused meanwhile, ``timeout``, its own one, ends.
 

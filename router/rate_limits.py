@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quartet.api.openai.requests import ApiKey
-from quartet.errors import RateLimitedError
+from quartet.errors import InvalidRequestError, RateLimitedError
 from router.tenants import Tenants
 
 _MINUTE_S = 60.0
@@ -56,15 +56,26 @@ class RateLimits:
         Raises:
             RateLimitedError: as ``check``; nothing was charged.
         """
-        accounts = self._checked(tenant, key)
+        [charge] = self.admit_all(tenant, key, 1)
+        if charge is not None:
+            charge.settle(num_tokens)
+        return charge
+
+    def admit_all(self, tenant: str, key: ApiKey | None, num_requests: int) -> Sequence[Charge | None]:
+        """Let in so many requests of one call, or none of them; none of their tokens are known yet.
+
+        Raises:
+            InvalidRequestError: they are more than a minute's worth.
+            RateLimitedError: as ``check``; nothing was charged.
+        """
+        accounts = self._checked(tenant, key, num_requests)
         if not accounts:
-            return None
+            return [None] * num_requests
         for account in accounts:
             if account.requests is not None:
-                account.requests.left -= 1.0
-        charge = Charge([account.tokens for account in accounts if account.tokens is not None])
-        charge.settle(num_tokens)
-        return charge
+                account.requests.left -= num_requests
+        buckets = [account.tokens for account in accounts if account.tokens is not None]
+        return [Charge(buckets) for _ in range(num_requests)]
 
     def headers(self, tenant: str, key: ApiKey | None = None) -> Mapping[str, str]:
         """What is left, as OpenAI's ``x-ratelimit`` headers: of two limits the one that leaves less. No limit: none."""
@@ -79,20 +90,29 @@ class RateLimits:
                 shown[f"x-ratelimit-reset-{name}"] = _duration((least.limit - least.left) / least.per_s)
         return shown
 
-    def _checked(self, tenant: str, key: ApiKey | None) -> list[_Account]:
-        accounts = self._accounts(tenant, key)
+    def _checked(self, tenant: str, key: ApiKey | None, num_requests: int = 1) -> list[_Account]:
+        accounts, longest_s = self._accounts(tenant, key), 0.0
+        refused_by: tuple[_Account, _Bucket] | None = None
         for account in accounts:
             for bucket in account.buckets():
-                if (lack := 1.0 - bucket.left) > _ROUNDING:
-                    self._count(bucket.setting)
-                    raise _refusal(account.owner, bucket, lack)
+                needed = num_requests if bucket is account.requests else 1
+                if needed > bucket.limit:
+                    message = f"{account.owner} has {bucket.setting} of {bucket.limit}: {needed} prompts never fit"
+                    raise InvalidRequestError(message, field="prompt")
+                lack = needed - bucket.left
+                if lack > _ROUNDING and lack / bucket.per_s > longest_s:
+                    refused_by, longest_s = (account, bucket), lack / bucket.per_s
+        if refused_by is not None:
+            account, bucket = refused_by
+            self._count(bucket.setting)
+            raise _refusal(account.owner, bucket, longest_s)
         return accounts
 
     def _accounts(self, tenant: str, key: ApiKey | None) -> list[_Account]:
         """Those that a request of the tenant, with that key, is charged to, as they are now."""
         config, found = self._tenants.config(tenant), list[_Account]()
         if config.is_limited:
-            account = _account(self._of_tenants, tenant, f"tenant {tenant}" if tenant else "the callers without a name")
+            account = _account(self._of_tenants, tenant, f"tenant {tenant}" if tenant else "the tenant without a name")
             account.bring_up_to(self._clock(), config.requests_per_minute, config.tokens_per_minute)
             found.append(account)
         if key is not None and key.is_limited:
@@ -188,8 +208,7 @@ def _filled(bucket: _Bucket | None, setting: str, limit: int | None, now: float)
     return bucket
 
 
-def _refusal(owner: str, bucket: _Bucket, lack: float) -> RateLimitedError:
-    delay_s = lack / bucket.per_s
+def _refusal(owner: str, bucket: _Bucket, delay_s: float) -> RateLimitedError:
     message = f"{owner} has used up its {bucket.setting} ({bucket.limit}): try again in {delay_s:.3g} s"
     return RateLimitedError(message, retry_delay_s=delay_s)
 

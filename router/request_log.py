@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 
 from quartet.api.chat import ChatPrompt
@@ -16,7 +16,7 @@ from quartet.api.reuse import Reuse
 from quartet.errors import ServingError
 from quartet.telemetry import span_names as names
 from quartet.telemetry.logging import MAX_FIELD_LENGTH, FinishedRequest, cut, log_request
-from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.metrics import RouterMetrics, WholeAnswers
 from quartet.telemetry.tracing import Attribute, ids_of
 from router.policy.base import Placement
 from router.prepare import RouterRequest
@@ -47,15 +47,24 @@ class RequestLog:
         self._is_prepared = False
         self._outputs: Collection[ChoiceOutput] = ()
         self._num_choices = 0
+        self._relayed_usages: Callable[[], Sequence[Usage]] = tuple
 
-    def prepared(self, outputs: Collection[ChoiceOutput], *, num_relayed: int = 0) -> None:
-        """The request is checked and tokenized.
-
-        ``outputs`` know what each choice used, however it ends; of ``num_relayed`` others only their ends do.
-        """
-        self._is_prepared = True
+    def prepared(self, outputs: Collection[ChoiceOutput]) -> None:
+        """The request is checked and tokenized; ``outputs`` know what each choice used, however it ends."""
+        self._note_prepared(len(outputs))
         self._outputs = outputs
-        self._num_choices = len(outputs) + num_relayed
+
+    def relayed(self, num_choices: int, usages: Callable[[], Sequence[Usage]]) -> None:
+        """The request is checked and tokenized, and runs elsewhere.
+
+        ``usages`` gives what its choices have used so far; nothing: that is not known.
+        """
+        self._note_prepared(num_choices)
+        self._relayed_usages = usages
+
+    def _note_prepared(self, num_choices: int) -> None:
+        self._is_prepared = True
+        self._num_choices = num_choices
         self._metrics.tokenize_time.observe(self._request.tokenize_s)
 
     def write(
@@ -73,7 +82,7 @@ class RequestLog:
             usages = [one.usage for one in finished]
             times = [one.time for one in finished]
         else:
-            usages = [output.usage() for output in outputs]
+            usages = [*(output.usage() for output in outputs), *self._relayed_usages()]
             times = [output.time_breakdown() for output in outputs]
         outcomes: list[str] = [*map(attrgetter("reason"), finished), *[_PLACED] * num_given_to_client]
         if failure:
@@ -137,7 +146,7 @@ class RequestLog:
             return
         if self.placement is None:
             charge.settle(0)
-        elif used is not None:  # else it runs elsewhere, unseen, and pays for its prompt
+        elif used is not None:
             charge.settle(used.num_prompt_tokens + used.num_output_tokens)
 
     def _count_use(self, used: Usage, usages: Sequence[Usage], times: Sequence[TimeBreakdown]) -> None:
@@ -149,14 +158,27 @@ class RequestLog:
             model.cached_tokens.inc(used.num_cached_tokens)
         for usage in usages:
             model.output_tokens.inc(usage.num_output_tokens)
-        for spent in times:
+        for usage, spent in zip(usages, times, strict=False):
             model.duration.observe(spent.total_s or 0.0)
+            if spent.first_token_s is not None:
+                _observe_whole(model.whole, usage, spent)
 
     def _count_reuse(self, reuse: Reuse) -> None:
         """Count what became of the prompt's tokens, once, whatever the number of choices."""
         for part, counter in self._metrics.reuse.items():
             if num_tokens := getattr(reuse, f"num_{part}_tokens"):
                 counter.inc(num_tokens)
+
+
+def _observe_whole(whole: WholeAnswers, usage: Usage, spent: TimeBreakdown) -> None:
+    """Note what is known only at the end of a choice that had a token."""
+    total_s, first_token_s = spent.total_s or 0.0, spent.first_token_s or 0.0
+    # What comes before the batch that computes the prompt.
+    queue_s = spent.decode_queue_s if spent.prefill_queue_s is None else spent.prefill_queue_s
+    before_s = (spent.tokenize_s or 0.0) + (spent.media_s or 0.0) + (spent.router_queue_s or 0.0) + (queue_s or 0.0)
+    decode_s = max(total_s - first_token_s, 0.0)
+    inference_s = max(total_s - before_s, decode_s)
+    whole.observe(usage.num_prompt_tokens, usage.num_output_tokens, inference_s, decode_s)
 
 
 def _span_attributes(

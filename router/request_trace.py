@@ -5,15 +5,15 @@ Each is made when it has ended. The phases until a request is prepared are the r
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
-from types import TracebackType
 
-from quartet.errors import ServingError
+from quartet.discovery.base import Rank
+from quartet.errors import RequestTimeoutError, ServingError
 from quartet.streams.messages import RequestContext
 from quartet.telemetry import span_names as names
-from quartet.telemetry.logging import MAX_FIELD_LENGTH, cut, name_trace
+from quartet.telemetry.logging import name_trace
 from quartet.telemetry.tracing import Attribute, Trace
 from router.policy.base import Placement
 
@@ -25,12 +25,17 @@ class RequestTrace:
         prepare: its phases until its choices run.
     """
 
-    def __init__(self, trace: Trace, received_at: float, arrived_at: float) -> None:
-        """Its first byte came at ``received_at``, and it at ``arrived_at``; in monotonic seconds, as all times here."""
+    def __init__(self, trace: Trace, received_at: float, arrived_at: float, sent_at_unix_ns: int = 0) -> None:
+        """Its first byte came at ``received_at``, and it at ``arrived_at``; in monotonic seconds, as all times here.
+
+        The router that relays it sent it at ``sent_at_unix_ns``; 0: none does, or it does not say.
+        """
         self._trace = trace
         self._received_at = received_at
         self._arrived_at = arrived_at
-        self._was_relayed = False
+        self._sent_at_unix_ns = sent_at_unix_ns
+        self._first_token_at: float | None = None
+        self._branches: list[Phases] = []
         self._unname: Callable[[], None] | None = None
         self.prepare = Phases(trace, {}, received_at)
         self.prepare.begin("read")
@@ -38,22 +43,33 @@ class RequestTrace:
     def choice(self, number: int) -> ChoiceTrace:
         """The trace of a choice that begins to run."""
         self.prepare.end()
-        return ChoiceTrace(self._trace, number, self.prepare.ended_at)
+        choice = ChoiceTrace(self._trace, number, self.prepare.ended_at)
+        self._branches.append(choice.phases)
+        return choice
 
     def begin_encode(self, context: RequestContext, worker_id: str) -> Phases:
         """An encode begins: ``context`` is told of its span, which the caller ends."""
         hop = Phases(self._trace, {names.WORKER: worker_id, names.ATTEMPT: context.attempt}, time.monotonic())
+        self._branches.append(hop)
         context.traceparent = hop.begin("encode hop", is_parent=True)
         context.sent_at_unix_ns = self._trace.to_unix_ns(hop.ended_at)
         return hop
 
-    def begin_relay(self, namespace: str) -> tuple[Phases, str]:
-        """Another router begins to run it, or a choice of it: the span, which the caller ends, and its traceparent."""
+    def relays(self) -> RelayTrace:
+        """The trace of relays that begin, of all choices."""
         self.prepare.end()
-        begin = time.monotonic() if self._was_relayed else self.prepare.ended_at
-        self._was_relayed = True
-        hop = Phases(self._trace, {names.NAMESPACE: namespace}, begin)
-        return hop, hop.begin("relay hop", is_parent=True)
+        return self._relays(self.prepare.ended_at)
+
+    def relays_alone(self, before: RelayTrace) -> RelayTrace:
+        """The trace of one choice that goes on alone after relays that failed; it pauses first."""
+        before.phases.end()
+        relays = self._relays(before.phases.ended_at)
+        relays.phases.begin("pause")
+        return relays
+
+    def shown(self, at: float) -> None:
+        """A relayed choice's first token was shown."""
+        self._first_token_at = at
 
     def name_in_logs(self) -> None:
         """Let lines that the current task logs name the request's span, until it has ended."""
@@ -67,23 +83,36 @@ class RequestTrace:
     def end(
         self, attributes: Mapping[str, Attribute], first_token_s: float | None, error: BaseException | None
     ) -> None:
-        """The request has ended; ``first_token_s`` is from its arrival; ``None``: no token was shown."""
+        """The request has ended; ``first_token_s`` is from its arrival; ``None``: no token was shown.
+
+        What ``shown`` said goes before that: a relayed request's times are those of its pool.
+        """
         self.prepare.end(error)
+        for phases in self._branches:
+            phases.end(error if isinstance(error, RequestTimeoutError) else None)
         if self._unname is not None:
             self._unname()
-        events = [] if first_token_s is None else [(names.FIRST_TOKEN, self._arrived_at + first_token_s)]
+        first_token_at = self._first_token_at
+        if first_token_at is None and first_token_s is not None:
+            first_token_at = self._arrived_at + first_token_s
+        self._trace.way_here("send", self._sent_at_unix_ns, self._received_at)
         self._trace.end(
             self._received_at,
             time.monotonic(),
-            attributes if error is None else {**attributes, names.ERROR_TYPE: _type_of(error)},
-            events=events,
-            error=_text_of(error),
+            attributes,
+            events=[] if first_token_at is None else [(names.FIRST_TOKEN, first_token_at)],
+            error=error,
             is_server=True,
         )
 
+    def _relays(self, begin: float) -> RelayTrace:
+        relays = RelayTrace(self._trace, begin)
+        self._branches.append(relays.phases)
+        return relays
 
-class PrefillTrace(AbstractContextManager["PrefillTrace"]):
-    """A sampled prefill for the router of another namespace, until the end of the block.
+
+class PrefillTrace:
+    """A sampled prefill for the router of another namespace.
 
     Attributes:
         choice: its phases and hops.
@@ -94,19 +123,16 @@ class PrefillTrace(AbstractContextManager["PrefillTrace"]):
         self._trace = trace
         self._context = context
         self._arrived_at = arrived_at
-        self.choice = ChoiceTrace(trace, context.choice, arrived_at)
+        self.choice = ChoiceTrace(trace, context.choice, arrived_at, context.attempt)
         self.choice.phases.begin("read")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """It has ended."""
         self.choice.phases.end(error)
         context, now = self._context, time.monotonic()
         self._trace.way_here("send", context.sent_at_unix_ns, self._arrived_at)
         attributes: dict[str, Attribute] = {names.REQUEST_ID: context.request_id, names.CHOICE: context.choice}
-        if error is not None:
-            attributes[names.ERROR_TYPE] = _type_of(error)
-        self._trace.end(self._arrived_at, now, attributes, error=_text_of(error), is_server=True)
+        self._trace.end(self._arrived_at, now, attributes, error=error, is_server=True)
 
 
 class Phases:
@@ -143,69 +169,38 @@ class Phases:
         """Add attributes to the one that runs."""
         self._attributes.update(attributes)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End the one that runs, if one does."""
+    def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
+        """End the one that runs, if one does; ``at`` is when; ``None``: now."""
         if not self._name:
             return
-        now, name, self._name = time.monotonic(), self._name, ""
-        if error is not None:
-            self._attributes[names.ERROR_TYPE] = _type_of(error)
-        self._trace.span(
-            name,
-            self.ended_at,
-            now,
-            self._attributes,
-            span_id=self._span_id,
-            error=_text_of(error),
-        )
-        self.ended_at = now
+        ended_at, name, self._name = time.monotonic() if at is None else at, self._name, ""
+        self._trace.span(name, self.ended_at, ended_at, self._attributes, span_id=self._span_id, error=error)
+        self.ended_at = ended_at
+
+    def stop(self, error: BaseException | None) -> None:
+        """End the one that runs, unless it was cancelled: the request's end ends that, and knows why."""
+        if not isinstance(error, asyncio.CancelledError):
+            self.end(error)
 
 
-class ChoiceTrace:
-    """One choice of a sampled request.
+class HopTrace:
+    """Hops that follow each other, each with one that begins with its start and ends with its answer.
 
     Attributes:
-        phases: what it does, one after the other.
+        phases: what is done, one after the other.
         traceparent, sent_at_unix_ns: for the start that is made now.
     """
 
-    def __init__(self, trace: Trace, number: int, begin: float) -> None:
-        """The request is prepared since ``begin``."""
+    def __init__(self, trace: Trace, common: dict[str, Attribute], begin: float) -> None:
+        """What is before ends at ``begin``; all spans have the attributes ``common``."""
         self._trace = trace
-        self._begin = begin
-        self._common: dict[str, Attribute] = {names.CHOICE: number, names.ATTEMPT: 0}
-        self.phases = Phases(trace, self._common, begin)
+        self._common = common
+        self.phases = Phases(trace, common, begin)
         self.traceparent = trace.traceparent
         self.sent_at_unix_ns = 0
 
-    def wait(self, name: str, attempt: int, num_tokens: int) -> None:
-        """Attempt number ``attempt`` waits for something, with so many tokens of prompt and output."""
-        self._common[names.ATTEMPT] = attempt
-        self.phases.begin(name, {names.NUM_TOKENS: num_tokens})
-
-    def placed(self, placement: Placement) -> None:
-        """The wait has ended: the policy has chosen."""
-        noted: dict[str, Attribute] = {names.DECODE_WORKER: placement.decode.worker_id}
-        if placement.prefill is not None:
-            noted[names.PREFILL_WORKER] = placement.prefill.worker_id
-        if placement.num_cached_tokens:
-            noted[names.NUM_MATCHED_TOKENS] = placement.num_cached_tokens
-        if placement.cost is not None:
-            noted[names.COST] = placement.cost
-        self.phases.note(noted)
-
-    def hop(self, name: str, worker_id: str) -> None:
-        """A call to a worker begins. To make its start is part of its way."""
-        self.traceparent = self.phases.begin(name, {names.WORKER: worker_id}, is_parent=True)
-        self.sent_at_unix_ns = self._trace.to_unix_ns(self.phases.ended_at)
-
-    def sign(self) -> None:
-        """Its start is signed for its client."""
-        self.traceparent = self.phases.begin("sign")
-        self.sent_at_unix_ns = self._trace.to_unix_ns(self.phases.ended_at)
-
     def reply(self, sent_at_unix_ns: int, shown_at: float) -> None:
-        """The first token of an attempt, which its worker sent then, was shown; 0: the worker does not say when.
+        """The first token of an attempt, which was sent then, was shown; 0: who sent it does not say when.
 
         The span lies beside the hop's: a hop whose worker died before it sent its spans is to show no gap.
         """
@@ -218,10 +213,68 @@ class ChoiceTrace:
         self.phases.end(error)
         self.phases.begin("pause")
 
+    def _hop(self, name: str, attributes: Mapping[str, Attribute]) -> None:
+        """Begin a hop. To make its start is part of its way."""
+        self.traceparent = self.phases.begin(name, attributes, is_parent=True)
+        self.sent_at_unix_ns = self._trace.to_unix_ns(self.phases.ended_at)
 
-def _text_of(error: BaseException | None) -> str:
-    return "" if error is None else cut(str(error) or type(error).__name__, MAX_FIELD_LENGTH)
+
+class RelayTrace(HopTrace):
+    """What a global router does for a sampled request, or for one choice of it, at one pool after another."""
+
+    def __init__(self, trace: Trace, begin: float) -> None:
+        """What is before ends at ``begin``."""
+        super().__init__(trace, {}, begin)
+
+    def hop(self, namespace: str, attempt: int) -> None:
+        """A pool gets it; its first attempt there has this number."""
+        self._hop("relay hop", {names.NAMESPACE: namespace, names.ATTEMPT: attempt})
 
 
-def _type_of(error: BaseException) -> str:
-    return error.reason.lower() if isinstance(error, ServingError) else type(error).__name__
+class ChoiceTrace(HopTrace):
+    """One choice of a sampled request."""
+
+    def __init__(self, trace: Trace, number: int, begin: float, attempt: int = 0) -> None:
+        """The request is prepared since ``begin``; its first attempt here has the number ``attempt``."""
+        super().__init__(trace, {names.CHOICE: number, names.ATTEMPT: attempt}, begin)
+        self._shown_at: float | None = None
+
+    def wait(self, name: str, attempt: int, num_tokens: int) -> None:
+        """Attempt number ``attempt`` waits for something, with so many tokens of prompt and output."""
+        self._common[names.ATTEMPT] = attempt
+        self.phases.begin(name, {names.NUM_TOKENS: num_tokens})
+
+    def placed(self, placement: Placement) -> None:
+        """The wait has ended: the policy has chosen."""
+        self._placed(placement, placement.prefill, placement.decode)
+
+    def prefill_placed(self, placement: Placement) -> None:
+        """The same of a prefill for another router: its policy sees workers that prefill as ones that decode."""
+        self._placed(placement, placement.decode, None)
+
+    def hop(self, name: str, worker_id: str) -> None:
+        """A call to a worker begins."""
+        self._hop(name, {names.WORKER: worker_id})
+
+    def first_token(self, sent_at_unix_ns: int) -> None:
+        """The first token of a prefill, which its worker sent then, was shown now."""
+        self._shown_at = time.monotonic()
+        self.reply(sent_at_unix_ns, self._shown_at)
+
+    def prefilled(self) -> None:
+        """A prefill hop has ended well, when its token was shown: what follows begins there, and leaves no gap."""
+        self.phases.end(at=self._shown_at)
+
+    def sign(self) -> None:
+        """Its start is signed for its client."""
+        self.traceparent = self.phases.begin("sign")
+        self.sent_at_unix_ns = self._trace.to_unix_ns(self.phases.ended_at)
+
+    def _placed(self, placement: Placement, prefill: Rank | None, decode: Rank | None) -> None:
+        ranks = {names.PREFILL_WORKER: prefill, names.DECODE_WORKER: decode}
+        noted: dict[str, Attribute] = {name: rank.worker_id for name, rank in ranks.items() if rank is not None}
+        if placement.num_cached_tokens:
+            noted[names.NUM_MATCHED_TOKENS] = placement.num_cached_tokens
+        if placement.cost is not None:
+            noted[names.COST] = placement.cost
+        self.phases.note(noted)

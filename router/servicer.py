@@ -148,7 +148,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         start = self._with_tenant(start, identity)
         traceparent = _traceparent(context)
         placed = await self._pipeline.place(start, resume=resume, traceparent=traceparent, relayed=relayed)
-        return to_place_response(placed)
+        return to_place_response(placed, time.time_ns() if relayed.sent_at_unix_ns else 0)
 
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: _Context
@@ -255,7 +255,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         is_router = identity is not None and identity.kind is IdentityKind.ROUTER
         if relayed is None or is_router or not self._has_tls:
             return
-        for field in ("prefill_namespaces", "request_id"):
+        for field in ("prefill_namespaces", "request_id", "sent_at_unix_ns"):
             if getattr(relayed, field):
                 raise PermissionDeniedError(f"only routers may set {field}", field=field)
 

@@ -33,6 +33,9 @@ MAX_SALT_LENGTH = _ID_LENGTH + MAX_NAME_LENGTH
 # Stands before the salts of tenants without a domain: else such a tenant's salt could begin with a domain's id.
 _NO_DOMAIN = "0" * _ID_LENGTH
 
+# As of an API key's limits.
+_MAX_LIMIT = 10**18
+
 # Clients may make up names, so only so many are remembered.
 _MAX_KNOWN = 4096
 
@@ -72,8 +75,8 @@ class TenantConfig:
         if not -(2**31) <= self.max_priority < 2**31:
             raise ConfigError("max_priority: must be a signed 32-bit number")
         for name in ("requests_per_minute", "tokens_per_minute"):
-            if (limit := getattr(self, name)) is not None and limit < 1:
-                raise ConfigError(f"{name}: must be at least 1; leave it out for any number")
+            if (limit := getattr(self, name)) is not None and not 1 <= limit < _MAX_LIMIT:
+                raise ConfigError(f"{name}: must be at least 1, and below 10^18; leave it out for any number")
         if self.trust_domain == "":
             raise ConfigError("trust_domain: must not be empty; leave it out for the domain of all other tenants")
 

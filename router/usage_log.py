@@ -75,7 +75,7 @@ class UsageLog:
         self._queue: SimpleQueue[UsageRecord | None] = SimpleQueue()
         # Each of these has one side that changes it: who puts records, or the thread.
         self._num_refused = self._num_failed = 0
-        self._is_torn = self._is_failing = False
+        self._is_torn = self._is_failing = self._is_refusing = False
         try:
             self._descriptor = self._open()
         except OSError as error:
@@ -91,17 +91,31 @@ class UsageLog:
     def put(self, record: UsageRecord) -> None:
         """Have ``record`` written. Never blocks."""
         if self._queue.qsize() >= self._max_queued:
+            if not self._is_refusing:
+                logger.error("usage records are lost: %d wait to be written to %s", self._max_queued, self._path)
+            self._is_refusing = True
             self._num_refused += 1
             return
+        self._is_refusing = False
         self._queue.put(record)
 
     def close(self) -> None:
         """Write what waits, for at most five seconds, and end."""
         self._queue.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("usage records are lost: %s took none for %g s", self._path, _CLOSE_TIMEOUT_S)
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        """Open the file at the path, or make it; ``_is_torn`` says whether its last line has no end."""
+        flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            # Also for reading, so a pipe that nobody reads yet does not stop the start of the process.
+            descriptor = os.open(self._path, os.O_RDWR | flags, 0o640)
+        except PermissionError:  # it may be written, but not read
+            descriptor = os.open(self._path, os.O_WRONLY | flags, 0o640)
+        self._is_torn = _is_torn(descriptor)
+        return descriptor
 
     def _run(self) -> None:
         is_open = True
@@ -152,7 +166,15 @@ class UsageLog:
         if not is_same:
             before, self._descriptor = self._descriptor, self._open()
             os.close(before)
-            self._is_torn = False
+
+
+def _is_torn(descriptor: int) -> bool:
+    """Whether the file's last line has no end, as that of a process that was killed. Of what can't be read: no."""
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        return size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
+    except OSError:
+        return False
 
 
 def _to_line(record: UsageRecord) -> bytes:

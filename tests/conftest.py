@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,17 +59,27 @@ LONGEST = (
 CHROMEDRIVER = "/usr/bin/chromedriver"
 
 
+GO = Path(__file__).resolve().parent.parent / "tools" / "go.sh"
+#: It may have to fetch a newer Go first.
+GO_TIMEOUT_S = 300.0
+#: Files that start processes are spread over so much of a run: of those begun later some would end it alone.
+_SPREAD = 0.6
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with files that start processes: the others, which are short, fill what is left of each core at the end."""
-    starts_processes = {item.path for item in items if any(map(item.get_closest_marker, ("e2e", "chaos", "bench")))}
+    """Mix files that start processes, the longest first, with the others: those mostly wait, these take a core each."""
+    files = list(dict.fromkeys(item.path for item in items))
+    starting = {item.path for item in items if any(map(item.get_closest_marker, ("e2e", "chaos", "bench")))}
+    waiting = sorted(filter(starting.__contains__, files), key=_rank)
+    busy = [path for path in files if path not in starting]
+    position = {path: _SPREAD * number / len(waiting) for number, path in enumerate(waiting)}
+    position |= {path: number / len(busy) for number, path in enumerate(busy)}
+    items.sort(key=lambda item: position[item.path])
 
-    def position(item: pytest.Item) -> int:
-        if item.path not in starts_processes:
-            return len(LONGEST) + 1
-        return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
 
-    items.sort(key=position)
+def _rank(path: Path) -> int:
+    return LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish() -> None:
@@ -123,6 +134,25 @@ def chromedriver() -> Path:
 
 
 @pytest.fixture(scope="session")
+def typescript_client() -> Path:
+    """The folder of the TypeScript client, compiled, where there is Node."""
+    folder = Path(__file__).parents[1] / "clients" / "typescript"
+    compiler = folder / "node_modules" / "typescript" / "bin" / "tsc"
+    node = shutil.which("node")
+    _require("node", compiler if node and compiler.exists() else None)
+    built = subprocess.run([node, compiler], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stdout
+    return folder
+
+
+@pytest.fixture(scope="session")
+def go() -> Path:
+    """What runs Go: ``tools/go.sh``."""
+    ran = subprocess.run([GO, "version"], capture_output=True, timeout=GO_TIMEOUT_S, check=False)
+    return _require("go", GO if ran.returncode == 0 else None)
+
+
+@pytest.fixture(scope="session")
 def fork_server(testrun_uid: str) -> Iterator[ForkServer]:
     """What starts processes that share one import of torch, one for all processes of this run of tests."""
     with ForkServer(testrun_uid) as server:
@@ -160,6 +190,10 @@ def _demand(name: str, binary: Path | None) -> Path | None:
 def _reason(name: str) -> str:
     if name == "chromium":
         return f"no chromium, or no {CHROMEDRIVER}: apt-get install chromium chromium-driver"
+    if name == "node":
+        return "no Node (apt-get install nodejs npm), or no clients/typescript/node_modules: `make node` gets it"
+    if name == "go":
+        return "no Go that takes tools/go.mod: apt-get install golang-go"
     return f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"
 
 

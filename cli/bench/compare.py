@@ -155,6 +155,17 @@ def differences(a: Results, b: Results) -> Iterator[str]:
             yield f"{name} differs: {'; '.join(changed[:_NUM_SHOWN])}{more}"
 
 
+def ratio_shown(a: Figure, b: Figure) -> str:
+    """The ratio of ``b`` to ``a``, as markup: from 5 % on green where ``b`` is better, red where it is worse."""
+    if not a.value or b.value is None:
+        return "-"
+    ratio = b.value / a.value
+    if abs(ratio - 1) < _COLOURED_CHANGE:
+        return f"{ratio:.2f}"
+    colour = "green" if (ratio > 1) == a.is_better_if_higher else "red"
+    return f"[{colour}]{ratio:.2f}[/]"
+
+
 def _table(both: Sequence[Results], loads: Sequence[Load]) -> Table:
     table = Table("load", "figure")
     for name in ("A", "B", "B/A"):
@@ -168,20 +179,10 @@ def _table(both: Sequence[Results], loads: Sequence[Load]) -> Table:
                 name,
                 _number(a[name].value),
                 _number(b[name].value),
-                _ratio(a[name], b[name]),
+                ratio_shown(a[name], b[name]),
             )
         table.add_section()
     return table
-
-
-def _ratio(a: Figure, b: Figure) -> str:
-    if not a.value or b.value is None:
-        return "-"
-    ratio = b.value / a.value
-    if abs(ratio - 1) < _COLOURED_CHANGE:
-        return f"{ratio:.2f}"
-    colour = "green" if (ratio > 1) == a.is_better_if_higher else "red"
-    return f"[{colour}]{ratio:.2f}[/]"
 
 
 def _number(value: float | None) -> str:

@@ -60,6 +60,7 @@ class Phase(StrEnum):
     """Where a run is."""
 
     WARM_UP = "warm-up"
+    SETTLING = "settling"  # nothing is sent; the requests of the warm-up end before the window opens
     MEASURING = "measuring"
     DRAINING = "draining"  # nothing new is sent; the last requests end
 
@@ -72,14 +73,21 @@ class Window:
         self.phase = Phase.WARM_UP
         self._num_left = max_requests
         self._closed = asyncio.Event()
+        self._settled = asyncio.Event()
+
+    def settle(self) -> None:
+        """Hold new requests back until it opens, so that those of the warm-up can end."""
+        self.phase = Phase.SETTLING
 
     def open(self) -> None:
         """End the warm-up."""
         self.phase = Phase.MEASURING
+        self._settled.set()
 
     def close(self) -> None:
         """Stop the sending of new requests."""
         self.phase = Phase.DRAINING
+        self._settled.set()
         self._closed.set()
 
     @property
@@ -91,6 +99,11 @@ class Window:
     def is_closed(self) -> bool:
         """Whether no new request may be sent."""
         return self.phase is Phase.DRAINING
+
+    async def settled(self) -> None:
+        """Return at once, or where requests are held back when they no longer are."""
+        if self.phase is Phase.SETTLING:
+            await self._settled.wait()
 
     def admit(self) -> bool:
         """Return whether another request may be sent now, and count it as sent."""
@@ -119,6 +132,7 @@ async def run_closed_loop(send: Send, workload: Iterator[BenchRequest], window: 
         while window.admit() and (request := next(workload, None)) is not None:
             if pause_s := await send(request, time.perf_counter()):
                 await window.pause(pause_s)
+            await window.settled()
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(num_clients):
@@ -126,13 +140,20 @@ async def run_closed_loop(send: Send, workload: Iterator[BenchRequest], window: 
 
 
 async def run_open_loop(send: Send, workload: Iterator[BenchRequest], window: Window, schedule: Schedule) -> None:
-    """Send on ``schedule`` until the window closes or the workload is used up; wait for the last."""
+    """Send on ``schedule`` until the window closes or the workload is used up; wait for the last.
+
+    Where the window holds back a request that is due, the schedule goes on from there once it opens.
+    """
     began = time.perf_counter()
     async with asyncio.TaskGroup() as requests:
         # Make each request before it is due: a long prompt takes milliseconds.
         for request in workload:
             due_at = began + schedule(request)
             await _wait_until(due_at, window)
+            if window.phase is Phase.SETTLING:
+                await window.settled()
+                held_s = time.perf_counter() - due_at
+                began, due_at = began + held_s, due_at + held_s
             if not window.admit():
                 return
             requests.create_task(send(request, due_at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter, defaultdict
@@ -186,6 +187,8 @@ class Recorder:
         self._totals = Totals()
         self._opened: Totals | None = None
         self._closed: Totals | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def open(self) -> None:
         """Requests that begin from now on are measured."""
@@ -209,14 +212,25 @@ class Recorder:
         """A copy of the sums, with the present time and CPU time."""
         return replace(self._totals, at_s=time.perf_counter(), cpu_s=time.process_time())
 
+    async def idle(self) -> None:
+        """Return when no request runs."""
+        await self._idle.wait()
+
     def begin(self, due_at: float) -> RequestRecord:
         """Record that a request is sent now that was due at ``due_at``, by ``time.perf_counter``."""
         self.num_running += 1
+        self._idle.clear()
         measured = self.measured if self._window.is_open else None
         if measured is not None:
             measured.sent += 1
             measured.send_delay.add(max(0.0, time.perf_counter() - due_at))
         return RequestRecord(self, self._totals, measured, due_at)
+
+    def end(self) -> None:
+        """A request has ended; called once for each by its record."""
+        self.num_running -= 1
+        if not self.num_running:
+            self._idle.set()
 
 
 class RequestRecord:
@@ -254,7 +268,7 @@ class RequestRecord:
         if end.reason is FinishReason.CANCELLED:
             self._fail(ErrorKind("CANCELLED", ""), "the router cancelled the request")
             return
-        self._recorder.num_running -= 1
+        self._recorder.end()
         self._totals.finished += 1
         self._totals.prompt_tokens += end.usage.num_prompt_tokens
         if self._measured is not None:
@@ -266,7 +280,7 @@ class RequestRecord:
 
     def cut_off(self) -> None:
         """This client gave the request up."""
-        self._recorder.num_running -= 1
+        self._recorder.end()
         if self._measured is not None:
             self._measured.cut_off += 1
 
@@ -286,7 +300,7 @@ class RequestRecord:
             moved.duration_s += end.time.transfer_s or 0.0
 
     def _fail(self, kind: ErrorKind, message: str) -> None:
-        self._recorder.num_running -= 1
+        self._recorder.end()
         self._totals.failed += 1
         if self._measured is not None:
             self._measured.errors[kind] += 1

@@ -64,6 +64,15 @@ class Limits:
         """How many ``load`` may send within its window; ``None``: any number."""
         return self.max_requests if self.rounds is None else self.rounds * int(load.value)
 
+    @property
+    def settles(self) -> bool:
+        """Whether the requests of the warm-up must have ended before the window opens.
+
+        Where time ends the window, those that end within it stand for those that run on after it. Where the end of the
+        last request does, nothing runs on, and they would be too many.
+        """
+        return self.duration_s is None or self.max_requests is not None or self.rounds is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
@@ -124,7 +133,7 @@ async def run_plan(client: QuartetClient, plan: BenchPlan, observer: RunObserver
         recorder = Recorder(window)
         loop = _make_loop(Sender(client, plan.sender, recorder).send, plan, number, window)
         observer.began(load, number, recorder, window)
-        is_interrupted = await _run_load(loop, recorder, plan)
+        is_interrupted = await _run_load(loop, window, recorder, plan)
         points.append(Point(make_result(load, recorder, is_interrupted=is_interrupted), recorder.measured))
         observer.ended(points[-1])
         if is_interrupted:
@@ -193,7 +202,7 @@ def _make_loop(send: Send, plan: BenchPlan, number: int, window: Window) -> Coro
     return run_open_loop(send, workload, window, schedule)
 
 
-async def _run_load(loop: Coroutine[None, None, None], recorder: Recorder, plan: BenchPlan) -> bool:
+async def _run_load(loop: Coroutine[None, None, None], window: Window, recorder: Recorder, plan: BenchPlan) -> bool:
     """Run ``loop`` in a task of its own; open and close the window meanwhile. Returns whether it was interrupted.
 
     A cancellation stops here: the user wants the figures, not a traceback. What the loop fails with is raised, since it
@@ -203,13 +212,17 @@ async def _run_load(loop: Coroutine[None, None, None], recorder: Recorder, plan:
     if not limits.warmup_s:
         recorder.open()
     task = asyncio.create_task(loop)
+    drain_timeout_s = plan.sender.timeout_s or _DRAIN_TIMEOUT_S
     try:
         if limits.warmup_s:
             await asyncio.wait({task}, timeout=limits.warmup_s)
+            if limits.settles:
+                window.settle()
+                await _wait_until_idle(task, recorder, drain_timeout_s)
             recorder.open()
         await asyncio.wait({task}, timeout=limits.duration_s)
         recorder.close()
-        await asyncio.wait({task}, timeout=plan.sender.timeout_s or _DRAIN_TIMEOUT_S)
+        await asyncio.wait({task}, timeout=drain_timeout_s)
     except asyncio.CancelledError:
         this = asyncio.current_task()
         assert this is not None
@@ -222,3 +235,12 @@ async def _run_load(loop: Coroutine[None, None, None], recorder: Recorder, plan:
         if not task.cancelled():
             task.result()
     return False
+
+
+async def _wait_until_idle(task: asyncio.Task[None], recorder: Recorder, timeout_s: float) -> None:
+    """Return when no request runs, ``task`` has ended, or ``timeout_s`` is over."""
+    idle = asyncio.create_task(recorder.idle())
+    try:
+        await asyncio.wait({task, idle}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        idle.cancel()

@@ -45,6 +45,7 @@ class PlacedRequest:
         prompt_tail_token_ids: the prompt's last few tokens, which the answer's text continues.
         parsing: how reasoning and tool calls are found in it; ``None``: they are not looked for.
         tokenize_s: seconds that template and tokenizer took.
+        sent_at_unix_ns: when the router that placed it sent this; 0: it does not say, or has not sent it.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class PlacedRequest:
     prompt_tail_token_ids: tuple[int, ...]
     tokenize_s: float
     parsing: PlacedParsing | None = None
+    sent_at_unix_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

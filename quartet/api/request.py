@@ -546,10 +546,12 @@ class Relayed:
     Attributes:
         request_id: names the request; empty: the router that gets it draws one.
         prefill_namespaces: whose routers prefill, the first that can; empty: the router's own workers.
+        sent_at_unix_ns: when it was sent, if its sender traces it; 0: that does not.
     """
 
     request_id: str = ""
     prefill_namespaces: tuple[str, ...] = ()
+    sent_at_unix_ns: int = 0
 
 
 def check_relayed(relayed: Relayed) -> None:

@@ -34,11 +34,16 @@ _AddParsed: TypeAlias = Callable[[int, int, Sequence[int], Parsed, Sequence[Toke
 
 
 class SessionCall:
-    """One request of a session; its ``answer`` collects what comes for it."""
+    """One request of a session; its ``answer`` collects what comes for it.
+
+    Attributes:
+        first_sent_at_unix_ns: by choice, when the router gave out its first entry; empty: it has none, or does not say.
+    """
 
     def __init__(self, send_cancel: Callable[[SlotCall], None], num_choices: int, answer: AnswerSink) -> None:
         """``send_cancel`` asks the router to end the request; it is given this."""
         self.is_over = False
+        self.first_sent_at_unix_ns: dict[int, int] = {}
         self._send_cancel = send_cancel
         self._num_unfinished = num_choices
         self._answer = answer
@@ -158,6 +163,8 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
             self._call(later.slot).placed(from_choice_placement(later.placement))
         for report in response.prompt_logprobs:
             self._call(report.slot).add_prompt_logprobs(from_prompt_logprobs(report.prompt_logprobs))
+        for first in response.first_tokens:
+            self._call(first.slot).first_sent_at_unix_ns[first.choice] = first.sent_at_unix_ns
         self._receive_deltas(response)
         if response.parsed:
             self._receive_parsed(response)

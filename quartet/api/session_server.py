@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import (
@@ -64,6 +65,7 @@ SideT = TypeVar(
     pb.SessionAccepted,
     pb.SessionPlaced,
     pb.SessionPromptLogprobs,
+    pb.SessionFirstToken,
     pb.SessionFinished,
     pb.SessionFailure,
 )
@@ -264,6 +266,7 @@ class SessionOutbox(Wakeable):
         self._accepted: deque[pb.SessionAccepted] = deque()
         self._placed: deque[pb.SessionPlaced] = deque()
         self._prompt_logprobs: deque[pb.SessionPromptLogprobs] = deque()
+        self._first_tokens: deque[pb.SessionFirstToken] = deque()
         self._finished: deque[pb.SessionFinished] = deque()
         self._failures: deque[pb.SessionFailure] = deque()
         self._ended: set[int] = set()
@@ -305,6 +308,10 @@ class SessionOutbox(Wakeable):
         """Those of the prompt of the request in ``slot``; they come before its deltas."""
         self._prompt_logprobs.append(to_session_prompt_logprobs(slot, logprobs))
         self.wake()
+
+    def first_token(self, slot: int, choice: int) -> None:
+        """The first entry of a choice comes now, and its client wants to know when. An entry follows, which wakes."""
+        self._first_tokens.append(pb.SessionFirstToken(slot=slot, choice=choice, sent_at_unix_ns=time.time_ns()))
 
     def finish(self, slot: int, finished: ChoiceFinished, *, is_last: bool) -> None:
         """One choice of the request in ``slot`` has ended; with the last one, the request has."""
@@ -366,22 +373,10 @@ class SessionOutbox(Wakeable):
             return None
         self._is_writing = True
         self.poll_at = self._max_unseen
-        room = ROOM_BYTES
-        accepted: Sequence[pb.SessionAccepted] = ()
-        placed: Sequence[pb.SessionPlaced] = ()
-        # Most messages hold only deltas, so empty parts cost no call. A part without room leaves none for later parts.
-        if self._accepted:
-            accepted, room = _first(self._accepted, (), room)
-        if self._placed:
-            placed, room = _first(self._placed, (), room)
-        reports: Sequence[pb.SessionPromptLogprobs] = ()
-        if self._prompt_logprobs:
-            reports, room = _first(self._prompt_logprobs, (), room)
+        before, room = self._take_before(ROOM_BYTES)
         message, room = self._take_deltas(room)
-        if accepted or placed or reports:
-            message.accepted.extend(accepted)
-            message.placed.extend(placed)
-            message.prompt_logprobs.extend(reports)
+        if before is not None:
+            message.MergeFrom(before)
         if self._finished:
             finished, room = _first(self._finished, self._backlog, room)
             message.finished.extend(finished)
@@ -391,6 +386,20 @@ class SessionOutbox(Wakeable):
         if self._ended:
             self._forget_ended()
         return message
+
+    def _take_before(self, room: int) -> tuple[pb.SessionResponse | None, int]:
+        """A message with what comes before deltas, and the room that it leaves; ``None``: nothing does, mostly."""
+        if not (self._accepted or self._placed or self._prompt_logprobs or self._first_tokens):
+            return None, room
+        # A part without room leaves none for later parts.
+        accepted, room = _first(self._accepted, (), room)
+        placed, room = _first(self._placed, (), room)
+        reports, room = _first(self._prompt_logprobs, (), room)
+        first_tokens, room = _first(self._first_tokens, (), room)
+        message = pb.SessionResponse(
+            accepted=accepted, placed=placed, prompt_logprobs=reports, first_tokens=first_tokens
+        )
+        return message, room
 
     def _take_deltas(self, room: int) -> tuple[pb.SessionResponse, int]:
         """A message with the deltas, and the room that they leave."""
@@ -461,6 +470,18 @@ class _Requests:
         return request
 
 
+class _Entries(Protocol):
+    """Takes the entries of a request's answer."""
+
+    def append(self, entry: Entry, /) -> None:
+        """Take one."""
+        ...
+
+    def __len__(self) -> int:
+        """Entries of all requests that wait to be sent."""
+        ...
+
+
 class _Request:
     """Passes one request's answer to the outbox, until its end is there."""
 
@@ -487,7 +508,9 @@ class _Request:
         self._slot = asked.slot
         self._num_open = asked.start.num_choices if asked.resume is None else 1
         self._outbox = outbox
-        self._entries = outbox.entries
+        self._entries: _Entries = outbox.entries
+        if asked.relayed is not None and asked.relayed.sent_at_unix_ns:
+            self._entries = _FirstEntries(self, outbox, self._num_open)
         self._requests = requests
         self._is_over = False
 
@@ -548,6 +571,7 @@ class _Request:
 
     def end(self, error: BaseException | None = None) -> None:
         """The request no longer runs."""
+        self.stop_timing()  # what does it refers to this
         if not self._ran:
             self._requests.account.in_vain(self._size_bytes)
         del self._requests.runs[self]
@@ -558,6 +582,10 @@ class _Request:
             self._leave()
             self._outbox.fail(self._slot, error)
 
+    def stop_timing(self) -> None:
+        """No more first entries of its choices are to be noted."""
+        self._entries = self._outbox.entries
+
     def silence(self) -> None:
         """The client has the request's end, or is gone: drop what still comes."""
         self._is_over = True
@@ -565,6 +593,30 @@ class _Request:
     def _leave(self) -> None:
         self._is_over = True
         self._requests.leave(self._slot)
+
+
+class _FirstEntries:
+    """Stands for the outbox's entries until each choice of a traced request has one: later ones cost nothing more."""
+
+    def __init__(self, request: _Request, outbox: SessionOutbox, num_choices: int) -> None:
+        self._request = request
+        self._outbox = outbox
+        self._num_choices = num_choices
+        self._begun: set[int] = set()
+
+    def append(self, entry: Entry, /) -> None:
+        """Take one; if it is its choice's first, note that."""
+        slot, choice = entry[:2]
+        if choice not in self._begun:
+            self._begun.add(choice)
+            self._outbox.first_token(slot, choice)
+            if len(self._begun) == self._num_choices:
+                self._request.stop_timing()
+        self._outbox.entries.append(entry)
+
+    def __len__(self) -> int:
+        """As of the outbox's."""
+        return len(self._outbox.entries)
 
 
 def _num_choices(message: pb.SessionStart) -> int:

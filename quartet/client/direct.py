@@ -450,9 +450,10 @@ _FINAL = (
     ClientClosedError,
 )
 
-#: Refusals that may soon pass: the router is full, or it restarts.
+#: Refusals that may soon pass: the router is full or restarts, or a limit of a minute is used up.
 _PASSING = (
     errors.QueueFullError,
+    errors.RateLimitedError,
     errors.DrainingError,
     errors.RouterUnavailableError,
     errors.WorkerUnavailableError,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -61,7 +62,15 @@ def repository_of(text: str) -> Repository | None:
     return Repository(match["id"], match["revision"])
 
 
-def fetch_model(repository: Repository, *, needs_weights: bool, fetch: Fetch | None = None) -> Path:
+def is_model_file(name: str, *, needs_weights: bool) -> bool:
+    """Whether a file of that name in a model's folder is one that serves it: never code, nor the same weights twice."""
+    is_wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in _patterns(needs_weights=needs_weights))
+    return is_wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _LEFT_OUT)
+
+
+def fetch_model(
+    repository: Repository, *, needs_weights: bool, has_bars: bool = False, fetch: Fetch | None = None
+) -> Path:
     """The folder with the files of ``repository``, fetched if they are not on this machine yet. Blocks until then.
 
     Needs the package ``huggingface_hub`` and honours its variables (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN``).
@@ -69,6 +78,7 @@ def fetch_model(repository: Repository, *, needs_weights: bool, fetch: Fetch | N
     Args:
         repository: what to fetch.
         needs_weights: also fetch the weights.
+        has_bars: show the progress as bars on standard error, for a terminal; else it is logged.
         fetch: used in place of the Hub.
 
     Raises:
@@ -76,30 +86,69 @@ def fetch_model(repository: Repository, *, needs_weights: bool, fetch: Fetch | N
     """
     logger.info("looking for %s on the Hugging Face Hub", repository)
     started_at = time.monotonic()
-    patterns = (*_SMALL_FILES, *_WEIGHT_FILES) if needs_weights else _SMALL_FILES
-    folder = (fetch or _fetch_from_hub)(repository, patterns)
+    fetch = fetch or (lambda repository, patterns: _fetch_from_hub(repository, patterns, has_bars=has_bars))
+    folder = fetch(repository, _patterns(needs_weights=needs_weights))
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model_path: the repository {repository} holds no config.json")
     logger.info("%s is here after %.1f s", repository, time.monotonic() - started_at)
     return folder
 
 
-def _fetch_from_hub(repository: Repository, patterns: Sequence[str]) -> Path:
+def find_cached_model(repository: Repository, *, needs_weights: bool) -> Path:
+    """The folder of ``repository`` in the Hub's cache; nothing is fetched.
+
+    Raises:
+        ConfigError: it is not there, or not wholly; names ``model_path``.
+    """
+    patterns = _patterns(needs_weights=needs_weights)
+    return _fetch_from_hub(repository, patterns, has_bars=False, is_offline=True)
+
+
+def drop_cached_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete files of a repository from the Hub's cache, so that they are fetched again. Raises ``OSError``."""
+    for path in (folder / name for name in names):
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def drop_leftovers(folder: Path) -> None:
+    """Delete what downloads that were killed left of files that the Hub's cache has now. Raises ``OSError``.
+
+    The Hub's library begins each file under a name of its own. A download that still waits for the same file then
+    finds it there.
+    """
+    for path in folder.parent.parent.glob("blobs/*.incomplete"):
+        if path.with_name(path.name.partition(".")[0]).exists():
+            path.unlink(missing_ok=True)
+
+
+def _patterns(*, needs_weights: bool) -> tuple[str, ...]:
+    return (*_SMALL_FILES, *_WEIGHT_FILES) if needs_weights else _SMALL_FILES
+
+
+def _fetch_from_hub(
+    repository: Repository, patterns: Sequence[str], *, has_bars: bool, is_offline: bool = False
+) -> Path:
     try:
         import huggingface_hub
-        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # it is documented
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # they are documented
+            disable_progress_bars,
+            enable_progress_bars,
+        )
     except ImportError:
         raise _refusal(repository, "the package huggingface_hub is not installed to fetch it with") from None
     # Logs of servers are not read on a terminal.
-    disable_progress_bars()
+    (enable_progress_bars if has_bars else disable_progress_bars)()
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
     try:
-        with _logged_progress(repository, Path(huggingface_hub.constants.HF_HUB_CACHE)):
+        with nullcontext() if has_bars or is_offline else _logged_progress(repository, cache):
             return Path(
                 huggingface_hub.snapshot_download(
                     repository.id,
                     revision=repository.revision,
                     allow_patterns=list(patterns),
                     ignore_patterns=list(_LEFT_OUT),
+                    local_files_only=is_offline,
                 )
             )
     # The process ends with this error. Its type depends on the version, as each uses another HTTP package. Its text

@@ -10,6 +10,7 @@ import logging
 import os
 import ssl
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,22 +75,21 @@ class Dialer:
     gRPC lets equal channels of a process share a connection, and the pause after a failed try. A new channel must
     connect at its first call, whatever became of those to processes that served at its address before.
 
-    The files of ``tls`` are read again for each channel, so renewed certificates count. While a file is missing or half
-    written, the last good ones are used, and the log says so: it must end no task that meets a new worker just then.
+    A channel gets the files of ``tls`` as they are when it is opened, so renewed certificates count. While a file is
+    missing or half written, or they don't fit each other, the last good ones are used, and the log says so: it must end
+    no task that meets a new worker just then, and the channel keeps what it gets.
     """
 
     def __init__(self, tls: TlsConfig | None) -> None:
         """Raises ``ConfigError`` if a file of ``tls`` can't be used; names the setting."""
         self._tls = tls
-        self._credentials = None if tls is None else channel_credentials(tls)
+        self._files = None if tls is None else _TlsFiles(tls, "dialling")
+        self._credentials = None if self._files is None else _channel_credentials(*self._files.content)
 
     def open(self, address: str, *, is_bulk: bool = False) -> grpc.aio.Channel:
         """A channel to ``address``; see ``create_channel``."""
-        if self._tls is not None:
-            try:
-                self._credentials = channel_credentials(self._tls)
-            except ConfigError as error:
-                logger.warning("dialling %s with the certificates of before: %s", address, error)
+        if self._files is not None and (content := self._files.changed()) is not None:
+            self._credentials = _channel_credentials(*content)
         options = {**_our_options(self._tls, is_bulk=is_bulk), "grpc.use_local_subchannel_pool": 1}
         return open_channel(address, self._credentials, options)
 
@@ -175,58 +175,82 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
     Raises:
         ConfigError: a file can't be used; names its setting.
     """
-    files = _ServedFiles(tls)
+    files = _TlsFiles(tls, "serving")
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Threads of gRPC's ask before each handshake; ``None`` changes nothing."""
+        content = files.changed()
+        return None if content is None else _served(*content)
+
     return grpc.dynamic_ssl_server_credentials(
-        files.configuration(),
-        files.changed,  # type: ignore[arg-type]  # the stub does not know of None, which changes nothing
+        _served(*files.content),
+        changed,  # type: ignore[arg-type]  # the stub does not know of None
         require_client_authentication=tls.require_client_cert,
     )
 
 
-class _ServedFiles:
-    """The files that a server shows and checks certificates with."""
+def _served(key: bytes, cert: bytes, ca: bytes) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
-    def __init__(self, tls: TlsConfig) -> None:
+
+class _TlsFiles:
+    """The files of a ``TlsConfig``, which may be replaced one after the other while they are used. Any thread may ask.
+
+    Attributes:
+        content: key, certificates and authorities, as they were at the start.
+    """
+
+    def __init__(self, tls: TlsConfig, use: str) -> None:
+        """Read them; ``use`` says in the log what they are for. Raises ``ConfigError`` naming the setting."""
         self._tls = tls
+        self._use = use
+        self._lock = threading.Lock()
         self._signatures = self._poll()
+        self.content = _read(tls)
+        check_pair("tls", tls.cert_file, tls.key_file, tls.ca_file)
 
-    def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """What is in the files. Raises ``ConfigError``."""
-        key, cert, ca = _read(self._tls)
-        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
-
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What is in the files, if they have changed and can be used. A thread of gRPC's asks before each handshake."""
-        signatures = self._poll()
-        if signatures == self._signatures:
-            return None
-        self._signatures = signatures
-        try:
-            configuration = self.configuration()
-            _check_pair(self._tls)
-        except ConfigError as error:
-            logger.warning("gRPC goes on with the certificates of before: %s", error)
-            return None
-        logger.info("gRPC serves with new certificates")
-        return configuration
+    def changed(self) -> tuple[bytes, bytes, bytes] | None:
+        """What they hold, if that has changed, can be used, and is whole. Others are logged once."""
+        with self._lock:
+            signatures = self._poll()
+            if signatures == self._signatures:
+                return None
+            try:
+                content = _read(self._tls)
+                check_pair("tls", self._tls.cert_file, self._tls.key_file, self._tls.ca_file)
+            except ConfigError as error:
+                self._signatures = signatures
+                logger.warning("%s goes on with the certificates of before: %s", self._use, error)
+                return None
+            if self._poll() != signatures:
+                return None  # they are being written: what was read need not be what was checked
+            self._signatures = signatures
+            logger.info("%s with new certificates", self._use)
+            return content
 
     def _poll(self) -> tuple[object, ...]:
         return tuple(file_signature(path) for path in (self._tls.key_file, self._tls.cert_file, self._tls.ca_file))
 
 
-def _check_pair(tls: TlsConfig) -> None:
-    """Raises ``ConfigError``: the certificate and the key don't belong together, or the authorities are malformed."""
+def check_pair(setting: str, cert_file: Path, key_file: Path, ca_file: Path | None = None) -> None:
+    """Raises ``ConfigError``, naming ``setting``: the key is not the certificate's, or authorities are malformed."""
     try:
+        # In a context of its own: a failure may leave half of it loaded.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-        context.load_verify_locations(tls.ca_file)
+        # Without a password OpenSSL asks for one at the terminal.
+        context.load_cert_chain(cert_file, key_file, password="")
+        if ca_file is not None:
+            context.load_verify_locations(ca_file)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"tls: the files can't be used together: {error}") from error
+        raise ConfigError(f"{setting}: the files can't be used together: {error}") from error
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
     """Credentials to dial with. Raises ``ConfigError`` naming the setting whose file can't be used."""
-    key, cert, ca = _read(tls)
+    return _channel_credentials(*_read(tls))
+
+
+def _channel_credentials(key: bytes, cert: bytes, ca: bytes) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
 
 

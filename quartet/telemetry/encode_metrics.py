@@ -12,6 +12,9 @@ from prometheus_client.registry import Collector
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _COMPUTE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
+# Those of items that did not fail.
+_OUTCOMES = ("cached", "encoded", "pulled", "handed_over")
+
 
 class TowerFigures(Protocol):
     """What the metrics read off an encoder; ``quartet.engine.encoder.EncoderStats`` has them."""
@@ -69,6 +72,8 @@ class EncodeMetrics:
         self._items = Counter(
             "quartet_encode_items", "Media items that ended, by outcome.", ["outcome"], registry=registry
         )
+        for outcome in _OUTCOMES:  # from the start: Prometheus sees no growth in what begins at 1
+            self._items.labels(outcome)
         self._queue_time = Histogram(
             "quartet_encode_queue_seconds", "Waiting for the vision tower.", buckets=_QUEUE_BUCKETS_S, registry=registry
         )
@@ -85,7 +90,7 @@ class EncodeMetrics:
         self._registry.register(_PoolCollector(read))
 
     def count_item(self, outcome: str) -> None:
-        """An item ended: ``cached``, ``encoded``, ``pulled``, or its error's reason, in lower case."""
+        """An item ended: ``cached``, ``encoded``, ``pulled``, ``handed_over``, or its error's reason, in lower case."""
         self._items.labels(outcome).inc()
 
     def observe_encoded(self, queue_s: float, compute_s: float) -> None:

@@ -1,8 +1,8 @@
 """Every metric of the project, named ``quartet_<part>_<what>_<unit>``.
 
 Each class takes the registry that it registers in, so a test has its own. Children are bound once: with that an
-observation costs under 1 us. A scrape holds the GIL for some 7 us a line, so no label grows without bound and a process
-has less than 500 lines.
+observation costs under 1 us. A scrape takes some 6 us of Python a line, so no label grows without bound: a worker of 8
+ranks has less than 450 lines, and a router less than 230, and 230 more for each model with those under vLLM's names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +20,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from quartet.errors import all_kinds
 from quartet.telemetry.log_writer import num_dropped_lines
 
 # They double a counter's lines in every scrape.
@@ -30,6 +31,15 @@ _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0
 _REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+# These are vLLM's own (``vllm/v1/metrics/loggers.py``), for what is shown under its names alone.
+_SPAN_BUCKETS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+_MEAN_TOKEN_BUCKETS_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(8) for digit in (1, 2, 5))
 # Outcomes of choices that did what their clients wanted.
 _NO_FAILURES = frozenset({"stop_id", "stop_string", "length", "tool_calls", "cancelled", "placed"})
 _LAG_INTERVAL_S = 0.1
@@ -128,6 +138,7 @@ class ModelMetrics:
         prompt_tokens: of requests that were placed, once a request, however many its choices and attempts.
         cached_tokens: of these, tokens whose KV was cached; of a request's choices, the most.
         output_tokens: shown to clients.
+        whole: the answers that began, at their ends.
     """
 
     ttft: FastHistogramChild
@@ -136,6 +147,37 @@ class ModelMetrics:
     prompt_tokens: FastCounterChild
     cached_tokens: FastCounterChild
     output_tokens: FastCounterChild
+    whole: WholeAnswers
+
+
+class WholeAnswers:
+    """Choices that had a token, one observation each at their ends; shown under vLLM's names only.
+
+    Attributes:
+        prompt_length, output_length: tokens.
+        token_time: seconds for each token after the first, on average; 0 if there was only one.
+        inference_time: seconds from the first batch that had the choice to its end.
+        decode_time: seconds from its first token to its end.
+    """
+
+    __slots__ = ("decode_time", "inference_time", "output_length", "prompt_length", "token_time")
+
+    def __init__(self) -> None:
+        """Nothing was observed."""
+        self.prompt_length, self.output_length = (
+            FastHistogramChild(_LENGTH_BUCKETS),
+            FastHistogramChild(_LENGTH_BUCKETS),
+        )
+        self.token_time = FastHistogramChild(_MEAN_TOKEN_BUCKETS_S)
+        self.inference_time, self.decode_time = FastHistogramChild(_SPAN_BUCKETS_S), FastHistogramChild(_SPAN_BUCKETS_S)
+
+    def observe(self, num_prompt_tokens: int, num_output_tokens: int, inference_s: float, decode_s: float) -> None:
+        """One has ended."""
+        self.prompt_length.observe(num_prompt_tokens)
+        self.output_length.observe(num_output_tokens)
+        self.token_time.observe(decode_s / (num_output_tokens - 1) if num_output_tokens > 1 else 0.0)
+        self.inference_time.observe(inference_s)
+        self.decode_time.observe(decode_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +243,13 @@ class HandOffOutcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+# How signed starts end: each reason of the errors that ``quartet.streams.signed_start`` raises.
+_STARTS = (
+    *("opened", "signed_start_invalid", "no_signing_key", "signing_key_unknown"),
+    *("signed_start_foreign", "signed_start_expired", "signed_start_used"),
+)
+
+
 class SnapshotOutcome(StrEnum):
     """What became of a snapshot of a worker's blocks."""
 
@@ -217,12 +266,21 @@ def _read_dropped_lines() -> Iterator[Metric]:
 _RELOADED = ("config", "keys", "http_certificate")
 
 
+def known_outcomes() -> frozenset[str]:
+    """Each way in which a choice can end.
+
+    Prometheus sees no growth in a series that begins at 1: so what a rate is taken of is there from the start, at 0.
+    """
+    return _NO_FAILURES | {kind.reason.lower() for kind in all_kinds()}
+
+
 class RouterMetrics:
     """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text.
 
     Attributes:
         requests: choices that ended, by finish reason, or by the error's reason, in lower case.
-        attempts: attempts begun, by ``first`` or the lower-case reason of the error that ended the one before.
+        attempts: attempts begun, by ``first`` or the lower-case reason of the error that ended the one before; the
+            router names the reasons, see ``expect_causes``.
         queue_time: seconds that a choice waited for room.
         tokenize_time: seconds in which a prompt was laid out and tokenized.
         admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
@@ -239,6 +297,7 @@ class RouterMetrics:
         self._models: dict[str, ModelMetrics] = {}
         self._num_queued: Callable[[], int] = lambda: 0
         self._num_running: Callable[[], int] = lambda: 0
+        self._running_adapters: dict[str, int] = {}
         self._ttft, self._itl, self._duration = (
             FastHistogram(name, text, "model", buckets, registry)
             for name, text, buckets in (
@@ -255,7 +314,7 @@ class RouterMetrics:
                 ("quartet_router_output_tokens", "Tokens shown to clients."),
             )
         )
-        self.requests = EndedRequests(registry)
+        self.requests = EndedRequests(registry, known_outcomes())
         self.attempts = FastCounter(
             "quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause", registry
         )
@@ -325,6 +384,11 @@ class RouterMetrics:
             )
         )
 
+    def expect_causes(self, causes: Iterable[str]) -> None:
+        """Show attempts that have these causes from the start, at 0."""
+        for cause in causes:
+            self.attempts.labels(cause)
+
     def for_model(self, model: str) -> ModelMetrics:
         """The metrics of requests for ``model``, a name that is served; the same ones at each call."""
         if model not in self._models:
@@ -335,11 +399,12 @@ class RouterMetrics:
                 prompt_tokens=self._prompt_tokens.labels(model),
                 cached_tokens=self._cached_tokens.labels(model),
                 output_tokens=self._output_tokens.labels(model),
+                whole=WholeAnswers(),
             )
         return self._models[model]
 
     def models(self) -> Mapping[str, ModelMetrics]:
-        """Those of all models that had a request, by name. Any thread may ask."""
+        """Those of all models that had a worker or a request, by name. Any thread may ask."""
         return dict(self._models)
 
     def totals(self) -> RouterTotals:
@@ -370,6 +435,21 @@ class RouterMetrics:
         self._queued.set_function(num_queued)
         self._running.set_function(num_running)
 
+    def watch_queues(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Show at each scrape which share of each queue is taken, by its name: of more than all, requests are refused.
+
+        ``read`` is called on the scrape's thread and may not block.
+        """
+
+        def collect() -> Iterator[Metric]:
+            text = "Share of what the queue may hold."
+            family = GaugeMetricFamily("quartet_router_queue_usage_ratio", text, labels=["queue"])
+            for name, share in read().items():
+                family.add_metric([name], share)
+            yield family
+
+        self._registry.register(_ReadCollector(collect))
+
     def watch_index(
         self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
     ) -> None:
@@ -377,6 +457,18 @@ class RouterMetrics:
         self._live.set_function(num_live)
         self._blocks.set_function(num_blocks)
         self._predicted.set_function(num_predicted_blocks)
+
+    def note_adapter(self, adapter: str, num_choices: int) -> None:
+        """So many more choices that need ``adapter``, a name that is served, have a place; less if negative."""
+        num = self._running_adapters.get(adapter, 0) + num_choices
+        if num:
+            self._running_adapters[adapter] = num
+        else:
+            del self._running_adapters[adapter]
+
+    def running_adapters(self) -> Collection[str]:
+        """Those that choices with a place need. Any thread may ask."""
+        return tuple(self._running_adapters)
 
     def count_reload(self, file: str, is_used: bool) -> None:
         """A changed file is in use now, or could not be used: ``config``, ``keys`` or ``http_certificate``."""
@@ -402,8 +494,10 @@ class EndedRequests(Collector):
     Only one thread may count.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, known: Iterable[str] = ()) -> None:
+        """Scrapes show the outcomes ``known`` from the start, at 0."""
         self._counts: dict[tuple[str, str], float] = {}
+        self._known = dict.fromkeys(sorted(known), 0.0)
         registry.register(self)
 
     def count(self, outcome: str, model: str = "") -> None:
@@ -416,7 +510,7 @@ class EndedRequests(Collector):
         return dict(self._counts)
 
     def by_outcome(self) -> Mapping[str, float]:
-        """The sums over all models. Any thread may ask."""
+        """The sums over all models, of outcomes that occurred. Any thread may ask."""
         sums: dict[str, float] = {}
         for (_model, outcome), count in self.by_model().items():
             sums[outcome] = sums.get(outcome, 0.0) + count
@@ -425,7 +519,7 @@ class EndedRequests(Collector):
     def collect(self) -> Iterator[Metric]:
         """What a scrape shows."""
         family = CounterMetricFamily("quartet_router_requests", "Choices that ended, by outcome.", labels=["outcome"])
-        for outcome, count in self.by_outcome().items():
+        for outcome, count in {**self._known, **self.by_outcome()}.items():
             family.add_metric([outcome], count)
         yield family
 
@@ -444,6 +538,12 @@ class PoolMetrics:
         self.retries = FastCounter(f"{name}_retries", "Requests that left the pool early.", "namespace", registry)
         self._ready = Gauge(f"{name}_ready_workers", "Ready workers of the pool.", ["namespace"], registry=registry)
 
+    def expect(self, namespaces: Iterable[str]) -> None:
+        """Show these pools from the start, at 0."""
+        for namespace in namespaces:
+            self.requests.labels(namespace)
+            self.retries.labels(namespace)
+
     def set_ready(self, namespace: str, num_workers: int) -> None:
         """So many workers of the pool are ready."""
         self._ready.labels(namespace).set(num_workers)
@@ -458,6 +558,7 @@ class WorkerMetrics:
     """Metrics of a worker; figures of its engine by data-parallel rank.
 
     Attributes:
+        fetch_time: seconds until the model's files were on this machine.
         load_time: seconds in which the model was loaded and warmed up.
         requests: requests that ended, by finish reason, or by the error's reason, in lower case.
         hand_offs: hand-offs held here that ended: ``taken``, ``expired``, ``cancelled``.
@@ -468,8 +569,13 @@ class WorkerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.fetch_time = Gauge(
+            "quartet_worker_model_fetch_seconds",
+            "Until the model's files were on this machine: next to nothing for a folder.",
+            registry=registry,
+        )
         self.load_time = Gauge(
-            "quartet_worker_model_load_seconds", "From the start to a model that is loaded and warm.", registry=registry
+            "quartet_worker_model_load_seconds", "From there to a model that is loaded and warm.", registry=registry
         )
         self.requests, self.hand_offs, self.signed_starts = (
             Counter(name, text, ["outcome"], registry=registry)
@@ -479,8 +585,13 @@ class WorkerMetrics:
                 ("quartet_worker_signed_starts", "Signed starts that came, by outcome."),
             )
         )
-        for outcome in HandOffOutcome:  # from the start: Prometheus sees no growth in what begins at 1
-            self.hand_offs.labels(outcome.value)
+        for counter, outcomes in (
+            (self.requests, known_outcomes() - {"placed"} | {"encoded"}),
+            (self.hand_offs, HandOffOutcome),
+            (self.signed_starts, _STARTS),
+        ):
+            for outcome in sorted(outcomes):  # from the start, as in ``known_outcomes``
+                counter.labels(outcome)
         self.queue_time, self.prefill_time = (
             Histogram(name, text, buckets=buckets, registry=registry)
             for name, text, buckets in (
@@ -510,6 +621,12 @@ class WorkerMetrics:
     def watch_collected(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
         self._registry.register(_ReadCollector(read))
+
+    def expect_transfers(self, ways: Iterable[str]) -> None:
+        """Show transfers by these ways from the start, at 0."""
+        for way in ways:
+            self._transfer_bytes.labels(way)
+            self._transfer_time.labels(way)
 
     def observe_transfer(self, way: str, size_bytes: int, duration_s: float) -> None:
         """Blocks, or embeddings, were pulled from another worker by ``way``."""

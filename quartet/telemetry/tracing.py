@@ -6,6 +6,7 @@ so tokens cost nothing. The id of a span is drawn ahead: what another process do
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import time
@@ -13,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, RequestCancelledError, ServingError
+from quartet.telemetry import span_names
+from quartet.telemetry.logging import MAX_FIELD_LENGTH, cut
 
 Attribute: TypeAlias = str | bool | int | float | Sequence[str]
 
@@ -61,9 +64,9 @@ class TracingConfig:
         is_on = self.enabled or variables.get(_ON_VARIABLE, "").lower() in _YES
         if not is_on or variables.get(_OFF_VARIABLE, "").strip().lower() == "true":
             return replace(self, enabled=False)
+        named = next(filter(None, map(variables.get, _ENDPOINT_VARIABLES)), "")
         # What is no URL only the exporter understands, which reads the variables too.
-        named = [url for name in _ENDPOINT_VARIABLES if _is_url(url := variables.get(name, ""))]
-        return replace(self, enabled=True, endpoint=self.endpoint or next(iter(named), ""))
+        return replace(self, enabled=True, endpoint=self.endpoint or (named if _is_url(named) else ""))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class Span:
         has_remote_parent: another process makes the parent.
         begin_unix_ns, end_unix_ns: end is not before begin.
         events: name and time, in nanoseconds of the Unix clock.
-        error: why it failed; empty: it did not.
+        error: why it failed, for people; empty: it did not.
         is_server: it is the work that a caller outside asked for.
     """
 
@@ -219,14 +222,15 @@ class Trace:
         *,
         span_id: int = 0,
         parent_id: int = 0,
-        error: str = "",
+        error: BaseException | None = None,
     ) -> None:
-        """Make a span below the trace's own one, or below the span ``parent_id``.
+        """Make a span below the trace's own one, or below the span ``parent_id``; it ended with ``error``.
 
         ``span_id`` was drawn for it; 0: none was. A span that would end before it begins, as clocks of hosts differ,
         has no length.
         """
         begin_unix_ns = self.to_unix_ns(begin)
+        kind, text = _failure(error)
         span = Span(
             name=name,
             trace_id=self._trace_id,
@@ -234,8 +238,8 @@ class Trace:
             parent_id=parent_id or self._span_id,
             begin_unix_ns=begin_unix_ns,
             end_unix_ns=max(self.to_unix_ns(end), begin_unix_ns),
-            attributes=attributes,
-            error=error,
+            attributes={**attributes, span_names.ERROR_TYPE: kind} if kind else attributes,
+            error=text,
         )
         if self._has_ended:
             self._sink.take(span)  # what it began may end after it
@@ -258,10 +262,14 @@ class Trace:
         attributes: Mapping[str, Attribute],
         *,
         events: Sequence[tuple[str, float]] = (),
-        error: str = "",
+        error: BaseException | None = None,
         is_server: bool = False,
     ) -> None:
-        """Make its own span, and give all out; called once. ``events`` are names and monotonic times."""
+        """Make its own span, which ended with ``error``, and give all out; called once.
+
+        ``events`` are names and monotonic times.
+        """
+        kind, text = _failure(error)
         for span in self._spans:
             self._sink.take(span)
         self._spans, self._has_ended = [], True
@@ -273,9 +281,9 @@ class Trace:
                 parent_id=self._parent_id,
                 begin_unix_ns=self.to_unix_ns(begin),
                 end_unix_ns=self.to_unix_ns(end),
-                attributes=attributes,
+                attributes={**attributes, span_names.ERROR_TYPE: kind} if kind else attributes,
                 events=[(event, self.to_unix_ns(at)) for event, at in events],
-                error=error,
+                error=text,
                 has_remote_parent=self._parent_id != 0,
                 is_server=is_server,
             )
@@ -325,6 +333,20 @@ def open_tracer(
     name = config.service_name or variables.get("OTEL_SERVICE_NAME", "") or f"quartet-{role}"
     resource = {"service.name": name, "service.namespace": namespace, "service.instance.id": instance}
     return Tracer(OtlpSink(config.endpoint, {key: value for key, value in resource.items() if value}))
+
+
+def _failure(error: BaseException | None) -> tuple[str, str]:
+    """The ``error.type`` and the text of what ended with ``error``; both empty: it did not fail.
+
+    A caller's cancel is no failure of what it ends, as in OpenTelemetry's conventions for gRPC servers. A bug of ours
+    may hold anything in its message, so it has none here.
+    """
+    if error is None or isinstance(error, (asyncio.CancelledError, RequestCancelledError)):
+        return "", ""
+    if not isinstance(error, ServingError):
+        return "internal", type(error).__name__
+    kind = error.reason.lower()
+    return kind, cut(error.message or kind, MAX_FIELD_LENGTH)
 
 
 def _is_url(text: str) -> bool:

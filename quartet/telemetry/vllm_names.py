@@ -1,7 +1,8 @@
 """The figures that vLLM shows too, once more under its names: for tools and gateways that read these.
 
-Read at each scrape from what is counted anyway; nothing is counted for them. A name is here only if it means the same
-in vLLM (``vllm/v1/metrics/loggers.py``). Labels are vLLM's: ``model_name`` and ``engine``, a data-parallel rank.
+Read at each scrape from what is counted anyway; only ``WholeAnswers`` are counted for them, at a choice's end. A name
+is here only if it means the same in vLLM (``loggers.py`` and ``stats.py`` in ``vllm/v1/metrics``). Labels are vLLM's:
+``model_name`` and ``engine``, a data-parallel rank.
 
 A router shows its models as if each were one server (``engine="0"``), which is what clients and gateways see. A worker
 shows its engine. A counter or histogram is on one of the two only, so that its sum over all processes counts nothing
@@ -10,7 +11,9 @@ twice. docs/observability.md has the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -36,6 +39,18 @@ _MODEL_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], FastHistogramC
     ("time_to_first_token_seconds", "From arrival to the first token.", lambda model: model.ttft),
     ("inter_token_latency_seconds", "From one token to the next.", lambda model: model.itl),
     ("e2e_request_latency_seconds", "From arrival to the end.", lambda model: model.duration),
+    (
+        "request_time_per_output_token_seconds",
+        "A request's mean time for each token after the first.",
+        lambda model: model.whole.token_time,
+    ),
+    ("request_inference_time_seconds", "From the batch to the end.", lambda model: model.whole.inference_time),
+    ("request_decode_time_seconds", "From the first token to the end.", lambda model: model.whole.decode_time),
+)
+# In tokens: vLLM's buckets end where no sequence can be longer.
+_MODEL_LENGTHS: tuple[tuple[str, str, Callable[[ModelMetrics], FastHistogramChild]], ...] = (
+    ("request_prompt_tokens", "Tokens of a request's prompt.", lambda model: model.whole.prompt_length),
+    ("request_generation_tokens", "Tokens generated for it.", lambda model: model.whole.output_length),
 )
 _MODEL_COUNTERS: tuple[tuple[str, str, Callable[[ModelMetrics], float]], ...] = (
     ("prompt_tokens", "Prompt tokens, cached ones included.", lambda model: model.prompt_tokens.value),
@@ -56,6 +71,7 @@ class ModelFigures:
         num_used_blocks: KV blocks of decode workers that are in use or held, by their last reports.
         num_total_blocks: of these workers; 0: nothing is known.
         block_size: tokens of a block; 0: unknown.
+        max_model_len: most tokens of a sequence.
     """
 
     model: str
@@ -64,13 +80,34 @@ class ModelFigures:
     num_used_blocks: int
     num_total_blocks: int
     block_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFigures:
+    """LoRA adapters of all models at a router, now.
+
+    Attributes:
+        num_served: adapters that workers serve, each of which can run at any time.
+        waiting, running: names of those that choices need which wait, or which the router has placed.
+    """
+
+    num_served: int = 0
+    waiting: Collection[str] = ()
+    running: Collection[str] = ()
 
 
 def show_router_as_vllm(
-    registry: CollectorRegistry, metrics: RouterMetrics, read: Callable[[], Iterable[ModelFigures]]
+    registry: CollectorRegistry,
+    metrics: RouterMetrics,
+    read: Callable[[], Sequence[ModelFigures]],
+    read_adapters: Callable[[], AdapterFigures] = AdapterFigures,
 ) -> None:
-    """Show a router's figures under vLLM's names; ``read`` is called on the scrape's thread and may not block."""
-    registry.register(_RouterCollector(metrics, read))
+    """Show a router's figures under vLLM's names.
+
+    ``read`` and ``read_adapters`` are called on the scrape's thread and may not block.
+    """
+    registry.register(_RouterCollector(metrics, read, read_adapters))
 
 
 def show_worker_as_vllm(
@@ -100,11 +137,14 @@ def show_worker_as_vllm(
 @dataclass(frozen=True)
 class _RouterCollector(Collector):
     metrics: RouterMetrics
-    read: Callable[[], Iterable[ModelFigures]]
+    read: Callable[[], Sequence[ModelFigures]]
+    read_adapters: Callable[[], AdapterFigures]
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._state()
-        models = self.metrics.models()
+        figures, models = self.read(), self.metrics.models()
+        yield from _state(figures)
+        yield _adapters(self.read_adapters())
+        yield from _lengths(models, {one.model: one.max_model_len for one in figures})
         for name, text, histogram_of in _MODEL_HISTOGRAMS:
             histogram = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             for model, metrics in models.items():
@@ -118,17 +158,6 @@ class _RouterCollector(Collector):
             yield counter
         yield self._success(models)
 
-    def _state(self) -> Iterator[Metric]:
-        running, waiting, usage, config = _state_families()
-        for figures in self.read():
-            labels = [figures.model, _ROUTER_ENGINE]
-            running.add_metric(labels, figures.num_running)
-            waiting.add_metric(labels, figures.num_waiting)
-            if figures.num_total_blocks:
-                usage.add_metric(labels, figures.num_used_blocks / figures.num_total_blocks)
-                config.add_metric([*labels, str(figures.block_size), str(figures.num_total_blocks)], 1)
-        yield from (running, waiting, usage, config)
-
     def _success(self, models: Iterable[str]) -> Metric:
         family = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*_LABELS, "finished_reason"]
@@ -141,6 +170,40 @@ class _RouterCollector(Collector):
         for (model, reason), count in counts.items():
             family.add_metric([model, _ROUTER_ENGINE, reason], count)
         return family
+
+
+def _state(models: Iterable[ModelFigures]) -> Iterator[Metric]:
+    running, waiting, usage, config = _state_families()
+    for figures in models:
+        labels = [figures.model, _ROUTER_ENGINE]
+        running.add_metric(labels, figures.num_running)
+        waiting.add_metric(labels, figures.num_waiting)
+        if figures.num_total_blocks:
+            usage.add_metric(labels, figures.num_used_blocks / figures.num_total_blocks)
+            config.add_metric([*labels, str(figures.block_size), str(figures.num_total_blocks)], 1)
+    yield from (running, waiting, usage, config)
+
+
+def _adapters(figures: AdapterFigures) -> Metric:
+    """One line, of this moment, as readers take the line with the latest time; there also where there are none."""
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "The adapters that requests need; when that was.",
+        labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+    )
+    names = [",".join(sorted(adapters)) for adapters in (figures.waiting, figures.running)]
+    family.add_metric([str(figures.num_served), *names], time.time())
+    return family
+
+
+def _lengths(models: Mapping[str, ModelMetrics], longest: Mapping[str, int]) -> Iterator[Metric]:
+    for name, text, histogram_of in _MODEL_LENGTHS:
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+        for model, metrics in models.items():
+            child, most = histogram_of(metrics), longest.get(model, math.inf)
+            buckets = [(bound, num) for bound, num in child.buckets() if float(bound) <= most or bound == "+Inf"]
+            family.add_metric([model, _ROUTER_ENGINE], buckets=buckets, sum_value=child.sum)
+        yield family
 
 
 @dataclass(frozen=True)

@@ -1248,8 +1248,11 @@ class PlaceRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_NS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As in SessionStart. Empty: this router draws one."""
+    sent_at_unix_ns: _builtins.int
+    """As in SessionStart. 0: the sender does not trace the request."""
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -1269,10 +1272,11 @@ class PlaceRequest(_message.Message):
         resume: Global___Resume | None = ...,
         prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
         request_id: _builtins.str = ...,
+        sent_at_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "sent_at_unix_ns", b"sent_at_unix_ns", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1361,6 +1365,7 @@ class PlaceResponse(_message.Message):
     PROMPT_TAIL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENIZE_FIELD_NUMBER: _builtins.int
     PARSING_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_NS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in every log and span. Always set."""
     attempt: _builtins.int
@@ -1373,6 +1378,8 @@ class PlaceResponse(_message.Message):
     """The model that answers. Always set."""
     model_fingerprint: _builtins.str
     """Its fingerprint, as in WorkerRecord: names the files that GetModelFiles of the decode worker returns. Always set."""
+    sent_at_unix_ns: _builtins.int
+    """Unix time in nanoseconds at which this was made, where the request has `sent_at_unix_ns`. 0: it has not."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedChoice]:
         """One entry a choice; of a resumed request, the one that broke. Always at least one."""
@@ -1402,10 +1409,11 @@ class PlaceResponse(_message.Message):
         prompt_tail_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokenize: _duration_pb2.Duration | None = ...,
         parsing: Global___OutputParsing | None = ...,
+        sent_at_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parsing", b"parsing", "tokenize", b"tokenize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "parsing", b"parsing", "prompt_tail_token_ids", b"prompt_tail_token_ids", "request_id", b"request_id", "seed", b"seed", "tokenize", b"tokenize"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "parsing", b"parsing", "prompt_tail_token_ids", b"prompt_tail_token_ids", "request_id", b"request_id", "seed", b"seed", "sent_at_unix_ns", b"sent_at_unix_ns", "tokenize", b"tokenize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1601,6 +1609,7 @@ class SessionStart(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFILL_NAMESPACES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_NS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the client; free again after the request's last terminal output. Default 0."""
     traceparent: _builtins.str
@@ -1608,6 +1617,10 @@ class SessionStart(_message.Message):
     request_id: _builtins.str
     """Names the request in every log and span: 32 lower-case hexadecimal digits, new for each request. From routers, as
     `prefill_namespaces`. Empty: this router draws one.
+    """
+    sent_at_unix_ns: _builtins.int
+    """Unix time in nanoseconds at which the sender made this, if it traces the request: this router's spans then show the
+    way here, and the answer says when it left. From routers, as `prefill_namespaces`. 0: the sender does not trace it.
     """
     @_builtins.property
     def start(self) -> Global___GenerateStart:
@@ -1633,10 +1646,11 @@ class SessionStart(_message.Message):
         traceparent: _builtins.str = ...,
         prefill_namespaces: _abc.Iterable[_builtins.str] | None = ...,
         request_id: _builtins.str = ...,
+        sent_at_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_namespaces", b"prefill_namespaces", "request_id", b"request_id", "resume", b"resume", "sent_at_unix_ns", b"sent_at_unix_ns", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1664,6 +1678,7 @@ class SessionResponse(_message.Message):
     PLACED_FIELD_NUMBER: _builtins.int
     PARSED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that got more; one may come several times, in order. Empty: none did."""
@@ -1722,6 +1737,12 @@ class SessionResponse(_message.Message):
         its choice 0. Empty: there are none.
         """
 
+    @_builtins.property
+    def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionFirstToken]:
+        """When the first entries of choices were given out, of requests whose start has `sent_at_unix_ns`; each comes with its
+        entry, or before. Empty: there are no such entries.
+        """
+
     def __init__(
         self,
         *,
@@ -1738,14 +1759,45 @@ class SessionResponse(_message.Message):
         placed: _abc.Iterable[Global___SessionPlaced] | None = ...,
         parsed: _abc.Iterable[Global___SessionParsed] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___SessionPromptLogprobs] | None = ...,
+        first_tokens: _abc.Iterable[Global___SessionFirstToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "parsed", b"parsed", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "first_tokens", b"first_tokens", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "parsed", b"parsed", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionFirstToken(_message.Message):
+    """The first entry of one choice of a session's request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_NS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The request. Always set."""
+    choice: _builtins.int
+    """Its choice. Always set."""
+    sent_at_unix_ns: _builtins.int
+    """Unix time in nanoseconds. Always set."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        sent_at_unix_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "sent_at_unix_ns", b"sent_at_unix_ns", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionFirstToken: _TypeAlias = SessionFirstToken  # noqa: Y015
 
 @_typing.final
 class SessionPromptLogprobs(_message.Message):

@@ -27,9 +27,8 @@ from router.prepare import (
     check_chat_of_model,
     check_pool,
     find_pool,
-    max_sequence_tokens,
     num_output_tokens,
-    tokenize,
+    tokenize_request,
 )
 
 # The pool is gone, or can't take requests now: another one may.
@@ -50,11 +49,8 @@ async def prepare_to_relay(request: RouterRequest, context: RouterContext) -> No
     check_pool(start, pool)
     text = request.text = await context.texts.model_text(pool.key)
     check_chat_of_model(start, pool, text)
-    began = time.monotonic()
-    token_ids = await tokenize(start, text, max_sequence_tokens(pool), context.tokenizing)
-    request.tokenize_s = time.monotonic() - began
+    token_ids = await tokenize_request(request, context)
     num_output_tokens(start, len(token_ids), pool)
-    request.prompt_token_ids = token_ids
     request.resume = None if resume is None else resume.read()
     # It is tokenized again where it runs: a chat's answer is parsed only of a chat.
     request.start = replace(start, model=pool.key.model_name, tenant=request.asked.tenant)

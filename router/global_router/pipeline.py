@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation, RankOption
-from quartet.api.placement import PlacedRequest
-from quartet.api.request import AskedStart, ChoiceFinished, Relayed
+from quartet.api.placement import PlacedChoice, PlacedRequest
+from quartet.api.request import AskedStart, ChoiceFinished, Relayed, Usage
 from quartet.discovery.base import Rank, Role
 from quartet.errors import ServingError
 from router.context import RouterContext
@@ -26,6 +25,7 @@ from router.media.request import UNARY_COPIES
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
 from router.request_log import RequestLog
+from router.request_trace import RelayTrace
 
 _POLICY = "grid"
 _ROLES = {"agg": Role.DECODE, "decode": Role.DECODE, "prefill": Role.PREFILL}
@@ -98,6 +98,7 @@ class RelayPlace:
         self._log = RequestLog(request, context.metrics, path="place", usage=context.usage)
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
+        self._usages: Sequence[Usage] = ()
 
     def abort(self, error: ServingError) -> None:
         """End it with ``error``."""
@@ -112,6 +113,8 @@ class RelayPlace:
             ServingError: no pool places it, or the request is impossible.
         """
         self._task = asyncio.current_task()
+        if self._request.trace is not None:
+            self._request.trace.name_in_logs()
         try:
             placed = await run_prepared(
                 self._request,
@@ -136,34 +139,50 @@ class RelayPlace:
         return placed
 
     async def _place(self, request: RouterRequest) -> PlacedRequest:
-        self._log.prepared((), num_relayed=len(request.choices))
+        self._log.relayed(len(request.choices), lambda: self._usages)
         num_generated = 0 if request.resume is None else len(request.resume.generated_token_ids)
         pools, tries = self._chooser.pools, Tries()
+        trace = None if request.trace is None else request.trace.relays()
         while True:
             chosen = self._chooser.choose(request, num_generated, tries.avoided)
             try:
-                return await self._place_at(chosen, request)
+                return await self._place_at(chosen, request, trace)
             except ServingError as error:
+                if trace is not None:
+                    trace.failed(error)
                 tries.note(error, chosen.serving, goes_on_if_refused=pools.retries_refused)
             pools.note_retry(chosen.serving)
 
-    async def _place_at(self, chosen: Chosen, request: RouterRequest) -> PlacedRequest:
+    async def _place_at(self, chosen: Chosen, request: RouterRequest, trace: RelayTrace | None) -> PlacedRequest:
         terms = Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill)
-        hop, traceparent = None, request.traceparent
-        if request.trace is not None:
-            hop, traceparent = request.trace.begin_relay(chosen.serving.namespace)
+        traceparent = request.traceparent
+        if trace is not None:
+            trace.hop(chosen.serving.namespace, 0 if request.resume is None else request.resume.attempt)
+            terms, traceparent = replace(terms, sent_at_unix_ns=trace.sent_at_unix_ns), trace.traceparent
         link, timeout_s = chosen.serving.next_link(), left_s(request)
-        try:
-            with self._chooser.pools.relaying(chosen.serving):
-                placed = await link.place(
-                    request.start, request.resume, terms, traceparent=traceparent, timeout_s=timeout_s
-                )
-        finally:
-            if hop is not None:
-                hop.end(sys.exception())
+        with self._chooser.pools.relaying(chosen.serving):
+            placed = await link.place(
+                request.start, request.resume, terms, traceparent=traceparent, timeout_s=timeout_s
+            )
+        if trace is not None and request.trace is not None:
+            trace.phases.end()
+            if any(choice.token_ids for choice in placed.choices):
+                trace.reply(placed.sent_at_unix_ns, trace.phases.ended_at)
+                request.trace.shown(trace.phases.ended_at)
         namer = Namer(chosen.serving.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
         placed = replace(placed, choices=tuple(map(namer.placed, placed.choices)))
+        self._usages = [_usage(placed, choice, request.num_resumed_tokens) for choice in placed.choices]
         first = placed.choices[0].placement
         if first is not None:
             self._log.placement = Placement(prefill=first.prefill, decode=first.decode)
         return placed
+
+
+def _usage(placed: PlacedRequest, choice: PlacedChoice, num_resumed_tokens: int) -> Usage:
+    """What a choice has used until its client took it."""
+    return Usage(
+        num_prompt_tokens=placed.num_prompt_tokens,
+        num_cached_tokens=choice.num_cached_tokens,
+        num_output_tokens=num_resumed_tokens + len(choice.token_ids),
+        num_attempts=choice.num_attempts,
+    )

@@ -175,6 +175,7 @@ class Pools:
         self._dialer = Dialer(config.router.server.tls)
         self._table = table
         self._metrics = metrics
+        self._metrics.expect(config.namespaces)
         self._config = config
         self._sleep = sleep
         self._groups: dict[str, PoolGroup] = {kind: config.group(kind) for kind in config.kinds}

@@ -34,6 +34,7 @@ from router.global_router.choosing import Namer, PoolChooser, Tries, left_s, pre
 from router.global_router.pools import Chosen, Pool
 from router.policy.base import Placement
 from router.prepare import RouterRequest
+from router.request_trace import RelayTrace
 
 # Numbers of attempts that one relay leaves for those that the pool's router makes.
 _ATTEMPTS_OF_A_RELAY = 1000
@@ -102,15 +103,25 @@ class RelayRun(GenerateRun):
                     self.finish_leg(self._cancelled_end(choice, progress))
         self.cancel_work()
 
-    def _cancelled_end(self, choice: int, progress: _Progress) -> ChoiceFinished:
-        usage = Usage(
-            num_prompt_tokens=len(self._request.prompt_token_ids),
+    def _usages(self) -> Sequence[Usage]:
+        """What its choices have used so far, as far as their client has it."""
+        ended = {finished.choice: finished.usage for finished in self._choices.finished}
+        return [ended.get(choice) or self._usage(progress) for choice, progress in self._progress.items()]
+
+    def _usage(self, progress: _Progress) -> Usage:
+        terms = self._accepted_terms
+        return Usage(
+            num_prompt_tokens=len(self._request.prompt_token_ids) if terms is None else terms.num_prompt_tokens,
             num_cached_tokens=0,
             num_output_tokens=len(progress.token_ids),
             num_attempts=self._num_relays,
         )
+
+    def _cancelled_end(self, choice: int, progress: _Progress) -> ChoiceFinished:
         time_breakdown = TimeBreakdown(total_s=time.monotonic() - self._request.arrived_at)
-        return ChoiceFinished(choice=choice, reason=FinishReason.CANCELLED, usage=usage, time=time_breakdown)
+        return ChoiceFinished(
+            choice=choice, reason=FinishReason.CANCELLED, usage=self._usage(progress), time=time_breakdown
+        )
 
     def _forget(self, error: BaseException | None) -> None:
         if self._give_up_timer is not None:
@@ -118,10 +129,10 @@ class RelayRun(GenerateRun):
         super()._forget(error)
 
     async def _generate(self, request: RouterRequest) -> None:
-        self._log.prepared((), num_relayed=len(self._progress))
+        self._log.relayed(len(self._progress), self._usages)
         if request.resume is not None:
             self._take_resume(request.resume)
-        await self._run_leg(None, Tries())
+        await self._run_leg(None, Tries(), None if request.trace is None else request.trace.relays())
 
     def _take_resume(self, resume: Resume) -> None:
         progress = self._progress[resume.choice]
@@ -129,14 +140,16 @@ class RelayRun(GenerateRun):
         progress.num_text_bytes, progress.num_reasoning_bytes = resume.num_text_bytes, resume.num_reasoning_bytes
         progress.num_tool_calls, progress.num_argument_bytes = resume.num_tool_calls, resume.num_argument_bytes
 
-    async def _run_leg(self, choice: int | None, tries: Tries) -> None:
+    async def _run_leg(self, choice: int | None, tries: Tries, trace: RelayTrace | None) -> None:
         """Run all choices, or one of them, at one pool after another until they have ended."""
         while True:
             chosen = await self._choose(choice, tries)
             try:
-                await self._relay(chosen, choice)
+                await self._relay(chosen, choice, trace)
                 return
             except ServingError as error:
+                if trace is not None:
+                    trace.failed(error)
                 self._check_retry(error, chosen.serving, tries)
             if self._accepted_terms is None:
                 continue
@@ -145,9 +158,13 @@ class RelayRun(GenerateRun):
                 # From now on each goes its own way: only single choices are resumed.
                 async with asyncio.TaskGroup() as group:
                     for number in left:
-                        group.create_task(self._run_leg(number, tries.copy()))
+                        group.create_task(self._run_leg(number, tries.copy(), self._own_trace(trace)))
                 return
             choice = left[0] if choice is None else choice
+
+    def _own_trace(self, trace: RelayTrace | None) -> RelayTrace | None:
+        """Of a choice that goes on alone, after a relay of all."""
+        return None if trace is None or self._request.trace is None else self._request.trace.relays_alone(trace)
 
     async def _choose(self, choice: int | None, tries: Tries) -> Chosen:
         """Choose where all choices, or one of them, run next. Raises ``ModelUnavailableError``.
@@ -189,35 +206,40 @@ class RelayRun(GenerateRun):
             self._give_up()  # all legs end so, not only this one
             raise asyncio.CancelledError
 
-    async def _relay(self, chosen: Chosen, choice: int | None) -> None:
+    async def _relay(self, chosen: Chosen, choice: int | None, trace: RelayTrace | None) -> None:
         """Run one leg at a pool. Raises ``ServingError``."""
         request, pool = self._request, chosen.serving
         self._num_relays += 1
         text_options = replace(request.start.text_options, omit_token_ids=False)
         start = replace(request.start, timeout_s=left_s(request), text_options=text_options)
-        leg = _Leg(self, pool.namespace, is_prefilled_elsewhere=bool(chosen.prefill))
-        hop, traceparent = None, request.traceparent
-        if request.trace is not None:
-            hop, traceparent = request.trace.begin_relay(pool.namespace)
+        leg, resume = _Leg(self, pool.namespace, is_prefilled_elsewhere=bool(chosen.prefill)), self._resume(choice)
+        terms, traceparent = (
+            Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill),
+            request.traceparent,
+        )
+        if trace is not None:
+            trace.hop(pool.namespace, 0 if resume is None else resume.attempt)
+            terms, traceparent = replace(terms, sent_at_unix_ns=trace.sent_at_unix_ns), trace.traceparent
         with self._chooser.pools.relaying(pool):
-            call = pool.next_link().start(
-                start,
-                leg,
-                resume=self._resume(choice),
-                traceparent=traceparent,
-                relayed=Relayed(request_id=request.request_id, prefill_namespaces=chosen.prefill),
-            )
+            call = pool.next_link().start(start, leg, resume=resume, traceparent=traceparent, relayed=terms)
             self._calls.add(call)
             if self._on_queued is not None:
                 self._on_queued()
             try:
                 await leg.ended
             finally:
-                if hop is not None:
-                    hop.end(sys.exception())
+                if trace is not None:
+                    self._trace_leg(trace, call, leg)
                 self._calls.discard(call)
                 # Harmless after its end. Else nothing more comes, whether the pool still answers or not.
                 call.drop(RequestCancelledError("the request has ended"))
+
+    def _trace_leg(self, trace: RelayTrace, call: SessionCall, leg: _Leg) -> None:
+        """A leg has ended, well or badly: the first tokens that came with it were on their way."""
+        for choice, shown_at in leg.first_tokens_at.items():
+            trace.reply(call.first_sent_at_unix_ns.get(choice, 0), shown_at)
+        if sys.exception() is None:
+            trace.phases.end()
 
     def _resume(self, choice: int | None) -> Resume | None:
         terms, given = self._accepted_terms, self._request.resume
@@ -287,19 +309,23 @@ class RelayRun(GenerateRun):
         """Whether the client wants text only."""
         return self._request.start.text_options.omit_token_ids
 
-    def observe_first_token(self) -> None:
+    def first_token(self, at: float) -> None:
         """A choice's first token has come."""
-        metrics = self._context.metrics.for_model(self._request.pool.key.model_name)
-        metrics.ttft.observe(time.monotonic() - self._request.arrived_at)
+        request = self._request
+        self._context.metrics.for_model(request.pool.key.model_name).ttft.observe(at - request.arrived_at)
+        if request.trace is not None:
+            request.trace.shown(at)
 
 
 class _Leg:
     """Takes the answer of one pool to a request, or to one choice of it, and passes it on."""
 
-    __slots__ = ("_add", "_namer", "_omits_token_ids", "_progress", "_run", "ended")
+    __slots__ = ("_add", "_namer", "_omits_token_ids", "_progress", "_run", "ended", "first_tokens_at")
 
     def __init__(self, run: RelayRun, namespace: str, *, is_prefilled_elsewhere: bool) -> None:
         """``ended`` is done with the pool's end, or with its error.
+
+        ``first_tokens_at`` has, by choice, when its first token came, if that was in this leg.
 
         With ``is_prefilled_elsewhere`` the ranks that prefill have their names among all pools already.
         """
@@ -307,6 +333,7 @@ class _Leg:
         self._run = run
         self._namer = Namer(namespace, is_prefilled_elsewhere=is_prefilled_elsewhere)
         self._progress = run.progress
+        self.first_tokens_at: dict[int, float] = {}
         self._omits_token_ids = run.omits_token_ids
         self._add = run.sink.add
 
@@ -325,7 +352,8 @@ class _Leg:
         progress = self._progress[choice]
         if not progress.is_timed:
             progress.is_timed = True
-            self._run.observe_first_token()
+            self.first_tokens_at[choice] = now = time.monotonic()
+            self._run.first_token(now)
         progress.token_ids.extend(token_ids)
         if text:
             progress.num_text_bytes += len(text) if text.isascii() else len(text.encode())

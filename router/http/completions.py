@@ -134,11 +134,14 @@ class _Runs:
     """
 
     def __init__(self, pipeline: Pipeline, asked: Asked, answers: Sequence[Answering], caller: Caller) -> None:
+        """Begin them. Raises as ``RateLimits.admit_all``."""
         self._pipeline = pipeline
         self._answers = answers
         self._names = asked.names
         self._field_names, asked.field_names = asked.field_names, None  # they may be long, and `asked` is kept
         starts = asked.take_starts()
+        # All of them or none: one that is refused would end the others.
+        charges = pipeline.context.limits.admit_all(caller.tenant, caller.key, len(starts))
         # It is still the turn in which the last of its body was parsed. Further prompts have turns of their own.
         starts[0].has_entered = True
         self._runs: list[GenerateRun] = [
@@ -149,8 +152,9 @@ class _Runs:
                 on_queued=answer.queue,
                 received_at=caller.received_at,
                 key=caller.key,
+                charge=charge,
             )
-            for start, answer in zip(starts, answers, strict=True)
+            for start, answer, charge in zip(starts, answers, charges, strict=True)
         ]
         self.request_id = self._runs[0].request_id
         for index, answer in enumerate(answers):

@@ -109,7 +109,12 @@ class EncodeWaits:
     @property
     def length(self) -> int:
         """Requests that wait."""
-        return sum(map(len, self._waits.values()))
+        return sum(map(len, tuple(self._waits.values())))
+
+    @property
+    def usage(self) -> float:
+        """The share of ``max_length`` that is taken. Any thread may read it."""
+        return self.length / self._max_length
 
     async def way(self, pool: PoolKey, kinds: frozenset[str], tenant: str) -> None:
         """Wait until files of ``kinds`` can get into a prompt, as long as only an encode worker lacks for that.
@@ -332,7 +337,7 @@ class Encoding:
             raise WorkerUnavailableError(f"worker {rank.worker_id} did not encode in time") from error
         finally:
             if hop is not None:
-                hop.end(sys.exception())
+                hop.stop(sys.exception())
             if call is not None:
                 call.cancel()
             for one in renewed:

@@ -127,6 +127,11 @@ class EncodeQueue:
         """Requests that wait."""
         return len(self._queue)
 
+    @property
+    def usage(self) -> float:
+        """The share of ``max_length`` that is taken. Any thread may read it."""
+        return len(self._queue) / self._max_length
+
     async def enter(self, need: EncodeNeed, after: EncodePlaces | None = None) -> EncodePlaces:
         """Wait for places for all items at one worker. The caller bounds the wait. Leaves nothing when cancelled.
 

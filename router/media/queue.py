@@ -133,6 +133,11 @@ class MediaQueue:
         return len(self._queue)
 
     @property
+    def usage(self) -> float:
+        """The share of ``max_length`` that is taken. Any thread may read it."""
+        return len(self._queue) / self._config.max_length
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of files that are in memory, or may come there at once."""
         return self._num_bytes

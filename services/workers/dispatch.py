@@ -209,9 +209,9 @@ class Dispatcher(RequestBook[Running[OutboxT]]):
         if trace is None:
             return None
         source, generation = "" if start.hand_off is None else start.hand_off.worker_id, start.generation
-        running_trace = GenerationTrace(trace, context, arrived_at, source, is_signed=start.is_signed)
-        num_tokens = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
-        running_trace.note({span_names.NUM_TOKENS: num_tokens})
+        num_given = len(generation.generated_token_ids)
+        running_trace = GenerationTrace(trace, context, arrived_at, source, num_given, is_signed=start.is_signed)
+        running_trace.note({span_names.NUM_TOKENS: len(generation.prompt_token_ids) + num_given})
         return running_trace
 
     def _media_ready(self, id: int, ready: ReadyMedia) -> None:
@@ -302,7 +302,7 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
             self._route_first_tokens(step)
         for finished in step.finished:
             if (ending := self._running.get(finished.id)) is not None and ending.trace is not None:
-                ending.trace.note({span_names.OUTPUT_TOKENS: finished.num_output_tokens})
+                ending.trace.finished(finished.num_output_tokens)
             running = self._end(finished.id, finished.reason.value)
             if running is not None and running.outbox is not None:
                 running.outbox.finished(running.slot, finished)

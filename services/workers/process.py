@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -212,7 +213,9 @@ class WorkerProcess:
             self._surroundings = replace(surroundings, tracer=tracer)
 
     async def _find_model(self) -> None:
+        began = time.monotonic()
         self._model = await find_model(self._config)
+        self._surroundings.metrics.fetch_time.set(time.monotonic() - began)
         self._config = replace(self._config, model_path=str(self._model.path))
         self._surroundings = replace(self._surroundings, config=self._config)
 
@@ -233,6 +236,7 @@ class WorkerProcess:
         source = self._source(parts)
         stack.callback(source.close)
         pools = await self._pool_servers(stack, parts.memory)
+        self._surroundings.metrics.expect_transfers(self._config.transfer.announced_ways(parts.memory))
         serving = parts.serve(source)
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, pools)]

@@ -9,7 +9,6 @@ from quartet.engine.base import Prefilled, Started
 from quartet.errors import ServingError
 from quartet.streams.messages import RequestContext
 from quartet.telemetry import span_names as names
-from quartet.telemetry.logging import MAX_FIELD_LENGTH, cut
 from quartet.telemetry.tracing import Attribute, Trace, Tracer
 
 
@@ -36,15 +35,7 @@ class WorkerTrace:
         """It has ended; called once. The way of its start is shown now: before, it might have been refused."""
         self.trace.way_here(self._way, self._sent_at_unix_ns, self.arrived_at)
         self._attributes[names.OUTCOME] = outcome
-        if error is not None:
-            self._attributes[names.ERROR_TYPE] = error.reason.lower()
-        self.trace.end(
-            self.arrived_at,
-            time.monotonic(),
-            self._attributes,
-            events=self._events(),
-            error="" if error is None else cut(str(error) or outcome, MAX_FIELD_LENGTH),
-        )
+        self.trace.end(self.arrived_at, time.monotonic(), self._attributes, events=self._events(), error=error)
 
     def _events(self) -> Sequence[tuple[str, float]]:
         return ()
@@ -58,10 +49,21 @@ class GenerationTrace(WorkerTrace):
     """
 
     def __init__(
-        self, trace: Trace, context: RequestContext, arrived_at: float, source: str, *, is_signed: bool = False
+        self,
+        trace: Trace,
+        context: RequestContext,
+        arrived_at: float,
+        source: str,
+        num_given: int = 0,
+        *,
+        is_signed: bool = False,
     ) -> None:
-        """``source`` is the worker whose hand-off it takes over; empty: it computes its prompt."""
+        """``source`` is the worker whose hand-off it takes over; empty: it computes its prompt.
+
+        Other workers gave ``num_given`` output tokens before.
+        """
         super().__init__(trace, context, arrived_at, is_signed=is_signed)
+        self._num_given = num_given
         self.reports_first_token = bool(context.sent_at_unix_ns) and not source
         self._source = source
         self._phase_at = arrived_at
@@ -88,6 +90,10 @@ class GenerationTrace(WorkerTrace):
         if not self._source:
             self._phase("compute", now)
         return self.trace.to_unix_ns(now)
+
+    def finished(self, num_output_tokens: int) -> None:
+        """A decode is complete, with so many output tokens, those of other workers included."""
+        self.note({names.OUTPUT_TOKENS: num_output_tokens - self._num_given})
 
     def prefilled(self, prefilled: Prefilled) -> int:
         """A prefill is complete, now, which is returned as Unix time in nanoseconds."""

@@ -54,12 +54,13 @@ PLACED = st.builds(
     model_fingerprint=TEXT,
     prompt_tail_token_ids=IDS,
     tokenize_s=SECONDS,
+    sent_at_unix_ns=U64,
 )
 
 
 @given(start=GENERATE_STARTS, resume=st.none() | RESUMES)
 def test_a_request_survives(start: GenerateStart, resume: Resume | None) -> None:
-    relayed = Relayed(request_id="0f" * 16, prefill_namespaces=("a", "b"))
+    relayed = Relayed(request_id="0f" * 16, prefill_namespaces=("a", "b"), sent_at_unix_ns=5)
     asked, resumed, came = from_place_request(over_the_wire(to_place_request(start, resume, relayed)))
     assert came == relayed
     assert (asked.read(), None if resumed is None else resumed.read()) == (start, resume)
@@ -67,7 +68,7 @@ def test_a_request_survives(start: GenerateStart, resume: Resume | None) -> None
 
 @given(placed=PLACED)
 def test_a_placement_survives(placed: PlacedRequest) -> None:
-    assert from_place_response(over_the_wire(to_place_response(placed))) == placed
+    assert from_place_response(over_the_wire(to_place_response(placed, placed.sent_at_unix_ns))) == placed
 
 
 @given(signed=SIGNED, slot=U32)

@@ -31,6 +31,7 @@ RELAYED = st.builds(
     Relayed,
     request_id=st.just("") | st.text("0123456789abcdef", min_size=32, max_size=32),
     prefill_namespaces=st.lists(TEXT.filter(bool), max_size=3, unique=True).map(tuple),
+    sent_at_unix_ns=U64,
 ).filter(lambda relayed: relayed != Relayed())
 STARTS = st.builds(
     SessionStart,

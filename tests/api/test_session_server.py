@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import pytest
 
+from quartet.api import session_server
 from quartet.api.answer import AnswerSink
 from quartet.api.request import ChoiceFinished, SessionLimits, SessionStart, TimeBreakdown, Usage
 from quartet.api.session_server import SessionStream
 from quartet.engine.base import FinishReason
-from quartet.errors import InvalidRequestError, ProtocolError, ServingError, StalledStreamError
+from quartet.errors import InvalidRequestError, ProtocolError, QueueFullError, ServingError, StalledStreamError
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.message_limits import UNCHECKED_BYTES, MaxBytes, MessageLimits
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
@@ -358,6 +361,57 @@ async def test_tokens_of_a_tick_share_a_message_and_the_first_after_a_pause_goes
     run.finish()
     assert await reading == ""
     assert client.num_tokens(0) == run.num_given
+
+
+async def test_a_router_that_traces_a_request_learns_when_each_choice_began(make_served: Any) -> None:
+    gc.collect()
+    served = await make_served(tick_s=0.0)
+    client = served.open()
+    began_ns = time.time_ns()
+    for slot, sent_at_unix_ns in ((0, 0), (1, 5)):
+        asked = pb.SessionStart(
+            slot=slot, start=pb.GenerateStart(text="Hi", num_choices=2), sent_at_unix_ns=sent_at_unix_ns
+        )
+        await client.call.write(pb.SessionRequest(start=asked))
+    runs = [await served.sessions.wait_for(slot) for slot in (0, 1)]
+    # Of a choice that ends without a token nothing is to be told.
+    for number, choice in enumerate((1, 1, 0)):
+        for run in runs:
+            run.sink.add(choice, number, [70_000], "", ())
+        while client.num_tokens(1) <= number:
+            await client.read()
+        assert len(first_entries()) == (number < 2), "later tokens cost nothing more"
+    for run in runs:
+        run.finish()
+        run.finish(choice=1)
+    assert await client.read_end(1) == ""
+    told = [first for response in client.seen for first in response.first_tokens]
+    assert [(first.slot, first.choice) for first in told] == [(1, 1), (1, 0)]
+    assert began_ns < told[0].sent_at_unix_ns < told[1].sent_at_unix_ns < time.time_ns()
+
+
+async def test_a_traced_request_that_ends_before_its_tokens_is_freed_at_once(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    asked = pb.SessionStart(slot=0, start=pb.GenerateStart(text="Hi"), sent_at_unix_ns=5)
+    await client.call.write(pb.SessionRequest(start=asked))
+    run = await served.sessions.wait_for(0)
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(first_entries()) == 1
+        run.abort(QueueFullError("it is full"))
+        assert await client.read_end(0) == "QUEUE_FULL"
+        served.sessions.runs.clear()
+        del run
+        assert first_entries() == []
+    finally:
+        gc.enable()
+
+
+def first_entries() -> list[object]:
+    """What waits for the first tokens of traced requests."""
+    return [one for one in gc.get_objects() if isinstance(one, session_server._FirstEntries)]
 
 
 async def test_a_slot_in_use_ends_the_stream_and_all_its_requests(make_served: Any) -> None:

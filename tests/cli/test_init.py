@@ -61,6 +61,7 @@ def test_without_prefill_decode_workers_compute_the_prompts(folder: Path) -> Non
 def test_a_model_of_any_name_is_found_again(folder: Path, name: str) -> None:
     model = folder / name
     model.mkdir()
+    (model / "config.json").write_text("{}")
     escaped = name.replace("$", "$$")
     quartet("init", "mine", "--model", f"./{escaped}")
     topology = load_topology(folder / "mine" / TOPOLOGY)
@@ -76,8 +77,28 @@ def test_no_file_is_replaced(folder: Path, name: str) -> None:
     assert [(file.name, file.read_text()) for file in folder.iterdir()] == [(name, "own")]
 
 
-def test_a_missing_model_is_refused_and_nothing_written(folder: Path) -> None:
-    result = CliRunner().invoke(app, ["init", "mine", "--model", "/no/such/model"])
+def test_a_link_to_nowhere_is_not_followed(folder: Path) -> None:
+    (folder / PAGE).symlink_to(folder / "elsewhere")
+    result = CliRunner().invoke(app, ["init", "."])
+    assert (result.exit_code, "exists; nothing was written" in result.output) == (1, True)
+    assert [file.name for file in folder.iterdir()] == [PAGE]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/no/such/model"], "there is no folder /no/such/model"),
+        (["--model", ""], "is no checkpoint: it has no config.json"),
+        (["--model", "."], "is no checkpoint: it has no config.json"),
+        (["--model", "Qwen3-0.6B"], "there is no folder Qwen3-0.6B"),
+        (["--served-model-name", "a\nb"], "--served-model-name must be at most"),
+        (["--served-model-name", "x" * 5000], "--served-model-name must be at most"),
+    ],
+)
+def test_a_model_that_could_not_be_served_is_refused_and_nothing_written(
+    folder: Path, options: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(app, ["init", "mine", *options])
     assert result.exit_code == 1
-    assert "there is no folder /no/such/model" in result.output
+    assert message in result.output.replace("\n", "")
     assert list(folder.iterdir()) == []

@@ -12,6 +12,7 @@ from quartet.errors import (
     OutOfBlocksError,
     PermissionDeniedError,
     QueueFullError,
+    RateLimitedError,
     RouterUnavailableError,
     ServingError,
     SignedStartError,
@@ -57,10 +58,11 @@ def test_a_refused_signed_start_is_worth_another_placement() -> None:
     assert Retries().note(SignedStartUsedError("again")) == 0
 
 
-def test_a_router_that_is_full_is_asked_again_when_it_says() -> None:
+@pytest.mark.parametrize("kind", [QueueFullError, RateLimitedError])
+def test_a_router_that_has_no_room_for_an_answers_rest_is_asked_again_when_it_says(kind: type[ServingError]) -> None:
     retries = Retries()
-    assert retries.note_refusal(QueueFullError("full", retry_delay_s=2.5)) == 2.5
-    assert retries.note_refusal(QueueFullError("full", retry_delay_s=600)) == 5.0
+    assert retries.note_refusal(kind("full", retry_delay_s=2.5)) == 2.5
+    assert retries.note_refusal(kind("full", retry_delay_s=600)) == 5.0
 
 
 def test_a_router_that_restarts_is_given_the_seconds_that_it_needs() -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from codegen.dashboards import DASHBOARDS, FOLDER, render
 from tests.deploy import known
-from tests.deploy.known import TARGET_LABELS, grouped_labels, selectors
+from tests.deploy.known import TARGET_LABELS, at_first, grouped_labels, rated, selectors
 
 PROMETHEUS = FOLDER.parent / "prometheus"
 RULES: list[dict[str, Any]] = [
@@ -56,6 +56,25 @@ def test_everything_that_is_named_is_shown_by_processes() -> None:
     assert {name: faults(expr) for name, expr in EXPRESSIONS.items() if faults(expr)} == {}
 
 
+def unborn(expr: str) -> list[str]:
+    """What a query misses the first growth of, because it is not there at 0 before."""
+    first, found = list(at_first()), []
+    for selector in selectors(expr):
+        if selector.metric in rated(expr):
+            samples = [labels for name, labels in first if name == selector.metric]
+            if not samples:
+                found.append(selector.metric)
+            for label in selector.wanted.keys() & {"outcome", "cause"}:
+                found += sorted(selector.wanted[label] - {labels[label] for labels in samples})
+    return found
+
+
+def test_what_grows_is_there_before_so_that_the_first_fault_shows() -> None:
+    assert {name: unborn(expr) for name, expr in EXPRESSIONS.items() if unborn(expr)} == {}
+    assert unborn('increase(quartet_router_requests_total{outcome=~"timeout|late"}[5m])') == ["late"]
+    assert unborn("rate(quartet_router_odd_total[5m])") == ["quartet_router_odd_total"]
+
+
 @pytest.mark.parametrize(
     ("expr", "fault"),
     [
@@ -79,7 +98,7 @@ def test_panels_lie_side_by_side_and_each_says_its_question() -> None:
 
 
 def test_each_alert_says_what_is_wrong_and_where_to_look() -> None:
-    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 7
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 10
     for rule in RULES:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}

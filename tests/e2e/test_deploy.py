@@ -39,6 +39,8 @@ NUM_CLIENTS = 6
 NUM_SCRAPES = 40
 #: More than the batches, the queue and what the policy may place at once.
 NUM_TOO_MANY = 400
+#: So many clients, each with a request at any time, keep the queue full.
+NUM_CROWD = 150
 TEXT = "Once upon a time there was a rabbit named Olive who lived near the sea. "
 WORKER = {
     "engine.kind": "mock",
@@ -62,8 +64,9 @@ class Load:
         num_ended: requests that ended well.
     """
 
-    def __init__(self, router_address: str) -> None:
+    def __init__(self, router_address: str, num_clients: int = NUM_CLIENTS) -> None:
         self.num_ended = 0
+        self._num_clients = num_clients
         self._address = router_address
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -78,7 +81,7 @@ class Load:
 
     async def _run(self) -> None:
         async with QuartetClient(self._address) as client:
-            await asyncio.gather(*(self._ask(client, number) for number in range(NUM_CLIENTS)))
+            await asyncio.gather(*(self._ask(client, number) for number in range(self._num_clients)))
 
     async def _ask(self, client: QuartetClient, number: int) -> None:
         for turn, path in enumerate(itertools.cycle(RequestPath)):
@@ -97,7 +100,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Site:
-    """What runs; ``folder`` is that of the files that bring faults about."""
+    """What runs; in ``folder`` are the files that bring faults about, and ``usage``, the folder of usage records."""
 
     stack: Stack
     prometheus: Prometheus
@@ -137,11 +140,12 @@ def site(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> I
     watch_gpus(gpus, "0", None, FakeNvml)
     telemetry = TelemetryServer("127.0.0.1:0", gpus, Probes(is_alive=lambda: True, is_ready=lambda: True))
     gpu_address = f"127.0.0.1:{telemetry.start()}"
+    (folder / "usage").mkdir()
     stack = start_stack(
         StackConfig(
             num_decode=2,
             worker=WORKER,
-            routers={"router": ROUTER},
+            routers={"router": {**ROUTER, "usage_log": str(folder / "usage/records.jsonl")}},
             launcher=("tests.e2e.faulty_worker",),
             environment={WEDGE_VARIABLE: str(folder)},
         )
@@ -198,7 +202,27 @@ def test_a_full_queue_shows(quiet: Site) -> None:
             await asyncio.gather(*asks, return_exceptions=True)
 
     asyncio.run(burst())
-    quiet.wait_fires("QuartetQueueFull")
+    quiet.wait_fires("QuartetQueueFull", frozenset({"QuartetQueueNearFull"}))
+
+
+def test_a_queue_that_stays_nearly_full_shows(quiet: Site) -> None:
+    with Load(quiet.stack.router_address, NUM_CROWD):
+        quiet.wait_fires("QuartetQueueNearFull", frozenset({"QuartetQueueFull", "QuartetHandOffsExpired"}))
+
+
+def test_usage_records_that_are_lost_show(quiet: Site) -> None:
+    folder = quiet.folder / "usage"
+    away = folder.rename(quiet.folder / "away")
+    quiet.wait_fires("QuartetUsageRecordsLost")
+    away.rename(folder)
+
+
+def test_a_changed_configuration_that_is_refused_shows(quiet: Site) -> None:
+    file = quiet.stack.processes["router"].config
+    text = file.read_text()
+    file.write_text(f"{text}\nno_setting: 1\n")
+    quiet.wait_fires("QuartetReloadFailed")
+    file.write_text(text)
 
 
 def test_hand_offs_that_nobody_takes_show(quiet: Site) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import jsonschema
@@ -50,15 +48,6 @@ def identity(directory: Path, name: str) -> TlsConfig:
     return TlsConfig(ca_file=made / "ca.pem", cert_file=made / f"{name}.pem", key_file=made / f"{name}.key")
 
 
-def kill(up: Up, *names: str) -> None:
-    """End these processes at once."""
-    found = [pid for pid, command in up.processes().items() if any(f"/{name}.yaml" in command for name in names)]
-    assert len(found) == len(names)
-    for pid in found:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 async def placed(client: QuartetClient, targets: dict[str, float]) -> tuple[str, str, tuple[int, ...]]:
     """Where a request is prefilled and decoded, and its tokens; its blocks were moved."""
     whole = await client.complete(PROMPT, sampling=SAMPLING, seed=7, **targets)
@@ -81,10 +70,10 @@ async def test_targets_choose_pools_and_an_answer_outlives_its_pool(tmp_path: Pa
                     disturbed += part.token_ids
                     if len(disturbed) > 4 and not is_killed:
                         is_killed = True
-                        kill(up, "router-decode-slow", "decode-1")
+                        up.kill("router-decode-slow", "decode-1")
             assert tuple(disturbed) == tokens
             # A pool that prefills may die, too.
-            kill(up, "prefill-1", "router-prefill-slow")
+            up.kill("prefill-1", "router-prefill-slow")
             assert (await placed(client, SLOW))[2] == tokens
         await up.wait_logged("router-decode-slow serves again")
         await up.end(signal.SIGINT)
@@ -169,7 +158,7 @@ async def outliving(up: Up, client: QuartetClient, names: Sequence[str], **field
             has_begun = isinstance(part, Delta) and (part.text or any(call.arguments for call in part.tool_calls))
             if has_begun and not is_killed:
                 is_killed = True
-                kill(up, *names)
+                up.kill(*names)
     completion = builder.build(stream.router)
     assert all(choice.finished.usage.num_attempts > 1 for choice in completion.choices), "it had ended before"
     return completion

@@ -178,6 +178,17 @@ async def test_prometheus_is_told_of_all_processes_and_each_shows_vllms_names(
     }
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}' in router
     assert 'vllm:cache_config_info{block_size="' in router
+    page = http_stack.metrics("router")
+    sums = {
+        name: page.value(f"vllm:{name}_sum", model_name="tiny", engine="0")
+        for name in (
+            *("request_decode_time_seconds", "request_inference_time_seconds", "e2e_request_latency_seconds"),
+            *("request_prompt_tokens", "request_generation_tokens"),
+        )
+    }
+    decode_s, inference_s, whole_s, num_prompt_tokens, num_output_tokens = sums.values()
+    assert 0 < decode_s < inference_s < whole_s, "a prompt is computed, and something comes before it"
+    assert num_prompt_tokens > 0 and num_output_tokens >= 4
     prefill = http_stack.metrics("prefill-0")
     ours, theirs = "quartet_worker_prefill_seconds_count", "vllm:request_prefill_time_seconds_count"
     assert prefill.value(theirs, model_name="tiny", engine="0") == prefill.value(ours) > 0

@@ -12,13 +12,24 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from quartet.client import Accepted, ChatMessage, ChoiceFinished, Delta, QuartetClient, Sampling, read_media
+from quartet.client import (
+    Accepted,
+    ChatMessage,
+    ChoiceFinished,
+    Delta,
+    GenerateFields,
+    QuartetClient,
+    Sampling,
+    read_media,
+)
 from quartet.client.request import RequestPath
 from services.topology.launch import free_port
 from tests.e2e.conftest import StartStack
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.process import wait_until
 from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Stack, StackConfig
 from tests.e2e.test_multimodal import PICTURE
+from tests.e2e.up import CONFIGS, START_TIMEOUT_S, Up
 from tests.otlp_receiver import OtlpReceiver, ReceivedTrace
 
 pytestmark = pytest.mark.usefixtures("etcd_binary")
@@ -29,12 +40,16 @@ ROUTERS = ("router", "router-local")
 PATHS = tuple(RequestPath)
 PARENT_ID = "b7ad" * 4
 NUM_LONG_TOKENS = 300
+LONG = Sampling(max_tokens=NUM_LONG_TOKENS, ignore_eos=True)
+# Of configs/global.yaml: which pools get it.
+TO_FAST: GenerateFields = {"ttft_target_s": 0.1, "itl_target_s": 0.01}
+TO_SLOW: GenerateFields = {"ttft_target_s": 0.9, "itl_target_s": 0.04}
 WAIT_S = 60.0
 # Of the time to a first token.
 MAX_UNCOVERED_SHARE = 0.01
 ASKED = [f"{name} {path}" for name in ROUTERS for path in (*PATHS, "media")]
 LEAVES = frozenset(
-    "read tokenize media queue sign send reply pull compute generate encode pause".split(),
+    "read resume tokenize media queue sign send reply pull compute generate encode pause".split(),
 ) | {"take up"}
 
 
@@ -85,6 +100,43 @@ def fleet(start_stack: StartStack) -> Fleet:
         return Fleet(receiver.traces(), asked, logs)
 
 
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Fleet:
+    """As ``fleet``, of pools behind a global router: prompts are prefilled in one, and decoded in another."""
+    with OtlpReceiver() as receiver:
+        return asyncio.run(ask_pools(tmp_path_factory.mktemp("pools"), fork_server, receiver))
+
+
+async def ask_pools(directory: Path, fork_server: ForkServer, receiver: OtlpReceiver) -> Fleet:
+    arguments = (str(CONFIGS / "global.yaml"), "--router-port", "0", "--otel", receiver.endpoint)
+    variables = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
+    async with Up(directory, *arguments, variables=variables, python=fork_server.python) as up:
+        await up.wait_ready()
+        asked: dict[str, str] = {}
+        async with QuartetClient(up.router_address) as client, asyncio.timeout(START_TIMEOUT_S):
+            for path in PATHS:
+                completion = await client.complete(PROMPT, path=path, sampling=SHORT, **TO_FAST)
+                asked[f"pools {path}"] = completion.accepted.request_id
+            asked["pools move"] = await move(up, client)
+        await up.end(signal.SIGINT)
+    return Fleet(receiver.traces(), asked, {})
+
+
+async def move(up: Up, client: QuartetClient) -> str:
+    """The pool of a request is killed once its answer has begun."""
+    request_id, is_killed = "", False
+    async for part in client.generate(PROMPT, sampling=LONG, **TO_SLOW):
+        match part:
+            case Accepted(request_id=request_id):
+                pass
+            case Delta(token_offset=offset) if offset and not is_killed:
+                is_killed = True
+                up.kill("router-decode-slow", "decode-1")
+            case ChoiceFinished(usage=usage):
+                assert usage.num_output_tokens == NUM_LONG_TOKENS
+    return request_id
+
+
 def lines_of(log: Path) -> list[Mapping[str, object]]:
     return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
 
@@ -132,10 +184,9 @@ async def ask_by_http(url: str, flags: str) -> str:
 
 async def migrate(stack: Stack) -> str:
     """The decode worker of a request is killed once its answer has begun."""
-    sampling = Sampling(max_tokens=NUM_LONG_TOKENS, ignore_eos=True)
     request_id = worker = ""
     async with QuartetClient(stack.processes["router-local"].grpc_address) as client:
-        async for part in client.generate(PROMPT, sampling=sampling):
+        async for part in client.generate(PROMPT, sampling=LONG):
             match part:
                 case Accepted(request_id=request_id, choices=[placement]):
                     worker = placement.decode.worker_id
@@ -195,6 +246,41 @@ def test_attempts_are_in_one_trace(fleet: Fleet) -> None:
     assert first.is_error and not second.is_error
     assert first.attributes["quartet.worker_id"] != second.attributes["quartet.worker_id"]
     assert fleet.trace("migration").one("decode").parent_id == second.span_id
+
+
+@pytest.mark.parametrize("name", [*(f"pools {path}" for path in PATHS), "pools move"])
+def test_leaf_spans_cover_it_behind_a_global_router(pools: Fleet, name: str) -> None:
+    trace = pools.trace(name)
+    assert trace.uncovered_share() <= MAX_UNCOVERED_SHARE, trace.show()
+    # The relay is that of a router which was killed before it sent its spans.
+    known = LEAVES | {"relay hop"} if name == "pools move" else LEAVES
+    assert {leaf.name for leaf in trace.leaves} <= known, trace.show()
+
+
+def test_attempts_at_two_pools_are_in_one_trace(pools: Fleet) -> None:
+    trace = pools.trace("pools move")
+    first, second = trace.named("relay hop")
+    assert [hop.attributes["quartet.namespace"] for hop in (first, second)] == ["decode-slow", "decode-fast"]
+    assert first.attributes["quartet.attempt"] < second.attributes["quartet.attempt"]
+    assert first.is_error and not second.is_error
+    [asked, continued] = trace.named("request")
+    assert (asked.parent_id, first.parent_id, continued.parent_id) == ("", asked.span_id, second.span_id)
+    # The first token came from the first pool.
+    assert first.begin < asked.events["first token"] < first.end and "first token" not in continued.events
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_router_and_worker_of_the_pools_has_its_span(pools: Fleet, path: str) -> None:
+    trace = pools.trace(f"pools {path}")
+    ids = {span.span_id for span in trace.spans}
+    assert [span.name for span in trace.spans if span.parent_id not in ids] == ["request"], trace.show()
+    assert len(trace.named("request")) == 2
+    prefill, decode = trace.one("prefill"), trace.one("decode")
+    assert trace.one("prefill for").begin < prefill.begin < decode.begin
+    num_tokens = decode.attributes["gen_ai.usage.output_tokens"]
+    assert num_tokens == SHORT.max_tokens - 1, "the first token is the prefill worker's"
+    if path != "direct":
+        assert trace.one("decode hop").attributes["gen_ai.usage.output_tokens"] == num_tokens
 
 
 def test_the_line_of_a_request_names_its_span(fleet: Fleet) -> None:

@@ -92,10 +92,15 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     scene = AdmissionScene(max_queue_length=2, retry_delay_s=3.0)
     full = scene.ask("full", 10)
     await scene.settle()
-    waiting = [scene.ask(str(i), 1) for i in range(2)]
+    assert scene.admission.usage == 0.0
+    waiting = [scene.ask("0", 1)]
+    await scene.settle()
+    assert scene.admission.usage == 0.5
+    waiting.append(scene.ask("1", 1))
     await scene.settle()
     with pytest.raises(QueueFullError) as caught:
         await scene.result(scene.ask("refused", 1))
+    assert scene.admission.usage == 1.0
     assert caught.value.retry_delay_s == 3.0
     assert scene.outcomes() == {"placed": 1, "refused": 1}
     await scene.release(full)

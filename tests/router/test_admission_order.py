@@ -177,15 +177,22 @@ async def test_waits_that_end_without_a_placement_are_counted_by_cause() -> None
     await scene.settle()
     with pytest.raises(QueueFullError):
         await scene.result(scene.ask("late", 10))
-    gone = scene.ask("gone", 10)
-    await scene.settle()
-    gone.cancel()
-    await asyncio.wait([gone])
     (await scene.result(full)).release()
     scene.table.broken(RECORD.key, RECORD.epoch)
     with pytest.raises(WorkerUnavailableError):
         await scene.result(scene.ask("nowhere", 1))
-    assert scene.outcomes() == {"placed": 1, "expired": 1, "cancelled": 1, "unavailable": 1}
+    assert scene.outcomes() == {"placed": 1, "expired": 1, "unavailable": 1}
+
+
+async def test_a_wait_that_is_given_up_is_counted_as_cancelled() -> None:
+    scene = AdmissionScene()
+    scene.ask("full", 10)
+    await scene.settle()
+    gone = scene.ask("gone", 10)
+    await scene.settle()
+    gone.cancel()
+    await asyncio.wait([gone])
+    assert scene.outcomes() == {"placed": 1, "cancelled": 1}
 
 
 class PatientPolicy(RoundRobinPolicy):

@@ -98,6 +98,14 @@ def test_a_tenant_in_debt_waits_until_the_others_have_had_as_much() -> None:
     assert scene.order() == ["b0", "b1", "b2", "a0", "a1", "a2"]
 
 
+def test_it_knows_the_adapters_for_which_entries_wait() -> None:
+    scene = QueueScene()
+    waiters = [scene.add(name, adapter=adapter) for name, adapter in (("a", "x"), ("b", "y"), ("c", "x"), ("d", ""))]
+    assert scene.queue.adapters() == {"x", "y"}
+    scene.queue.remove(waiters[1])
+    assert scene.queue.adapters() == {"x"}
+
+
 def test_requests_for_several_adapters_are_no_more_tenants() -> None:
     scene = QueueScene()
     for number in range(3):

@@ -103,10 +103,13 @@ async def test_only_routers_say_on_a_session_where_a_prompt_is_prefilled(
             async with create_channel(system.address, tls) as channel, asyncio.timeout(TIMEOUT_S):
                 session = SessionReader(Stub(channel))
                 await session.start(0, make_start(), prefill_namespaces=["nowhere"])
+                await session.start(1, make_start(), sent_at_unix_ns=5)
                 await session.half_close()
                 await session.read_all()
-            failure = session.received[0].failure
+            failure, timed = session.received[0].failure, session.received[1].failure
             assert failure is not None and (failure.reason, failure.field) == (reason, "prefill_namespaces")
+            is_refused = timed is not None and (timed.reason, timed.field) == (reason, "sent_at_unix_ns")
+            assert is_refused == (reason == "PERMISSION_DENIED")
 
 
 async def test_callers_that_may_call_generate_may_call_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,13 @@ async def test_the_router_prints_its_address_and_ends_on_a_signal(tmp_path: Path
         address, _, http_address = line.split("router serving on ")[1].partition(", metrics and probes on ")
         assert await is_serving(address)
         assert await is_serving(address, service="quartet.v1.RouterService")
-        assert "quartet_router_running_requests" in await asyncio.to_thread(metrics_at, http_address.strip())
+        page = await asyncio.to_thread(metrics_at, http_address.strip())
+        assert "quartet_router_running_requests" in page
+        for queue in ("room", "media", "encode", "prompts"):
+            assert f'quartet_router_queue_usage_ratio{{queue="{queue}"}} 0.0' in page
+        assert 'vllm:lora_requests_info{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""}' in page
+        for outcome in ("length", "timeout", "worker_unavailable"):
+            assert f'quartet_router_requests_total{{outcome="{outcome}"}} 0.0' in page
         process.send_signal(number)
         async with asyncio.timeout(_TIMEOUT_S):
             assert await process.wait() == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import WorkerRecord
 from quartet.telemetry.targets import Target
-from quartet.telemetry.vllm_names import ModelFigures
-from router.observed import model_figures, scrape_targets
+from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures
+from router.observed import adapter_figures, model_figures, scrape_targets
 from router.workers import PoolKey
 from tests.discovery.records import make_router
 from tests.router.records import make_load, make_record
@@ -26,18 +26,42 @@ def test_a_models_figures_are_those_of_its_decode_ranks() -> None:
     old, new = "ab" * 32, "cd" * 32
     statuses = [
         status(make_record("decode-0", data_parallel_size=2), 3, num_in_use_blocks=10, num_held_blocks=5),
-        status(make_record("decode-1", model_fingerprint=new), 4, num_in_use_blocks=1, num_cached_blocks=50),
+        status(
+            make_record("decode-1", model_fingerprint=new, max_model_len=3000),
+            4,
+            num_in_use_blocks=1,
+            num_cached_blocks=50,
+        ),
         status(make_record("prefill-0"), 9, num_in_use_blocks=70),
         status(make_record("decode-9", model_name="other", block_size=32)),
     ]
     waiting = {PoolKey("tiny", old): 2, PoolKey("tiny", new): 5}
     tiny, other = (
         ModelFigures(
-            model="tiny", num_waiting=7, num_running=7, num_used_blocks=31, num_total_blocks=300, block_size=10
+            model="tiny",
+            num_waiting=7,
+            num_running=7,
+            num_used_blocks=31,
+            num_total_blocks=300,
+            block_size=10,
+            max_model_len=3000,
         ),
-        ModelFigures(model="other", num_waiting=0, num_running=0, num_used_blocks=0, num_total_blocks=0, block_size=32),
+        ModelFigures(
+            model="other",
+            num_waiting=0,
+            num_running=0,
+            num_used_blocks=0,
+            num_total_blocks=0,
+            block_size=32,
+            max_model_len=2000,
+        ),
     )
     assert model_figures(statuses, lambda pool: waiting.get(pool, 0)) == [other, tiny]
+
+
+def test_adapters_of_all_workers_are_counted_once() -> None:
+    statuses = [status(make_record(f"decode-{number}", adapters=("a", f"b{number}"))) for number in range(2)]
+    assert adapter_figures(statuses, {"a"}, ["b1"]) == AdapterFigures(num_served=3, waiting={"a"}, running=["b1"])
 
 
 def test_processes_that_say_where_their_metrics_are_can_be_scraped() -> None:

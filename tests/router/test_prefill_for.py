@@ -49,12 +49,14 @@ from router.generate import Pipeline
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import LeastLoadedPolicy
 from router.prefill_for import PrefillFor
+from router.request_trace import PrefillTrace
 from router.servicer import RouterServicer
 from router.tenants import MAX_SALT_LENGTH, TenantConfig, TenantNames
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
 from tests.router.records import ALL_SAMPLING_FIELDS
 from tests.router.system import running_system
 from tests.router.test_generate import make_start
+from tests.router.test_traces import pass_time
 from tests.span_list import SpanList
 
 NUM_TOKENS = 900
@@ -440,6 +442,40 @@ async def test_each_attempt_has_its_spans_and_the_line_names_them(caplog: pytest
     assert [int(ids_of(context.traceparent)[1], 16) for context in contexts] == [first.span_id, second.span_id]
     [line] = [record.quartet_fields for record in caplog.records]
     assert (line["trace_id"], int(line["span_id"], 16)) == ("5e" * 16, spans.one("prefill for").span_id)
+
+
+async def test_its_queue_says_which_worker_prefills_and_at_what_cost() -> None:
+    spans = SpanList()
+    scene = Scene("prefill-0", tracer=spans.tracer)
+    await scene.ask()
+    noted = spans.one("queue").attributes
+    assert noted["quartet.prefill_worker"] == "prefill-0"
+    assert "quartet.decode_worker" not in noted
+
+
+@pytest.mark.parametrize(("end", "kind"), [("cancel", None), ("timeout", "timeout")])
+async def test_a_prefill_that_is_late_has_failed_with_its_hop_and_one_that_is_cancelled_has_not(
+    end: str, kind: str | None
+) -> None:
+    spans = SpanList()
+    scene = Scene("prefill-0", tracer=spans.tracer)
+    scene.fleet.hops.plan("prefill", Plan(hang_after=0))
+    asking = scene.ask(timeout_s=10.0)
+    await scene.fleet.hops.hung.wait()
+    if end == "cancel":
+        asking.cancel()
+    else:
+        pass_time(11.0)
+    await asyncio.wait([asking])
+    assert spans.names == ["read", "queue", "prefill hop", "prefill for"]
+    assert [span.attributes.get("error.type") for span in spans.spans] == [None, None, kind, kind]
+
+
+async def test_the_first_attempt_has_the_number_that_it_came_with() -> None:
+    spans = SpanList()
+    trace = spans.tracer.begin("prefill for", "", "5e" * 16)
+    PrefillTrace(trace, RequestContext(request_id="5e" * 16, attempt=3), 1.0).end(None)
+    assert spans.one("read").attributes["quartet.attempt"] == 3
 
 
 async def test_a_prefill_that_is_refused_says_why_in_its_span() -> None:

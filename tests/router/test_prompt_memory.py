@@ -63,6 +63,7 @@ async def test_the_last_request_of_the_tenant_that_has_most_is_refused() -> None
     third = scene.hold("b", 20)
     assert scene.refused(first, second, other, third) == [False, True, False, False]
     assert scene.memory.num_bytes == 90
+    assert scene.memory.usage == 0.9
 
 
 async def test_a_newcomer_of_the_tenant_that_has_most_is_refused_and_told_when_to_come_back() -> None:

@@ -106,6 +106,27 @@ def test_a_request_that_one_limit_refuses_is_charged_to_no_other() -> None:
     limits.admit("acme", ApiKey(tenant="acme", id="other", requests_per_minute=1), 0)
 
 
+def test_a_refusal_names_the_limit_that_takes_longest() -> None:
+    limits, clock = make_limits(acme=TenantConfig(requests_per_minute=60, tokens_per_minute=100))
+    key = ApiKey(tenant="acme", id="k", requests_per_minute=2)
+    for _ in range(2):
+        limits.admit("acme", key, 0)
+    for _ in range(58):
+        limits.admit("acme", None, 0)
+    assert refused_for_s(limits, "acme") == pytest.approx(1)
+    with pytest.raises(RateLimitedError, match=r"API key k .*requests_per_minute \(2\)") as caught:
+        limits.check("acme", key)
+    assert caught.value.retry_delay_s == pytest.approx(30)
+    clock.now = 30.0
+    charge = limits.admit("acme", key, 0)
+    assert charge is not None
+    charge.add(200)
+    with pytest.raises(RateLimitedError, match="tokens_per_minute") as caught:
+        limits.check("acme", key)
+    clock.now += caught.value.retry_delay_s or 0.0
+    limits.check("acme", key)  # as it was told
+
+
 def test_each_tenant_of_a_pattern_has_an_account_of_its_own_and_others_no_limit() -> None:
     limits, _clock = make_limits(**{"team-*": TenantConfig(requests_per_minute=1)})
     for name in ("team-a", "team-b"):
@@ -136,10 +157,11 @@ def test_a_limit_that_was_changed_counts_from_the_next_request_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute"])
-def test_limits_below_one_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("limit", [0, -1, 10**18, 10**400])
+def test_limits_that_no_account_can_hold_are_refused_by_name(name: str, limit: int) -> None:
     assert build(RouterConfig, {"tenants": {"acme": {name: 1}}}).tenants["acme"].is_limited
     with pytest.raises(ConfigError, match=name):
-        build(RouterConfig, {"tenants": {"acme": {name: 0}}})
+        build(RouterConfig, {"tenants": {"acme": {name: limit}}})
 
 
 @pytest.mark.parametrize(
@@ -210,11 +232,14 @@ async def test_every_call_of_grpc_is_refused_with_the_time_until_it_may_try_agai
         await session.start(0, make_start(tenant="few"))
         await session.read_ends(0)
         failure = session.received[0].failure
-        assert failure is not None and type(from_failure(failure)) is RateLimitedError
+        assert failure is not None
+        refusals = [from_failure(failure)]
         for call in (place(stub, pb.PlaceRequest(start=make_start(tenant="few"))), explain("few")):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
-            assert type(from_rpc_error(caught.value)) is RateLimitedError
+            refusals.append(from_rpc_error(caught.value))
+        for refusal in refusals:
+            assert type(refusal) is RateLimitedError and 0 < (refusal.retry_delay_s or 0.0) <= 60
         # Of a placed answer the router hears by its worker's load reports.
         placed = await place(stub, pb.PlaceRequest(start=make_start(tenant="placing")))
         await explain("placing")
@@ -258,6 +283,27 @@ async def test_http_says_429_with_the_time_and_shows_what_is_left(tmp_path: Path
         status, _ = await face.post("/v1/chat/completions", CHAT, Authorization=f"Bearer {GLOBEX}")
         assert status == 200
         assert (await face.get("/v1/models", **headers))[0] == 200
+
+
+async def test_prompts_of_one_request_by_http_are_let_in_together_or_not_at_all(tmp_path: Path) -> None:
+    tenants = {"*": TenantConfig(requests_per_minute=5, tokens_per_minute=100)}
+    async with open_face(tenants=tenants) as face:
+        limits = face.fleet.pipeline.context.limits
+        prompts = {"model": "tiny", "max_tokens": 2, "prompt": [[1] * 40, [2] * 40, [3] * 40]}
+        # The prompts' tokens are more than a minute's: they become a debt.
+        status, _ = await face.post("/v1/completions", prompts)
+        assert status == 200 and limits.headers("")["x-ratelimit-remaining-requests"] == "2"
+        assert limits.headers("")["x-ratelimit-reset-tokens"] == "1m15.6s"  # all of 3 * (40 + 2)
+        face.fleet.now = 600.0
+        assert (await face.post("/v1/completions", {**prompts, "prompt": [[1], [2], [3]]}))[0] == 200
+        for body in (prompts, {**prompts, "stream": True}):
+            async with face.session.post("/v1/completions", json=body) as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "12")
+        assert limits.headers("")["x-ratelimit-remaining-requests"] == "2"
+        status, answer = await face.post("/v1/completions", {**prompts, "prompt": [[1]] * 6})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert "requests_per_minute of 5" in answer["error"]["message"]
+        await face.until_nothing_left()
 
 
 async def test_without_limits_http_shows_none() -> None:

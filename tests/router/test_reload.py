@@ -8,9 +8,11 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from quartet.config import build, load_yaml
@@ -19,11 +21,13 @@ from quartet.telemetry.metrics import RouterMetrics
 from router import __main__ as main_module
 from router import reload as module
 from router.config import RouterConfig
+from router.global_router.config import GlobalRouterConfig, without_units
 from router.process import RouterProcess
 from router.rate_limits import RateLimits
 from router.reload import ConfigFile
 from router.tenants import TenantConfig, TenantNames, Tenants
 from tests.router.fakes import TIMEOUT_S
+from tests.router.global_router.test_relay import agg
 from tests.router.http.face import until
 
 LIMITED = "tenants: {acme: {requests_per_minute: 1}}\n"
@@ -39,7 +43,7 @@ class Watched:
         self.metrics = RouterMetrics(self.registry)
         self.used: list[RouterConfig] = []
         self.came = asyncio.Event()
-        self.file = ConfigFile(path, self.load(), self.load)
+        self.file = ConfigFile(path, self.load(), self.load, lambda config: config)
 
     def load(self) -> RouterConfig:
         return build(RouterConfig, load_yaml(self.path))
@@ -51,8 +55,8 @@ class Watched:
     def count(self, is_used: bool) -> None:
         self.metrics.count_reload("config", is_used)
 
-    async def poll(self) -> None:
-        await self.file.poll(self.use, self.count)
+    async def poll(self, *, is_complete: bool = True) -> None:
+        await self.file.poll(self.use, self.count, is_complete=is_complete)
 
     def counted(self) -> tuple[float | None, float | None]:
         read: Callable[..., float | None] = self.registry.get_sample_value
@@ -83,6 +87,9 @@ async def test_a_changed_file_is_taken_over_once(tmp_path: Path, caplog: pytest.
     [
         ("tenants: {acme: {weight: 0}}\n", "weight"),
         ("tenants: [", "router.yaml"),
+        ("[" * 5000, "nested too deeply"),
+        ("drain_timeout_s: 2026-99-99\n", "not YAML"),
+        ("{{a: b}: c}\n", "not YAML"),
         (None, "router.yaml"),
         ("identity_tenants: {front: [acme]}\n", "server.tls"),
         ("tenants: {acme: {isolated: true}}\n", "take a restart"),
@@ -106,12 +113,45 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
     assert watched.used[-1].tenants == {} and watched.counted() == (1, 1)
 
 
+async def test_a_global_routers_file_says_too_what_takes_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, used = tmp_path / "global.yaml", list[RouterConfig]()
+    settings = agg("a", "b")
+
+    def load() -> GlobalRouterConfig:
+        return build(GlobalRouterConfig, without_units(load_yaml(path)))
+
+    async def change(**changes: Any) -> None:
+        path.write_text(yaml.safe_dump({**settings, **changes}))
+        await file.poll(used.append, lambda is_used: None, is_complete=True)
+
+    path.write_text(yaml.safe_dump(settings))
+    file = ConfigFile(path, load(), load, lambda config: config.router)
+    router = {"tenants": {"acme": {"requests_per_minute": 1}}}
+    await change(router=router)
+    assert used[-1].tenants["acme"].is_limited and "takes a restart" not in caplog.text
+    await change(router=router, default_ttft_target_ms=7.0)
+    assert len(used) == 2 and "takes a restart" in caplog.text
+
+
+async def test_a_file_that_is_being_written_is_not_read_before_it_is_whole(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "router.yaml", LIMITED)
+    for text in ("", "tenants: {}\n", LIMITED + "trusted_gateways: [edge]\n"):
+        watched.path.write_text(text)
+        await watched.poll(is_complete=False)
+        assert not watched.used and watched.counted() == (0, 0)
+    await watched.poll(is_complete=False)
+    await watched.poll(is_complete=False)
+    assert [config.trusted_gateways for config in watched.used] == [("edge",)]
+
+
 async def test_sighup_has_the_file_looked_at_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POLL_INTERVAL_S", 10 * TIMEOUT_S)
     watched = Watched(tmp_path / "router.yaml", "{}\n")
 
     class Process:
-        async def run(self, _stop: asyncio.Event, config_file: ConfigFile) -> None:
+        async def run(self, _stop: asyncio.Event, config_file: ConfigFile[RouterConfig]) -> None:
             following = asyncio.create_task(config_file.follow(watched.use, watched.count))
             try:
                 watched.path.write_text(LIMITED)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from quartet.api.request import Resume, TokenPrompt
+from quartet.api.request import Delta, Resume, TokenPrompt
 from quartet.errors import DrainingError, InvalidRequestError, QueueFullError, WorkerUnavailableError
 from router.config import AdmissionConfig, AttemptConfig
 from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect
@@ -95,6 +95,48 @@ async def test_choices_that_end_differently_are_all_counted(caplog: pytest.LogCa
     assert value(fleet, "quartet_router_requests_total", outcome="draining") == 1
     assert value(fleet, "quartet_router_output_tokens_total") == 27
     assert value(fleet, "quartet_router_request_duration_seconds_count") == 3
+
+
+def lengths(fleet: Fleet) -> tuple[int, float, float]:
+    """Whole answers: how many, and the tokens of their prompts and their own."""
+    whole = fleet.pipeline.context.metrics.for_model("tiny").whole
+    return sum(whole.prompt_length.counts), whole.prompt_length.sum, whole.output_length.sum
+
+
+async def test_the_phases_of_a_whole_answer_lie_within_its_time() -> None:
+    fleet = Fleet("prefill-0", "decode-0", num_blocks=1000)
+    answer = await collect(fleet.generate(make_start(num_choices=2)))
+    assert lengths(fleet) == (2, 40, 24)
+    whole = fleet.pipeline.context.metrics.for_model("tiny").whole
+    times = [finished.time for finished in answer.finished.values()]
+    decode_s = [(time.total_s or 0.0) - (time.first_token_s or 0.0) for time in times]
+    assert whole.decode_time.sum == pytest.approx(sum(decode_s))
+    assert whole.token_time.sum == pytest.approx(sum(decode_s) / 11)
+    waited_s = [(time.tokenize_s or 0.0) + (time.router_queue_s or 0.0) + 0.01 for time in times]  # Prefill's queue
+    inference_s = [max((time.total_s or 0.0) - waited, 0.0) for time, waited in zip(times, waited_s, strict=True)]
+    assert whole.inference_time.sum == pytest.approx(sum(map(max, inference_s, decode_s)))
+
+
+async def test_an_answer_counts_as_whole_from_its_first_token_on() -> None:
+    fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
+    gone = WorkerUnavailableError("gone")
+    fleet.hops.plan("decode", Plan(error=gone), Plan(error=gone, fail_after=4))
+    for num_whole in (0, 1):
+        with pytest.raises(WorkerUnavailableError):
+            await collect(fleet.generate(make_start()))
+        assert lengths(fleet) == (num_whole, 20 * num_whole, 4 * num_whole)
+
+
+async def test_an_adapter_is_one_that_runs_while_a_choice_with_it_has_a_place() -> None:
+    fleet = Fleet("decode-0", adapters=("mine",))
+    fleet.hops.plan("decode", Plan(hang_after=3))
+    run, metrics = fleet.generate(make_start(adapter="mine")), fleet.pipeline.context.metrics
+    async with asyncio.timeout(TIMEOUT_S), aclosing(run.parts()) as parts:
+        async for part in parts:
+            if isinstance(part, Delta):
+                break
+        assert metrics.running_adapters() == ("mine",)
+    assert metrics.running_adapters() == ()
 
 
 async def test_a_prompt_counts_once_however_many_its_choices() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from itertools import pairwise
 
 import pytest
 
-from quartet.api.request import Resume, TextPrompt
-from quartet.errors import ModelNotFoundError, WorkerUnavailableError
+from quartet.api.request import Relayed, Resume, TextPrompt
+from quartet.discovery.base import Rank
+from quartet.errors import DrainingError, ModelNotFoundError, RequestTimeoutError, WorkerUnavailableError
 from quartet.telemetry.tracing import Span, ids_of
+from router.policy.base import Placement
+from router.request_trace import RequestTrace
 from tests.router.fakes import Fleet, Plan, collect, expected_tokens
 from tests.router.test_generate import make_start
 from tests.span_list import SpanList
@@ -43,8 +47,9 @@ async def test_phases_of_a_request_follow_each_other_without_a_gap(spans: SpanLi
     assert request.is_server and request.parent_id == 0
     [(event, at)] = request.events
     assert event == "first token"
-    hop = spans.one("prefill hop")
-    assert hop.begin_unix_ns <= at <= hop.end_unix_ns
+    hop, reply = spans.one("prefill hop"), spans.one("reply")
+    assert hop.begin_unix_ns <= at <= reply.end_unix_ns
+    assert reply.end_unix_ns == hop.end_unix_ns, "what is shown leaves no gap before the next phase"
 
 
 async def test_a_start_names_its_hop_as_parent_and_says_when_it_was_sent(spans: SpanList) -> None:
@@ -109,16 +114,124 @@ async def test_a_refused_request_says_why(spans: SpanList) -> None:
     assert request.error == read.error != ""
 
 
-async def test_what_is_cancelled_leaves_no_phase_open(spans: SpanList) -> None:
-    fleet = traced(spans, "decode-0")
-    fleet.hops.plan("decode", Plan(hang_after=1))
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_what_its_client_cancels_has_not_failed(spans: SpanList, kind: str) -> None:
+    fleet = traced(spans, *(["decode-0"] if kind == "decode" else ["prefill-0", "decode-0"]))
+    fleet.hops.plan(kind, Plan(hang_after=1))
     request = fleet.generate(make_start())
     async with asyncio.TaskGroup() as group:
         group.create_task(collect(request))
         await fleet.hops.hung.wait()
         request.cancel()
-    assert spans.names[-1] == "request"
-    assert spans.one("decode hop").error
+    assert spans.names[-2:] == [f"{kind} hop", "request"]
+    assert_no_failure(spans)
+    assert spans.one("request").attributes["quartet.outcome"] == "cancelled"
+
+
+async def test_a_client_that_goes_has_cancelled(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    fleet.hops.plan("decode", Plan(hang_after=1))
+    reading = asyncio.create_task(collect(fleet.generate(make_start())))
+    await fleet.hops.hung.wait()
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert spans.names[-2:] == ["decode hop", "request"]
+    assert_no_failure(spans)
+    assert spans.one("request").attributes["quartet.outcome"] == "cancelled"
+
+
+async def test_a_client_that_goes_while_it_is_placed_has_cancelled(spans: SpanList) -> None:
+    fleet = traced(spans, "prefill-0", "decode-0")
+    fleet.hops.plan("prefill", Plan(hang_after=0))
+    placing = asyncio.create_task(fleet.pipeline.place(make_start()))
+    await fleet.hops.hung.wait()
+    placing.cancel()
+    await asyncio.wait([placing])
+    assert spans.names[-2:] == ["prefill hop", "request"]
+    assert_no_failure(spans)
+    assert spans.one("request").attributes["quartet.outcome"] == "cancelled"
+
+
+@pytest.mark.parametrize("path", ["generate", "place"])
+async def test_what_is_late_is_so_with_the_hop_that_ran(spans: SpanList, path: str) -> None:
+    fleet = traced(spans, "prefill-0", "decode-0")
+    fleet.hops.plan("prefill", Plan(hang_after=0))
+    start = make_start(timeout_s=10.0)
+    ran = asyncio.create_task(fleet.pipeline.place(start) if path == "place" else collect(fleet.generate(start)))
+    await fleet.hops.hung.wait()
+    pass_time(11.0)
+    with pytest.raises(RequestTimeoutError):
+        await ran
+    for name in ("prefill hop", "request"):
+        assert spans.one(name).attributes["error.type"] == "timeout"
+    assert {span.attributes.get("error.type") for span in spans.spans} == {None, "timeout"}
+    assert spans.one("read").error == spans.one("queue").error == ""
+
+
+async def test_what_ends_with_the_router_says_so_and_its_hop_has_not_failed(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    fleet.hops.plan("decode", Plan(hang_after=1))
+    request = fleet.generate(make_start())
+    reading = asyncio.create_task(collect(request))
+    await fleet.hops.hung.wait()
+    request.abort(DrainingError("it leaves"))
+    with pytest.raises(DrainingError):
+        await reading
+    assert spans.one("request").attributes["error.type"] == "draining"
+    assert (spans.one("decode hop").error, spans.one("decode hop").attributes.get("error.type")) == ("", None)
+
+
+def assert_no_failure(spans: SpanList) -> None:
+    assert [span for span in spans.spans if span.error or "error.type" in span.attributes] == []
+
+
+def pass_time(seconds: float) -> None:
+    """Move the clock of the event loop's timers."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
+
+
+async def test_the_event_of_the_first_token_says_when_it_was_shown(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    answer = await collect(fleet.generate(make_start()))
+    request = spans.one("request")
+    [(_, at)] = request.events
+    first_token_s = answer.finished[0].time.first_token_s
+    assert first_token_s is not None
+    # The request's span begins when it arrived.
+    assert at - request.begin_unix_ns == pytest.approx(first_token_s * 1e9, abs=1e5)
+
+
+async def test_the_queue_says_what_the_policy_has_chosen(spans: SpanList) -> None:
+    trace = RequestTrace(spans.tracer.begin("request", "", "5e" * 16), 1.0, 1.0)
+    for number, (cost, num_cached_tokens) in enumerate([(0.25, 512), (None, 0)]):
+        choice = trace.choice(number)
+        choice.wait("queue", 0, 1024)
+        choice.placed(Placement(Rank("prefill-0"), Rank("decode-0"), num_cached_tokens, cost=cost))
+        choice.phases.end()
+    trace.end({}, None, None)
+    priced, other = [span.attributes for span in spans.spans if span.name == "queue"]
+    assert priced == {
+        "quartet.choice": 0,
+        "quartet.attempt": 0,
+        "quartet.num_tokens": 1024,
+        "quartet.prefill_worker": "prefill-0",
+        "quartet.decode_worker": "decode-0",
+        "quartet.num_matched_tokens": 512,
+        "quartet.cost": 0.25,
+    }
+    assert not {"quartet.num_matched_tokens", "quartet.cost"} & other.keys()
+
+
+async def test_what_another_router_sent_was_on_its_way_here(spans: SpanList) -> None:
+    fleet = traced(spans, "decode-0")
+    a_minute_ago = time.time_ns() - 60 * 10**9
+    relayed = Relayed(request_id="5e" * 16, sent_at_unix_ns=a_minute_ago)
+    await collect(fleet.generate(make_start(), traceparent=f"00-{PARENT}-01", relayed=relayed))
+    send, request = spans.one("send"), spans.one("request")
+    assert (send.parent_id, send.end_unix_ns) == (request.parent_id, request.begin_unix_ns)
+    assert send.begin_unix_ns == pytest.approx(a_minute_ago, abs=1e4)
 
 
 async def test_a_placed_request_ends_with_its_signature_and_its_start_belongs_to_it(spans: SpanList) -> None:

@@ -92,7 +92,7 @@ def test_a_file_that_is_moved_away_is_followed_by_a_new_one_and_loses_no_record(
 
 
 def test_what_does_not_fit_while_the_disk_stands_still_is_lost_counted_and_blocks_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, gate = tmp_path / "usage.jsonl", Gate(monkeypatch)
     log, registry = UsageLog(path, max_queued=2), CollectorRegistry()
@@ -105,6 +105,7 @@ def test_what_does_not_fit_while_the_disk_stands_still_is_lost_counted_and_block
     gate.goes.release(10)
     log.close()
     assert len(records_in(path)) == 3
+    assert caplog.text.count("2 wait to be written") == 1
 
 
 def test_after_a_disk_that_was_full_lines_are_whole_again(
@@ -130,9 +131,66 @@ def test_after_a_disk_that_was_full_lines_are_whole_again(
     assert log.num_lost == 2 and caplog.text.count("No space left") == 1
 
 
+def test_a_line_that_a_killed_process_left_in_half_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    for left, num_lines in (('{"time": "20', 2), ("", 3)):
+        path.write_text((path.read_text() if path.exists() else "") + left)
+        log = UsageLog(path)
+        log.put(RECORD)
+        log.close()
+        torn, *whole = path.read_text().splitlines()
+        assert torn == '{"time": "20' and len(whole) == num_lines - 1
+        assert {json.loads(line)["request_id"] for line in whole} == {"r"}
+
+
+def test_a_file_that_may_be_written_and_not_read_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_open = os.open
+
+    def open_unreadable(path: Path, flags: int, mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return really_open(path, flags, mode)
+
+    monkeypatch.setattr(module.os, "open", open_unreadable)
+    log = UsageLog(tmp_path / "usage.jsonl")
+    for _ in range(2):
+        log.put(RECORD)
+    log.close()
+    assert len(records_in(tmp_path / "usage.jsonl")) == 2
+
+
+def test_a_pipe_that_nobody_reads_yet_stops_no_start(tmp_path: Path) -> None:
+    path = tmp_path / "usage.pipe"
+    os.mkfifo(path)
+    log = UsageLog(path)
+    reader = os.open(path, os.O_RDONLY)
+    log.put(RECORD)
+    line = b""
+    while not line.endswith(b"\n"):
+        line += os.read(reader, 4096)
+    assert json.loads(line)["request_id"] == "r"
+    log.close()
+    os.close(reader)
+
+
+def test_an_end_that_leaves_records_unwritten_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(module, "_CLOSE_TIMEOUT_S", 0.05)
+    log = UsageLog(tmp_path / "usage.jsonl")
+    log.put(RECORD)
+    gate.wait()
+    log.close()
+    assert "took none for 0.05 s" in caplog.text
+    gate.goes.release(10)
+    log._thread.join(30)
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="usage_log"):
-        UsageLog(tmp_path / "none" / "usage.jsonl")
+    for path in (tmp_path / "none" / "usage.jsonl", tmp_path):
+        with pytest.raises(ConfigError, match="usage_log"):
+            UsageLog(path)
 
 
 async def test_each_request_by_http_has_a_record_with_the_id_of_its_key(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, WorkerUnavailableError
+from quartet.rpc import channels
 from quartet.rpc.audience import caller_identity
-from quartet.rpc.channels import Dialer, TlsConfig, create_channel
+from quartet.rpc.channels import Dialer, TlsConfig, _TlsFiles, check_pair, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from tests.certificates import CertificateAuthority
@@ -171,8 +173,13 @@ async def test_a_process_dials_on_while_its_files_are_missing_and_with_new_ones_
     assert await drain_by(dialer, address) == b"olga"
     own.tls.cert_file.write_bytes(b"half writ")
     assert await drain_by(dialer, address) == b"olga"
+    assert await drain_by(dialer, address) == b"olga"
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2 and all("tls.cert_file" in warning for warning in warnings)
+    # The certificate is there before its key: a channel would keep the two for ever.
+    own.renew("oscar", only="cert_file")
+    assert await drain_by(dialer, address) == b"olga"
+    assert "can't be used together" in caplog.text
     own.renew("oscar")
     assert await drain_by(dialer, address) == b"oscar"
     own.tls.key_file.unlink()
@@ -186,15 +193,54 @@ class CertificateFolder:
         self._authority = authority
         self.tls = TlsConfig(ca_file=authority.ca_file, cert_file=directory / "own.pem", key_file=directory / "own.key")
 
-    def renew(self, name: str) -> None:
+    def renew(self, name: str, *, only: str = "") -> None:
         files = self._authority.issue(name, f"quartet://default/operator/{name}")
-        self.tls.cert_file.write_bytes(files.cert_file.read_bytes())
-        self.tls.key_file.write_bytes(files.key_file.read_bytes())
+        for setting in [only] if only else ["cert_file", "key_file"]:
+            getattr(self.tls, setting).write_bytes(getattr(files, setting).read_bytes())
 
 
 async def drain_by(dialer: Dialer, address: str) -> bytes:
     async with dialer.open(address) as channel:
         return bytes(await channel.unary_unary(DRAIN)(b"", timeout=30))
+
+
+def test_files_that_do_not_fit_or_have_a_password_are_refused_at_the_start(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    one, other = authority.issue("one"), authority.issue("other")
+    locked = tmp_path / "locked.key"
+    key = serialization.load_pem_private_key(one.key_file.read_bytes(), None)
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    for key_file in (other.key_file, locked):
+        with pytest.raises(ConfigError, match="can't be used together"):
+            Dialer(replace(one, key_file=key_file))
+
+
+def test_files_that_change_while_they_are_read_are_read_again(
+    authority: CertificateAuthority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = CertificateFolder(authority, tmp_path)
+    own.renew("olga")
+    files = _TlsFiles(own.tls, "dialling")
+    own.renew("oscar")
+
+    def check_then_replace(*given: Any) -> None:
+        check_pair(*given)
+        own.renew("otto")
+        monkeypatch.setattr(channels, "check_pair", check_pair)
+
+    monkeypatch.setattr(channels, "check_pair", check_then_replace)
+    assert files.changed() is None, "oscar's was checked, and is not there any more"
+    assert files.changed() == tuple(
+        path.read_bytes() for path in (own.tls.key_file, own.tls.cert_file, own.tls.ca_file)
+    )
+    assert files.changed() is None
 
 
 def test_a_file_that_cannot_be_used_at_the_start_of_a_process_is_named(

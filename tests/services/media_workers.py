@@ -21,6 +21,7 @@ from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
+from quartet.telemetry.tracing import Tracer
 from quartet.transfer.base import EmbeddingMemory, FetchResult
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
@@ -112,6 +113,7 @@ async def media_worker(
     max_waiting_pixels: int = 10_000,
     max_size_bytes: int = 1_000,
     embeddings: EmbeddingMemory | None = None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[MediaWorker]:
     """One with a pool of embeddings, or of text alone; everything is taken down in the end.
 
@@ -144,9 +146,9 @@ async def media_worker(
         )
     dispatcher: DecodeDispatcher | PrefillDispatcher
     if kind is RequestKind.PREFILL:
-        dispatcher = PrefillDispatcher(engine, NoHolds(), "stub", WorkerMetrics(registry), stage)
+        dispatcher = PrefillDispatcher(engine, NoHolds(), "stub", WorkerMetrics(registry), stage, tracer)
     else:
-        dispatcher = DecodeDispatcher(engine, WorkerMetrics(registry), stage)
+        dispatcher = DecodeDispatcher(engine, WorkerMetrics(registry), stage, tracer)
     worker = MediaWorker(engine, dispatcher, stage, pool, dispatcher.new_outbox(), fetched)
     try:
         yield worker

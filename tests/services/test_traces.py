@@ -9,14 +9,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quartet.engine.base import Failed, Finished, FinishReason, Prefilled, Started, StepOutput
-from quartet.errors import DuplicateRequestError, EngineError
+from quartet.errors import DuplicateRequestError, EngineError, RequestCancelledError
 from quartet.streams.outbox import DecodeOutbox
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.telemetry.tracing import Span, valid_traceparent
 from quartet.transfer.base import TransferWay
 from quartet.v1 import decode_pb2
 from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
-from tests.services.stream_workers import make_start
+from tests.services.fake_encoder import FakeEncoder, picture
+from tests.services.media_workers import PLACEHOLDER_ID, media_worker, start_with_files
+from tests.services.stream_workers import make_start, until
 from tests.services.stub_engine import StubEngine
 from tests.services.test_dispatcher_steps import NoHolds
 from tests.span_list import SpanList
@@ -83,20 +85,30 @@ def test_a_decode_is_divided_by_its_first_token_of_which_its_caller_learns(spans
     assert 59 < (send.end_unix_ns - send.begin_unix_ns) / 1e9 < 120
     assert send.end_unix_ns == decode.begin_unix_ns
     assert (first.slot, first.sent_at_unix_ns) == (4, decode.events[0][1]) == (4, spans.one("compute").end_unix_ns)
-    expected = {"quartet.num_tokens": 2, "quartet.num_cached_tokens": 1, "gen_ai.usage.output_tokens": 3}
+    expected = {
+        "quartet.num_tokens": 2,
+        "quartet.num_cached_tokens": 1,
+        "gen_ai.usage.output_tokens": 3,
+        "quartet.outcome": "length",
+    }
     assert expected.items() <= decode.attributes.items()
 
 
 def test_a_pull_lies_where_it_was_between_two_waits(spans: SpanList) -> None:
     dispatcher = decodes(spans)
     outbox = dispatcher.new_outbox()
-    start = make_start([1], hand_off=make_hand_off(8), traceparent=TRACEPARENT, sent_at_unix_ns=long_ago())
+    start = make_start(
+        [1], generated=[5], hand_off=make_hand_off(8), traceparent=TRACEPARENT, sent_at_unix_ns=long_ago()
+    )
     id = dispatcher.submit(start, outbox, 0, list)
     pulled = Started(id, 0, 4e-9, 2e-9, 4096, TransferWay.SHM, queue_after_transfer_s=3e-9)
     dispatcher.route(step([id], started=[pulled]))
     assert not taken(outbox).first_tokens, "its first token came from the prefill"
     dispatcher.route(step([id], 1, finished=[Finished(id, FinishReason.LENGTH, 2)]))
-    assert_divided(spans, spans.one("decode"), ["queue", "pull", "queue", "generate"])
+    decode = spans.one("decode")
+    assert_divided(spans, decode, ["queue", "pull", "queue", "generate"])
+    assert decode.attributes["quartet.num_tokens"] == 2
+    assert decode.attributes["gen_ai.usage.output_tokens"] == 1, "the first token is the prefill worker's"
     pull = spans.one("pull")
     assert pull.attributes == {
         "quartet.source_worker": start.hand_off and start.hand_off.worker_id,
@@ -114,6 +126,7 @@ def test_a_prefill_says_when_it_had_the_token(spans: SpanList) -> None:
     assert message is not None
     prefill = spans.one("prefill")
     assert_divided(spans, prefill, ["queue", "onboard", "compute"])
+    assert prefill.attributes["quartet.outcome"] == "prefilled"
     assert message.outputs[0].result.sent_at_unix_ns == spans.one("compute").end_unix_ns == prefill.events[0][1]
 
 
@@ -124,7 +137,31 @@ def test_what_fails_in_the_queue_says_so(spans: SpanList) -> None:
     decode = spans.one("decode")
     assert_divided(spans, decode, ["queue"])
     assert (decode.error, decode.attributes["error.type"]) == ("it is dead", "engine_failed")
+    assert decode.attributes["quartet.outcome"] == "engine_failed"
     assert "send" not in spans.names, "nobody said when it was sent"
+
+
+def test_what_its_caller_cancels_has_not_failed(spans: SpanList) -> None:
+    dispatcher = decodes(spans)
+    id = dispatcher.submit(make_start([1], traceparent=TRACEPARENT), dispatcher.new_outbox(), 0, list)
+    dispatcher.route(StepOutput(failed=[Failed(id, RequestCancelledError("cancelled by the caller"))]))
+    decode = spans.one("decode")
+    assert (decode.error, "error.type" in decode.attributes) == ("", False)
+    assert decode.attributes["quartet.outcome"] == "cancelled"
+
+
+async def test_the_wait_for_media_ends_where_the_engine_gets_them(spans: SpanList) -> None:
+    encoder = FakeEncoder(is_held=True)
+    async with media_worker(encoder=encoder, tracer=spans.tracer) as worker:
+        id = worker.submit(start_with_files([picture("cat", 5)], [PLACEHOLDER_ID, 1], traceparent=TRACEPARENT))
+        await until(lambda: encoder.num_waiting)
+        encoder.may_encode.set()
+        await worker.submitted(id)
+        before_ns = time.time_ns()
+        worker.finish(id)
+    prefill, media = spans.one("prefill"), spans.one("media")
+    assert_divided(spans, prefill, ["media", "compute"])
+    assert media.end_unix_ns <= before_ns
 
 
 def test_what_fails_before_its_first_token_is_waited_for_no_more(spans: SpanList) -> None:

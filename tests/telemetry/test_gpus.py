@@ -42,7 +42,9 @@ def test_each_gpu_has_its_gauges_in_base_units() -> None:
         (None, 1, ["1"]),
         ("2,0", None, ["2", "0"]),
         ("2,0", 1, ["0"]),
-        ("GPU-1", 0, ["1"]),
+        ("GPU-0a2c", 0, ["1"]),
+        ("GPU-7,GPU-0a1", None, ["2", "0"]),  # CUDA takes as much of a UUID as tells it from others
+        ("GPU-0a,1", None, []),  # two are called so
         ("0,7,1", None, ["0"]),  # CUDA sees nothing from the first that is not there
         ("", None, []),
         ("-1", None, []),
@@ -59,16 +61,77 @@ def test_what_a_gpu_does_not_tell_is_left_out() -> None:
     assert found["temperature_celsius"] == {"0": 61}
 
 
-def test_without_the_library_or_the_package_there_are_no_gauges(caplog: pytest.LogCaptureFixture) -> None:
-    assert shown(FakeNvml({"init"})) == {}
-    assert "no figures of GPUs: init" in caplog.text
+@pytest.mark.parametrize(
+    ("visible", "number", "warning"),
+    [
+        ("GPU-0a,1", None, "GPU-0a and what follows it: several GPUs are called so"),
+        ("0,GPU-9", None, "GPU-9 and what follows it: no GPU is called so"),
+        ("0,7,1", None, "7 and what follows it: no GPU is called so"),
+        ("MIG-ef", None, "MIG-ef and what follows it: no GPU is called so"),
+        ("0", 1, "no figures of GPU 1: 1 are visible"),
+        ("", None, ""),
+        ("-1", None, ""),
+        ("1", 0, ""),
+    ],
+)
+def test_a_name_that_names_no_gpu_is_warned_of(
+    visible: str, number: int | None, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown(FakeNvml(), visible, number)
+    assert [record.getMessage() for record in caplog.records if warning not in record.getMessage()] == []
+    assert len(caplog.records) == bool(warning)
+
+
+def test_a_mig_device_tells_its_memory_under_the_number_of_its_gpu() -> None:
     registry = CollectorRegistry()
+    watch_gpus(registry, "MIG-c", None, FakeNvml)
+    labels = {"gpu": "2", "uuid": "MIG-cd"}
+    assert registry.get_sample_value("quartet_worker_gpu_memory_total_bytes", labels) == 10 * GIB
+    assert values(registry)["power_watts"] == {}
+
+
+def test_without_the_package_there_are_no_gauges() -> None:
+    registry, tries = CollectorRegistry(), list[int]()
 
     def missing() -> None:
+        tries.append(1)
         raise ImportError("pynvml")
 
     watch_gpus(registry, None, None, missing)
-    assert values(registry) == {}
+    assert values(registry) == values(registry) == {}
+    assert len(tries) == 1
+
+
+def test_a_library_that_fails_is_tried_again_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    nvml, registry, now_s = FakeNvml({"init"}), CollectorRegistry(), 1000.0
+    watch_gpus(registry, None, None, lambda: nvml, lambda: now_s)
+    tried_at = []
+    while now_s < 3000.0:
+        before = nvml.num_inits
+        assert values(registry) == {}
+        if nvml.num_inits > before:
+            tried_at.append(now_s - 1000.0)
+        now_s += 1.0
+    assert tried_at[:5] == [0.0, 5.0, 15.0, 35.0, 75.0]
+    assert tried_at[-1] - tried_at[-2] == 300.0
+    assert caplog.text.count("no figures of GPUs until NVML answers: init") == 1, "said once"
+    nvml.lacking.clear()
+    now_s += 300.0
+    assert values(registry)["temperature_celsius"] == {"0": 61, "1": 61, "2": 61}
+
+
+def test_gpus_that_tell_nothing_any_more_are_looked_for_anew(caplog: pytest.LogCaptureFixture) -> None:
+    nvml, registry, now_s = FakeNvml(), CollectorRegistry(), 1000.0
+    watch_gpus(registry, "0", None, lambda: nvml, lambda: now_s)
+    assert values(registry)["power_watts"] == {"0": pytest.approx(123.5)}
+    nvml.lacking.add("all")
+    assert values(registry)["power_watts"] == {}
+    assert "the GPUs tell nothing any more" in caplog.text
+    nvml.lacking.clear()
+    assert values(registry) == {}, "not at once"
+    now_s += 5.0
+    assert values(registry)["power_watts"] == {"0": pytest.approx(123.5)}
+    assert (nvml.num_inits, nvml.num_shutdowns) == (2, 1)
 
 
 def test_it_is_opened_once_and_read_at_each_scrape() -> None:

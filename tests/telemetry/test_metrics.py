@@ -9,11 +9,20 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quartet.engine.base import EngineStats, TierCounts
+from quartet.engine.base import EngineStats, FinishReason, TierCounts
+from quartet.errors import all_kinds
 from quartet.events.kv import Tier
 from quartet.kvcache.block_pool import BlockCounts
-from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics, monitor_event_loop_lag
+from quartet.telemetry.encode_metrics import EncodeMetrics
+from quartet.telemetry.metrics import (
+    PoolMetrics,
+    ProcessMetrics,
+    RouterMetrics,
+    WorkerMetrics,
+    monitor_event_loop_lag,
+)
 from quartet.telemetry.vllm_names import ModelFigures, show_router_as_vllm, show_worker_as_vllm
+from router.attempts import attempt_causes
 
 UNITS = (
     "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts|"
@@ -34,12 +43,7 @@ def fill_everything(registry: CollectorRegistry) -> None:
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
-    for outcome in map(str, range(25)):
-        router.requests.count(outcome)
-        worker.requests.labels(outcome).inc()
-    for cause in map(str, range(10)):
-        router.attempts.labels(cause).inc()
-        worker.hand_offs.labels(cause).inc()
+    router.expect_causes(attempt_causes())
     for state in ("joining", "ready", "suspect", "draining"):
         for role in ("prefill", "decode", "encode"):
             router.set_workers(role, state, 1)
@@ -58,29 +62,76 @@ def test_every_name_says_its_part_and_ends_in_its_unit(registry: CollectorRegist
 
 def test_a_scrape_stays_short(registry: CollectorRegistry) -> None:
     fill_everything(registry)
-    samples = [line for line in generate_latest(registry).splitlines() if not line.startswith(b"#")]
-    assert len(samples) < 540
+    assert num_lines(registry) < 720
 
 
 def test_a_process_has_few_lines_with_vllms_names_too() -> None:
     router, worker = CollectorRegistry(), CollectorRegistry()
     metrics = RouterMetrics(router)
-    figures = [
-        ModelFigures(model=model, num_waiting=1, num_running=1, num_used_blocks=1, num_total_blocks=2, block_size=8)
-        for model in ("a", "b")
-    ]
-    for one in figures:
-        metrics.for_model(one.model)
-    for outcome in map(str, range(25)):
-        metrics.requests.count(outcome, "a")
+    ProcessMetrics(router)
+    metrics.expect_causes(attempt_causes())
+    for role in ("prefill", "decode", "encode"):
+        for state in ("joining", "ready", "suspect", "draining"):
+            metrics.set_workers(role, state, 1)
+    figures = list[ModelFigures]()
     show_router_as_vllm(router, metrics, lambda: figures)
+    num_without_models = num_lines(router)
+    for model in ("a", "b"):
+        metrics.for_model(model)
+        figures.append(
+            ModelFigures(
+                model=model,
+                num_waiting=1,
+                num_running=1,
+                num_used_blocks=1,
+                num_total_blocks=2,
+                block_size=8,
+                max_model_len=131_072,
+            )
+        )
+    ProcessMetrics(worker)
     ranks, of_worker = [EngineStats()] * 8, WorkerMetrics(worker)
     of_worker.watch_engine(lambda: ranks)
     show_worker_as_vllm(worker, of_worker, lambda: ranks, model="a", block_size=8, num_blocks=2, prefills=True)
     for way in ("grpc", "shm", "cuda_ipc", "staged", "nixl"):
         of_worker.observe_transfer(way, 1, 0.1)
-    for registry in (router, worker):
-        assert len([line for line in generate_latest(registry).splitlines() if not line.startswith(b"#")]) < 430
+    assert num_without_models < 230
+    assert num_lines(router) - num_without_models < 2 * 230
+    assert num_lines(worker) < 450
+
+
+def num_lines(registry: CollectorRegistry) -> int:
+    return len([line for line in generate_latest(registry).splitlines() if not line.startswith(b"#")])
+
+
+def test_outcomes_are_there_before_they_occur(registry: CollectorRegistry) -> None:
+    router, worker = RouterMetrics(registry), WorkerMetrics(registry)
+    router.expect_causes(attempt_causes())
+    worker.expect_transfers(["shm"])
+    EncodeMetrics(registry)
+    PoolMetrics(registry).expect(["east"])
+    reasons = {kind.reason.lower() for kind in all_kinds()}
+    for name in ("router", "worker"):
+        for outcome in {*reasons, *FinishReason}:
+            assert registry.get_sample_value(f"quartet_{name}_requests_total", {"outcome": outcome}) == 0, outcome
+    for name, labels in (
+        ("router_attempts_total", {"cause": "first"}),
+        ("router_attempts_total", {"cause": "worker_unavailable"}),
+        ("worker_signed_starts_total", {"outcome": "signed_start_expired"}),
+        ("worker_transfer_bytes_total", {"way": "shm"}),
+        ("worker_transfer_seconds_count", {"way": "shm"}),
+        ("encode_items_total", {"outcome": "handed_over"}),
+        ("global_router_requests_total", {"namespace": "east"}),
+        ("global_router_retries_total", {"namespace": "east"}),
+    ):
+        assert registry.get_sample_value(f"quartet_{name}", labels) == 0, name
+    assert router.requests.by_outcome() == {}, "of what occurred"
+
+
+def test_causes_of_attempts_are_failures_that_another_worker_may_mend() -> None:
+    causes = attempt_causes()
+    assert {"first", "worker_unavailable", "transfer_failed", "prompt_too_long"} <= causes
+    assert not {"timeout", "invalid_field", "workers_lost"} & causes
 
 
 def test_the_same_registry_is_not_shared_by_tests() -> None:

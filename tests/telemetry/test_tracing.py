@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from quartet.config import build
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, EngineError, RequestCancelledError, RequestTimeoutError
 from quartet.telemetry.tracing import Tracer, TracingConfig, ids_of, open_tracer, valid_traceparent
 from services.topology.launch import free_port
 from tests.otlp_receiver import OtlpReceiver
@@ -67,7 +67,7 @@ async def test_spans_reach_the_collector_with_their_times_attributes_and_places(
     child, begin = trace.draw(), time.monotonic()
     before = time.time_ns()
     trace.span("hop", begin, begin + 2, {"quartet.num_tokens": 7, "way": "shm"}, span_id=child)
-    trace.span("inner", begin, begin - 1, parent_id=child, error="it broke")
+    trace.span("inner", begin, begin - 1, parent_id=child, error=EngineError("it broke"))
     trace.way_here("send", trace.to_unix_ns(begin) - 1_000_000, begin)
     trace.end(begin, begin + 3, {"reasons": ["stop", "length"]}, events=[("first token", begin + 1)])
     await tracer.close()
@@ -80,7 +80,11 @@ async def test_spans_reach_the_collector_with_their_times_attributes_and_places(
     assert trace.traceparent_of(child) == f"00-{own.trace_id}-{hop.span_id}-01"
     assert hop.attributes == {"quartet.num_tokens": 7, "way": "shm"} and own.attributes["reasons"] == ["stop", "length"]
     assert own.service == "quartet-decode"
+    assert "service.namespace" not in own.resource and own.resource["service.instance.id"] != ""
+    assert {span.kind for span in spans.values()} == {"SPAN_KIND_INTERNAL"}
+    assert {span.name for span in spans.values() if span.has_remote_parent} == {"decode"}
     assert inner.is_error and not hop.is_error
+    assert inner.attributes == {"error.type": "engine_failed"}
     assert inner.begin == inner.end, "a span that ends before it begins has no length"
     lengths_s = [round((span.end - span.begin) / 1e9, 3) for span in (own, hop, send)]
     assert lengths_s == [3, 2, 0.001]
@@ -100,6 +104,86 @@ async def test_a_request_without_a_trace_begins_one_with_its_own_number(receiver
     assert [(span.service, span.name, span.parent_id) for span in receiver.spans] == [("mine", "request", "")] * 2
 
 
+async def test_a_request_that_a_client_asked_for_is_a_servers_span_of_a_named_instance(receiver: OtlpReceiver) -> None:
+    config = TracingConfig(enabled=True, endpoint=receiver.endpoint)
+    tracer = open_tracer(config, {}, role="router", namespace="blue", instance="router-7")
+    assert tracer is not None
+    trace = tracer.begin("request", "", REQUEST_ID)
+    trace.span("queue", 1.0, 2.0)
+    trace.end(1.0, 2.0, {}, is_server=True)
+    await tracer.close()
+    spans = {span.name: span for span in receiver.spans}
+    assert (spans["request"].kind, spans["queue"].kind) == ("SPAN_KIND_SERVER", "SPAN_KIND_INTERNAL")
+    assert not spans["request"].has_remote_parent
+    whose = {"service.name": "quartet-router", "service.namespace": "blue", "service.instance.id": "router-7"}
+    assert whose.items() <= spans["request"].resource.items()
+
+
+def test_a_start_that_came_before_it_was_sent_by_another_hosts_clock_has_a_way_without_length() -> None:
+    spans = SpanList()
+    trace = spans.tracer.begin("decode", f"00-{_TRACE}-01", REQUEST_ID)
+    trace.way_here("late", trace.to_unix_ns(5.0), 3.0)
+    trace.way_here("early", trace.to_unix_ns(1.0), 3.0)
+    trace.end(3.0, 4.0, {})
+    late, early = spans.one("late"), spans.one("early")
+    assert late.begin_unix_ns == late.end_unix_ns == early.end_unix_ns == trace.to_unix_ns(3.0)
+    assert early.begin_unix_ns == pytest.approx(trace.to_unix_ns(1.0), abs=1000)
+
+
+_OF_TRACES, _OF_ALL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@pytest.mark.parametrize(
+    ("setting", "variables", "endpoint"),
+    [
+        ("", {}, ""),
+        ("", {_OF_ALL: "http://all:1"}, "http://all:1"),
+        ("", {_OF_ALL: "http://all:1", _OF_TRACES: "http://traces:1"}, "http://traces:1"),
+        ("", {_OF_ALL: "https://all:1", _OF_TRACES: ""}, "https://all:1"),
+        # Without a scheme only the exporter understands it.
+        ("", {_OF_ALL: "http://all:1", _OF_TRACES: "traces:1"}, ""),
+        ("http://set:1", {_OF_ALL: "http://all:1", _OF_TRACES: "http://traces:1"}, "http://set:1"),
+    ],
+)
+def test_the_endpoint_is_that_of_the_setting_then_of_traces_then_of_all(
+    setting: str, variables: dict[str, str], endpoint: str
+) -> None:
+    config = TracingConfig(enabled=True, endpoint=setting).with_variables(variables)
+    assert (config.enabled, config.endpoint) == (True, endpoint)
+
+
+async def test_spans_go_where_the_variables_say(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for of_traces in (receiver.endpoint, receiver.endpoint.removeprefix("http://")):
+        variables = {_OF_ALL: f"http://127.0.0.1:{free_port()}", _OF_TRACES: of_traces}
+        for name, value in {**variables, "OTEL_EXPORTER_OTLP_INSECURE": "true"}.items():
+            monkeypatch.setenv(name, value)
+        tracer = open_tracer(TracingConfig(enabled=True), variables, role="router")
+        assert tracer is not None
+        tracer.begin("request", "", REQUEST_ID).end(1.0, 2.0, {})
+        await tracer.close()
+    assert [span.name for span in receiver.spans] == ["request"] * 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "variables", "name"),
+    [
+        ("", {}, "quartet-router"),
+        ("", {"OTEL_SERVICE_NAME": ""}, "quartet-router"),
+        ("", {"OTEL_SERVICE_NAME": "theirs"}, "theirs"),
+        ("mine", {"OTEL_SERVICE_NAME": "theirs"}, "mine"),
+    ],
+)
+async def test_the_service_is_named_by_the_setting_then_by_the_variable(
+    receiver: OtlpReceiver, setting: str, variables: dict[str, str], name: str
+) -> None:
+    config = TracingConfig(enabled=True, endpoint=receiver.endpoint, service_name=setting)
+    tracer = open_tracer(config, variables, role="router")
+    assert tracer is not None
+    tracer.begin("request", "", REQUEST_ID).end(1.0, 2.0, {})
+    await tracer.close()
+    assert [span.service for span in receiver.spans] == [name]
+
+
 async def test_spans_are_given_out_once_their_trace_has_ended() -> None:
     spans = SpanList()
     trace = spans.tracer.begin("decode", "", REQUEST_ID)
@@ -112,10 +196,44 @@ async def test_spans_are_given_out_once_their_trace_has_ended() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (None, None, ""),
+        (RequestTimeoutError("it is late"), "timeout", "it is late"),
+        # A caller's cancel is no failure of what it ends.
+        (asyncio.CancelledError("it is enough"), None, ""),
+        (RequestCancelledError("it is enough"), None, ""),
+        # The message of a bug of ours may hold anything.
+        (KeyError("a prompt"), "internal", "KeyError"),
+    ],
+)
+def test_what_fails_has_the_reason_as_its_type(error: BaseException | None, kind: str | None, text: str) -> None:
+    spans = SpanList()
+    trace = spans.tracer.begin("decode", "", REQUEST_ID)
+    trace.span("queue", 1.0, 2.0, {"quartet.num_tokens": 3}, error=error)
+    trace.end(1.0, 3.0, {"quartet.outcome": "it ended"}, error=error)
+    for span in spans.spans:
+        assert (span.attributes.get("error.type"), span.error) == (kind, text)
+        assert {"quartet.num_tokens": 3, "quartet.outcome": "it ended"}.items() & span.attributes.items()
+
+
+def test_a_long_text_of_an_error_is_cut() -> None:
+    spans = SpanList()
+    trace = spans.tracer.begin("decode", "", REQUEST_ID)
+    trace.span("queue", 1.0, 2.0, error=EngineError("b" * 1000 + "e"))
+    trace.end(1.0, 3.0, {}, error=EngineError("b" * 256))
+    queue, decode = spans.spans
+    assert len(queue.error) < 300 and "745 characters" in queue.error and queue.error.endswith("be")
+    assert decode.error == "b" * 256
+
+
+@pytest.mark.parametrize(
     ("sampler", "argument", "flags", "is_sampled"),
     [
         ("parentbased_always_on", "", "00", False),
         ("parentbased_always_on", "", "01", True),
+        ("parentbased_always_on", "", "02", False),
+        ("parentbased_always_on", "", "03", True),
         ("parentbased_always_on", "", None, True),
         ("parentbased_always_off", "", "01", True),
         ("parentbased_always_off", "", None, False),
@@ -138,7 +256,7 @@ async def test_the_standard_variables_name_the_sampler_and_others_learn_what_it_
     tracer = make_tracer(receiver)
     trace = tracer.begin("request", "" if flags is None else f"00-{_TRACE}-{flags}", REQUEST_ID)
     assert trace.is_sampled == is_sampled
-    assert trace.traceparent.endswith("-01" if is_sampled else "-00")
+    assert int(trace.traceparent[-2:], 16) & 1 == is_sampled
     assert valid_traceparent(trace.traceparent)
     await tracer.close()
 
@@ -163,7 +281,10 @@ async def test_a_collector_that_is_away_holds_up_neither_requests_nor_the_end() 
         (TracingConfig(), {"OTEL_EXPORT_ENABLED": "0"}, False),
         (TracingConfig(), ON, True),
         (TracingConfig(enabled=True), {}, True),
+        (TracingConfig(), {"OTEL_EXPORT_ENABLED": "TRUE"}, True),
+        (TracingConfig(enabled=True), {"OTEL_EXPORT_ENABLED": "0"}, True),
         (TracingConfig(enabled=True), {"OTEL_SDK_DISABLED": "true"}, False),
+        (TracingConfig(), {**ON, "OTEL_SDK_DISABLED": " True "}, False),
         (TracingConfig(enabled=True), {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
     ],
 )
@@ -176,9 +297,10 @@ async def test_traces_are_off_unless_settings_or_a_variable_say_otherwise(
         await tracer.close()
 
 
-def test_another_protocol_is_refused() -> None:
-    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
-        open_tracer(TracingConfig(), {**ON, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, role="router")
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
+def test_another_protocol_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        open_tracer(TracingConfig(), {**ON, name: "http/protobuf"}, role="router")
 
 
 def test_an_endpoint_is_a_url() -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quartet.engine.base import EngineStats
 from quartet.telemetry.metrics import RouterMetrics, WorkerMetrics
-from quartet.telemetry.vllm_names import ModelFigures, show_router_as_vllm, show_worker_as_vllm
+from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures, show_router_as_vllm, show_worker_as_vllm
 
 ROUTER = {"model_name": "m", "engine": "0"}
-FIGURES = ModelFigures(model="m", num_waiting=3, num_running=5, num_used_blocks=25, num_total_blocks=100, block_size=16)
+FIGURES = ModelFigures(
+    model="m",
+    num_waiting=3,
+    num_running=5,
+    num_used_blocks=25,
+    num_total_blocks=100,
+    block_size=16,
+    max_model_len=100,
+)
 
 
 @pytest.fixture
@@ -40,7 +51,10 @@ def names(registry: CollectorRegistry) -> set[str]:
 
 
 def test_a_router_shows_what_a_gateway_and_benchmarks_read(registry: CollectorRegistry, router: RouterMetrics) -> None:
-    gateway = {"num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"}
+    gateway = {
+        *("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"),
+        "lora_requests_info",
+    }
     counters = {
         "prompt_tokens_total",
         "generation_tokens_total",
@@ -49,7 +63,11 @@ def test_a_router_shows_what_a_gateway_and_benchmarks_read(registry: CollectorRe
         "prefix_cache_hits_total",
         "request_success_total",
     }
-    histograms = {"time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"}
+    histograms = {
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        *("request_time_per_output_token_seconds", "request_inference_time_seconds", "request_decode_time_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens"),
+    }
     parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
     assert names(registry) == gateway | counters | parts
 
@@ -63,7 +81,7 @@ def test_a_models_state_at_a_router_becomes_gauges(registry: CollectorRegistry, 
 
 
 def test_no_share_of_blocks_is_made_up_before_a_worker_has_reported(registry: CollectorRegistry) -> None:
-    unknown = ModelFigures(model="m", num_waiting=0, num_running=0, num_used_blocks=0, num_total_blocks=0, block_size=0)
+    unknown = replace(FIGURES, num_waiting=0, num_used_blocks=0, num_total_blocks=0, block_size=0)
     show_router_as_vllm(registry, RouterMetrics(registry), lambda: [unknown])
     assert registry.get_sample_value("vllm:kv_cache_usage_perc", ROUTER) is None
     assert registry.get_sample_value("vllm:num_requests_waiting", ROUTER) == 0
@@ -93,6 +111,58 @@ def test_a_models_counts_are_ours_under_other_names(registry: CollectorRegistry,
     assert list(values.values()) == [100, 100, 60, 60, 7, 0.3, 0.02, 1.5]
     assert registry.get_sample_value("vllm:time_to_first_token_seconds_bucket", {**ROUTER, "le": "0.2"}) == 0
     assert registry.get_sample_value("vllm:time_to_first_token_seconds_bucket", {**ROUTER, "le": "0.35"}) == 1
+
+
+def bounds(registry: CollectorRegistry, name: str) -> list[str]:
+    families = {family.name: family for family in registry.collect()}
+    return [sample.labels["le"] for sample in families[f"vllm:{name}"].samples if "le" in sample.labels]
+
+
+def test_whole_answers_are_counted_in_vllms_buckets(registry: CollectorRegistry, router: RouterMetrics) -> None:
+    whole = router.for_model("m").whole
+    whole.observe(20, 5, 1.75, 1.0)
+    whole.observe(50, 1, 0.25, 0.0)  # no token after the first: vLLM counts a mean of 0, too
+    sums = {
+        "request_prompt_tokens": 70,
+        "request_generation_tokens": 6,
+        "request_time_per_output_token_seconds": 0.25,
+        "request_inference_time_seconds": 2.0,
+        "request_decode_time_seconds": 1.0,
+    }
+    for name, total in sums.items():
+        assert registry.get_sample_value(f"vllm:{name}_sum", ROUTER) == total
+        assert registry.get_sample_value(f"vllm:{name}_count", ROUTER) == 2
+    assert registry.get_sample_value("vllm:request_prompt_tokens_bucket", {**ROUTER, "le": "20.0"}) == 1
+    assert bounds(registry, "request_time_per_output_token_seconds")[:3] == ["0.01", "0.025", "0.05"]
+    for name in ("request_inference_time_seconds", "request_decode_time_seconds"):
+        assert bounds(registry, name)[:3] == ["0.3", "0.5", "0.8"]
+        assert bounds(registry, name)[-2:] == ["7680.0", "+Inf"]
+
+
+def test_buckets_of_lengths_end_where_no_sequence_can_be_longer(
+    registry: CollectorRegistry, router: RouterMetrics
+) -> None:
+    for name in ("request_prompt_tokens", "request_generation_tokens"):
+        assert bounds(registry, name) == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "+Inf"]
+
+
+def lora_lines(registry: CollectorRegistry) -> list[tuple[dict[str, str], float]]:
+    [family] = [family for family in registry.collect() if family.name == "vllm:lora_requests_info"]
+    return [(sample.labels, sample.value) for sample in family.samples]
+
+
+def test_one_line_names_the_adapters_that_requests_need_now(registry: CollectorRegistry) -> None:
+    figures = AdapterFigures(num_served=3, waiting={"b"}, running=("c", "a"))
+    show_router_as_vllm(registry, RouterMetrics(registry), lambda: [], lambda: figures)
+    before = time.time()
+    [(labels, value)] = lora_lines(registry)
+    assert labels == {"max_lora": "3", "waiting_lora_adapters": "b", "running_lora_adapters": "a,c"}
+    assert before <= value <= time.time()
+
+
+def test_a_fleet_without_adapters_says_so(registry: CollectorRegistry, router: RouterMetrics) -> None:
+    [(labels, _)] = lora_lines(registry)
+    assert labels == {"max_lora": "0", "waiting_lora_adapters": "", "running_lora_adapters": ""}
 
 
 def test_outcomes_become_vllms_reasons_by_model(registry: CollectorRegistry, router: RouterMetrics) -> None:

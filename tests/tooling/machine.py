@@ -8,9 +8,12 @@ import subprocess
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Nothing of this machine's Go, etcd or Python may be found.
+#: The folder of the TypeScript client in the repository.
+TYPESCRIPT = Path("clients/typescript")
+# Nothing of this machine's Go, Node, etcd or Python may be found.
 _UNIX = (
-    "awk bash cat chmod cp cut df dirname find grep head mkdir mv printf pwd rm sed sha256sum sort tee touch true uname"
+    "awk bash cat chmod cp cut df dirname find flock grep head mkdir mv printf pwd rm sed sha256sum sort tee timeout"
+    " touch true uname"
 ).split()
 
 
@@ -25,6 +28,9 @@ class Machine:
             shutil.copytree(_ROOT / name, self.root / name)
         for name in ("pyproject.toml", "constraints.txt"):
             shutil.copy(_ROOT / name, self.root / name)
+        (self.root / TYPESCRIPT).mkdir(parents=True)
+        for name in ("package.json", "package-lock.json", ".npmrc"):
+            shutil.copy(_ROOT / TYPESCRIPT / name, self.root / TYPESCRIPT / name)
         for name in _UNIX:
             if program := shutil.which(name):
                 (self._bin / name).symlink_to(program)

@@ -19,21 +19,30 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def test_a_machine_without_grpcurl_gets_go_to_build_it(machine: Machine) -> None:
+def test_a_machine_without_go_gets_it(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl"):
+        machine.install(name, "")
     machine.run(".ci/run")
     assert machine.calls("apt-get")[0] == "update -q"
     assert "golang-go ca-certificates" in machine.calls("apt-get")[1]
 
 
+def test_a_machine_without_npm_gets_it_with_node(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl", "go", "node", "chromium", "chromedriver"):
+        machine.install(name, "")
+    machine.run(".ci/run")
+    assert machine.calls("apt-get")[1].endswith("--no-install-recommends nodejs npm")
+
+
 def test_a_machine_without_a_browser_gets_chromium(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "chromium"):
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium"):
         machine.install(name, "")
     machine.run(".ci/run")
     assert machine.calls("apt-get")[1].endswith("--no-install-recommends chromium chromium-driver")
 
 
 def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "chromium", "chromedriver"):
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver"):
         machine.install(name, "")
     assert machine.run(".ci/run").returncode == 0
     assert machine.calls("apt-get") == []
@@ -45,9 +54,8 @@ def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> No
     machine.install("go", "exit 1")
     ran = machine.run(".ci/run")
     assert ran.returncode == 1
-    assert ran.stderr.splitlines() == [
-        ".ci/run: the gate needs grpcurl, and 'make tools' (above) could neither find nor build it"
-    ]
+    wanted = ".ci/run: the gate needs grpcurl, and 'make tools' (above) could neither find nor build it"
+    assert ran.stderr.splitlines()[-1] == wanted
     assert machine.calls("make") == ["setup", "-j2 --output-sync -k lint", "tools"]
 
 

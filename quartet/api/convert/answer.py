@@ -273,7 +273,7 @@ def from_session_start(message: pb.SessionStart) -> SessionStart:
         start=UnreadStart(message.start),
         resume=from_resume(message.resume) if message.HasField("resume") else None,
         traceparent=message.traceparent,
-        relayed=_from_relayed(message) if message.request_id or message.prefill_namespaces else None,
+        relayed=_from_relayed(message) if _is_relayed(message) else None,
     )
 
 
@@ -288,11 +288,20 @@ def to_session_start(
         traceparent=traceparent,
         prefill_namespaces=relayed.prefill_namespaces,
         request_id=relayed.request_id,
+        sent_at_unix_ns=relayed.sent_at_unix_ns,
     )
 
 
+def _is_relayed(message: pb.SessionStart) -> bool:
+    return bool(message.request_id or message.prefill_namespaces or message.sent_at_unix_ns)
+
+
 def _from_relayed(message: pb.SessionStart | pb.PlaceRequest) -> Relayed:
-    relayed = Relayed(request_id=message.request_id, prefill_namespaces=tuple(message.prefill_namespaces))
+    relayed = Relayed(
+        request_id=message.request_id,
+        prefill_namespaces=tuple(message.prefill_namespaces),
+        sent_at_unix_ns=message.sent_at_unix_ns,
+    )
     check_relayed(relayed)
     return relayed
 
@@ -384,6 +393,7 @@ def to_place_request(
         resume=None if resume is None else to_resume(resume),
         prefill_namespaces=() if relayed is None else relayed.prefill_namespaces,
         request_id="" if relayed is None else relayed.request_id,
+        sent_at_unix_ns=0 if relayed is None else relayed.sent_at_unix_ns,
     )
 
 
@@ -398,8 +408,8 @@ def from_place_request(message: router_pb2.PlaceRequest) -> tuple[AskedStart, Re
     return UnreadStart(message.start), resume, _from_relayed(message)
 
 
-def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:
-    """The message."""
+def to_place_response(placed: PlacedRequest, sent_at_unix_ns: int = 0) -> router_pb2.PlaceResponse:
+    """The message; ``sent_at_unix_ns`` is now, or 0 if its sender does not trace the request."""
     return router_pb2.PlaceResponse(
         request_id=placed.request_id,
         attempt=placed.attempt,
@@ -411,6 +421,7 @@ def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:
         prompt_tail_token_ids=placed.prompt_tail_token_ids,
         tokenize=to_duration(placed.tokenize_s),
         parsing=None if placed.parsing is None else router_pb2.OutputParsing(**vars(placed.parsing)),
+        sent_at_unix_ns=sent_at_unix_ns,
     )
 
 
@@ -427,6 +438,7 @@ def from_place_response(message: router_pb2.PlaceResponse) -> PlacedRequest:
         prompt_tail_token_ids=tuple(message.prompt_tail_token_ids),
         tokenize_s=to_seconds(message.tokenize),
         parsing=_from_parsing(message.parsing) if message.HasField("parsing") else None,
+        sent_at_unix_ns=message.sent_at_unix_ns,
     )
 
 

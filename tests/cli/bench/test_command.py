@@ -316,6 +316,37 @@ async def test_requests_of_the_warm_up_are_load_but_not_in_the_figures(
     assert len(router.starts) > 3
 
 
+@pytest.mark.parametrize(
+    ("load", "limits"),
+    [
+        (Load(LoadKind.CONCURRENCY, 8), {"rounds": 1}),
+        (Load(LoadKind.CONCURRENCY, 8), {"max_requests": 3, "duration_s": 60.0}),
+        (Load(LoadKind.RATE, 1000.0), {"max_requests": 3}),
+    ],
+)
+async def test_rates_of_a_number_of_requests_are_of_no_others(
+    router: FakeRouter, start_router: StartRouter, load: Load, limits: dict[str, Any]
+) -> None:
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(60):
+        [point] = await run_plan(client, plan(load, warmup_s=0.05, **limits), Observer())
+    figures = point.result
+    assert 0 < figures.requests.sent < len(router.starts)
+    assert figures.requests_per_s * figures.window_s == pytest.approx(figures.requests.finished)
+    assert figures.prompt_tokens_per_s * figures.window_s == pytest.approx(figures.prompt_tokens)
+    assert figures.output_tokens_per_s * figures.window_s == pytest.approx(figures.output_tokens)
+
+
+async def test_a_warm_up_whose_requests_do_not_end_settles_for_so_long_only(
+    router: FakeRouter, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router.hold_after = 2
+    monkeypatch.setattr("cli.bench.run._DRAIN_TIMEOUT_S", 0.1)
+    wanted = plan(Load(LoadKind.CONCURRENCY, 1), warmup_s=0.01, duration_s=0.01, max_requests=1)
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(60):
+        [point] = await run_plan(client, wanted, Observer())
+    assert (point.result.requests.sent, point.measured.cut_off) == (0, 0)
+
+
 async def test_the_display_is_plain_lines_in_a_pipe_and_live_on_a_terminal() -> None:
     for is_terminal in (False, True):
         out = io.StringIO()

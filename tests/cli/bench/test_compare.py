@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli.bench.compare import differences, read_results
+from cli.bench.compare import differences, ratio_shown, read_results
 from tests.cli.conftest import RunCli
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter, worker_status
@@ -66,6 +66,39 @@ async def test_the_loads_of_both_are_shown_with_their_ratios(results: Path, run_
     assert (ratios["output tokens/s"], ratios["output tokens/s per GPU"]) == ("0.50", "0.25")
     assert "label total_gpus 2 → 4" in result.stdout
     assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("figure", "factor", "colour"),
+    [
+        ("requests/s", 2.0, "green"),
+        ("requests/s", 0.5, "red"),
+        ("output tokens/s per GPU", 1.06, "green"),
+        ("output tokens/s per GPU", 0.94, "red"),
+        ("TTFT p50 ms", 2.0, "red"),
+        ("E2E p99 ms", 0.5, "green"),
+        ("E2E p99 ms", 1.06, "red"),
+        ("requests/s", 1.04, None),
+        ("TTFT p50 ms", 0.96, None),
+        ("TTFT p50 ms", 1.0, None),
+    ],
+)
+def test_a_ratio_has_the_colour_of_what_is_better(
+    results: Path, figure: str, factor: float, colour: str | None
+) -> None:
+    def scale(report: Any, _: Any) -> None:
+        for point in report["points"]:
+            for name in ("requests_per_s", "output_tokens_per_s"):
+                point[name] *= factor
+            for name in ("ttft_ms", "e2e_ms"):
+                point[name] = {key: value and value * factor for key, value in point[name].items()}
+
+    before, after = read_results(results), read_results(changed(results, scale))
+    load = next(iter(before.points))
+    shown = f"{factor:.2f}"
+    assert ratio_shown(before.figures(load)[figure], after.figures(load)[figure]) == (
+        f"[{colour}]{shown}[/]" if colour else shown
+    )
 
 
 @pytest.mark.parametrize(

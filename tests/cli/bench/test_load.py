@@ -76,6 +76,50 @@ async def test_requests_of_the_warm_up_do_not_count() -> None:
     assert (window.phase, window.admit()) == (Phase.DRAINING, False)
 
 
+async def test_clients_hold_their_next_requests_back_while_the_warm_up_settles() -> None:
+    window, server = Window(2), Server(when_running=3)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        loop = tasks.create_task(run_closed_loop(server.send, numbered(10), window, 3))
+        await server.reached.wait()
+        window.settle()
+        server.release.set()
+        while server.num_running:  # noqa: ASYNC110 - a count rings no bell
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (len(server.due_at), loop.done()) == (3, False)
+        window.open()
+    assert len(server.due_at) == 5
+
+
+async def test_a_schedule_goes_on_where_the_warm_up_was_settled() -> None:
+    window, server = Window(None), Server()
+    server.release.set()
+    window.settle()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_open_loop(server.send, numbered(3), window, replay_schedule(0.5)))
+        began = time.perf_counter()
+        while time.perf_counter() < began + 0.02:  # noqa: ASYNC110 - all of them would be due by then
+            await asyncio.sleep(0)
+        assert server.due_at == []
+        opened_at = time.perf_counter()
+        window.open()
+    assert server.due_at[0] >= opened_at
+    assert [later - earlier for earlier, later in itertools.pairwise(server.due_at)] == pytest.approx([0.002] * 2)
+
+
+@pytest.mark.parametrize("end", [Window.open, Window.close])
+async def test_nobody_waits_for_a_warm_up_once_the_window_has_opened_or_closed(end: Callable[[Window], None]) -> None:
+    window = Window(None)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        await window.settled()
+        window.settle()
+        tasks.create_task(window.settled())
+        await asyncio.sleep(0)
+        end(window)
+        await window.settled()
+
+
 async def test_a_client_that_was_turned_away_waits_but_not_beyond_the_end() -> None:
     window = open_window()
     failed = asyncio.Event()

@@ -264,6 +264,10 @@ async def test_all_routers_and_workers_put_a_request_into_one_trace(
     by_trace: dict[int, list[Span]] = defaultdict(list)
     for span in spans.spans:
         by_trace[span.trace_id].append(span)
+    for trace in by_trace.values():
+        [asked] = (span for span in trace if not span.parent_id)
+        [reply] = (span for span in trace if span.name == "reply" and span.parent_id == asked.span_id)
+        assert [at for _, at in asked.events] == [reply.end_unix_ns]
     relayed, placed = sorted(
         map(lines_of, by_trace.values()), key=lambda lines: "request>relay hop>request>sign" in lines
     )
@@ -280,6 +284,8 @@ COMMON = [
     "request>relay hop>request>queue",
     "request>relay hop>request>read",
     "request>relay hop>request>reply",
+    "request>relay hop>send",
+    "request>reply",
     PREFILLED,
     f"{PREFILLED}>prefill for",
     f"{PREFILLED}>prefill for>prefill hop",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from quartet.client import Delta, QuartetClient, RequestPath, Sampling
 from quartet.errors import DrainingError, PromptTooLongError
 from router.global_router.pipeline import RelayPipeline
 from router.policy.create import PolicyConfig, PolicyName
+from router.usage_log import UsageLog
 from tests.router.global_router.scene import Scene, running_pools
 from tests.router.global_router.stillness import Stillness
 from tests.router.global_router.test_aggregated import PROMPT, SETTINGS
@@ -81,6 +84,22 @@ async def test_a_call_goes_to_another_pool_when_its_router_stands_still(
         async with asyncio.timeout(TIMEOUT_S):
             [choice] = (await placing).choices
         assert choice.placement is not None and choice.placement.decode.worker_id == "fast.decode-0"
+
+
+async def test_a_placed_request_is_recorded_with_its_prompt_and_first_token(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    usage = UsageLog(path)
+    pipeline = pipeline_of(scene)
+    monkeypatch.setattr(pipeline, "_context", replace(pipeline.context, usage=usage))
+    scene.pools["slow"].gates["prefill-0"].release()
+    async with asyncio.timeout(TIMEOUT_S):
+        await pipeline.place(START)
+    usage.close()
+    record = json.loads(path.read_text())
+    assert (record["path"], record["outcome"]) == ("place", "placed")
+    assert (record["num_prompt_tokens"], record["num_output_tokens"]) == (len(PROMPT), 1)
 
 
 async def test_a_call_that_is_cancelled_leaves_nothing(scene: Scene) -> None:

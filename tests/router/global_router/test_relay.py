@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from quartet.api.request import (
     ChoiceFinished,
     ChoicePlacement,
     GenerateStart,
+    Relayed,
     Resume,
     TimeBreakdown,
     TokenPrompt,
@@ -31,6 +35,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.errors import (
     DrainingError,
+    InvalidRequestError,
     ModelUnavailableError,
     OutOfBlocksError,
     QueueFullError,
@@ -38,19 +43,25 @@ from quartet.errors import (
     ServingError,
 )
 from quartet.telemetry.metrics import PoolMetrics
+from quartet.telemetry.tracing import Span
 from quartet.text.parsed import GivenParts, Parsed, ToolCallDelta
 from router.global_router import pools as global_pools
 from router.global_router.config import GlobalRouterConfig, without_units
 from router.global_router.pipeline import RelayPipeline
 from router.global_router.pools import Pools, Wish
+from router.tenants import TenantConfig
+from router.usage_log import UsageLog
 from router.workers import PoolKey, WorkerTable
 from tests.router.fakes import Fleet
 from tests.router.global_router.test_config import DISAGG
+from tests.router.http.face import until
 from tests.router.records import make_load, make_record
 from tests.router.system import TIMEOUT_S
+from tests.span_list import SpanList
 
 FINGERPRINT = "ab" * 32
 WISH = Wish(PoolKey("tiny", FINGERPRINT), 3, None, None)
+START = GenerateStart(prompt=TokenPrompt((5, 6, 7)), sampling=Sampling(max_tokens=20), seed=7)
 LOST, FULL = RouterUnavailableError("it is gone"), QueueFullError("it is full", retry_delay_s=0.5)
 
 
@@ -142,7 +153,10 @@ def stays(*tokens: int) -> Script:
 
 
 class Call:
-    """A call that ends by itself only."""
+    """A call that ends by itself only, and says of each choice that its first token was sent an hour ago."""
+
+    def __init__(self) -> None:
+        self.first_sent_at_unix_ns = dict.fromkeys(range(8), time.time_ns() - 3600 * 10**9)
 
     def cancel(self) -> None:
         """Nothing answers."""
@@ -158,10 +172,12 @@ class Routers:
     Attributes:
         scripts: by namespace, what its router answers, leg by leg.
         asked: namespace and resume of each leg, in order.
+        told: of each leg, its trace context and when it was sent.
     """
 
     scripts: dict[str, list[Script]] = field(default_factory=lambda: defaultdict(list))
     asked: list[tuple[str, Resume | None]] = field(default_factory=list)
+    told: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def order(self) -> list[str]:
@@ -179,11 +195,14 @@ class ScriptedLink:
         self._namespace = namespace
         self._routers = routers
 
-    def start(self, start: GenerateStart, sink: AnswerSink, *, resume: Resume | None, **_: object) -> Call:
+    def start(
+        self, start: GenerateStart, sink: AnswerSink, *, resume: Resume | None, traceparent: str, relayed: Relayed
+    ) -> Call:
         # The run goes on with the array that the resume has.
         if resume is not None:
             resume = replace(resume, generated_token_ids=array("I", resume.generated_token_ids))
         self._routers.asked.append((self._namespace, resume))
+        self._routers.told.append((traceparent, relayed.sent_at_unix_ns))
         script = self._routers.scripts[self._namespace].pop(0)
         asyncio.get_running_loop().call_soon(script, Leg(sink, resume, start.num_choices))
         return Call()
@@ -254,9 +273,7 @@ class Scene:
 
     def begin(self, raw: Raw, num_choices: int = 1, resume: Resume | None = None) -> Callable[[], None]:
         """Start a request; returns what cancels it."""
-        start = GenerateStart(
-            prompt=TokenPrompt((5, 6, 7)), sampling=Sampling(max_tokens=20), num_choices=num_choices, seed=7
-        )
+        start = replace(START, num_choices=num_choices)
         return self.pipeline.generate(start, raw, resume=resume).cancel
 
 
@@ -284,7 +301,9 @@ def agg(*namespaces: str, retries: bool = False, num_routers: int = 1) -> dict[s
 
 @pytest.fixture
 def make_scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
-    def make(settings: Mapping[str, Any], roles: Mapping[str, Sequence[str]] | None = None) -> Scene:
+    def make(
+        settings: Mapping[str, Any], roles: Mapping[str, Sequence[str]] | None = None, **fleet_settings: Any
+    ) -> Scene:
         routers = Routers()
         monkeypatch.setattr(
             global_pools, "RouterLink", lambda address, _dialer: ScriptedLink(address.split(":")[0], routers)
@@ -300,7 +319,7 @@ def make_scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
             )
             for link in pools.of(namespace).links:
                 pools.of(namespace).saw(link, WorkerChanges(updated=statuses, is_complete=True))
-        return Scene(Fleet("decode-0"), pools, routers, config)
+        return Scene(Fleet("decode-0", **fleet_settings), pools, routers, config)
 
     return make
 
@@ -418,6 +437,37 @@ async def test_a_choice_that_waits_is_cancelled_with_one_that_runs(make_scene: C
     assert len(scene.routers.asked) == 3
 
 
+# What a request pays that ends here early.
+
+
+async def test_what_a_client_was_given_before_it_left_is_paid_for_and_recorded(
+    make_scene: Callable[..., Scene], tmp_path: Path
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    usage = UsageLog(path)
+    scene = make_scene(agg("a", "b"), tenants={"*": TenantConfig(tokens_per_minute=1000)}, usage=usage)
+    limits = scene.pipeline.context.limits
+    scene.routers.scripts.update(a=[stays(1, 2, 3, 4), breaks(LOST, 5, 6)], b=[fails(InvalidRequestError("no"))])
+    run = scene.pipeline.generate(START, Raw())
+    await until(lambda: run.num_output_tokens == 4)
+    await run.drop()
+    assert limits.headers("")["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4)
+    raw = await scene.run()
+    assert isinstance(raw.error, InvalidRequestError)
+    assert limits.headers("")["x-ratelimit-remaining-tokens"] == str(1000 - 3 - 4 - 3 - 2)
+    usage.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    used = [(one["outcome"], one["num_prompt_tokens"], one["num_output_tokens"]) for one in records]
+    assert used == [("cancelled", 3, 4), ("invalid_field", 3, 2)]
+
+
+async def test_what_no_pool_began_costs_no_tokens(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(agg("a", "b"), tenants={"*": TenantConfig(tokens_per_minute=1000)})
+    scene.routers.scripts.update(a=[fails(FULL)])
+    await scene.run()
+    assert scene.pipeline.context.limits.headers("")["x-ratelimit-remaining-tokens"] == "1000"
+
+
 # What the next pool is told.
 
 
@@ -531,3 +581,91 @@ async def test_a_pool_that_failed_to_answer_may_still_prefill(make_scene: Callab
     assert (chosen.serving.namespace, chosen.prefill) == ("both", ("both", "p1"))
     chosen = scene.pools.choose(wish, {"both"})
     assert (chosen.serving.namespace, chosen.prefill) == ("d1", ("both", "p1"))
+
+
+# Its spans.
+
+
+def relays(spans: SpanList) -> list[Span]:
+    """What a trace has of relays, and of the pauses between them, in the order of their begins."""
+    return sorted(
+        (span for span in spans.spans if span.name in ("relay hop", "pause")), key=lambda span: span.begin_unix_ns
+    )
+
+
+async def test_relays_and_pauses_follow_each_other_without_a_gap(make_scene: Callable[..., Scene]) -> None:
+    spans = SpanList()
+    scene = make_scene(agg("a", "b"), tracer=spans.tracer)
+    scene.routers.scripts.update(a=[breaks(LOST, 1, 2)], b=[fails(FULL), ends(3)])
+    raw = await scene.run()
+    assert raw.tokens == {0: [1, 2, 3]}
+    parts, request = relays(spans), spans.one("request")
+    assert [span.name for span in parts] == ["relay hop", "pause", "relay hop", "pause", "relay hop"]
+    before = spans.one("read")
+    for part in parts:
+        assert (part.begin_unix_ns, part.parent_id) == (before.end_unix_ns, request.span_id)
+        before = part
+    lost, full, last = parts[::2]
+    assert [hop.attributes["quartet.namespace"] for hop in (lost, full, last)] == ["a", "b", "b"]
+    assert [hop.attributes.get("error.type") for hop in (lost, full, last)] == [
+        "router_unavailable",
+        "queue_full",
+        None,
+    ]
+    resumed = [resume for _, resume in scene.routers.asked[1:]]
+    attempts = [0, *(resume.attempt for resume in resumed if resume is not None)]
+    assert [hop.attributes["quartet.attempt"] for hop in (lost, full, last)] == attempts
+    for hop, (traceparent, sent_at_unix_ns) in zip((lost, full, last), scene.routers.told, strict=True):
+        assert traceparent.split("-")[2] == f"{hop.span_id:016x}"
+        assert sent_at_unix_ns == hop.begin_unix_ns
+    assert request.error == ""
+
+
+async def test_the_first_token_was_on_its_way_from_its_pool(make_scene: Callable[..., Scene]) -> None:
+    spans = SpanList()
+    scene = make_scene(agg("a", "b"), tracer=spans.tracer)
+    scene.routers.scripts.update(a=[breaks(LOST, 1, 2)], b=[ends(3)])
+    await scene.run()
+    request, reply = spans.one("request"), spans.one("reply")
+    [(event, at)] = request.events
+    assert (event, at, reply.parent_id) == ("first token", reply.end_unix_ns, request.span_id)
+    first, _second = (hop for hop in relays(spans) if hop.name == "relay hop")
+    assert first.begin_unix_ns <= at <= first.end_unix_ns
+    assert 3500 < (reply.end_unix_ns - reply.begin_unix_ns) / 1e9 < 3700
+
+
+async def test_choices_that_part_have_relays_of_their_own(make_scene: Callable[..., Scene]) -> None:
+    spans = SpanList()
+    scene = make_scene(agg("a", "b"), tracer=spans.tracer)
+    scene.routers.scripts.update(a=[breaks(LOST, 1)], b=[ends(2), ends(2)])
+    raw = await scene.run(num_choices=2)
+    assert raw.tokens == {0: [1, 2], 1: [1, 2]}
+    first, *later = (span for span in relays(spans) if span.name == "relay hop")
+    assert [hop.attributes["quartet.namespace"] for hop in later] == ["b", "b"]
+    assert len(spans.one("request").events) == 1
+    shared, *own = (span for span in relays(spans) if span.name == "pause")
+    assert shared.begin_unix_ns == first.end_unix_ns
+    assert {pause.begin_unix_ns for pause in own} == {shared.end_unix_ns}
+    assert [pause.end_unix_ns for pause in own] == [hop.begin_unix_ns for hop in later]
+
+
+async def test_a_relay_that_its_client_cancels_has_not_failed(make_scene: Callable[..., Scene]) -> None:
+    spans = SpanList()
+    scene = make_scene(agg("a"), tracer=spans.tracer)
+    scene.routers.scripts.update(a=[stays(1)])
+    raw = Raw()
+    cancel = scene.begin(raw)
+    async with asyncio.timeout(TIMEOUT_S):
+        await raw.came.wait()
+        cancel()
+        await raw.ended.wait()
+    assert [span for span in spans.spans if span.error or "error.type" in span.attributes] == []
+    assert spans.one("request").attributes["quartet.outcome"] == "cancelled"
+    assert spans.one("relay hop").attributes["quartet.namespace"] == "a"
+
+
+async def test_without_a_trace_nobody_is_told_when_it_was_sent(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(agg("a"))
+    scene.routers.scripts.update(a=[ends(1)])
+    await scene.run()
+    assert scene.routers.told == [("", 0)]

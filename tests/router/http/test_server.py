@@ -19,11 +19,12 @@ from aiohttp import HttpVersion11, web
 from grpc import StatusCode
 
 from quartet.errors import ConfigError, MediaTooLargeError, MessageTooLargeError, UnauthenticatedError
-from quartet.rpc.channels import TlsConfig
+from quartet.rpc.channels import TlsConfig, check_pair
 from quartet.rpc.errors import STATUS as GRPC_CODES
 from quartet.rpc.server import ServerConfig
 from router.client_address import client_address
 from router.config import RouterConfig
+from router.http import keys as keys_module
 from router.http.config import HttpConfig, HttpTlsConfig
 from router.http.connections import Connections
 from router.http.errors import STATUS, http_code, to_parameter
@@ -167,6 +168,35 @@ async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None
     files.key_file.write_text("half")
     certificates.refresh()  # logs, and goes on
     assert counted == [False]
+
+
+def test_certificates_that_change_while_they_are_checked_are_loaded_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = CertificateAuthority(tmp_path / "one")
+    files = HttpTlsConfig(cert_file=tmp_path / "cert.pem", key_file=tmp_path / "key.pem")
+
+    def install(name: str) -> None:
+        issued = authority.issue(name, f"quartet://default/router/{name}")
+        files.cert_file.write_bytes(issued.cert_file.read_bytes())
+        files.key_file.write_bytes(issued.key_file.read_bytes())
+
+    install("first")
+    counted: list[bool] = []
+    certificates = Certificates(files, count=counted.append)
+    install("second")
+
+    def check_then_replace(*given: Any) -> None:
+        check_pair(*given)
+        install("third")
+        monkeypatch.setattr(keys_module, "check_pair", check_pair)
+
+    monkeypatch.setattr(keys_module, "check_pair", check_then_replace)
+    certificates.refresh()
+    assert counted == []
+    certificates.refresh()
+    certificates.refresh()
+    assert counted == [True]
 
 
 def test_http_is_no_way_round_what_grpc_asks_of_callers(tmp_path: Path) -> None:
