@@ -48,6 +48,10 @@ _COMMANDS = {
         "Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no"
         " model.",
     ),
+    "plan": (
+        "cli.plan.command",
+        "Find the fewest Prefill and Decode workers for a trace and latency targets, by replays in virtual time.",
+    ),
     "grid": (
         "cli.grid",
         "Make the grids of a global router: per cell the cheapest pool that meets its targets.",

@@ -72,7 +72,8 @@ class ChoiceOptions(Choices):
         typer.Option(
             "--replicas",
             metavar="NAME=N",
-            help="How many workers of that name or role, on consecutive GPUs. May be given several times, as the next.",
+            help="How many workers of that name or role, on consecutive GPUs; 0 leaves it out. May be given several"
+            " times, as the next.",
         ),
     ] = field(default_factory=list)
     gpus: Annotated[
