@@ -1444,6 +1444,40 @@ _TRACING_BOUNDS = (
 _TRACING_BOUND_COLUMNS: Columns = {"more than with traces off": "{what}", "µs": "{measured:.3g}", "wanted": "{wanted}"}
 
 
+def plan_tables(report: Report) -> str:
+    """Each fleet, foretold and measured."""
+    return _table(_PLAN_COLUMNS, report["cases"])
+
+
+def _foretold_and_measured(latency: str) -> Callable[[Row], str]:
+    """Both, and how far they are apart; the lowest and the highest run."""
+
+    def show(case: Row) -> str:
+        runs = [run["latencies"][latency] for run in case["runs"]]
+        return (
+            f"{case['foretold'][latency]:.0f} / {case['measured'][latency]:.0f} "
+            f"({min(runs):.0f}, {max(runs):.0f}): {case['error'][latency]:+.1%}"
+        )
+
+    return show
+
+
+def _num_others(case: Row) -> str:
+    return f"{median(run['others_cores'] for run in case['runs']):.1f}"
+
+
+_PLAN_COLUMNS: Columns = {
+    "fleet": "{about}",
+    "requests/s": "{rate:g}",
+    "TTFT p50": _foretold_and_measured("ttft_p50"),
+    "TTFT p95": _foretold_and_measured("ttft_p95"),
+    "ITL p50": _foretold_and_measured("itl_p50"),
+    "ITL p95": _foretold_and_measured("itl_p95"),
+    "TTFT within 15 %": lambda case: "yes" if case["meets_bar"] else "**no**",
+    "others": _num_others,
+}
+
+
 _TABLES: Mapping[str, Callable[[Report], str]] = {
     "overload": overload_tables,
     "relay": relay_tables,
@@ -1490,6 +1524,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "chaos_torch": chaos_tables,
     "fuzz": fuzz_tables,
     "page": page_tables,
+    "plan": plan_tables,
     "tracing": tracing_tables,
 }
 

@@ -21,6 +21,10 @@ _COMMANDS = {
         "cli.init",
         "Write a topology for a model of your own into a folder, and a README that says how to use it.",
     ),
+    "secrets": (
+        "cli.secrets",
+        "Write certificates and keys for the hosts of a topology: a folder for each, to be copied there.",
+    ),
     "model": ("cli.model", "Fetch models ahead of their workers, list those on this machine, and check their files."),
     "generate": ("cli.generate", "Continue a text. Tokens are printed as they come."),
     "chat": ("cli.chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
@@ -43,6 +47,10 @@ _COMMANDS = {
         "cli.replay.command",
         "Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no"
         " model.",
+    ),
+    "plan": (
+        "cli.plan.command",
+        "Find the fewest Prefill and Decode workers for a trace and latency targets, by replays in virtual time.",
     ),
     "grid": (
         "cli.grid",

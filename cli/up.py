@@ -6,7 +6,8 @@ import asyncio
 import difflib
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -17,6 +18,7 @@ import typer
 
 from cli.output import reporting_errors
 from cli.up_display import LaunchDisplay, print_names, print_plan
+from cli.up_ready import HostShare, ReadyFile
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
 from quartet.discovery.base import Role
@@ -39,6 +41,7 @@ from services.topology.topology import (
     choose,
     plan_pool_routers,
     plan_router,
+    plan_routers,
     plan_workers,
     read_settings,
 )
@@ -69,7 +72,8 @@ class ChoiceOptions(Choices):
         typer.Option(
             "--replicas",
             metavar="NAME=N",
-            help="How many workers of that name or role, on consecutive GPUs. May be given several times, as the next.",
+            help="How many workers of that name or role, on consecutive GPUs; 0 leaves it out. May be given several"
+            " times, as the next.",
         ),
     ] = field(default_factory=list)
     gpus: Annotated[
@@ -95,6 +99,19 @@ class ChoiceOptions(Choices):
     ] = field(default_factory=list)
     router_port: Annotated[
         int | None, typer.Option("--router-port", help="Port of the router; 0 takes a free one.")
+    ] = None
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="NAME",
+            envvar="QUARTET_HOST",
+            help="Which of the file's hosts this one is: start its share.",
+        ),
+    ] = None
+    secrets: Annotated[
+        Path | None,
+        typer.Option("--secrets", metavar="DIR", help="This host's folder of what quartet secrets has written."),
     ] = None
     tls: Annotated[
         bool,
@@ -145,6 +162,15 @@ def up(
             help="Keep what each process prints, in DIR/NAME.log, and the settings of all.",
         ),
     ] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ready-file",
+            metavar="FILE",
+            envvar="QUARTET_READY_FILE",
+            help="A file that exists while all of it serves, for probes of containers.",
+        ),
+    ] = None,
 ) -> None:
     """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all.
 
@@ -155,6 +181,7 @@ def up(
             print_names(topologies())
             return
         chosen = choose(read_settings(find_topology(topology), assignments or (), os.environ, choices), choices)
+        _check_host(chosen.topology)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
         plans = plan_workers(chosen.topology, num_cores=num_cores)
@@ -167,7 +194,7 @@ def up(
             return
         restarts = None if is_failing_fast else RestartConfig()
         environment = _environment(chosen.topology, num_cores, log_dir)
-        asyncio.run(_run(chosen.topology, environment, display, restarts))
+        asyncio.run(_run(chosen.topology, environment, display, ReadyFile(ready_file, display), restarts))
 
 
 def find_topology(text: str) -> Path:
@@ -184,6 +211,11 @@ def find_topology(text: str) -> Path:
     near = difflib.get_close_matches(text, shipped)
     hint = f"did you mean {' or '.join(near)}?" if near else "`quartet up` lists those that ship with Quartet"
     raise ConfigError(f"there is no file {text}, and no topology of that name; {hint}")
+
+
+def _check_host(topology: Topology) -> None:
+    if topology.hosts and not topology.host:
+        raise ConfigError(f"--host: is missing; the file has the hosts {', '.join(topology.hosts)}, each with a share")
 
 
 async def wait_ready(
@@ -209,7 +241,7 @@ async def wait_ready(
 
 def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
     """A line where the router goes by caches of which workers say nothing. Raises ``ConfigError``."""
-    routers = [plan_router(topology)] if topology.global_router is None else plan_pool_routers(topology)
+    routers = plan_routers(topology) if topology.global_router is None else plan_pool_routers(topology)
     if not any(build(RouterConfig, plan.settings, "router.overrides").policy.reads_caches for plan in routers):
         return
     plans = [plan for plan in plan_workers(topology, num_cores=num_cores) if plan.role is not Role.ENCODE]
@@ -224,11 +256,9 @@ def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
 def _environment(topology: Topology, num_cores: int, log_dir: Path | None) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
     check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
-    for plan in plan_pool_routers(topology):
+    for plan in plan_routers(topology) if topology.global_router is None else plan_pool_routers(topology):
         build(RouterConfig, plan.settings, "router.overrides")
-    if topology.global_router is None:
-        build(RouterConfig, plan_router(topology).settings, "router.overrides")
-    else:
+    if topology.global_router is not None:
         build(GlobalRouterConfig, without_units(plan_router(topology).settings), "global_router")
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(
@@ -243,10 +273,14 @@ def _environment(topology: Topology, num_cores: int, log_dir: Path | None) -> En
 
 
 async def _run(
-    topology: Topology, environment: Environment, display: LaunchDisplay, restarts: RestartConfig | None
+    topology: Topology,
+    environment: Environment,
+    display: LaunchDisplay,
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
 ) -> None:
     local = LocalTopology(topology, environment, display)
-    running = asyncio.create_task(_serve(local, topology, display, restarts))
+    running = asyncio.create_task(_serve(local, topology, display, ready_file, restarts))
     stop = asyncio.Event()
 
     def end() -> None:
@@ -264,24 +298,29 @@ async def _run(
             running.result()
     finally:
         display.progress("stopping")
+        ready_file.remove()
         await local.stop()
         display.progress("stopped")
 
 
 async def _serve(
-    local: LocalTopology, topology: Topology, display: LaunchDisplay, restarts: RestartConfig | None
+    local: LocalTopology,
+    topology: Topology,
+    display: LaunchDisplay,
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
 ) -> None:
     """Start everything, wait until it serves, print how to use it, and keep it running.
 
     Raises ``ConfigError``, ``LaunchError``.
     """
-    try:
-        async with asyncio.timeout(topology.start_timeout_s):
-            await local.start()
-            ready = wait_ready(local.router_address, local.worker_ids, display.progress, _operator(local))
-            workers = await while_running(local.children, ready)
-    except TimeoutError as error:
-        raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
+    if topology.host:
+        await _serve_share(local, topology, display, ready_file, restarts)
+        return
+    async with _bounded_start(topology, display):
+        await local.start()
+        ready = wait_ready(local.router_address, local.worker_ids, display.progress, _operator(local))
+        workers = await while_running(local.children, ready)
     takes_images = any(MediaKind.IMAGE in worker.record.media for worker in workers)
     display.ready(
         local.router_address,
@@ -290,7 +329,62 @@ async def _serve(
         http_address=local.http_address,
         http_keys_file=local.http_keys_file,
     )
-    await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
+    await _keep(local, partial(_wait_serving, local), ready_file, restarts)
+
+
+async def _serve_share(
+    local: LocalTopology,
+    topology: Topology,
+    display: LaunchDisplay,
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
+) -> None:
+    """``_serve`` for one of several hosts, which must not fail because another one is not there.
+
+    Its workers must serve in time. Its router may have to wait for workers of another host, and does so as long as it
+    takes.
+    """
+    share = HostShare(local, topology, display.progress)
+    async with _bounded_start(topology, display):
+        await local.start()
+        await while_running(local.children, share.wait_workers(local.worker_ids))
+    announcing = asyncio.create_task(_announce_share(share, topology, display))
+    try:
+        await _keep(local, share.wait_serving, ready_file, restarts)
+    finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _announce_share(share: HostShare, topology: Topology, display: LaunchDisplay) -> None:
+    if topology.has_router:
+        await share.wait_router()
+    display.share_ready(topology.router_addresses[0])
+
+
+async def _keep(
+    local: LocalTopology,
+    wait_serving: Callable[[str], Awaitable[None]],
+    ready_file: ReadyFile,
+    restarts: RestartConfig | None,
+) -> None:
+    ready_file.expect([child.name for child in local.children])
+
+    async def wait(name: str) -> None:
+        await wait_serving(name)
+        ready_file.serves(name)
+
+    await Supervisor(local, ready_file, wait, restarts=restarts).run()
+
+
+@asynccontextmanager
+async def _bounded_start(topology: Topology, display: LaunchDisplay) -> AsyncIterator[None]:
+    """Raise ``LaunchError`` where what is inside takes longer than the topology's start may."""
+    try:
+        async with asyncio.timeout(topology.start_timeout_s):
+            yield
+    except TimeoutError as error:
+        raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.global_router.config import GlobalRouterConfig, without_units
 from services.topology.child import Child
 from services.topology.launch import find_etcd, find_grpcurl
-from services.topology.topology import ProcessPlan, Topology, plan_pool_routers, plan_router, plan_workers, to_settings
+from services.topology.topology import ProcessPlan, Topology, plan_routers, plan_workers, to_settings
 from services.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -96,6 +96,14 @@ class LaunchDisplay:
             self.progress(f"who may only ask for answers: {client.cert_file} and {client.key_file.name}")
         if find_grpcurl() is None:
             self.progress("no grpcurl here: with any Go that can download modules, `make tools` in a checkout gets it")
+
+    def share_ready(self, router_address: str) -> None:
+        """Print ``ready`` and lines to paste, for one of several hosts. The identity is for who pastes them."""
+        lines = [
+            f"quartet generate {shlex.quote(_PROMPT)} --max-tokens {_MAX_TOKENS} --router {router_address}",
+            f"quartet workers --router {router_address}",
+        ]
+        print("\n".join(["", "ready", *lines]), flush=True)
 
     def _show(self, name: str, style: str, line: str) -> None:
         prefix = Text(f"{name:<{_MIN_NAME_WIDTH}} | ", style=style)
@@ -182,12 +190,13 @@ def plan_table(topology: Topology, *, num_cores: int) -> Table:
     for name in ("process", "role", "engine", "GPUs", "port"):
         table.add_column(name, no_wrap=True)
     table.add_column("settings that differ from defaults, environment", overflow="fold")
+    if topology.hosts:
+        table.title = f"{topology.namespace}, host {topology.host}: nothing was started"
     if topology.discovery.kind is DiscoveryKind.ETCD:
         table.add_row("etcd", "etcd", "-", "-", "-", _where_etcd_is(topology))
     for plan in [
         *plan_workers(topology, num_cores=num_cores),
-        *plan_pool_routers(topology),
-        plan_router(topology),
+        *plan_routers(topology),
     ]:
         table.add_row(*_row(plan))
     if topology.tls:
@@ -228,6 +237,8 @@ def _shown_picture() -> str:
 
 def _where_etcd_is(topology: Topology) -> str:
     etcd = topology.discovery.etcd
+    if topology.hosts:
+        return f"the one at {', '.join(etcd.endpoints)}"
     has_binary = find_etcd() is not None
     if topology.tls and etcd.tls is None:
         return "one of its own, with certificates of this run" if has_binary else "none, but files"

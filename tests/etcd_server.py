@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,18 @@ from services.topology.launch import free_port
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.02
+
+
+def enable_auth(post: Callable[[str, dict[str, Any]], object], user: str, password: str, prefix: str) -> None:
+    """Have an etcd ask for a user, as ``EtcdServer.enable_auth``; ``post`` calls a method of its JSON gateway."""
+    for name, secret in ((user, password), ("root", password)):
+        post("auth/user/add", {"name": name, "password": secret})
+        post("auth/role/add", {"name": name})
+        post("auth/user/grant", {"user": name, "role": name})
+    begin, end = prefix.encode(), prefix[:-1].encode() + bytes([ord(prefix[-1]) + 1])
+    keys = {"key": b64encode(begin).decode(), "range_end": b64encode(end).decode()}
+    post("auth/role/grant", {"name": user, "perm": {"permType": "READWRITE", **keys}})
+    post("auth/enable", {})
 
 
 class EtcdServer:
@@ -103,14 +115,7 @@ class EtcdServer:
 
     def enable_auth(self, user: str, password: str, prefix: str) -> None:
         """Ask every caller for a user from now on; ``user`` may read and write what is below ``prefix``."""
-        for name, secret in ((user, password), ("root", password)):
-            self._post("auth/user/add", {"name": name, "password": secret})
-            self._post("auth/role/add", {"name": name})
-            self._post("auth/user/grant", {"user": name, "role": name})
-        begin, end = prefix.encode(), prefix[:-1].encode() + bytes([ord(prefix[-1]) + 1])
-        keys = {"key": b64encode(begin).decode(), "range_end": b64encode(end).decode()}
-        self._post("auth/role/grant", {"name": user, "perm": {"permType": "READWRITE", **keys}})
-        self._post("auth/enable", {})
+        enable_auth(self._post, user, password, prefix)
 
     def _command(self) -> list[str]:
         client = f"http://{self.endpoint}"

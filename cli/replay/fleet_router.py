@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from cli.replay.policies import ReplayCandidate
-from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured, onboard_time
+from cli.replay.worker import SimulatedWorker, WorkerState, measured, onboard_time
 from quartet.discovery.base import Rank
 from quartet.events.kv import KvEvent
 from router.kv_index.feed import apply_events
@@ -94,25 +94,28 @@ class FleetRouter:
         self,
         policy: Policy,
         workers: Mapping[Rank, SimulatedWorker],
-        engine: EngineSettings,
         *,
         num_prefill: int,
         load_age_s: float = 0.0,
         bookings_age_s: float | None = None,
         peers: Peers = _ALONE,
     ) -> None:
-        """``workers`` are all like ``engine``; the first ``num_prefill`` of them only prefill. Its index is empty."""
+        """The first ``num_prefill`` of ``workers`` only prefill; all blocks are of one size. Its index is empty."""
         self.poll_at = inf
         self._policy = policy
         self._workers = workers
-        self._engine = engine
-        self._step_time, self._onboard_time = measured(engine.timing), onboard_time(engine)
+        self._block_size = next(iter(workers.values())).settings.block_size
+        self._step_time = {rank: measured(worker.settings.timing) for rank, worker in workers.items()}
+        self._onboard_time = {rank: onboard_time(worker.settings) for rank, worker in workers.items()}
         self._prefill_ranks, self._decode_ranks = list(workers)[:num_prefill], list(workers)[num_prefill:]
         self._max_requests = {
-            rank: max_requests(engine.max_num_seqs, is_fed=num_prefill > 0 and number >= num_prefill)
-            for number, rank in enumerate(workers)
+            rank: max_requests(worker.settings.max_num_seqs, is_fed=num_prefill > 0 and number >= num_prefill)
+            for number, (rank, worker) in enumerate(workers.items())
         }
         self._load_age_s = load_age_s
+        self._learns_late = {
+            rank: load_age_s > 0 or worker.settings.reports_by_step for rank, worker in workers.items()
+        }
         self._bookings_age_s = bookings_age_s
         self._told = {rank: deque[_ToldRequest]() for rank in workers}
         self._peers = peers
@@ -131,9 +134,11 @@ class FleetRouter:
         apply_events(self._index, rank, events)
 
     def report(self, rank: Rank, now: float) -> None:
-        """A worker's state has changed. The router knows it from ``load_age_s`` later."""
-        if self._load_age_s:
-            self._reports[rank].append((now, self._workers[rank].state()))
+        """A worker's state has changed. The router knows it from ``load_age_s`` later, if the worker reports it."""
+        worker = self._workers[rank]
+        reports = worker.changed_at == now or worker.is_idle or not worker.settings.reports_by_step
+        if reports and self._learns_late[rank]:
+            self._reports[rank].append((now, worker.state()))
 
     @property
     def next_report_at(self) -> float:
@@ -197,7 +202,7 @@ class FleetRouter:
         replayed.num_missing_tokens = pending.num_tokens - placement.num_cached_tokens
         self._index.predict(rank, pending.sequence_hashes, now + _PREDICTION_LIFE_S)
         self._accounts[rank].num_unanswered_tokens += replayed.num_missing_tokens
-        if self._load_age_s:
+        if self._learns_late[rank]:
             self._accounts[rank].unreported.append(replayed)
         if placement.prefill is not None:
             self._accounts[rank].begin_prefill(replayed.number)
@@ -206,7 +211,7 @@ class FleetRouter:
         decode.reserve(replayed.number, self._num_blocks(pending.num_reserved_tokens))
 
     def _candidate(self, rank: Rank, now: float) -> ReplayCandidate:
-        state, account = self._latest(rank, now), self._accounts[rank]
+        state, account, engine = self._latest(rank, now), self._accounts[rank], self._workers[rank].settings
         step_ends_at, num_context_tokens = state.step_at(now - self._load_age_s)
         told = [item for item in self._told[rank] if item.known_at <= now]
         num_told_blocks = sum([item.num_reserved_blocks for item in told])
@@ -214,26 +219,27 @@ class FleetRouter:
         num_unreported_tokens += sum([item.num_missing_tokens for item in told])
         return ReplayCandidate(
             rank=rank,
-            num_total_blocks=self._engine.num_blocks,
-            block_size=self._engine.block_size,
+            num_total_blocks=engine.num_blocks,
+            block_size=engine.block_size,
             num_used_blocks=state.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks(state.num_blocks) + num_told_blocks,
             num_requests=account.num_requests(state.num_blocks) + len(told),
             max_requests=self._max_requests[rank],
             num_queued_tokens=state.num_queued_tokens + num_unreported_tokens,
             num_unbegun_tokens=state.num_unbegun_tokens + num_unreported_tokens,
+            num_spare_tokens=max(state.num_spare_tokens - num_unreported_tokens, 0),
             step_ends_at=step_ends_at,
             num_decoding=state.num_decoding,
             num_context_tokens=num_context_tokens,
-            max_step_tokens=self._engine.max_num_batched_tokens,
-            step_time=self._step_time,
-            onboard_time=self._onboard_time,
+            max_step_tokens=engine.max_num_batched_tokens,
+            step_time=self._step_time[rank],
+            onboard_time=self._onboard_time[rank],
             num_unanswered_tokens=account.num_unanswered_tokens,
             num_prompt_blocks=account.num_prompt_blocks,
         )
 
     def _latest(self, rank: Rank, now: float) -> WorkerState:
-        if not self._load_age_s:
+        if not self._learns_late[rank]:
             return self._workers[rank].state()
         reports, account = self._reports[rank], self._accounts[rank]
         while reports and reports[0][0] <= now - self._load_age_s:
@@ -247,10 +253,10 @@ class FleetRouter:
 
     def _looked_up(self, pending: Pending) -> Pending:
         """``pending`` with what the index knows now."""
-        matches, block_size = self._index.match(pending.sequence_hashes), self._engine.block_size
+        matches, block_size = self._index.match(pending.sequence_hashes), self._block_size
         return replace(
             pending, num_cached_tokens=matches.num_tokens(block_size), lower_tokens=matches.lower_tokens(block_size)
         )
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._engine.block_size)
+        return -(-num_tokens // self._block_size)

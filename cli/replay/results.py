@@ -19,6 +19,7 @@ class Spread:
     mean: float = 0.0
     p50: float = 0.0
     p90: float = 0.0
+    p95: float = 0.0
     p99: float = 0.0
 
 
@@ -40,6 +41,8 @@ class PolicyResult:
             ``reuse_ratio``.
         blocks_dropped: evicted blocks that did not reach the host, for want of time or room.
         session_ttft_ms, other_ttft_ms: ``ttft_ms`` of requests that belong to a session, and of all others.
+        prefill_busy, decode_busy: share of ``duration_s`` for which steps ran, of the workers that only prefill and of
+            the others; the mean over them. 0: there are none.
     """
 
     ttft_ms: Spread
@@ -58,6 +61,8 @@ class PolicyResult:
     blocks_dropped: int = 0
     session_ttft_ms: Spread = Spread()
     other_ttft_ms: Spread = Spread()
+    prefill_busy: float = 0.0
+    decode_busy: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,5 +148,5 @@ class Recorder:
 def _spread(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Spread:
     if not len(values):
         return Spread()
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
-    return Spread(mean=float(values.mean()), p50=float(p50), p90=float(p90), p99=float(p99))
+    p50, p90, p95, p99 = map(float, np.percentile(values, (50, 90, 95, 99)))
+    return Spread(mean=float(values.mean()), p50=p50, p90=p90, p95=p95, p99=p99)

@@ -37,6 +37,8 @@ class FleetSettings:
     Attributes:
         num_workers: workers that decode, and prefill what other workers don't.
         num_prefill_workers: workers that only prefill.
+        engine: of every worker.
+        prefill_engine: of those that only prefill, in place of ``engine``; all blocks are of one size.
         transfer_gb_per_s, transfer_latency_s: how fast blocks move from one worker to another.
         num_routers: routers; they get the requests in turn.
         load_age_s: age of the load reports that routers know.
@@ -51,7 +53,25 @@ class FleetSettings:
     load_age_s: float = 0.0
     bookings_age_s: float | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
+    prefill_engine: EngineSettings | None = None
     objectives: Objectives = field(default_factory=Objectives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Ends a replay once more than ``most_late`` requests have waited longer than ``ttft_s`` for their first token."""
+
+    ttft_s: float
+    most_late: int
+
+
+class GivenUpError(Exception):
+    """A replay was ended by its ``patience`` when ``num_late`` requests, too many, had waited too long."""
+
+    def __init__(self, patience: Patience, num_late: int) -> None:
+        super().__init__(f"{num_late} requests waited longer than {patience.ttft_s:g} s for their first token")
+        self.patience = patience
+        self.num_late = num_late
 
 
 class Simulation:
@@ -65,12 +85,16 @@ class Simulation:
         self._settings = settings
         prefill = [Rank(f"prefill-{number:03}") for number in range(settings.num_prefill_workers)]
         decode = [Rank(f"decode-{number:03}") for number in range(settings.num_workers)]
-        self._workers = {rank: SimulatedWorker(rank, settings.engine) for rank in (*prefill, *decode)}
+        prefill_engine = settings.prefill_engine or settings.engine
+        self._workers = {
+            **{rank: SimulatedWorker(rank, prefill_engine) for rank in prefill},
+            **{rank: SimulatedWorker(rank, settings.engine) for rank in decode},
+        }
+        self._has_tiers = any(worker.tiers is not None for worker in self._workers.values())
         self._routers = [
             FleetRouter(
                 make_policy(random.Random(seed * 1_000_003 + number)),
                 self._workers,
-                settings.engine,
                 num_prefill=len(prefill),
                 load_age_s=settings.load_age_s,
                 bookings_age_s=settings.bookings_age_s,
@@ -90,9 +114,19 @@ class Simulation:
         self._timelines: dict[int, Timeline] = {}
         self._touched: set[Rank] = set()
         self._num_ended = 0
+        self._late: Sequence[_LateRequests] = ()
 
-    def run(self, on_progress: Callable[[int], None] = lambda _num_ended: None) -> PolicyResult:
-        """Replay to the last token. ``on_progress`` gets the number of ended requests, now and then."""
+    def run(
+        self,
+        on_progress: Callable[[int], None] = lambda _num_ended: None,
+        patience: Sequence[Patience] = (),
+    ) -> PolicyResult:
+        """Replay to the last token. ``on_progress`` gets the number of ended requests, now and then.
+
+        Raises:
+            GivenUpError: one of ``patience`` ended the replay. An overloaded fleet is slow to replay.
+        """
+        self._late = [_LateRequests(item) for item in patience]
         began = time.process_time()
         was_enabled = gc.isenabled()
         gc.disable()  # a replay leaves no cycles, and searching for some takes a quarter of its time
@@ -116,22 +150,16 @@ class Simulation:
             host_ratio=sum(tiers.host.totals.num_loaded for tiers in lower) / num_prompt_blocks,
             disk_ratio=sum(tiers.disk.totals.num_loaded for tiers in lower) / num_prompt_blocks,
             blocks_dropped=sum(tiers.host.totals.num_dropped for tiers in lower),
+            prefill_busy=_busy_share(workers[:num_prefilling], result.duration_s),
+            decode_busy=_busy_share(workers[num_prefilling:], result.duration_s),
         )
 
     def _replay(self, on_progress: Callable[[int], None]) -> None:
         num_begun = num_reported = 0
         while self._num_ended < len(self._requests):
-            now = min(worker.next_at for worker in self._workers.values())
-            now = min(now, *(router.poll_at for router in self._routers))
-            if self._settings.engine.tiers is not None:
-                now = min(now, *(worker.tiers.next_at for worker in self._workers.values() if worker.tiers is not None))
-            if self._pulls:
-                now = min(now, self._pulls[0][0])
-            if num_begun < len(self._requests):
-                now = min(now, self._requests[num_begun].arrival_s)
-            if now == inf:  # the workers are idle, and routers do not know it yet
-                now = min(router.next_report_at for router in self._routers)
-            assert now < inf, "requests wait, and nothing is to come"
+            now = self._next_time(num_begun)
+            for late in self._late:
+                late.check(now)
             self._advance(now)
             while num_begun < len(self._requests) and self._requests[num_begun].arrival_s <= now:
                 self._arrive(num_begun)
@@ -143,6 +171,21 @@ class Simulation:
             if self._num_ended >= num_reported + 64:
                 num_reported = self._num_ended
                 on_progress(num_reported)
+
+    def _next_time(self, num_begun: int) -> float:
+        """When something happens next; ``num_begun`` requests have arrived."""
+        now = min(worker.next_at for worker in self._workers.values())
+        now = min(now, *(router.poll_at for router in self._routers))
+        if self._has_tiers:
+            now = min(now, *(worker.tiers.next_at for worker in self._workers.values() if worker.tiers is not None))
+        if self._pulls:
+            now = min(now, self._pulls[0][0])
+        if num_begun < len(self._requests):
+            now = min(now, self._requests[num_begun].arrival_s)
+        if now == inf:  # the workers are idle, and routers do not know it yet
+            now = min(router.next_report_at for router in self._routers)
+        assert now < inf, "requests wait, and nothing is to come"
+        return now
 
     def _advance(self, now: float) -> None:
         for rank, worker in self._workers.items():
@@ -160,6 +203,8 @@ class Simulation:
             replayed, router, timeline = self._sent[running.id]
             if timeline.num_tokens == 0:
                 timeline.num_cached_tokens = running.num_cached_tokens
+                for late in self._late:
+                    late.answered(running.id)
                 router.first_token(replayed)
             self._recorder.took(timeline, progress.ends)
         for running in progress.prefilled:
@@ -188,6 +233,8 @@ class Simulation:
             session_key=request.session,
             sequence_hashes=blocks.hashes,
         )
+        for late in self._late:
+            late.arrived(number, request.arrival_s)
         self._timelines[number] = Timeline(request.arrival_s, request.num_input_tokens, bool(request.session))
         self._known_blocks[number] = blocks
         self._routers[number % len(self._routers)].arrive(ReplayedRequest(number, pending))
@@ -253,6 +300,35 @@ class Simulation:
                 router.on_events(rank, events)
                 router.report(rank, now)
         self._touched.clear()
+
+
+class _LateRequests:
+    """Counts requests that wait longer than they may, while they wait."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._waiting: dict[int, float] = {}  # arrivals of requests that are not late yet, in order
+        self._num_late = 0
+
+    def arrived(self, number: int, arrival_s: float) -> None:
+        """A request begins to wait."""
+        self._waiting[number] = arrival_s
+
+    def answered(self, number: int) -> None:
+        """A request has its first token; ``check`` was called for this time."""
+        self._waiting.pop(number, None)
+
+    def check(self, now: float) -> None:
+        """Count those that are late at ``now``. Raises ``GivenUpError``."""
+        patience = self._patience
+        while self._waiting:
+            number, arrival_s = next(iter(self._waiting.items()))
+            if arrival_s + patience.ttft_s >= now:
+                return
+            del self._waiting[number]
+            self._num_late += 1
+            if self._num_late > patience.most_late:
+                raise GivenUpError(patience, self._num_late)
 
 
 class Prompts:
@@ -325,6 +401,10 @@ class Prompts:
             parent = chain_hash(parent, block_hash)
             hashes.append(parent)
         return tuple(hashes)
+
+
+def _busy_share(workers: Sequence[SimulatedWorker], duration_s: float) -> float:
+    return sum(worker.busy_s for worker in workers) / (len(workers) * duration_s) if workers and duration_s else 0.0
 
 
 def _hand_off(num_tokens: int) -> HandOff:

@@ -32,11 +32,16 @@ _OUTPUT = SampledToken(OUTPUT_TOKEN_ID)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Settings of every engine of a fleet. The defaults are those of ai-dynamo/dynamo's mock engine in its replays.
+    """Settings of an engine. The defaults are those of ai-dynamo/dynamo's mock engine in its replays.
 
     Attributes:
         kv_bytes_per_token: of all layers; only transfers use it. The default is that of a model with 8 billion
             parameters and grouped queries, in 16 bits.
+        short_prompts_part: as in ``SchedulerConfig``; 0: prompts in order.
+        shares_within_step: requests of one step share the blocks that it is about to write; else those of the next do.
+        reports_by_step: routers learn of a prompt that came while a step ran when the step ends, and until it begins
+            it counts with what is cached of it, as with Quartet's workers; until then routers count it by their own
+            forecast. Else they know at once what is missing of it.
         tiers: below each pool; ``None``: what is evicted is gone.
         retention: what sessions retain in each pool; ``None``: nothing.
     """
@@ -47,6 +52,9 @@ class EngineSettings:
     max_num_batched_tokens: int = 8_192
     kv_bytes_per_token: int = 131_072
     timing: StepTiming = field(default_factory=StepTiming)
+    short_prompts_part: float = 0.0
+    shares_within_step: bool = True
+    reports_by_step: bool = False
     tiers: TierSettings | None = None
     retention: RetentionPlan | None = None
 
@@ -81,7 +89,7 @@ class WorkerState:
         step_ends: when each of them ends, in seconds; none: it is idle.
         num_decoding, num_context_tokens: requests that decode, and the sum of their tokens in the first step; each of
             them has one more in each further step.
-        num_used_blocks, num_queued_tokens, num_unbegun_tokens: as in ``Candidate``.
+        num_used_blocks, num_queued_tokens, num_unbegun_tokens, num_spare_tokens: as in ``Candidate``.
         num_blocks: by request, how many it has; one that waits has none.
     """
 
@@ -91,6 +99,7 @@ class WorkerState:
     num_used_blocks: int
     num_queued_tokens: int
     num_unbegun_tokens: int
+    num_spare_tokens: int
     num_blocks: Mapping[int, int]
 
     def step_at(self, time: float) -> tuple[float, int]:
@@ -105,8 +114,11 @@ class SimulatedWorker:
     """Runs steps when there is something to do. All times are seconds of the replay.
 
     Attributes:
+        settings: its engine's.
         next_at: when the next step ends; ``inf``: none runs.
         num_computed_tokens: prompt tokens computed, ever.
+        changed_at: when a step last began or ended.
+        busy_s: for which steps have run that have ended.
         tiers: those below its pool, if there are any.
     """
 
@@ -115,7 +127,9 @@ class SimulatedWorker:
         self.rank = rank
         self.next_at = inf
         self.num_computed_tokens = 0
-        self._settings = settings
+        self.changed_at = 0.0
+        self.busy_s = 0.0
+        self.settings = settings
         self.tiers = _tiers(settings)
         lower = None if self.tiers is None else self.tiers.lower
         self._now = 0.0
@@ -129,17 +143,22 @@ class SimulatedWorker:
             num_pool_tokens=settings.num_pool_tokens,
             vocab_size=OUTPUT_TOKEN_ID + 1,
         )
-        # Like the engine of the default timing: prompts in order, and a block can be shared from the start of the step
-        # that writes it.
-        config = SchedulerConfig(
+        self._config = SchedulerConfig(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            short_prompts_part=0.0,
+            short_prompts_part=settings.short_prompts_part,
         )
-        self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True, onboarding=self.tiers)
+        self.scheduler = Scheduler(
+            self._config,
+            self._blocks,
+            limits,
+            shares_within_step=settings.shares_within_step,
+            onboarding=self.tiers,
+        )
         self._state: WorkerState | None = None  # until the next call
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
         self._num_left = 0  # of prompts that steps have begun, after the running one
+        self._began_at = 0.0  # the running step, or the quiet ones
         self._chunks: Sequence[ScheduledChunk] = ()  # of the running step
         self._quiet_ends: Sequence[float] = ()  # of the quiet steps under way, which are taken all together
 
@@ -154,7 +173,8 @@ class SimulatedWorker:
                 num_context_tokens=sum(lengths),
                 num_used_blocks=counts.in_use + counts.held,
                 num_queued_tokens=scheduler.num_queued_prefill_tokens,
-                num_unbegun_tokens=sum(self._num_missing.values()) + self._num_left,
+                num_unbegun_tokens=self._num_unbegun_tokens(),
+                num_spare_tokens=self._num_spare_tokens(len(lengths)),
                 num_blocks={id: len(running.seq.block_table) for id, running in scheduler.live.items()},
             )
         return self._state
@@ -205,7 +225,8 @@ class SimulatedWorker:
             return ()
         self._now = now
         self._state = None
-        num_quiet = num_quiet_steps(self.scheduler, self._settings.block_size)
+        self._began_at = self.changed_at = now
+        num_quiet = num_quiet_steps(self.scheduler, self.settings.block_size)
         if num_quiet > 1:
             self._begin_quiet(num_quiet, now)
             return ()
@@ -223,7 +244,7 @@ class SimulatedWorker:
         if schedule.chunks:
             work = step_work(schedule.chunks)
             self.num_computed_tokens += work.num_prompt_tokens
-            step_s = self._settings.timing.step_ms(work.num_prompt_tokens, work.num_context_tokens) / 1e3
+            step_s = self.settings.timing.step_ms(work.num_prompt_tokens, work.num_context_tokens) / 1e3
             self.next_at = now + step_s
         return schedule.pulls
 
@@ -231,12 +252,13 @@ class SimulatedWorker:
         """End the steps that end at ``now``; ``None`` before ``next_at``."""
         if now < self.next_at:
             return None
-        self._now = now
+        self._now = self.changed_at = now
         self._state = None
         if self._quiet_ends:
             return self._end_quiet()
         outs = self.scheduler.update(self._chunks, [_OUTPUT for chunk in self._chunks if chunk.samples])
         ended_at, self.next_at, self._chunks = self.next_at, inf, ()
+        self.busy_s += ended_at - self._began_at
         return Progress(
             (ended_at,),
             [out.running for out in outs],
@@ -244,8 +266,19 @@ class SimulatedWorker:
             [out.running for out in outs if out.held_block_ids],
         )
 
+    def _num_unbegun_tokens(self) -> int:
+        if self.settings.reports_by_step:
+            return self.scheduler.waiting.num_prefill_tokens + self._num_left
+        return sum(self._num_missing.values()) + self._num_left
+
+    def _num_spare_tokens(self, num_decoding: int) -> int:
+        """What a step has left for short prompts beside a long one, as the engine reports it."""
+        if not self._num_left:
+            return 0
+        return max(self._config.num_short_tokens(num_decoding) - self.scheduler.waiting.num_prefill_tokens, 0)
+
     def _begin_quiet(self, num_steps: int, now: float) -> None:
-        running, timing = self.scheduler.running, self._settings.timing
+        running, timing = self.scheduler.running, self.settings.timing
         num_context_tokens = sum(len(request.seq) for request in running)
         contexts = range(num_context_tokens, num_context_tokens + num_steps * len(running), len(running))
         steps_s = [timing.decode_ms(num_tokens) / 1e3 for num_tokens in contexts]
@@ -256,6 +289,7 @@ class SimulatedWorker:
         ends, tokens = self._quiet_ends, tuple(self.scheduler.running)
         take_quiet_steps(self.scheduler, self._blocks, len(ends), OUTPUT_TOKEN_ID)
         self._quiet_ends, self.next_at = (), inf
+        self.busy_s += ends[-1] - self._began_at
         return Progress(ends, tokens)
 
     def _cut_quiet(self, now: float) -> None:

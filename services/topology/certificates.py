@@ -1,6 +1,7 @@
-"""A private certificate authority for the processes of one host, as ``quartet up --tls`` uses it.
+"""Private certificate authorities: for one run on one host (``quartet up --tls``), and for hosts (``quartet secrets``).
 
-Its own key exists in memory only: once the files of a run are written, no one can issue another certificate for it.
+That of a run has its key in memory only: once the files of the run are written, no one can issue another certificate
+for it. That of hosts keeps its key in a file, for workers that are added and certificates that end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -29,6 +31,8 @@ LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
 _BEFORE = timedelta(hours=1)
 # A run may last long, and nothing renews its certificates: they end with its directory, not by the clock.
 _VALID = timedelta(days=3650)
+# Of hosts: a certificate that ends sooner is made anew.
+_RENEWED_BEFORE_END = timedelta(days=30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +50,31 @@ class CertificateFiles:
 
 
 class CertificateAuthority:
-    """Issues certificates into one directory; the authority's own key is never written."""
+    """Issues certificates into one directory; the authority's own key is not written."""
 
-    def __init__(self, directory: Path, name: str) -> None:
-        """Make a key and ``DIRECTORY/ca.pem``, made out to ``name``. Raises ``OSError`` if that can't be written."""
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *,
+        key: ec.EllipticCurvePrivateKey | None = None,
+        valid: timedelta = _VALID,
+    ) -> None:
+        """Write ``DIRECTORY/ca.pem``, made out to ``name``. Raises ``OSError`` if that can't be written.
+
+        Args:
+            directory: made for its owner alone.
+            name: the authority's.
+            key: its own; ``None``: a new one.
+            valid: how long its certificates are.
+        """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory = directory
-        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._key = key or ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
+        self._valid = valid
         constraints = x509.BasicConstraints(ca=True, path_length=0)
-        own = _builder(self._name, self._name, self._key).add_extension(constraints, critical=True)
+        own = _builder(self._name, self._name, self._key, _VALID).add_extension(constraints, critical=True)
         own = own.add_extension(_USAGE_OF_AUTHORITY, critical=True)
         self._own_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         self.ca_file = directory / "ca.pem"
@@ -69,20 +88,66 @@ class CertificateAuthority:
             uris: its URI SANs.
             hosts: host names and IP addresses that its holder may serve under. Without any its holder can only dial.
         """
+        return self._issue(self._directory, file_stem, uris, hosts)
+
+    def _issue(self, directory: Path, file_stem: str, uris: Sequence[str], hosts: Sequence[str]) -> CertificateFiles:
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(_name(file_stem), self._name, key)
+        builder = _builder(_name(file_stem), self._name, key, self._valid)
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         issuer_id = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._own_id)
         builder = builder.add_extension(issuer_id, critical=False)
-        names = [*map(x509.UniformResourceIdentifier, uris), *map(_host, hosts)]
-        if names:
+        if names := _names(uris, hosts):
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        cert_file = self._directory / f"{file_stem}.pem"
+        cert_file = directory / f"{file_stem}.pem"
         cert_file.write_bytes(_sign(builder, self._key))
-        key_file = write_secret_file(self._directory / f"{file_stem}.key", _pem_of(key))
+        key_file = write_secret_file(directory / f"{file_stem}.key", _pem_of(key))
         return CertificateFiles(ca_file=self.ca_file, cert_file=cert_file, key_file=key_file)
+
+
+class KeptAuthority(CertificateAuthority):
+    """An authority whose key lies in ``DIRECTORY/ca.key``, so that it is the same one whenever it is opened."""
+
+    def __init__(self, directory: Path, name: str, *, valid: timedelta) -> None:
+        """Open it; it is made where there is none. Raises ``OSError``, and ``ValueError`` if the file holds no key."""
+        key_file = directory / "ca.key"
+        key = serialization.load_pem_private_key(key_file.read_bytes(), None) if key_file.is_file() else None
+        if not isinstance(key, ec.EllipticCurvePrivateKey | None):
+            raise ValueError(f"{key_file} holds another kind of key than ours")
+        super().__init__(directory, name, key=key, valid=valid)
+        if key is None:
+            write_secret_file(key_file, _pem_of(self._key))
+
+    def provide(
+        self, directory: Path, file_stem: str, *, uris: Sequence[str] = (), hosts: Sequence[str] = ()
+    ) -> Sequence[Path]:
+        """Write a certificate as ``issue`` does, but to ``directory``, and ``ca.pem`` beside it.
+
+        One that is there already stays, if it says the same and does not end within a month.
+
+        Returns:
+            The certificate's file if it is new, or else nothing.
+        """
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (directory / "ca.pem").write_bytes(self.ca_file.read_bytes())
+        cert_file, key_file = directory / f"{file_stem}.pem", directory / f"{file_stem}.key"
+        if cert_file.is_file() and key_file.is_file() and self._still_holds(cert_file, _names(uris, hosts)):
+            return []
+        key_file.unlink(missing_ok=True)
+        return [self._issue(directory, file_stem, uris, hosts).cert_file]
+
+    def _still_holds(self, cert_file: Path, names: Sequence[x509.GeneralName]) -> bool:
+        certificate = x509.load_pem_x509_certificate(cert_file.read_bytes())
+        try:
+            certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(self.ca_file.read_bytes()))
+        except (ValueError, InvalidSignature):
+            return False
+        try:
+            own = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+        except x509.ExtensionNotFound:
+            own = []
+        return own == list(names) and certificate.not_valid_after_utc - datetime.now(UTC) > _RENEWED_BEFORE_END
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +196,18 @@ def issue_run_certificates(
 
     of_etcd = registry.issue("client")
     return RunCertificates(
-        processes={name: identity(_kind_of(role), name, LOOPBACK_NAMES) for name, role in roles.items()},
+        processes={name: identity(kind_of(role), name, LOOPBACK_NAMES) for name, role in roles.items()},
         operator=identity(IdentityKind.OPERATOR, "operator"),
         client=identity(IdentityKind.CLIENT, "client"),
         # etcd dials itself with it, too.
         etcd=registry.issue("etcd", hosts=LOOPBACK_NAMES),
         etcd_client=EtcdTls(ca_file=of_etcd.ca_file, cert_file=of_etcd.cert_file, key_file=of_etcd.key_file),
     )
+
+
+def kind_of(role: Role) -> IdentityKind:
+    """What the certificate of a process with this role says of it."""
+    return IdentityKind.ROUTER if role is Role.ROUTER else IdentityKind.WORKER
 
 
 _USAGE_OF_AUTHORITY = x509.KeyUsage(
@@ -153,11 +223,9 @@ _USAGE_OF_AUTHORITY = x509.KeyUsage(
 )
 
 
-def _kind_of(role: Role) -> IdentityKind:
-    return IdentityKind.ROUTER if role is Role.ROUTER else IdentityKind.WORKER
-
-
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid: timedelta
+) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -166,13 +234,17 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivate
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BEFORE)
-        .not_valid_after(now + _VALID)
+        .not_valid_after(now + valid)
     )
 
 
 def _name(text: str) -> x509.Name:
     # A common name has 64 characters at most (RFC 5280, ub-common-name); identities are in URIs.
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _names(uris: Sequence[str], hosts: Sequence[str]) -> list[x509.GeneralName]:
+    return [*map(x509.UniformResourceIdentifier, uris), *map(_host, hosts)]
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -29,8 +29,8 @@ class GroupChoices:
     """What a command line changes in groups of workers, which it names as ``find_groups`` does.
 
     Attributes:
-        replicas: ``NAME=N``, how many workers. If a group has GPUs, it keeps those of the first workers, and further
-            workers get the GPUs that follow, each as many as the first.
+        replicas: ``NAME=N``, how many workers; 0: the group is left out. If a group has GPUs, it keeps those of the
+            first workers, and further workers get the GPUs that follow, each as many as the first.
         gpus: ``NAME=GPUS``, their GPUs, as in ``share_out``.
         engine_args: ``NAME=FILE``, their ``extra_engine_args``.
     """
@@ -176,8 +176,11 @@ def share_out(text: str, replicas: int) -> list[list[int]]:
 
 def _set_replicas(settings: Settings, choice: str) -> None:
     group, value = _one_group(settings, choice, "replicas")
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"replicas: {choice} must have the form NAME=N with N of at least 1")
+    if not value.isdecimal():
+        raise ConfigError(f"replicas: {choice} must have the form NAME=N with N of at least 0")
+    if not int(value):
+        settings[_WORKERS] = [other for other in settings[_WORKERS] if other is not group]
+        return
     group["replicas"] = replicas = int(value)
     gpus = group.get("gpus")
     if _are_lists(gpus):

@@ -43,7 +43,7 @@ from services.topology.topology import (
     ProcessPlan,
     Topology,
     plan_pool_routers,
-    plan_router,
+    plan_routers,
     plan_workers,
     with_certificates,
     with_http_identity,
@@ -175,14 +175,19 @@ class LocalTopology:
 
     @property
     def router_address(self) -> str:
-        """``host:port`` of the router."""
-        return f"127.0.0.1:{self._topology.router.port}"
+        """``host:port`` of the router; of this host's, if it has one."""
+        return self._topology.router_addresses[0]
 
     @property
     def http_address(self) -> str:
         """``host:port`` of the router's HTTP; empty: it has none."""
         port = self._topology.router.http_port
-        return f"127.0.0.1:{port}" if port else ""
+        return f"{self.router_address.rpartition(':')[0]}:{port}" if port else ""
+
+    @property
+    def discovery(self) -> DiscoveryConfig:
+        """Where its processes announce themselves, once ``start`` has found or started that."""
+        return self._topology.discovery_of("")
 
     @property
     def children(self) -> Sequence[Child]:
@@ -216,16 +221,17 @@ class LocalTopology:
         """
         plans = self._plan_workers()
         _check_engines(plans)
+        self._check_secrets(plans)
         _check_models({plan.model for plan in plans if plan.model is not None})
         limits = self._limits(plans)
         if self._topology.tls:
             self.certificates = self._issue_certificates(plans)
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
-        if self._topology.signing_keys_file is None:
+        if self._topology.signing_keys is None:
             self._topology = replace(self._topology, signing_keys_file=draw_signing_key(self._environment.run_dir))
         # Planned again: now the addresses of etcd and the path of the keys are known.
-        plans = [*self._plan_workers(), *plan_pool_routers(self._topology), plan_router(self._topology)]
+        plans = [*self._plan_workers(), *plan_routers(self._topology)]
         if self.certificates is not None:
             events_key_file = draw_events_key(self._environment.run_dir)
             plans = [with_certificates(plan, self.certificates.processes[plan.name], events_key_file) for plan in plans]
@@ -282,17 +288,34 @@ class LocalTopology:
         except ModuleNotFoundError as error:
             message = f"tls: certificates need the package {error.name}: pip install 'quartet[tls]'"
             raise ConfigError(message) from error
-        plans = [*workers, *plan_pool_routers(self._topology), plan_router(self._topology)]
+        plans = [*workers, *plan_routers(self._topology)]
         directory = self._environment.run_dir / "certificates"
         roles = {plan.name: plan.role for plan in plans}
         pools = {plan.name: plan.pool for plan in plans if plan.pool}
         return issue_run_certificates(directory, self._topology.namespace, roles, pools)
 
+    def _check_secrets(self, workers: Sequence[ProcessPlan]) -> None:
+        secrets, topology = self._topology.secret_files, self._topology
+        if secrets is None:
+            return
+        names = [plan.name for plan in [*workers, *plan_routers(topology)]]
+        has_http = topology.has_router and bool(topology.router.http_port)
+        if missing := [*secrets.missing(names, has_http=has_http)]:
+            raise ConfigError(
+                f"secrets: there is no {missing[0]}; `quartet secrets` writes it for the host {topology.host}"
+            )
+
     async def _provide_etcd(self) -> None:
-        etcd = self._topology.discovery.etcd
+        etcd = self.discovery.etcd
         if self._environment.etcd_endpoints:
             etcd = _at(etcd, self._environment.etcd_endpoints)
         where = ", ".join(etcd.endpoints)
+        if self._topology.hosts:
+            if fault := await _etcd_fault(etcd):
+                raise ConfigError(f"discovery.etcd: the etcd at {where}, by which hosts find each other: {fault}")
+            self._observer.progress(f"using the etcd at {where}")
+            self._topology = replace(self._topology, discovery=replace(self._topology.discovery, etcd=etcd))
+            return
         has_certificates = self.certificates is None or etcd.tls is not None
         if has_certificates and await etcd_answers(etcd):
             self._observer.progress(f"using the etcd at {where}")
@@ -500,14 +523,7 @@ def find_grpcurl() -> Path | None:
 
 async def etcd_answers(config: EtcdConfig) -> bool:
     """Whether one of its endpoints answers a read. Takes at most its request timeout for each endpoint."""
-    registry = create_registry(DiscoveryConfig(etcd=config))
-    try:
-        await registry.workers()
-    except DiscoveryError:
-        return False
-    finally:
-        await registry.close()
-    return True
+    return not await _etcd_fault(config)
 
 
 def own_etcd(config: EtcdConfig, tls: EtcdTls | None = None) -> EtcdConfig:
@@ -571,6 +587,18 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")
+
+
+async def _etcd_fault(config: EtcdConfig) -> str:
+    """Why none of its endpoints answers a read; empty: one does."""
+    registry = create_registry(DiscoveryConfig(etcd=config))
+    try:
+        await registry.workers()
+    except DiscoveryError as error:
+        return str(error)
+    finally:
+        await registry.close()
+    return ""
 
 
 def _id_of(worker: ProcessPlan) -> str:

@@ -107,7 +107,7 @@ class Supervisor:
     async def _keep(self, child: Child) -> None:
         """Return only if another process has its worker id; raise once it is given up."""
         if self._restarts is None:
-            await child.wait()
+            await self._served_until_end(child, is_again=False)
             raise LaunchError(child.describe_end())
         backoff, is_again = Backoff(self._restarts), False
         while True:

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from quartet.config import PathText, build, escape_path, expand_path, load_yaml
 from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
-from quartet.discovery.create import DiscoveryConfig
+from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
 from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
 from quartet.engine.trtllm.environment import num_ranks_of
@@ -34,6 +34,7 @@ from services.topology.groups import (
     groups_of,
     share_out_gpus,
 )
+from services.topology.hosts import PORTS_OF_PROCESS, Host, SecretFiles
 from services.workers.config import WorkerConfig, check_parsers
 
 #: The model that ships with Quartet.
@@ -97,6 +98,7 @@ class RouterGroup:
         port: of its gRPC services on loopback; 0 takes a free one. With pools it is the global router's.
         http_port: of OpenAI's API on loopback; 0: there is none. If ``port`` is 0, it becomes a free one too.
         pool_ports: by pool, the port of its router; one that is left out becomes a free one.
+        hosts: where the topology has hosts, those that run a router each, at the same ports.
         overrides: settings of ``RouterConfig`` that differ from its defaults; with pools, of each pool's router.
         environment: variables of its process, over the topology's.
     """
@@ -104,6 +106,7 @@ class RouterGroup:
     port: int = DEFAULT_ROUTER_PORT
     http_port: int = 0
     pool_ports: Mapping[str, int] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
     overrides: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -148,6 +151,7 @@ class WorkerGroup:
     Attributes:
         role: encode, prefill or decode.
         pool: namespace in which they run, with a router of its own; empty: that of the topology.
+        host: where they run, if the topology has hosts.
         name: their process names and worker ids are this and a number; empty: the role.
         replicas: how many.
         gpus: GPUs of each worker, as ``[[0], [1]]`` for two workers with one each; empty: nothing restricts them. In a
@@ -159,6 +163,7 @@ class WorkerGroup:
 
     role: Role
     pool: str = ""
+    host: str = ""
     name: str = ""
     replicas: int = 1
     gpus: tuple[tuple[int, ...], ...] = ()
@@ -194,10 +199,14 @@ class WorkerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """What ``quartet up`` starts on one host, on loopback.
+    """What ``quartet up`` starts: on one host, on loopback, or on each of several ``hosts`` its share.
 
     Attributes:
         namespace: separates it from other topologies in the same discovery.
+        hosts: the hosts by name; empty: all runs on this one. With hosts each group of ``workers`` and the router name
+            theirs, and etcd runs already.
+        host: which of ``hosts`` this one is. Empty is for who looks at all of them.
+        secrets: the folder of this host that ``quartet secrets`` wrote: certificates, keys, what etcd asks for.
         engine: of every worker.
         global_router: pools and grids of a global router (docs/global.md); the groups of ``workers`` then name their
             pools, each of which gets a router. ``None``: there is one router, and no pools.
@@ -218,6 +227,9 @@ class Topology:
     """
 
     namespace: str = "default"
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    host: str = ""
+    secrets: Path | None = None
     model: ModelSource = field(default_factory=ModelSource)
     engine: EngineSettings = field(default_factory=EngineSettings)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
@@ -245,7 +257,8 @@ class Topology:
             raise ConfigError("trtllm_start_interval_s: must not be negative")
         self._check_gpus()
         self._check_pools()
-        if self.tls:
+        self._check_hosts()
+        if self.tls or self.secrets is not None:
             self._check_certificates()
 
     def _check_pools(self) -> None:
@@ -257,17 +270,63 @@ class Topology:
             if group.pool == self.namespace:
                 raise ConfigError(f"workers[{number}].pool: is the namespace of the global router")
 
-    def _check_certificates(self) -> None:
+    def _check_hosts(self) -> None:
+        known = f"; known here: {', '.join(self.hosts)}" if self.hosts else ", as there are no hosts"
+        named = [("host", self.host), *(("router.hosts", name) for name in self.router.hosts)]
+        named += [(f"workers[{number}].host", group.host) for number, group in enumerate(self.workers)]
+        for field_name, name in named:
+            if name and name not in self.hosts:
+                raise ConfigError(f"{field_name}: no host is called {name}{known}")
+        if self.hosts:
+            self._check_spread(named)
+            self._check_reach()
+        elif self.secrets is not None:
+            raise ConfigError("secrets: are those of one of several hosts; a topology without hosts takes tls: true")
+
+    def _check_spread(self, named: Sequence[tuple[str, str]]) -> None:
+        for field_name, name in named:
+            if not name and field_name != "host":
+                raise ConfigError(f"{field_name}: is missing; it is one of {', '.join(self.hosts)}")
+        if not self.router.hosts:
+            raise ConfigError(f"router.hosts: is missing; it names those of {', '.join(self.hosts)} that run a router")
+        if len(set(self.router.hosts)) < len(self.router.hosts):
+            raise ConfigError("router.hosts: names a host twice; each runs one router")
+        for name in self.hosts:
+            check_name(f"hosts.{name}", name)
+            if name not in self.router.hosts and all(group.host != name for group in self.workers):
+                raise ConfigError(f"hosts.{name}: nothing runs there")
+        if self.global_router is not None:
+            raise ConfigError("global_router: runs with all its pools on one host; leave out hosts")
+
+    def _check_reach(self) -> None:
+        if not self.router.port:
+            raise ConfigError("router.port: must not be 0; other hosts would not know what to dial")
+        if self.discovery.kind is not DiscoveryKind.ETCD:
+            raise ConfigError("discovery.kind: must be etcd; hosts find each other's processes by nothing else")
+        if self.tls:
+            raise ConfigError("tls: makes certificates for one host; with hosts `quartet secrets` does, see secrets")
+        for where, overrides in self._overrides():
+            if self.secrets is None and found(overrides, "server").get("insecure") is not True:
+                raise ConfigError(
+                    "secrets: is missing; it is the folder of a host that `quartet secrets` writes (or set "
+                    f"{where}.overrides.server.insecure to true, for a network where everybody may read everything)"
+                )
+
+    def _overrides(self) -> list[tuple[str, Mapping[str, object]]]:
         groups = [(f"workers[{number}]", group.overrides) for number, group in enumerate(self.workers)]
-        for where, overrides in [("router", self.router.overrides), *groups]:
+        return [("router", self.router.overrides), *groups]
+
+    def _check_certificates(self) -> None:
+        what = "tls makes its own" if self.tls else "secrets holds one for each process"
+        for where, overrides in self._overrides():
             for setting in _OF_TLS:
                 *path, name = setting.split(".")
                 if found(overrides, *path).get(name) is not None:
-                    raise ConfigError(f"{where}.overrides.{setting}: tls makes its own; leave one of both out")
+                    raise ConfigError(f"{where}.overrides.{setting}: {what}; leave one of both out")
 
     def _check_gpus(self) -> None:
-        num_workers = Counter(gpu for group in self.workers for gpus in group.gpus for gpu in gpus)
-        shared = sorted(gpu for gpu, count in num_workers.items() if count > 1)
+        num_workers = Counter((group.host, gpu) for group in self.workers for gpus in group.gpus for gpu in gpus)
+        shared = sorted(gpu for (_, gpu), count in num_workers.items() if count > 1)
         if shared and not self.share_gpus:
             raise ConfigError(f"workers: several have GPU {shared[0]}; if that is meant, say share_gpus: true")
         if num_workers and _GPUS_VARIABLE in self.environment:
@@ -283,6 +342,31 @@ class Topology:
         """Those of them in which nothing decodes."""
         decoding = {group.pool for group in self.workers if group.role is Role.DECODE}
         return tuple(pool for pool in self.pools if pool not in decoding)
+
+    @property
+    def secret_files(self) -> SecretFiles | None:
+        """What is in ``secrets``."""
+        return None if self.secrets is None else SecretFiles(self.secrets)
+
+    @property
+    def signing_keys(self) -> Path | None:
+        """``signing_keys_file``, or else that of ``secrets``."""
+        if self.signing_keys_file is None and self.secret_files is not None:
+            return self.secret_files.signing_keys
+        return self.signing_keys_file
+
+    @property
+    def router_addresses(self) -> Sequence[str]:
+        """``host:port`` of each router that clients call, that of ``host`` first."""
+        if not self.hosts:
+            return (f"{_LOOPBACK}:{self.router.port}",)
+        names = sorted(self.router.hosts, key=lambda name: name != self.host)
+        return tuple(f"{self.hosts[name].address}:{self.router.port}" for name in names)
+
+    @property
+    def has_router(self) -> bool:
+        """Whether this host runs the router that clients call."""
+        return not self.hosts or self.host in self.router.hosts
 
     def discovery_of(self, pool: str) -> DiscoveryConfig:
         """``discovery`` in the namespace of ``pool``; empty: in the topology's."""
@@ -300,7 +384,25 @@ def load_topology(path: Path, assignments: Sequence[str] = (), variables: Mappin
     Raises:
         ConfigError: naming the setting. Overrides are checked by ``plan_workers`` and by the router.
     """
-    return build(Topology, read_settings(path, assignments, variables))
+    return build_topology(read_settings(path, assignments, variables))
+
+
+def build_topology(settings: Mapping[str, object]) -> Topology:
+    """The topology of checked ``settings``. What processes show etcd is in ``secrets``, unless the settings say else.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    folder, etcd = settings.get("secrets"), found(settings, "discovery", "etcd")
+    if isinstance(folder, str) and isinstance(settings.get("discovery", {}), Mapping):
+        files = SecretFiles(Path(folder))
+        missing: dict[str, object] = (
+            {} if "tls" in etcd else {"tls": {key: str(file) for key, file in files.etcd.items()}}
+        )
+        if etcd.get("user") and "password_file" not in etcd:
+            missing["password_file"] = str(files.etcd_password)
+        settings = merge(settings, {"discovery": {"etcd": missing}})
+    return build(Topology, settings)
 
 
 def read_settings(
@@ -341,6 +443,8 @@ class Choices(GroupChoices):
         served_model_name: the model's name in requests; ``None`` with ``model`` set: the name of the folder.
         media_paths: directories whose files requests may name.
         router_port: 0 takes a free port.
+        host: which of the file's hosts this one is.
+        secrets: its folder.
         tls: make certificates for the run.
         otel: trace requests: the URL of the collector; empty: where the environment says, or at the default one.
         enable_otel: the same as an empty ``otel``.
@@ -351,6 +455,8 @@ class Choices(GroupChoices):
     served_model_name: str | None = None
     media_paths: Sequence[Path] = ()
     router_port: int | None = None
+    host: str | None = None
+    secrets: Path | None = None
     tls: bool = False
     otel: str | None = None
     enable_otel: bool = False
@@ -387,11 +493,15 @@ def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
         media["allowed_local_paths"] = to_settings(expanded)
     if choices.router_port is not None:
         below(changed, "router")["port"] = choices.router_port
+    if choices.host is not None:
+        changed["host"] = choices.host
+    if choices.secrets is not None:
+        changed["secrets"] = escape_path(str(Path(expand_path(str(choices.secrets))).absolute()))
     if choices.tls:
         changed["tls"] = True
     if choices.otel is not None or choices.enable_otel:
         below(changed, "tracing").update({"enabled": True, **({"endpoint": choices.otel} if choices.otel else {})})
-    return Chosen(build(Topology, changed), notes)
+    return Chosen(build_topology(changed), notes)
 
 
 def find_model(model: Path) -> tuple[Path, str]:
@@ -448,26 +558,29 @@ class ProcessPlan:
 
 
 def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
-    """The workers to start. Engines on CPUs share ``num_cores`` unless their settings say otherwise.
+    """The workers to start, on ``topology.host`` if there are hosts.
+
+    Engines on CPUs share ``num_cores`` unless their settings say otherwise.
 
     Raises:
         ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
             engine does not have.
     """
-    configs = [_group_config(topology, number) for number in range(len(topology.workers))]
-    groups = list(zip(topology.workers, configs, strict=True))
-    num_sharing = sum(group.replicas for group, config in groups if config.engine.kind.shares_cores)
+    groups = [(number, group, names) for number, group, names in _named(topology) if group.host == topology.host]
+    configs = [_worker_config(topology, number, names[0], 1) for number, _, names in groups]
+    num_sharing = sum(
+        group.replicas for (_, group, _), config in zip(groups, configs, strict=True) if config.engine.kind.shares_cores
+    )
     num_own_cores = max(1, num_cores // max(1, num_sharing))
-    num_of_name: Counter[str] = Counter()
     plans, places = list[ProcessPlan](), list[_Place]()
-    for group, config in groups:
+    for (number, group, names), config in zip(groups, configs, strict=True):
         engine = config.engine
         if engine.num_threads is None:
             num_cpus = min(num_own_cores, group.limits.cpus or num_own_cores)
             engine = replace(engine, num_threads=engine.kind.num_threads(num_cpus))
-        for gpus in group.gpus or [()] * group.replicas:
-            name = f"{group.process_name}-{num_of_name[group.process_name]}"
-            num_of_name[group.process_name] += 1
+        for name, gpus in zip(names, group.gpus or [()] * group.replicas, strict=True):
+            if topology.hosts:  # ports and certificates are each worker's own
+                config = _worker_config(topology, number, name, 1 + len(plans))
             on_gpus = {_GPUS_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
             environment = {**_affinity(engine, group.limits), **topology.environment, **group.environment, **on_gpus}
             place = _place(name, engine, gpus, environment)
@@ -533,7 +646,7 @@ def plan_router(topology: Topology) -> ProcessPlan:
     """The router that clients call. It checks its overrides itself: only it knows ``RouterConfig``."""
     base = {
         **_router_base(topology, "", topology.router.port),
-        **({"http": {"port": topology.router.http_port}} if topology.router.http_port else {}),
+        **({"http": _http_base(topology)} if topology.router.http_port else {}),
     }
     plan = ProcessPlan(
         name=ROUTER,
@@ -549,6 +662,11 @@ def plan_router(topology: Topology) -> ProcessPlan:
     routers = {pool: [f"{_LOOPBACK}:{topology.router.pool_ports.get(pool, 0)}"] for pool in topology.pools}
     settings = merge({"router": own, "pool_routers": routers}, topology.global_router)
     return replace(plan, module="router.global_router", settings=settings, section="router")
+
+
+def plan_routers(topology: Topology) -> list[ProcessPlan]:
+    """All routers to start, on ``topology.host`` if there are hosts. The last one is the one that clients call."""
+    return [*plan_pool_routers(topology), *([plan_router(topology)] if topology.has_router else [])]
 
 
 def plan_pool_routers(topology: Topology) -> list[ProcessPlan]:
@@ -581,8 +699,7 @@ def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) 
 
 def with_http_identity(plan: ProcessPlan, tls: TlsConfig, keys_file: Path) -> ProcessPlan:
     """The router's ``plan`` with HTTP behind its certificate and API keys, where it does not say otherwise."""
-    served = to_settings({"cert_file": tls.cert_file, "key_file": tls.key_file})
-    http = {"tls": served, "keys_file": to_settings(keys_file), "operators": [LOCAL_TENANT]}
+    http = _http_identity(tls, keys_file)
     return replace(plan, settings=merge(_in_section(plan, {"http": http}), plan.settings))
 
 
@@ -615,13 +732,50 @@ def _in_section(plan: ProcessPlan, settings: Mapping[str, object]) -> Mapping[st
 
 
 def _router_base(topology: Topology, pool: str, port: int) -> dict[str, object]:
-    return {
+    base: dict[str, object] = {
         "server": {"address": f"{_LOOPBACK}:{port}", **_namespaces(topology, pool)},
         "discovery": to_settings(topology.discovery_of(pool)),
-        "signing_keys_file": to_settings(topology.signing_keys_file),
+        "signing_keys_file": to_settings(topology.signing_keys),
         "drain_timeout_s": topology.drain_timeout_s,
         **_telemetry(topology, Role.ROUTER),
     }
+    if not topology.host:
+        return base
+    address = f"{topology.hosts[topology.host].listens_on}:{port}"
+    own = {"router_id": f"{ROUTER}-{topology.host}", "server": {"address": address}}
+    return merge(merge(base, _host_base(topology, ROUTER, 0)), own)
+
+
+def _http_base(topology: Topology) -> dict[str, object]:
+    """HTTP of the router that clients call."""
+    base: dict[str, object] = {"port": topology.router.http_port}
+    if topology.host:
+        base["host"] = topology.hosts[topology.host].listens_on
+    if (secrets := topology.secret_files) is not None:
+        base |= _http_identity(secrets.identity(ROUTER), secrets.http_keys)
+    return base
+
+
+def _http_identity(tls: TlsConfig, keys_file: Path) -> dict[str, object]:
+    served = to_settings({"cert_file": tls.cert_file, "key_file": tls.key_file})
+    return {"tls": served, "keys_file": to_settings(keys_file), "operators": [LOCAL_TENANT]}
+
+
+def _host_base(topology: Topology, name: str, process: int) -> dict[str, object]:
+    """Settings of the process ``name``, the host's number ``process``, by which other hosts reach it."""
+    host = topology.hosts[topology.host]
+    grpc, events, metrics = (host.port(process, which) for which in range(PORTS_OF_PROCESS))
+    server: dict[str, object] = {"address": f"{host.listens_on}:{grpc}"}
+    base: dict[str, object] = {
+        "server": server,
+        "advertise_host": host.address,
+        "events_address": f"{host.listens_on}:{events}",
+        "http_address": f"{host.listens_on if host.metrics else _LOOPBACK}:{metrics}",
+    }
+    if (secrets := topology.secret_files) is not None:
+        server["tls"] = to_settings(secrets.identity(name))
+        base["events_key_file"] = to_settings(secrets.events_key)
+    return base
 
 
 def _telemetry(topology: Topology, role: Role) -> dict[str, object]:
@@ -722,7 +876,17 @@ def _trtllm_arguments(plan: ProcessPlan, config: WorkerConfig) -> LlmArguments:
         raise ConfigError(f"{plan.name}: {error}") from error
 
 
-def _group_config(topology: Topology, number: int) -> WorkerConfig:
+def _named(topology: Topology) -> Iterator[tuple[int, WorkerGroup, list[str]]]:
+    """Each group with its number and the names of its workers, which differ on all hosts."""
+    num_of_name: Counter[str] = Counter()
+    for number, group in enumerate(topology.workers):
+        first = num_of_name[group.process_name]
+        num_of_name[group.process_name] += group.replicas
+        yield number, group, [f"{group.process_name}-{first + index}" for index in range(group.replicas)]
+
+
+def _worker_config(topology: Topology, number: int, name: str, process: int) -> WorkerConfig:
+    """Settings of the worker ``name`` of the group ``number``, the host's number ``process`` if there are hosts."""
     group, where = topology.workers[number], f"workers[{number}]"
     base = WorkerConfig(
         model_path=str(topology.model.path),
@@ -732,10 +896,12 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
         engine=topology.engine,
         server=build(ServerConfig, _namespaces(topology, group.pool)),
         discovery=topology.discovery_of(group.pool),
-        signing_keys_file=topology.signing_keys_file if group.role is Role.DECODE else None,
+        signing_keys_file=topology.signing_keys if group.role is Role.DECODE else None,
         drain_timeout_s=topology.drain_timeout_s,
     )
     settings = merge(to_settings(base), _telemetry(topology, group.role))
+    if topology.host:
+        settings = merge(settings, _host_base(topology, name, process))
     config = build(WorkerConfig, merge(settings, group.overrides), f"{where}.overrides")
     if group.role is Role.ENCODE and not config.engine.kind.has_encoder:
         raise ConfigError(f"{where}.role: the engine {config.engine.kind} encodes no media")

@@ -7,19 +7,21 @@ import json
 import signal
 from asyncio.subprocess import PIPE
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.traces.format import BLOCK_SIZE, read_trace, write_trace
 from cli.traces.generate import SessionConfig, TraceConfig, generate
 from quartet.client import QuartetClient, Sampling
+from quartet.engine.mock.model import StepTiming
 from tests import tiny
 from tests.e2e.up import CONFIGS, QUARTET, Up
 
 pytestmark = pytest.mark.usefixtures("etcd_binary")
 
 NUM_REQUESTS = 24
-BENCH_TIMEOUT_S = 90.0
+COMMAND_TIMEOUT_S = 90.0
 SESSIONS = SessionConfig(
     num_turns=2, think_time_s=1, message_tokens=300, output_tokens=12, system_tokens=1100, num_system_prompts=1
 )
@@ -27,15 +29,19 @@ SESSIONS = SessionConfig(
 
 async def bench(up: Up, trace: Path) -> dict[str, object]:
     """Send the trace's requests one after the other; the one load's figures."""
-    options = ("--trace", str(trace), "--concurrency", "1", "--json", "-")
-    command = (QUARTET, "bench", "--router", up.router_address, *options)
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
-    async with asyncio.timeout(BENCH_TIMEOUT_S):
-        out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    [point] = json.loads(out)["points"]
+    [point] = (await report_of("bench", up, "--trace", str(trace), "--concurrency", "1"))["points"]
     assert isinstance(point, dict)
     return point
+
+
+async def report_of(name: str, up: Up, *options: str) -> Any:
+    """What a command that asks the router writes as JSON."""
+    command = (QUARTET, name, "--router", up.router_address, *options, "--json", "-")
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    async with asyncio.timeout(COMMAND_TIMEOUT_S):
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return json.loads(out)
 
 
 async def test_a_trace_is_answered_in_full_with_its_prefixes_reused_and_no_torch_in_any_process(tmp_path: Path) -> None:
@@ -59,6 +65,7 @@ async def test_a_trace_is_answered_in_full_with_its_prefixes_reused_and_no_torch
         assert isinstance(cached_tokens, int)
         assert cached_tokens >= (NUM_REQUESTS - 2) * len(shared_ids) * BLOCK_SIZE
         await check_answers_are_the_same_everywhere(up)
+        await check_it_can_be_planned_with_what_it_has_measured(up, trace)
         assert not any(map(has_torch, workers(up)))
         await up.end(signal.SIGINT)
 
@@ -72,6 +79,18 @@ async def check_answers_are_the_same_everywhere(up: Up) -> None:
     assert len(token_ids) == 20
     places = {answer.accepted.choices[0].decode.worker_id for answer in answers}
     assert len(places) > 1
+
+
+async def check_it_can_be_planned_with_what_it_has_measured(up: Up, trace: Path) -> None:
+    options = ("--from-fleet", "--ttft-p95", "1e6", "--max-workers", "2")
+    plan = await report_of("plan", up, str(trace), *options)
+    assert plan["steps"] == "measured by the running fleet"
+    assert (plan["fleet"]["engine"]["num_blocks"], plan["fleet"]["engine"]["block_size"]) == (16384, 32)
+    timing, default = plan["fleet"]["engine"]["timing"], StepTiming()
+    assert timing["decode_base"] != default.decode_base
+    assert timing["prefill_base"] + 1000 * timing["prefill_linear"] > 0
+    assert plan["chosen"] == {"num_prefill": 0, "num_decode": 1}
+    assert plan["start"] == "quartet up TOPOLOGY --replicas prefill=0 --replicas decode=1"
 
 
 def has_torch(pid: int) -> bool:

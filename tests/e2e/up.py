@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,14 +74,17 @@ class Up:
         variables: Mapping[str, str] | None = None,
         python: Path | None = None,
         quartet: Path = QUARTET,
+        within: Sequence[str] = (),
     ) -> None:
         """It runs ``quartet`` in ``directory``; ``variables`` are added to the environment.
 
-        It and its services run with ``python`` in place of this Python; see ``ForkServer.python``.
+        It and its services run with ``python`` in place of this Python; see ``ForkServer.python``. ``within`` is a
+        command that becomes the one that follows it, such as ``Host.command``.
         """
         self.lines: list[str] = []
         self._directory = directory
-        self._quartet = [quartet] if python is None else [python, "-m", "tests.e2e.quartet_with", python]
+        own = [quartet] if python is None else [python, "-m", "tests.e2e.quartet_with", python]
+        self._quartet = [*within, *own]
         self._arguments = arguments
         self._mark = Mark()
         self._variables = self._mark.environment({"PATH": _path_of_a_newcomer(), **(variables or {})})

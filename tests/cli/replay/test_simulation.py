@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from cli.replay.fleet_router import FleetRouter, ReplayedRequest
 from cli.replay.policies import POLICIES
 from cli.replay.results import PolicyResult
-from cli.replay.simulation import FleetSettings, Prompts, Simulation
+from cli.replay.simulation import FleetSettings, GivenUpError, Patience, Prompts, Simulation
 from cli.replay.worker import EngineSettings, SimulatedWorker
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from cli.traces.generate import Arrivals, TraceConfig, generate
 from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.mock.model import StepTiming
 from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import pack_token_ids, sequence_hashes, split_blocks
@@ -121,7 +122,6 @@ def test_a_router_that_has_just_started_spreads_its_requests_over_ranks_that_oth
         FleetRouter(
             policies[number],
             workers,
-            engine,
             num_prefill=0,
             load_age_s=0.05,
             bookings_age_s=0.0,
@@ -247,7 +247,7 @@ def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
     rank, engine = Rank("worker"), EngineSettings(max_num_seqs=1, num_blocks=64)
     worker = SimulatedWorker(rank, engine)
     policy = _Watching()
-    router = FleetRouter(policy, {rank: worker}, engine, num_prefill=0)
+    router = FleetRouter(policy, {rank: worker}, num_prefill=0)
     for number in (0, 1):
         pending = Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170)
         router.arrive(ReplayedRequest(number, pending))
@@ -258,6 +258,28 @@ def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
     router.pump(0.0)
     seen = [(candidate.num_used_blocks, candidate.num_promised_blocks) for candidate in policy.seen]
     assert seen == [(0, 0), (0, 3), (2, 1 + 3)]
+
+
+def test_where_workers_report_by_step_a_router_counts_what_it_sent_by_its_own_forecast_until_then() -> None:
+    def num_unbegun(*, reports_by_step: bool) -> list[int]:
+        rank = Rank("worker")
+        worker = SimulatedWorker(rank, EngineSettings(reports_by_step=reports_by_step))
+        policy = _Watching(num_cached_tokens=40)
+        router = FleetRouter(policy, {rank: worker}, num_prefill=0)
+        seen = list[int]()
+        for number, now in ((0, 0.0), (1, 0.001), (2, 0.002)):  # the others come while the first one's step runs
+            router.arrive(
+                ReplayedRequest(number, Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170))
+            )
+            router.pump(now)
+            seen.append(policy.seen[-1].num_unbegun_tokens)
+            worker.submit(*_request(number), now)
+            worker.begin(now)
+            router.report(rank, now)
+        return seen
+
+    assert num_unbegun(reports_by_step=True) == [0, 0, 60]
+    assert num_unbegun(reports_by_step=False) == [0, 0, 100]
 
 
 class _Counting:
@@ -290,13 +312,15 @@ class _Watching:
 
     name = "watching"
 
-    def __init__(self) -> None:
+    def __init__(self, num_cached_tokens: int = 0) -> None:
+        """``num_cached_tokens``: what it expects of each request."""
         self.seen: list[Candidate] = []
+        self._num_cached_tokens = num_cached_tokens
 
     def assign(self, queued: Sequence[Pending], snapshot: Snapshot) -> Decision:
         [candidate] = snapshot.decode
         self.seen.append(candidate)
-        return Decision([Placement(None, candidate.rank) for _ in queued])
+        return Decision([Placement(None, candidate.rank, self._num_cached_tokens) for _ in queued])
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         return ()
@@ -350,3 +374,47 @@ def test_tokens_without_an_id_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="request 1 has 1 hash_ids for 513 tokens") as refused:
         Prompts([request], 64)
     assert refused.value.field == "hash_ids"
+
+
+def test_workers_that_only_prefill_may_have_another_engine() -> None:
+    request = TraceRequest(arrival_s=0.0, num_input_tokens=1000, num_output_tokens=3, hash_ids=(1, 2))
+    slow = StepTiming(prefill_base=700.0, prefill_linear=0.0, prefill_square=0.0)
+    fleet = FleetSettings(num_workers=1, num_prefill_workers=1, prefill_engine=EngineSettings(timing=slow))
+    result = Simulation([request], POLICIES["round_robin"], fleet).run()
+    assert result.ttft_ms.mean == pytest.approx(700)
+    assert result.prefill_busy * result.duration_s == pytest.approx(0.7)
+    steps_s = (fleet.engine.timing.decode_ms(1001) + fleet.engine.timing.decode_ms(1002)) / 1e3
+    assert result.decode_busy * result.duration_s == pytest.approx(steps_s)
+
+
+def test_a_replay_ends_once_too_many_requests_are_late(trace: list[TraceRequest]) -> None:
+    slow = EngineSettings(timing=StepTiming(prefill_base=900.0))
+    fleet = FleetSettings(num_workers=1, engine=slow)
+    whole = Simulation(trace, POLICIES["round_robin"], fleet).run()
+    assert whole.ttft_ms.p50 > 2_000
+    with pytest.raises(GivenUpError, match="6 requests waited longer than 2 s for their first token"):
+        Simulation(trace, POLICIES["round_robin"], fleet).run(patience=[Patience(ttft_s=2.0, most_late=5)])
+    enough = Patience(ttft_s=2.0, most_late=len(trace))
+    assert Simulation(trace, POLICIES["round_robin"], fleet).run(patience=[enough]).ttft_ms == whole.ttft_ms
+
+
+def test_a_short_prompt_goes_beside_a_long_one_where_the_engine_does_that() -> None:
+    requests = [
+        TraceRequest(arrival_s=0.0, num_input_tokens=20_480, num_output_tokens=1, hash_ids=tuple(range(40))),
+        TraceRequest(arrival_s=0.1, num_input_tokens=512, num_output_tokens=1, hash_ids=(99,)),
+    ]
+
+    def ttft_ms(part: float) -> float:
+        fleet = FleetSettings(num_workers=1, engine=EngineSettings(short_prompts_part=part))
+        return Simulation(requests, POLICIES["kv_aware"], fleet).run().ttft_ms.p50
+
+    assert ttft_ms(0.5) < 0.9 * ttft_ms(0.0)
+
+
+def test_blocks_are_shared_from_the_next_step_where_the_engine_does_that() -> None:
+    requests = [
+        TraceRequest(arrival_s=0.0, num_input_tokens=1024 + extra, num_output_tokens=1, hash_ids=(1, 2, 10 + extra))
+        for extra in (1, 2)
+    ]
+    fleet = FleetSettings(num_workers=1, engine=EngineSettings(shares_within_step=False))
+    assert Simulation(requests, POLICIES["round_robin"], fleet).run().reuse_ratio == 0.0

@@ -120,6 +120,8 @@ def test_further_workers_get_the_gpus_that_follow_and_fewer_keep_the_first(tmp_p
     assert gpus_of(more[1:]) == {"decode-0": (2, 1), "decode-1": (3, 4), "decode-2": (5, 6), "decode-3": (7, 8)}
     assert gpus_of(plans_of(write(tmp_path, wide), replicas=["decode=1"])) == {"prefill-0": (0,), "decode-0": (2, 1)}
     assert len(plans_of(CONFIGS / "mock_fleet.yaml", replicas=["decode=8", "prefill=1"])) == 9
+    alone = plans_of(CONFIGS / "mock_fleet.yaml", replicas=["decode=2", "prefill=0"])
+    assert [plan.name for plan in alone] == ["decode-0", "decode-1"]
 
 
 def test_files_with_engine_arguments_go_to_every_worker_of_a_role(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_assignments_reach_the_workers_that_there_are_after_the_choices(tmp_path
     ("choices", "message"),
     [
         ({"replicas": ["decode"]}, "replicas: 'decode' must have the form NAME=VALUE"),
-        ({"replicas": ["decode=0"]}, "replicas: decode=0 must have the form NAME=N with N of at least 1"),
+        ({"replicas": ["decode=-1"]}, "replicas: decode=-1 must have the form NAME=N with N of at least 0"),
         ({"replicas": ["decode=x"]}, "replicas: decode=x must have the form NAME=N"),
         ({"replicas": ["reader=1"]}, "workers: none is called reader; known here: prefill, decode, big"),
         ({"gpus": ["decode="]}, "gpus: 'decode=' must have the form NAME=VALUE"),

@@ -418,8 +418,8 @@ def test_settings_are_what_build_reads() -> None:
     settings = to_settings(topology)
     assert isinstance(settings, dict)
     assert build(Topology, settings) == topology
-    group = {"role": Role.DECODE.value, "pool": "", "name": "", "replicas": 1, "gpus": [], "environment": {}}
-    group["limits"] = {"cpus": None, "memory_gb": None}
+    group = {"role": Role.DECODE.value, "pool": "", "host": "", "name": "", "replicas": 1, "gpus": []}
+    group |= {"environment": {}, "limits": {"cpus": None, "memory_gb": None}}
     assert settings["workers"] == [{**group, "overrides": {"a": [1]}}]
 
 

@@ -1,0 +1,114 @@
+"""What ``quartet secrets`` writes: certificates, keys and passwords of a topology's hosts, a folder for each."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+from quartet.config import write_secret_file
+from quartet.errors import ConfigError
+from quartet.rpc.audience import IdentityKind
+from quartet.rpc.channels import ListenAddress
+from services.topology.certificates import LOOPBACK_NAMES, KeptAuthority, kind_of
+from services.topology.hosts import SecretFiles, bare
+from services.topology.launch import draw_api_key, draw_events_key, draw_signing_key
+from services.topology.topology import Topology, plan_routers, plan_workers
+
+_PASSWORD_BYTES = 24
+
+
+@dataclass(frozen=True)
+class SecretsFolder:
+    """The folder of all secrets of one topology; who has it can make more.
+
+    Attributes:
+        path: it holds ``hosts/NAME`` for each host, and for others ``etcd``, with what etcd serves with, ``operator``
+            and ``client``, and ``authority``, which no host gets.
+    """
+
+    path: Path
+
+    def host(self, name: str) -> SecretFiles:
+        """What the host of that name gets."""
+        return SecretFiles(self.path / "hosts" / name)
+
+    @property
+    def authority(self) -> Path:
+        """What certificates are made with, and one copy of each key that hosts share."""
+        return self.path / "authority"
+
+
+def provide_secrets(topology: Topology, folder: SecretsFolder, *, valid: timedelta) -> list[str]:
+    """Write all that the hosts of ``topology`` need. What is there already stays, if it is still right.
+
+    So further hosts and workers get certificates of the same authority, and certificates are made anew which end within
+    a month or whose host has another address now. Keys that hosts share are those in ``authority``.
+
+    Args:
+        topology: with ``hosts``.
+        folder: where; made for its owner alone.
+        valid: how long new certificates are.
+
+    Returns:
+        The files that are new or changed, below ``folder``; of a certificate and its key, the certificate.
+
+    Raises:
+        ConfigError: settings of the topology are wrong.
+        OSError, ValueError: a file can't be written, or one that is there is not of the right kind.
+    """
+    if not topology.hosts:
+        raise ConfigError("hosts: there are none; `quartet up --tls` makes certificates for one host")
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    changed = [*_certificates(topology, folder, valid), *_keys(topology, folder)]
+    return [str(path.relative_to(folder.path)) for path in changed]
+
+
+def _certificates(topology: Topology, folder: SecretsFolder, valid: timedelta) -> Iterator[Path]:
+    namespace = topology.namespace
+    grpc = KeptAuthority(folder.authority / "grpc", f"quartet {namespace}", valid=valid)
+    etcd = KeptAuthority(folder.authority / "etcd", f"quartet {namespace} etcd", valid=valid)
+    for name, host in topology.hosts.items():
+        share = replace(topology, host=name, secrets=folder.host(name).folder)
+        hosts = tuple(dict.fromkeys([*host.names, *LOOPBACK_NAMES]))
+        for plan in [*plan_workers(share, num_cores=1), *plan_routers(share)]:
+            uri = f"quartet://{namespace}/{kind_of(plan.role)}/{plan.name}"
+            yield from grpc.provide(folder.host(name).folder, plan.name, uris=[uri], hosts=hosts)
+        yield from etcd.provide(folder.host(name).folder / "etcd", "client")
+    for kind in (IdentityKind.OPERATOR, IdentityKind.CLIENT):
+        yield from grpc.provide(folder.path / kind, kind, uris=[f"quartet://{namespace}/{kind}/{kind}"])
+    yield from etcd.provide(folder.path / "etcd", "etcd", hosts=_etcd_hosts(topology))
+
+
+def _etcd_hosts(topology: Topology) -> Sequence[str]:
+    endpoints = [endpoint.rpartition("//")[2] for endpoint in topology.discovery.etcd.endpoints]
+    dialled = [bare(ListenAddress.parse(endpoint, "discovery.etcd.endpoints").host) for endpoint in endpoints]
+    return tuple(dict.fromkeys([*dialled, *LOOPBACK_NAMES]))
+
+
+def _keys(topology: Topology, folder: SecretsFolder) -> Iterator[Path]:
+    own = SecretFiles(folder.authority)
+    for path, draw in (
+        (own.events_key, draw_events_key),
+        (own.signing_keys, draw_signing_key),
+        (own.http_keys, draw_api_key),
+    ):
+        if not path.is_file():
+            yield draw(path.parent)
+    if not own.etcd_password.is_file():
+        password = secrets.token_urlsafe(_PASSWORD_BYTES)
+        yield write_secret_file(own.etcd_password, f"{password}\n".encode())
+    for name in topology.hosts:
+        its = folder.host(name)
+        copies = {its.events_key: own.events_key, its.signing_keys: own.signing_keys}
+        if topology.discovery.etcd.user:
+            copies[its.etcd_password] = own.etcd_password
+        if topology.router.http_port and name in topology.router.hosts:
+            copies[its.http_keys] = own.http_keys
+        for copy, original in copies.items():
+            content = original.read_bytes()
+            if not copy.is_file() or copy.read_bytes() != content:
+                copy.unlink(missing_ok=True)
+                yield write_secret_file(copy, content)

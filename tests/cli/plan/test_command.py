@@ -1,0 +1,131 @@
+"""``quartet plan``: its table, its answer, its figures, its picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.traces.format import TraceRequest, write_trace
+from cli.traces.generate import Arrivals, SessionConfig, TraceConfig, generate
+from tests.cli.conftest import RunCli
+
+_NUM_REQUESTS = 40
+_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+# Prompts of a second each, of which one worker can't compute two a second.
+_SLOW = "--set engine.mock.timing.prefill_base=1000 --set engine.scheduler.max_num_batched_tokens=100000"
+
+# All prompts go to Prefill workers, where there are any.
+_APART = "--set router.overrides.policy.name=round_robin"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl.gz"
+    sessions = SessionConfig(message_tokens=400.0, output_tokens=20.0, system_tokens=0.0, length_sigma=0.2)
+    config = TraceConfig(arrivals=Arrivals(rate=2.0), sessions=sessions, max_requests=_NUM_REQUESTS, seed=5)
+    write_trace(generate(config), path)
+    return str(path)
+
+
+async def test_it_shows_all_fleets_that_it_tried_an_answer_and_a_command(trace: str, run_cli: RunCli) -> None:
+    result = await run_cli("plan", trace, "--ttft-p95", "400", "--itl-p95", "100", "--max-workers", "3")
+    assert result.exit_code == 0, result.output
+    title, *lines = result.stdout.splitlines()
+    assert title.startswith("trace.jsonl.gz, 40 requests at 1x (")
+    assert "steps of mock_fleet; wanted: TTFT p95 <= 400 ms, ITL p95 <= 100 ms" in title
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert ["0", "1"] in [row[:2] for row in rows]
+    for row in rows:
+        assert [len(row[column].split(" / ")) for column in (2, 3)] == [3, 3]
+        assert row[-1] == "met"
+    *_, verdict, command = lines
+    assert verdict == "Don't disaggregate: 1 worker that does both meets the targets."
+    assert command == "Start it: quartet up mock_fleet --replicas prefill=0 --replicas decode=1"
+
+
+async def test_its_figures_are_written_as_documented(trace: str, run_cli: RunCli, tmp_path: Path) -> None:
+    path, picture = tmp_path / "new" / "plan.json", tmp_path / "new" / "plan.png"
+    options = f"--ttft-p50 1500 --ttft-p95 2500 --itl-p99 800 --max-workers 5 --requests 30 --rate 1 {_SLOW} {_APART}"
+    result = await run_cli("plan", trace, *options.split(), "--json", str(path), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(_PNG_MAGIC)
+    report = json.loads(path.read_text())
+    assert report["benchmark"] == "plan"
+    assert {"command", "started_at", "commit", "versions", "machine", "policy", "fleet"} < report.keys()
+    assert (report["trace"], report["num_requests"], report["num_left_out"]) == ("trace.jsonl.gz", 30, 0)
+    assert report["steps"] == "of mock_fleet"
+    assert report["fleet"]["engine"]["timing"]["prefill_base"] == 1000
+    assert report["targets"] == [
+        {"latency": "ttft", "percent": 50, "limit_ms": 1500},
+        {"latency": "ttft", "percent": 95, "limit_ms": 2500},
+        {"latency": "itl", "percent": 99, "limit_ms": 800},
+    ]
+    tried = {(each["num_prefill"], each["num_decode"]): each for each in report["tried"]}
+    chosen = (report["chosen"]["num_prefill"], report["chosen"]["num_decode"])
+    assert chosen[0] >= 1, "a prompt of a second is far longer than the target between tokens"
+    assert tried[chosen]["meets"]
+    assert tried[chosen]["strain"] <= 1
+    assert tried[chosen]["result"]["ttft_ms"]["p95"] <= 2500
+    assert 0 < tried[chosen]["result"]["prefill_busy"] <= 1
+    beside = (0, sum(chosen))
+    assert report["beside"] == {"num_prefill": 0, "num_decode": beside[1]}
+    assert tried[beside]["result"] is not None
+    assert tried[beside]["reason"].startswith(("TTFT", "ITL"))
+    assert report["verdict"].startswith("Disaggregate: ")
+    assert report["start"].endswith(f"--replicas prefill={chosen[0]} --replicas decode={chosen[1]}")
+    assert "--set engine.mock.timing.prefill_base=1000" in report["start"], "what was planned is what is started"
+
+
+async def test_a_fleet_that_is_far_too_small_is_not_replayed_to_its_end(trace: str, run_cli: RunCli) -> None:
+    options = f"--ttft-p95 1500 --max-workers 4 --rate 3 --json - {_SLOW}"
+    result = await run_cli("plan", trace, *options.split())
+    assert result.exit_code == 0, result.output
+    given_up = [tried for tried in json.loads(result.stdout)["tried"] if tried["result"] is None]
+    assert {tried["reason"] for tried in given_up} == {"given up: 7.5% of first tokens later than 1500 ms"}
+
+
+async def test_requests_that_no_worker_can_hold_are_left_out(run_cli: RunCli, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    requests = [
+        TraceRequest(arrival_s=number, num_input_tokens=length, num_output_tokens=2, hash_ids=(number,))
+        for number, length in enumerate((100, 200, 500))
+    ]
+    write_trace(requests, path)
+    options = ("--ttft-p95", "1000", "--max-workers", "1", "--set", "engine.max_model_len=300")
+    result = await run_cli("plan", str(path), *options)
+    assert result.exit_code == 0, result.output
+    assert "Left out, as a worker takes no longer ones: 1 requests." in result.stdout
+    refused = await run_cli("plan", str(path), *options[:-1], "engine.max_model_len=50")
+    assert refused.exit_code == 1
+    assert "TRACE: a worker holds 50 tokens, and each request has more" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "shown"),
+    [
+        ("", 2, "at least one is needed, such as --ttft-p95 2000 --itl-p95 50"),
+        ("--ttft-p95 0", 2, "must be above 0, and finite"),
+        ("--ttft-p95 9 --rate 2 --speed 2", 2, "each of them sets the pace: give one"),
+        ("--ttft-p95 9 --from-fleet --set engine.num_blocks=9", 2, "needs --topology"),
+        ("--ttft-p95 9 --rate 0", 2, "must be above 0, and finite"),
+        ("--ttft-p95 9 --decode-step-ms nan", 2, "must be above 0, and finite"),
+        ("--ttft-p95 9 --prefill-base-ms -1", 2, "must be at least 0, and finite"),
+        ("--ttft-p95 9 --plot plan.txt", 2, "must end in one of"),
+        ("--ttft-p95 9 --topology nothing", 1, "there is no file nothing"),
+        ("--ttft-p95 9 --topology disagg", 1, "prefill_tokens_per_s: is missing, or --from-fleet"),
+        ("--ttft-p95 9 --topology global", 1, "global_router: a plan is for one pool"),
+        (
+            "--ttft-p95 9 --set engine.data_parallel_size=2",
+            1,
+            "engine.data_parallel_size: a plan is for workers of one",
+        ),
+    ],
+)
+async def test_what_can_not_be_planned_is_refused_by_name(
+    trace: str, run_cli: RunCli, options: str, code: int, shown: str
+) -> None:
+    result = await run_cli("plan", trace, *options.split())
+    assert result.exit_code == code, result.output
+    assert shown in " ".join(result.output.replace("│", " ").split())

@@ -1,0 +1,149 @@
+"""``quartet secrets``: who gets which file, what stays the same when it is run again, and what is renewed."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from typer.testing import CliRunner
+
+from cli.app import app
+from quartet.errors import ConfigError
+from services.topology.host_secrets import SecretsFolder, provide_secrets
+from services.topology.hosts import Host
+from services.topology.topology import Topology, build_topology
+
+YEAR = timedelta(days=365)
+SETTINGS = {
+    "namespace": "spread",
+    "hosts": {"left": {"address": "10.0.0.1"}, "right": {"address": "[fd00::2]"}},
+    "secrets": "unread",
+    "discovery": {"etcd": {"endpoints": ["https://etcd.example.com:2379"], "user": "quartet"}},
+    "engine": {"kind": "mock"},
+    "router": {"hosts": ["left"], "http_port": 8000},
+    "workers": [{"role": "prefill", "host": "left"}, {"role": "decode", "host": "right"}],
+}
+
+
+@pytest.fixture
+def topology() -> Topology:
+    return build_topology(SETTINGS)
+
+
+def provide(topology: Topology, path: Path, valid: timedelta = YEAR) -> Sequence[str]:
+    return provide_secrets(topology, SecretsFolder(path), valid=valid)
+
+
+def names_of(cert_file: Path) -> set[str]:
+    certificate = x509.load_pem_x509_certificate(cert_file.read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return {str(name.value) for name in names}
+
+
+def test_a_host_gets_the_keys_of_its_own_processes_and_those_that_all_share(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    files = {
+        name: {str(path.relative_to(tmp_path / "hosts" / name)) for path in (tmp_path / "hosts" / name).rglob("*.key")}
+        for name in ("left", "right")
+    }
+    assert files == {
+        "left": {"prefill-0.key", "router.key", "etcd/client.key"},
+        "right": {"decode-0.key", "etcd/client.key"},
+    }
+    for key in ("events_key", "signing_keys", "etcd/password"):
+        assert len({(tmp_path / "hosts" / name / key).read_bytes() for name in ("left", "right")}) == 1
+    assert (tmp_path / "hosts/left/http_keys").is_file()
+    assert not (tmp_path / "hosts/right/http_keys").exists()
+
+
+def test_nothing_is_missing_of_what_a_share_asks_for(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    left = SecretsFolder(tmp_path).host("left")
+    assert [*left.missing(["prefill-0", "router"], has_http=True)] == []
+    assert [*left.missing(["decode-0"], has_http=False)] == [left.folder / "decode-0.pem", left.folder / "decode-0.key"]
+
+
+def test_certificates_are_made_out_to_the_host_that_is_dialled(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    loopback = {"127.0.0.1", "::1", "localhost"}
+    uri = "quartet://spread/worker/decode-0"
+    assert names_of(tmp_path / "hosts/right/decode-0.pem") == {uri, "fd00::2", *loopback}
+    assert names_of(tmp_path / "etcd/etcd.pem") == {"etcd.example.com", *loopback}
+    assert names_of(tmp_path / "operator/operator.pem") == {"quartet://spread/operator/operator"}
+
+
+def test_only_the_owner_can_open_what_is_secret(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path / "secrets")
+    files = [path for path in (tmp_path / "secrets").rglob("*") if path.is_file() and path.suffix != ".pem"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+
+
+def test_run_again_it_changes_nothing(topology: Topology, tmp_path: Path) -> None:
+    assert provide(topology, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.key")}
+    assert provide(topology, tmp_path) == []
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.key")} == before
+
+
+def test_a_further_host_gets_certificates_of_the_same_authority(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    further = {**SETTINGS["hosts"], "third": {"address": "10.0.0.3"}}  # type: ignore[dict-item]
+    workers = [*SETTINGS["workers"], {"role": "decode", "host": "third"}]  # type: ignore[misc]
+    new = provide(build_topology({**SETTINGS, "hosts": further, "workers": workers}), tmp_path)
+    assert new
+    assert all(path.startswith("hosts/third/") for path in new)
+    authority = x509.load_pem_x509_certificate((tmp_path / "hosts/left/ca.pem").read_bytes())
+    added = x509.load_pem_x509_certificate((tmp_path / "hosts/third/decode-1.pem").read_bytes())
+    added.verify_directly_issued_by(authority)
+
+
+def test_a_host_that_has_moved_gets_certificates_for_its_new_address(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    moved = replace(topology, hosts={**topology.hosts, "right": Host(address="10.0.0.7")})
+    assert provide(moved, tmp_path) == ["hosts/right/decode-0.pem"]
+    assert "10.0.0.7" in names_of(tmp_path / "hosts/right/decode-0.pem")
+
+
+def test_certificates_that_end_within_a_month_are_renewed(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path, valid=timedelta(days=29))
+    renewed = provide(topology, tmp_path)
+    assert "hosts/left/router.pem" in renewed
+    assert "hosts/left/etcd/client.pem" in renewed
+    certificate = x509.load_pem_x509_certificate((tmp_path / "hosts/left/router.pem").read_bytes())
+    assert certificate.not_valid_after_utc - datetime.now(UTC) > timedelta(days=360)
+
+
+def test_a_key_that_was_replaced_goes_to_all_hosts(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    (tmp_path / "authority/events_key").unlink()
+    changed = provide(topology, tmp_path)
+    assert set(changed) == {"authority/events_key", "hosts/left/events_key", "hosts/right/events_key"}
+
+
+def test_certificates_of_an_authority_that_was_lost_are_made_anew(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    shutil.rmtree(tmp_path / "authority/grpc")
+    assert {"hosts/left/router.pem", "client/client.pem"} <= set(provide(topology, tmp_path))
+
+
+def test_a_topology_of_one_host_is_refused(tmp_path: Path) -> None:
+    decode = replace(build_topology(SETTINGS).workers[1], host="")
+    with pytest.raises(ConfigError, match="hosts: there are none"):
+        provide(Topology(workers=(decode,)), tmp_path)
+
+
+def test_the_command_says_what_it_wrote_and_where_it_belongs(tmp_path: Path) -> None:
+    file = Path(__file__).parents[3] / "deploy/two_hosts.yaml"
+    arguments = ["secrets", str(file), str(tmp_path / "secrets")]
+    first, second = (CliRunner().invoke(app, arguments) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert str(tmp_path / "secrets/hosts/right/decode-1.pem") in first.output.replace("\n", "")
+    assert "all are there already" in second.output
+    assert "# to left" in second.output
