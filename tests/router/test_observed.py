@@ -6,7 +6,7 @@ from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import WorkerRecord
 from quartet.telemetry.targets import Target
 from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures
-from router.observed import adapter_figures, model_figures, scrape_targets
+from router.observed import ObservedModels, adapter_figures, scrape_targets
 from router.workers import PoolKey
 from tests.discovery.records import make_router
 from tests.router.records import make_load, make_record
@@ -56,7 +56,22 @@ def test_a_models_figures_are_those_of_its_decode_ranks() -> None:
             max_model_len=2000,
         ),
     )
-    assert model_figures(statuses, lambda pool: waiting.get(pool, 0)) == [other, tiny]
+    assert ObservedModels().read(statuses, lambda pool: waiting.get(pool, 0)) == [other, tiny]
+
+
+def test_a_model_whose_workers_left_keeps_its_line_and_its_longest_sequence() -> None:
+    models, waiting = ObservedModels(), {PoolKey("tiny", "ab" * 32): 2}
+    long, short = (status(make_record(f"decode-{length}", max_model_len=length)) for length in (4000, 2000))
+
+    def read(*statuses: WorkerStatus) -> list[tuple[int, int, int, bool]]:
+        found = models.read(statuses, lambda pool: waiting.get(pool, 0))
+        return [(one.max_model_len, one.num_waiting, one.block_size, one.has_workers) for one in found]
+
+    assert read() == []
+    assert read(long, short) == [(4000, 2, 10, True)]
+    assert read(short) == [(4000, 2, 10, True)]
+    assert read() == [(4000, 2, 10, False)], "what waits for a worker still does"
+    assert read(short) == [(4000, 2, 10, True)]
 
 
 def test_adapters_of_all_workers_are_counted_once() -> None:
