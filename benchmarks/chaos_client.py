@@ -109,7 +109,8 @@ class Clients:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """Dial when first asked."""
-        self._client = QuartetClient(addresses)
+        # What breaks is resumed here, message by message, as a client in another language does it.
+        self._client = QuartetClient(addresses, resume_timeout_s=0)
         self._channels = [create_channel(address, None) for address in addresses]
         self._stubs: list[router_pb2_grpc.RouterServiceAsyncStub] = [
             router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels

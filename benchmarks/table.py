@@ -1337,6 +1337,29 @@ _DRAIN_BARS = (
 _DRAIN_COLUMNS: Columns = {"worker": "{worker}", "SIGTERM to its end, s": "{duration_s:.2f}"}
 
 
+def router_death_tables(report: Report) -> str:
+    """What is wanted, and a row for each path."""
+    rows = [{"path": path, **report[path]} for path in ("generate", "session")]
+    return f"{_bars('figure', _ROUTER_DEATH_BARS, report)}\n{_table(_ROUTER_DEATH_COLUMNS, rows)}"
+
+
+_ROUTER_DEATH_BARS = (
+    ("routers killed", "{kills}", "stated"),
+    ("blocks that workers held at the end", "{blocks_left}", "0"),
+)
+_ROUTER_DEATH_COLUMNS: Columns = {
+    "path": "{path}",
+    "answers that lost their router": "{resumed}",
+    "failed": "{failed}",
+    "with other tokens or text": "{wrong}",
+    "between two tokens, ms": "{itl_ms:.1f}",
+    "pause, ms: median": "{pause_p50_ms:.0f}",
+    "95th percentile": "{pause_p95_ms:.0f}",
+    "longest": "{pause_max_ms:.0f}",
+    "median pause, in tokens": "{pause_ratio:.0f}",
+}
+
+
 def wedge_tables(report: Report) -> str:
     """A row for each strike."""
     return _table(_WEDGE_COLUMNS, report["strikes"])
@@ -1489,6 +1512,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "cancel_storm": storm_tables,
     "cancel_storm_torch": storm_tables,
     "drain": drain_tables,
+    "router_death": router_death_tables,
     "wedge": wedge_tables,
     "wedge_torch": wedge_tables,
     "saturation": saturation_tables,

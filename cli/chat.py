@@ -11,7 +11,7 @@ import typer
 
 from cli.answer import Answer, AnswerPrinter
 from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption, TimeOption
-from cli.output import complain, describe, print_styled, time_line
+from cli.output import complain, describe, print_styled, show_lost, time_line
 from cli.prompt import ImageOption, MediaError, read_images, to_media
 from cli.tools import ToolsOption, read_tools, run_tool
 from quartet.client import ChatMessage, ChoiceFinished, Delta, GenerateFields, MediaPart, RequestPath, ToolCall
@@ -53,7 +53,7 @@ def chat(
         # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
         "session_key": secrets.token_hex(16),
     }
-    with SyncClient(router.addresses(), tls=router.tls) as client:
+    with router.sync_client() as client:
         # Fail before the user types anything if no router answers.
         client.list_models()
         _Conversation(client, path, fields, system, media, shows_time=shows_time).run()
@@ -146,6 +146,7 @@ class _Conversation:
                     times.append(time_line(part.time))
         finally:
             stream.close()
+        show_lost(stream.lost_routers, stream.router)
 
 
 class _TooManyCallsError(Exception):

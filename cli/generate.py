@@ -22,7 +22,7 @@ from cli.options import (
     TtftTargetOption,
     seconds,
 )
-from cli.output import json_value, time_line
+from cli.output import json_value, show_lost, time_line
 from cli.prompt import PromptOptions
 from quartet.client import ChoiceFinished, Completion, Delta, GenerateFields, RequestPath
 
@@ -78,12 +78,14 @@ async def _run(
             return
         line = ""
         answer, printer = Answer(), AnswerPrinter(keeps_text_apart=True)
-        async for part in client.generate(prompt, path=path, **fields):
+        stream = client.generate(prompt, path=path, **fields)
+        async for part in stream:
             if isinstance(part, Delta):
                 printer.show(part, answer.add(part))
             elif isinstance(part, ChoiceFinished):
                 line = time_line(part.time)
         printer.end()
+        show_lost(stream.lost_routers, stream.router)
         if shows_time:
             print(line, file=sys.stderr)
 

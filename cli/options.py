@@ -11,6 +11,7 @@ import typer
 
 from quartet.client import GrammarKind, GuidedDecoding, QuartetClient, RequestPath, Sampling
 from quartet.client.discovery import find_routers
+from quartet.client.sync import SyncClient
 from quartet.rpc.channels import TlsConfig
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ class RouterOptions(EtcdOptions):
             "--router",
             metavar="HOST:PORT",
             envvar="QUARTET_ROUTER",
-            help="A router. Several may be given; the next is tried when one can't be reached. Or see --etcd.",
+            help="A router. Several may be given, also with commas between; the next one goes on where one can't be"
+            " reached or is lost. Or see --etcd.",
         ),
     ] = field(default_factory=lambda: [DEFAULT_ROUTER])
     tls_ca: Annotated[
@@ -171,15 +173,23 @@ class RouterOptions(EtcdOptions):
     async def client(self) -> QuartetClient:
         """A client of these routers. Raises ``typer.BadParameter`` as ``tls`` does, and ``ServingError``."""
         if not self.etcd:
-            return QuartetClient(self.router, tls=self.tls)
+            return QuartetClient(self.addresses(), tls=self.tls)
         discovery = self.discovery()
         assert discovery is not None, "etcd is given"
         return await QuartetClient.discover(discovery, tls=self.tls)
 
+    def sync_client(self) -> SyncClient:
+        """As ``client``, for use without an event loop."""
+        if not self.etcd:
+            return SyncClient(self.addresses(), tls=self.tls)
+        discovery = self.discovery()
+        assert discovery is not None, "etcd is given"
+        return SyncClient.discover(discovery, tls=self.tls)
+
     def addresses(self) -> list[str]:
         """The routers, in the order to try; not for use in an event loop. Raises as ``client`` does."""
         if not self.etcd:
-            return self.router
+            return [address.strip() for given in self.router for address in given.split(",")]
         discovery = self.discovery()
         assert discovery is not None, "etcd is given"
         return asyncio.run(find_routers(discovery))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,12 @@ def describe(error: ServingError) -> str:
 def complain(message: str) -> None:
     """Print ``message`` on standard error, in red."""
     print_styled(f"quartet: {message}", err=True, fg=typer.colors.RED)
+
+
+def show_lost(routers: Sequence[str], went_on: str | None) -> None:
+    """Say on standard error which routers were lost during an answer, if any, and which one went on."""
+    if routers:
+        print_styled(f"lost the router at {', '.join(routers)}; {went_on} went on", err=True, dim=True)
 
 
 def has_styles(*, err: bool = False) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from quartet.api.answer import AnswerSink
-from quartet.api.convert.answer import from_place_request, to_place_response
+from quartet.api.convert.answer import from_generate_request, from_place_request, to_place_response
 from quartet.api.convert.fleet import (
     from_explain_request,
     to_explain_response,
@@ -21,7 +21,6 @@ from quartet.api.convert.fleet import (
     to_worker_status,
 )
 from quartet.api.convert.prefill import from_prefill_for_request, to_prefill_for_response
-from quartet.api.convert.unread import UnreadStart
 from quartet.api.fleet import FleetTotals, Model, WorkerStatus
 from quartet.api.generate_answer import GenerateAnswer
 from quartet.api.request import AskedStart, Relayed, SessionLimits, SessionStart
@@ -128,9 +127,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._generates.enter(context, _name(identity))
         answer = GenerateAnswer()
         # Nothing here keeps the start: this runs for as long as the answer comes.
-        run = self._pipeline.generate(
-            await self._read_start(context, identity), answer, traceparent=_traceparent(context)
-        )
+        run = self._begin(await self._read_first(context), answer, context, identity)
         listener = asyncio.create_task(_listen(context, run))
         try:
             with self._stalled.watch(context) as call:
@@ -224,13 +221,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         asked = asked.for_tenant(self._tenant(asked.tenant, identity, believes_neighbours=True))
         return to_prefill_for_response(await self._prefills.run(asked))
 
-    async def _read_start(self, context: _Context, identity: Identity | None) -> AskedStart:
+    async def _read_first(self, context: _Context) -> pb.GenerateRequest:
         # A client that opens a stream and sends nothing must not delay a drain.
         with _UntilClosing(self._closing, self._idle_tasks):
             request = await self._stalled.read_first(context)
         if not isinstance(request, pb.GenerateRequest) or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
-        return self._with_tenant(UnreadStart(request.start), identity)
+        return request
+
+    def _begin(
+        self, request: pb.GenerateRequest, answer: AnswerSink, context: _Context, identity: Identity | None
+    ) -> GenerateRun:
+        start, resume = from_generate_request(request)
+        start = self._with_tenant(start, identity)
+        return self._pipeline.generate(start, answer, resume=resume, traceparent=_traceparent(context))
 
     def _identity(self, context: _Context) -> Identity | None:
         return caller_identity(context.auth_context()) if self._has_tls else None

@@ -111,22 +111,31 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         address: str,
         stub: router_pb2_grpc.RouterServiceAsyncStub,
         to_error: Callable[[grpc.aio.AioRpcError], ServingError],
+        *,
+        lost_error: type[RouterUnavailableError] = RouterUnavailableError,
     ) -> None:
-        """``to_error`` turns a broken stream's status into the error of its requests."""
-        super().__init__(
-            f"the router at {address}", router_pb2.SessionResponse, _nothing, lost_error=RouterUnavailableError
-        )
+        """``to_error`` turns a broken stream's status into the error of its requests.
+
+        ``lost_error`` is what they fail with if the stream ends without a status that says more.
+        """
+        super().__init__(f"the router at {address}", router_pb2.SessionResponse, _nothing, lost_error=lost_error)
         self._stub = stub
         self._to_error = to_error
 
-    def start(self, start: router_pb2.GenerateStart, answer: AnswerSink, traceparent: str = "") -> SessionCall:
-        """Start a request. Never waits or raises: errors come out of ``answer``."""
-        num_choices = start.num_choices if start.HasField("num_choices") else 1
+    def start(
+        self,
+        start: router_pb2.GenerateStart,
+        answer: AnswerSink,
+        traceparent: str = "",
+        resume: router_pb2.Resume | None = None,
+    ) -> SessionCall:
+        """Start a request, or resume one choice of it. Never waits or raises: errors come out of ``answer``."""
+        num_choices = start.num_choices if start.HasField("num_choices") and resume is None else 1
         return self._begin(
             lambda send_cancel: SessionCall(send_cancel, num_choices, answer),
             lambda slot: [
                 router_pb2.SessionRequest(
-                    start=router_pb2.SessionStart(slot=slot, start=start, traceparent=traceparent)
+                    start=router_pb2.SessionStart(slot=slot, start=start, traceparent=traceparent, resume=resume)
                 )
             ],
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
@@ -20,9 +22,11 @@ from quartet.api.request import GenerateStart
 from quartet.client.discovery import DiscoverySource, find_routers
 from quartet.client.generate import GenerateRequest
 from quartet.client.request import GenerateFields, RequestPath, check_size, check_traceparent, make_start, to_path
-from quartet.client.routers import Router, Routers
-from quartet.client.session import SessionRequest, Sessions
+from quartet.client.resume import RESUME_TIMEOUT_S
+from quartet.client.routers import FindRouters, Router, Routers
+from quartet.client.session import SessionRequest
 from quartet.client.stream import ClientRequest, Completion, CompletionBuilder, GenerateStream
+from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.streams.worker_client import DrainOutcome, WorkerClient
 from quartet.v1 import router_pb2
@@ -39,6 +43,8 @@ _EXPLAIN_TIMEOUT_S = 30.0
 class QuartetClient:
     """Talks to one router, or to several equal ones: if one can't be reached, the client tries the next.
 
+    If a router is lost while it answers, another one goes on with the answer, or the same one once it is back.
+
     ::
 
         async with QuartetClient("127.0.0.1:50050") as client:
@@ -49,32 +55,59 @@ class QuartetClient:
     All methods raise ``quartet.errors.ServingError``s; make it and use it on one event loop.
     """
 
-    def __init__(self, target: str | Sequence[str], *, tls: TlsConfig | None = None) -> None:
-        """``target``: router addresses, ``host:port``, in the order to try; the client dials them when first used.
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        *,
+        tls: TlsConfig | None = None,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        find: FindRouters | None = None,
+    ) -> None:
+        """Dial nothing yet.
+
+        Args:
+            target: router addresses, ``host:port``, in the order to try.
+            tls: certificates; ``None``: no TLS.
+            resume_timeout_s: seconds for which an answer whose router was lost waits for one that goes on with it; 0:
+                it fails.
+            find: asked for addresses when no known router answers; see ``discover``.
 
         Raises:
-            ConfigError: an address is malformed, or a file of ``tls`` can't be used.
+            ConfigError: an address or a time is malformed, or a file of ``tls`` can't be used.
         """
-        self._routers = Routers([target] if isinstance(target, str) else target, tls)
-        self._sessions = Sessions()
+        if not 0 <= resume_timeout_s < math.inf:  # this also refuses NaN
+            raise ConfigError(f"resume_timeout_s is finite and not below 0, not {resume_timeout_s}")
+        self._routers = Routers([target] if isinstance(target, str) else target, tls, find)
         self._tls = tls
+        self._resume_timeout_s = resume_timeout_s
         self._direct: DirectTools | None = None
 
     @classmethod
     async def discover(
-        cls, source: DiscoverySource, *, namespace: str = "default", tls: TlsConfig | None = None
+        cls,
+        source: DiscoverySource,
+        *,
+        namespace: str = "default",
+        tls: TlsConfig | None = None,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> Self:
-        """A client of the routers that discovery lists now, tried in random order.
+        """A client of the routers that discovery lists, tried in random order.
 
         ``source``: addresses of etcd, ``host:port``, or a ``quartet.discovery.create.DiscoveryConfig``, which has its
-        own namespace. Discovery is asked once: routers that come later are not known.
+        own namespace. Discovery is asked now, and again whenever none of the known routers answers.
 
         Raises:
             DiscoveryError: the registry can't be reached.
             RouterUnavailableError: no router is announced.
             ConfigError: as the constructor.
         """
-        return cls(await find_routers(source, namespace=namespace), tls=tls)
+        find = partial(find_routers, source, namespace=namespace)
+        return cls(await find(), tls=tls, resume_timeout_s=resume_timeout_s, find=find)
+
+    @property
+    def router_addresses(self) -> list[str]:
+        """``host:port`` of the routers that it knows now, the preferred one first."""
+        return [router.address for router in self._routers.in_order()]
 
     def generate(
         self,
@@ -85,6 +118,8 @@ class QuartetClient:
         **fields: Unpack[GenerateFields],
     ) -> GenerateStream:
         """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; arguments are ``GenerateFields``.
+
+        If its router is lost, the answer pauses and goes on with the same tokens at another one.
 
         ``path``: ``generate``, ``session`` or ``direct``. The answer is the same on all three. The last two carry many
         requests on one stream, so a request ends if its reader lets 65,536 tokens and characters wait.
@@ -161,7 +196,6 @@ class QuartetClient:
 
     async def close(self) -> None:
         """End all requests and connections."""
-        await self._sessions.close()
         if self._direct is not None:
             await self._direct.close()
         await self._routers.close()
@@ -175,15 +209,15 @@ class QuartetClient:
     def _request(self, path: RequestPath, start: GenerateStart, traceparent: str) -> ClientRequest:
         match path:
             case RequestPath.GENERATE:
-                return GenerateRequest(self._routers, start, traceparent)
+                return GenerateRequest(self._routers, start, traceparent, resume_timeout_s=self._resume_timeout_s)
             case RequestPath.SESSION:
-                return SessionRequest(self._routers, self._sessions, start, traceparent)
+                return SessionRequest(self._routers, start, traceparent, resume_timeout_s=self._resume_timeout_s)
             case RequestPath.DIRECT:
                 # Imported late: it imports tokenizers and chat templates, which take as long as the rest of a client.
                 from quartet.client.direct import DirectRequest, DirectTools
 
                 if self._direct is None:
-                    self._direct = DirectTools(self._routers, self._tls)
+                    self._direct = DirectTools(self._routers, self._tls, resume_timeout_s=self._resume_timeout_s)
                 return DirectRequest(self._direct, start, traceparent)
 
     async def _watch(self, request: router_pb2.WatchWorkersRequest) -> AsyncGenerator[FleetState, None]:

@@ -29,6 +29,7 @@ from quartet.api.request import (
 from quartet.api.text_cache import TextCache
 from quartet.client.generate import GenerateRequest
 from quartet.client.request import check_size, trace_metadata
+from quartet.client.resume import RESUME_TIMEOUT_S
 from quartet.client.routers import DEADLINE_GRACE_S, MAX_UNREAD, ClientClosedError, Router, Routers
 from quartet.client.workers import DecodeWorkers
 from quartet.engine.base import FinishReason
@@ -62,6 +63,11 @@ class DirectRequest:
     def router(self) -> str | None:
         """``host:port`` of the router that last placed it."""
         return self._placer.router if self._by_router is None else self._by_router.router
+
+    @property
+    def lost_routers(self) -> Sequence[str]:
+        """None, where its tokens come from workers: then a router's end does not break it."""
+        return () if self._by_router is None else self._by_router.lost_routers
 
     async def cancel(self) -> None:
         """Ask for an early end."""
@@ -121,7 +127,10 @@ class DirectRequest:
                 group.create_task(self._run_choice(placed))
 
     async def _generate_by_router(self) -> None:
-        self._by_router = GenerateRequest(self._tools.routers, self._start, self._traceparent)
+        tools = self._tools
+        self._by_router = GenerateRequest(
+            tools.routers, self._start, self._traceparent, resume_timeout_s=tools.resume_timeout_s
+        )
         async with contextlib.aclosing(self._by_router.parts()) as parts:
             async for part in parts:
                 match part:
@@ -306,9 +315,10 @@ _MAX_TEXTS = 8
 class DirectTools:
     """Routers to place requests, workers to stream from, and ``texts``: the text sides of their models."""
 
-    def __init__(self, routers: Routers, tls: TlsConfig | None) -> None:
-        """Dial workers with ``tls``; the caller still owns ``routers``."""
+    def __init__(self, routers: Routers, tls: TlsConfig | None, *, resume_timeout_s: float = RESUME_TIMEOUT_S) -> None:
+        """Dial workers with ``tls``; the caller still owns ``routers``. ``resume_timeout_s`` is for ``Generate``."""
         self.routers = routers
+        self.resume_timeout_s = resume_timeout_s
         self.workers = DecodeWorkers(tls)
         self.texts: TextCache[str] = TextCache(max_texts=_MAX_TEXTS)
 

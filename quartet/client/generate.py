@@ -4,126 +4,186 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeAlias
 
 import grpc
 
 from quartet.api.convert.answer import from_generate_response
-from quartet.api.convert.request import to_generate_start
-from quartet.api.request import AnswerPart, ChoiceFinished, GenerateStart
+from quartet.api.convert.request import to_resume
+from quartet.api.request import AnswerPart, ChoiceFinished, GenerateStart, Resume
 from quartet.client.request import check_size, trace_metadata
+from quartet.client.resume import RESUME_TIMEOUT_S, AnswerSoFar, Resumption, to_resumable_start
 from quartet.client.routers import (
     DEADLINE_GRACE_S,
     MADE_UP_DETAILS,
     MAX_OPENINGS,
-    ClientClosedError,
     Router,
     Routers,
     go_on_or_raise,
     raise_all,
 )
-from quartet.errors import ProtocolError, RouterUnavailableError, ServingError
+from quartet.errors import ProtocolError, ServingError
+from quartet.rpc.errors import to_duration
 from quartet.v1 import router_pb2, types_pb2
 
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
+_Rpc: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
 
 
 class GenerateRequest:
     """One request by ``Generate``; see ``ClientRequest``.
 
     Attributes:
-        router: ``host:port`` of the router that took it.
+        router: ``host:port`` of the router that took it, or went on with it.
     """
 
-    def __init__(self, routers: Routers, start: GenerateStart, traceparent: str = "") -> None:
-        """Raises ``InvalidRequestError``: a field that its message can't hold."""
+    def __init__(
+        self,
+        routers: Routers,
+        start: GenerateStart,
+        traceparent: str = "",
+        *,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+    ) -> None:
+        """``resume_timeout_s`` is that of ``Resumption``.
+
+        Raises ``InvalidRequestError``: a field that its message can't hold.
+        """
         self.router: str | None = None
         self._routers = routers
-        self._start = router_pb2.GenerateRequest(start=to_generate_start(start))
+        self._start = router_pb2.GenerateRequest(start=to_resumable_start(start, resume_timeout_s))
         check_size(start, self._start)
         self._metadata = trace_metadata(traceparent)
         self._num_choices = start.num_choices
-        self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
-        self._call: _Call | None = None
-        self._is_cancelled = self._is_started = self._has_sent_cancel = False
+        self._answer = AnswerSoFar(start)
+        self._resumption = Resumption(routers, self._answer, timeout_s=resume_timeout_s)
+        self._calls: set[_Call] = set()
+        self._is_cancelled = False
+
+    @property
+    def lost_routers(self) -> Sequence[str]:
+        """``host:port`` of the routers that were lost after they had begun the answer."""
+        return self._answer.lost_routers
 
     async def cancel(self) -> None:
         """Ask for an early end."""
         self._is_cancelled = True
-        await self._send_cancel()
+        self._resumption.cancel()
+        for call in tuple(self._calls):
+            await call.send_cancel()
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Send the request and yield its answer. Raises ``ServingError``."""
+        answer = self._answer
+        answer.start()
         failures: list[ServingError] = []
-        for router in self._routers.in_order():
-            is_begun = False
+        async for router in self._routers.candidates():
             try:
                 await router.connect()
                 # Close it at once, also when this generator is closed: its end cancels the call.
                 async with contextlib.aclosing(self._parts_from(router)) as parts:
                     async for part in parts:
-                        is_begun = True
-                        yield part
-            except RouterUnavailableError as error:
-                failures.append(error)
-            except grpc.aio.AioRpcError as error:
-                failure = router.error(error, is_begun=is_begun)
-                if is_begun:
-                    raise failure from error
-                failures.append(go_on_or_raise(failure))
+                        if answer.take(part):
+                            yield part
+            except ServingError as error:
+                failures.append(error if answer.is_begun else go_on_or_raise(error))
+                if answer.is_begun:
+                    break
             else:
                 return
-        raise_all(failures)
+        else:
+            raise_all(failures)
+        async with contextlib.aclosing(self._resumption.parts(self._parts_from, router, failures[-1])) as rest:
+            async for part in rest:
+                yield part
 
-    async def _parts_from(self, router: Router) -> AsyncGenerator[AnswerPart, None]:
+    async def _parts_from(self, router: Router, resume: Resume | None = None) -> AsyncGenerator[AnswerPart, None]:
+        """The answer of one router, or what it goes on with. Raises ``ServingError``."""
+        num_choices = self._num_choices if resume is None else 1
+        call = self._make_call(router, resume)
+        self._calls.add(call)
         num_finished = 0
         try:
-            call = await self._open(router)
-            self._is_started = True
+            rpc = await call.open()
             if self._is_cancelled:
-                await self._send_cancel()
-            async for message in call:
-                self._routers.prefer(router)
-                self.router = router.address
+                await call.send_cancel()
+            async for message in rpc:
+                if not call.is_begun:
+                    call.is_begun, self.router = True, router.address
+                    self._routers.prefer(router)
                 part = from_generate_response(message)
                 num_finished += isinstance(part, ChoiceFinished)
                 yield part
         except grpc.aio.AioRpcError as error:
             # If a cancel loses the race with the end, gRPC replaces the router's status with its own.
-            if error.details() != MADE_UP_DETAILS or num_finished < self._num_choices:
-                raise
-        except asyncio.CancelledError:
-            # Closing a call's channel cancels the call, as if the reader had been cancelled.
+            if error.details() != MADE_UP_DETAILS or num_finished < num_choices:
+                raise router.error(error, is_begun=call.is_begun) from error
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            # Closing a call's channel cancels the call, as if the reader had been cancelled, or refuses to open it.
             if router.is_closed and not _is_cancelled():
-                raise ClientClosedError from None
+                raise router.closed_error from None
             raise
         finally:
-            if self._call is not None:
-                self._call.cancel()
-        if num_finished != self._num_choices:
-            raise ProtocolError(f"the router ended the answer after {num_finished} of {self._num_choices} choices")
+            self._calls.discard(call)
+            call.drop()
+        if num_finished != num_choices:
+            raise ProtocolError(f"the router ended the answer after {num_finished} of {num_choices} choices")
 
-    async def _send_cancel(self) -> None:
-        # Never two writes at once: one would overtake the other, or gRPC would call the call ended, while the router
-        # goes on with it. A cancel that comes before the start is sent by the task that sends the start, after it.
-        if self._call is not None and self._is_started and not self._has_sent_cancel:
-            self._has_sent_cancel = True
-            await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
+    def _make_call(self, router: Router, resume: Resume | None) -> _Call:
+        """The call of the request, or of what is left of it. Raises ``RequestTimeoutError``."""
+        timeout_s = self._answer.time_left_s()
+        deadline_s = None if timeout_s is None else timeout_s + DEADLINE_GRACE_S
+        if resume is None:
+            return _Call(router, self._start, deadline_s, self._metadata)
+        message = router_pb2.GenerateRequest(start=self._start.start, resume=to_resume(resume))
+        if timeout_s is not None:
+            message.start.timeout.CopyFrom(to_duration(timeout_s))
+        return _Call(router, message, deadline_s, self._metadata)
 
-    async def _open(self, router: Router) -> _Call:
+
+class _Call:
+    """One call of Generate. ``is_begun``: the router has answered something."""
+
+    def __init__(
+        self,
+        router: Router,
+        start: router_pb2.GenerateRequest,
+        deadline_s: float | None,
+        metadata: Sequence[tuple[str, str]],
+    ) -> None:
+        self._router = router
+        self._start = start
+        self._deadline_s = deadline_s
+        self._metadata = metadata
+        self._rpc: _Rpc | None = None
+        self.is_begun = self._is_started = self._has_sent_cancel = False
+
+    async def open(self) -> _Rpc:
         """Open the call and send the start.
 
         A router that refuses at once ends the call while the start is being sent. If the write loses that race, gRPC
         replaces the router's status with its own. Nothing was sent then, and asking again gives the router's status.
         """
-        self._is_started = self._has_sent_cancel = False
         for _ in range(MAX_OPENINGS):
-            call = self._call = router.stub.Generate(timeout=self._deadline_s, metadata=self._metadata)
-            await _write(call, self._start)
-            if not (call.done() and await call.details() == MADE_UP_DETAILS):
+            rpc = self._rpc = self._router.stub.Generate(timeout=self._deadline_s, metadata=self._metadata)
+            await _write(rpc, self._start)
+            if not (rpc.done() and await rpc.details() == MADE_UP_DETAILS):
                 break
-        return call
+        self._is_started = True
+        return rpc
+
+    async def send_cancel(self) -> None:
+        """Ask for an early end."""
+        # Never two writes at once: one would overtake the other, or gRPC would call the call ended, while the router
+        # goes on with it. A cancel that comes before the start is sent by the task that sends the start, after it.
+        if self._rpc is not None and self._is_started and not self._has_sent_cancel:
+            self._has_sent_cancel = True
+            await _write(self._rpc, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
+
+    def drop(self) -> None:
+        """End it, whatever its state."""
+        if self._rpc is not None:
+            self._rpc.cancel()
 
 
 def _is_cancelled() -> bool:
@@ -131,7 +191,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _write(call: _Call, message: router_pb2.GenerateRequest) -> None:
+async def _write(call: _Rpc, message: router_pb2.GenerateRequest) -> None:
     # If the call has ended, its reader gets the status.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(message)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import grpc
 
+from quartet.api.session_client import SessionClient
 from quartet.errors import ConfigError, DrainingError, ModelUnavailableError, RouterUnavailableError, ServingError
 from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.errors import DETAILS_KEY, from_rpc_error
@@ -28,9 +30,20 @@ MADE_UP_DETAILS = "Internal error from Core"
 #: Times to ask again after that status: nothing was sent, and the router's own status says more.
 MAX_OPENINGS = 5
 
+logger = logging.getLogger(__name__)
+
 _MAX_DETAILS_LENGTH = 200
 
+# What gRPC says when a peer, or a proxy between, dropped one call and not its connection.
+_RESET_DETAILS = "RST_STREAM"
+_RESET_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+
+# All requests that find no router ask discovery at once; those of this time take the answer of the first.
+_MIN_FIND_INTERVAL_S = 0.5
+
 ResultT = TypeVar("ResultT")
+#: Finds the addresses of the routers that there are now. Raises ``ServingError``.
+FindRouters = Callable[[], Awaitable[Sequence[str]]]
 
 
 class ClientClosedError(RouterUnavailableError):
@@ -40,8 +53,16 @@ class ClientClosedError(RouterUnavailableError):
         super().__init__("the client was closed")
 
 
+class RouterLostError(RouterUnavailableError):
+    """There is no connection to a router any more, or a call on it was cut off: the router itself did not say why."""
+
+
 class Router:
-    """One router's address and its channel, which connects when first used and reconnects when needed."""
+    """One router's address and its channel, which connects when first used and reconnects when needed.
+
+    Attributes:
+        session: carries many requests on one stream; opened by the first of them.
+    """
 
     def __init__(self, address: str, tls: TlsConfig | None) -> None:
         """Raises ``ConfigError``: ``address`` is not ``host:port``, or a file of ``tls`` can't be used."""
@@ -50,8 +71,24 @@ class Router:
             raise ConfigError(f"a router's address is host:port, not {address!r}")
         self.address = address
         self.is_closed = False
+        self._is_forgotten = False
         self._channel = create_channel(address, tls)
         self.stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(self._channel)
+        self.session = SessionClient(address, self.stub, self._session_error, lost_error=RouterLostError)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return not self.is_closed and self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    @property
+    def closed_error(self) -> RouterUnavailableError:
+        """What requests fail with once this was closed."""
+        return (
+            RouterLostError(f"there is no router at {self.address} any more")
+            if self._is_forgotten
+            else ClientClosedError()
+        )
 
     async def connect(self) -> None:
         """Return once calls can be sent, or will fail at once.
@@ -61,29 +98,47 @@ class Router:
             ClientClosedError: the client was closed.
         """
         if self.is_closed:
-            raise ClientClosedError
+            raise self.closed_error
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._connect()
         except TimeoutError as error:
             message = f"no router answers at {self.address} within {CONNECT_TIMEOUT_S:g} s"
             raise RouterUnavailableError(message) from error
+        except grpc.aio.UsageError:  # it was closed meanwhile
+            raise self.closed_error from None
 
     def error(self, error: grpc.aio.AioRpcError, *, is_begun: bool) -> ServingError:
         """The error of a failed call here; ``is_begun``: the router had already answered something."""
-        if error.details() == MADE_UP_DETAILS:
+        if self.is_closed:
+            return self.closed_error
+        details = error.details() or ""
+        if details == MADE_UP_DETAILS:
+            # A cancel or another request's start was written when the call ended: nobody knows why it did.
+            if is_begun:
+                return RouterLostError(f"the router at {self.address} ended the call while it was written to")
             return RouterUnavailableError(f"the router at {self.address} ended the call before it was sent")
         is_from_router = DETAILS_KEY in dict(error.trailing_metadata() or ())
-        if error.code() is not grpc.StatusCode.UNAVAILABLE or is_from_router:
+        is_reset = error.code() in _RESET_CODES and _RESET_DETAILS in details
+        if is_from_router or not (is_reset or error.code() is grpc.StatusCode.UNAVAILABLE):
             return from_rpc_error(error)
-        why = (error.details() or "").rpartition("last error: ")[2][:_MAX_DETAILS_LENGTH]
+        why = details.rpartition("last error: ")[2][:_MAX_DETAILS_LENGTH]
         what = "lost the router at" if is_begun else "no router answers at"
-        return RouterUnavailableError(f"{what} {self.address}: {why}")
+        return RouterLostError(f"{what} {self.address}: {why}")
+
+    async def forget(self) -> None:
+        """End the connection, for good: this router is gone. The client goes on."""
+        self._is_forgotten = True
+        await self.close()
 
     async def close(self) -> None:
         """End all calls and the connection, for good."""
         self.is_closed = True
+        await self.session.close()
         await self._channel.close()
+
+    def _session_error(self, error: grpc.aio.AioRpcError) -> ServingError:
+        return self.error(error, is_begun=True)
 
     async def _connect(self) -> None:
         # A call would wait for name resolution and handshakes however long they take. A call on a failed channel fails
@@ -96,25 +151,54 @@ class Router:
 class Routers:
     """Routers in the order in which the client tries them, beginning with the one that answered last."""
 
-    def __init__(self, addresses: Sequence[str], tls: TlsConfig | None) -> None:
-        """Raises ``ConfigError``: no address, a wrong one, or a file of ``tls`` can't be used."""
+    def __init__(self, addresses: Sequence[str], tls: TlsConfig | None, find: FindRouters | None = None) -> None:
+        """``find`` is asked when no known router answers; ``None``: there are no others.
+
+        Raises ``ConfigError``: no address, a wrong one, or a file of ``tls`` can't be used.
+        """
         if not addresses:
             raise ConfigError("give at least one router address")
+        self._tls = tls
         self._routers = [Router(address, tls) for address in addresses]
         self._first = 0
+        self._find = find
+        self._finding: asyncio.Task[None] | None = None
+        self._found_at: float | None = None
+        self._is_closed = False
+
+    def candidates(self) -> Candidates:
+        """Each router once, the preferred one first; if the caller goes on after them, those that discovery finds."""
+        return Candidates(self)
 
     def in_order(self) -> list[Router]:
-        """All routers, the preferred one first."""
+        """All that are known, the preferred one first."""
         return self._routers[self._first :] + self._routers[: self._first]
+
+    async def find_again(self) -> None:
+        """Ask discovery, once for all that wait for it. Never fails: then it finds no more."""
+        now = asyncio.get_running_loop().time()
+        if self._find is None or self._is_closed:
+            return
+        if self._found_at is not None and now < self._found_at + _MIN_FIND_INTERVAL_S:
+            return
+        if self._finding is None or self._finding.done():
+            self._finding = asyncio.create_task(self._take_found(self._find), name="find routers")
+        await asyncio.wait([self._finding])  # cancelling one waiter must not cancel it for the others
 
     def prefer(self, router: Router) -> None:
         """Begin with ``router`` from now on."""
-        self._first = self._routers.index(router)
+        if self._routers[self._first] is not router and router in self._routers:
+            self._first = self._routers.index(router)
+
+    def avoid(self, router: Router) -> None:
+        """``router`` was lost, or drains: begin with the next one, unless another is preferred already."""
+        if self._routers[self._first] is router:
+            self._first = (self._first + 1) % len(self._routers)
 
     async def call(self, call: Callable[[Router], Awaitable[ResultT]]) -> ResultT:
         """The result of ``call`` at the first router that takes it. Raises ``ServingError``."""
         failures: list[ServingError] = []
-        for router in self.in_order():
+        async for router in self.candidates():
             try:
                 await router.connect()
                 result = await call(router)
@@ -129,7 +213,58 @@ class Routers:
 
     async def close(self) -> None:
         """End all calls and connections."""
+        self._is_closed = True
+        if self._finding is not None:
+            self._finding.cancel()
+            await asyncio.wait([self._finding])
         await asyncio.gather(*(router.close() for router in self._routers))
+
+    async def _take_found(self, find: FindRouters) -> None:
+        """Add the routers that are new. Forget those that are listed no more and have no connection."""
+        try:
+            addresses = await find()
+            known = {router.address for router in self._routers}
+            added = [Router(address, self._tls) for address in addresses if address not in known]
+        except (ServingError, ConfigError) as error:
+            logger.info("discovery finds no other router: %s", error)
+            return
+        finally:
+            self._found_at = asyncio.get_running_loop().time()
+        self._routers += added
+        gone = [router for router in self._routers if router.address not in addresses and not router.is_connected]
+        for router in gone:
+            await router.forget()
+        preferred = self._routers[self._first]
+        self._routers = [router for router in self._routers if router not in gone]
+        self._first = self._routers.index(preferred) if preferred in self._routers else 0
+
+
+class Candidates:
+    """Routers for one request to try, one after the other.
+
+    Not a generator: most requests take the first one only, and each generator left behind costs a task that closes it.
+    """
+
+    def __init__(self, routers: Routers) -> None:
+        """``Routers.candidates`` makes it."""
+        self._routers = routers
+        self._left = routers.in_order()
+        self._tried: set[Router] = set()
+        self._has_asked = False
+
+    def __aiter__(self) -> Candidates:
+        return self
+
+    async def __anext__(self) -> Router:
+        if not self._left and not self._has_asked:
+            self._has_asked = True
+            await self._routers.find_again()
+            self._left = [router for router in self._routers.in_order() if router not in self._tried]
+        if not self._left:
+            raise StopAsyncIteration
+        router = self._left.pop(0)
+        self._tried.add(router)
+        return router
 
 
 def go_on_or_raise(error: ServingError) -> ServingError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,7 +19,12 @@ class ClientRequest(Protocol):
 
     @property
     def router(self) -> str | None:
-        """``host:port`` of the router that took it; ``None`` until one has."""
+        """``host:port`` of the router that took it, or went on with it; ``None`` until one has."""
+        ...
+
+    @property
+    def lost_routers(self) -> Sequence[str]:
+        """``host:port`` of the routers that were lost after they had begun the answer."""
         ...
 
     def parts(self) -> AsyncGenerator[AnswerPart, None]:
@@ -38,11 +43,12 @@ class GenerateStream:
     ``PromptLogprobs``, if they were asked for, come before the first ``Delta`` of choice 0.
 
     Dropping it, or ``aclose``, cancels the request; ``cancel`` lets each choice end normally. The request is sent when
-    the first part is asked for. If a router can't be reached before the first part has come, another one takes over.
+    the first part is asked for. If a router can't be reached before the first part has come, another one takes over. If
+    it is lost later, another one goes on: the parts that follow are those that would have followed.
 
     Raises, while it is iterated:
-        ServingError: of the type with which the router failed; ``RouterUnavailableError`` if none answers;
-            ``StalledStreamError`` if too much was left unread.
+        ServingError: of the type with which the router failed; ``RouterUnavailableError`` if none answers, or none goes
+            on; ``StalledStreamError`` if too much was left unread.
     """
 
     def __init__(self, request: ClientRequest) -> None:
@@ -60,8 +66,13 @@ class GenerateStream:
 
     @property
     def router(self) -> str | None:
-        """``host:port`` of the router that took the request; ``None`` until one has."""
+        """``host:port`` of the router that took the request, or went on with it; ``None`` until one has."""
         return self._request.router
+
+    @property
+    def lost_routers(self) -> Sequence[str]:
+        """``host:port`` of the routers that were lost after they had begun the answer, in that order."""
+        return self._request.lost_routers
 
     async def cancel(self) -> None:
         """Ask for an early end. Each running choice still gets its ``ChoiceFinished``, so continue to iterate."""
@@ -103,7 +114,7 @@ class Completion:
     """All answers to a request, in the order of choices.
 
     Attributes:
-        router: ``host:port`` of the router that took the request.
+        router: ``host:port`` of the router that took the request, or went on with it last.
         accepted: with every placed choice, also those placed later.
         prompt_logprobs: of the prompt's tokens, if they were asked for.
     """

@@ -14,6 +14,8 @@ from quartet.api.request import AnswerPart
 from quartet.client.client import QuartetClient
 from quartet.client.discovery import DiscoverySource, find_routers
 from quartet.client.request import GenerateFields, RequestPath
+from quartet.client.resume import RESUME_TIMEOUT_S
+from quartet.client.routers import FindRouters
 from quartet.client.stream import Completion, GenerateStream
 from quartet.rpc.channels import TlsConfig
 
@@ -27,24 +29,39 @@ ResultT = TypeVar("ResultT")
 class SyncClient:
     """``QuartetClient`` with blocking methods; several threads may use it at once. Close it, or use ``with``."""
 
-    def __init__(self, target: str | Sequence[str], *, tls: TlsConfig | None = None) -> None:
-        """``target``: router addresses, ``host:port``, in the order to try. Raises ``ConfigError``."""
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        *,
+        tls: TlsConfig | None = None,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        find: FindRouters | None = None,
+    ) -> None:
+        """As ``QuartetClient``. Raises ``ConfigError``."""
         self._loop = _LoopThread()
         try:
-            self._client = self._loop.run(_make_client(target, tls))
+            self._client = self._loop.run(_make_client(target, tls, resume_timeout_s, find))
         except BaseException:
             self._loop.close()
             raise
 
     @classmethod
-    def discover(cls, source: DiscoverySource, *, namespace: str = "default", tls: TlsConfig | None = None) -> Self:
-        """A client of the routers that discovery lists now; see ``QuartetClient.discover``."""
+    def discover(
+        cls,
+        source: DiscoverySource,
+        *,
+        namespace: str = "default",
+        tls: TlsConfig | None = None,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+    ) -> Self:
+        """A client of the routers that discovery lists; see ``QuartetClient.discover``."""
+        find = partial(find_routers, source, namespace=namespace)
         loop = _LoopThread()
         try:
-            addresses = loop.run(find_routers(source, namespace=namespace))
+            addresses = loop.run(find())
         finally:
             loop.close()
-        return cls(addresses, tls=tls)
+        return cls(addresses, tls=tls, resume_timeout_s=resume_timeout_s, find=find)
 
     def generate(
         self,
@@ -116,8 +133,13 @@ class SyncGenerateStream:
 
     @property
     def router(self) -> str | None:
-        """``host:port`` of the router that took the request; ``None`` until one has."""
+        """``host:port`` of the router that took the request, or went on with it; ``None`` until one has."""
         return self._stream.router
+
+    @property
+    def lost_routers(self) -> Sequence[str]:
+        """``host:port`` of the routers that were lost after they had begun the answer, in that order."""
+        return self._stream.lost_routers
 
     def cancel(self) -> None:
         """Ask for an early end. Each running choice still gets its ``ChoiceFinished``, so continue to iterate."""
@@ -182,6 +204,8 @@ def _set_result(ended: concurrent.futures.Future[ResultT], task: asyncio.Task[Re
         ended.set_result(task.result())
 
 
-async def _make_client(target: str | Sequence[str], tls: TlsConfig | None) -> QuartetClient:
+async def _make_client(
+    target: str | Sequence[str], tls: TlsConfig | None, resume_timeout_s: float, find: FindRouters | None
+) -> QuartetClient:
     # gRPC binds a channel to the loop on which it is made.
-    return QuartetClient(target, tls=tls)
+    return QuartetClient(target, tls=tls, resume_timeout_s=resume_timeout_s, find=find)

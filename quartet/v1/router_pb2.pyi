@@ -621,6 +621,7 @@ class GenerateRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request; first, once."""
@@ -629,15 +630,22 @@ class GenerateRequest(_message.Message):
     def cancel(self) -> _types_pb2.Cancel:
         """Ends it early: each choice still gets its `finished`."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Beside `start`: continues one choice after a break, at this router or an equal one; only that choice is answered.
+        Absent: a new request.
+        """
+
     def __init__(
         self,
         *,
         start: Global___GenerateStart | None = ...,
         cancel: _types_pb2.Cancel | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "cancel"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -1284,9 +1292,10 @@ Global___PlaceRequest: _TypeAlias = PlaceRequest  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Continues a request after an attempt that broke. It waits for room like a new request, and a full queue refuses it
-    too (RESOURCE_EXHAUSTED, with RetryInfo: ask again then): nothing proves that there was a first attempt, so
-    otherwise any request could evade the queue's limit. The router's own retries are never refused.
+    """Continues one choice of a request after an attempt that broke: its worker was lost, or its router. It waits for room
+    like a new request, and a full queue refuses it too (RESOURCE_EXHAUSTED, with RetryInfo: ask again then): nothing
+    proves that there was a first attempt, so otherwise any request could evade the queue's limit. For limits of a minute
+    it is a request, too. The router's own retries are never refused.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1304,7 +1313,9 @@ class Resume(_message.Message):
     request_id: _builtins.str
     """Its name, from the first placement. Required."""
     attempt: _builtins.int
-    """The new attempt's number, above the last one's, so at least 1. Required."""
+    """The new attempt's number, above the last one's, so at least 1. A client that does not know the last one, because its
+    router is gone, leaves a million numbers to each router. Required.
+    """
     seed: _builtins.int
     """The seed, from the first placement. Required."""
     choice: _builtins.int
@@ -1325,7 +1336,7 @@ class Resume(_message.Message):
     """UTF-8 bytes of the arguments that it already gave, of all tool calls together. 0: none."""
     @_builtins.property
     def generated_token_ids(self) -> Global___TokenIds:
-        """The tokens that it already gave. Absent: none."""
+        """The tokens that it already gave; they count as output, for `max_tokens` too. Absent: none."""
 
     def __init__(
         self,

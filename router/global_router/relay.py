@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from quartet.api.answer import AnswerSink
 from quartet.api.request import (
@@ -24,6 +23,7 @@ from quartet.api.request import (
     Usage,
 )
 from quartet.api.session_client import SessionCall
+from quartet.api.shown import ShownChoice
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import ModelUnavailableError, RequestCancelledError, ServingError
@@ -43,16 +43,9 @@ _CANCEL_TIMEOUT_S = 1.0
 
 
 @dataclass(slots=True)
-class _Progress:
-    """What the client has of one choice."""
+class _Progress(ShownChoice):
+    """What the client has of one choice. ``is_timed``: its first token was observed."""
 
-    token_ids: array[int] = field(default_factory=lambda: array("I"))
-    num_text_bytes: int = 0
-    num_reasoning_bytes: int = 0
-    num_tool_calls: int = 0
-    num_argument_bytes: int = 0
-    is_placed: bool = False
-    has_ended: bool = False
     is_timed: bool = False
 
 
@@ -131,14 +124,8 @@ class RelayRun(GenerateRun):
     async def _generate(self, request: RouterRequest) -> None:
         self._log.relayed(len(self._progress), self._usages)
         if request.resume is not None:
-            self._take_resume(request.resume)
+            self._progress[request.resume.choice].take(request.resume)
         await self._run_leg(None, Tries(), None if request.trace is None else request.trace.relays())
-
-    def _take_resume(self, resume: Resume) -> None:
-        progress = self._progress[resume.choice]
-        progress.token_ids.extend(resume.generated_token_ids)
-        progress.num_text_bytes, progress.num_reasoning_bytes = resume.num_text_bytes, resume.num_reasoning_bytes
-        progress.num_tool_calls, progress.num_argument_bytes = resume.num_tool_calls, resume.num_argument_bytes
 
     async def _run_leg(self, choice: int | None, tries: Tries, trace: RelayTrace | None) -> None:
         """Run all choices, or one of them, at one pool after another until they have ended."""
@@ -249,20 +236,9 @@ class RelayRun(GenerateRun):
             return None
         if terms is None:
             return given
-        progress = self._progress[choice]
         first_attempt = 0 if given is None else given.attempt
-        return Resume(
-            request_id=self._request.request_id,
-            attempt=first_attempt + _ATTEMPTS_OF_A_RELAY * self._num_relays,
-            seed=terms.seed,
-            choice=choice,
-            generated_token_ids=progress.token_ids,
-            num_text_bytes=progress.num_text_bytes,
-            num_reasoning_bytes=progress.num_reasoning_bytes,
-            num_tool_calls=progress.num_tool_calls,
-            num_argument_bytes=progress.num_argument_bytes,
-            model_fingerprint=terms.model_fingerprint,
-        )
+        attempt = first_attempt + _ATTEMPTS_OF_A_RELAY * self._num_relays
+        return self._progress[choice].resume(choice, attempt, terms, self._request.request_id)
 
     # What comes from the pool.
 
@@ -372,11 +348,7 @@ class _Leg:
         logprobs: Sequence[TokenLogprobs],
     ) -> None:
         """Take reasoning and tool calls of one choice."""
-        progress = self._progress[choice]
-        progress.num_reasoning_bytes += len(parsed.reasoning.encode())
-        for call in parsed.tool_calls:
-            progress.num_tool_calls = max(progress.num_tool_calls, call.index + 1)
-            progress.num_argument_bytes += len(call.arguments.encode())
+        self._progress[choice].add_parsed(parsed.reasoning, parsed.tool_calls)
         self._run.sink.add_parsed(choice, token_offset, token_ids, parsed, logprobs)
 
     def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:

@@ -11,6 +11,7 @@ import pytest
 from quartet.client import RequestPath
 from quartet.errors import InvalidRequestError, QueueFullError
 from tests.cli.conftest import RunCli
+from tests.client.breaking_router import WORDS, BreakingRouter, KnownAnswer, Script, serving
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import REQUEST_ID, FakeRouter
 from tests.stopwatch import Stopwatch
@@ -39,6 +40,16 @@ async def test_every_path_prints_the_same(
         int(path is RequestPath.SESSION),
         int(path is RequestPath.DIRECT),
     )
+
+
+@pytest.mark.parametrize("path", [RequestPath.GENERATE, RequestPath.SESSION])
+async def test_an_answer_whose_router_is_lost_goes_on_and_says_where(run_cli: RunCli, path: RequestPath) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[4])
+    async with serving(BreakingRouter(script), BreakingRouter(script)) as served:
+        first, second = served.addresses
+        result = await run_cli("generate", "Hi", "--path", path, "--router", f"{first}, {second}")
+    assert (result.exit_code, result.stdout) == (0, "".join(delta.text for delta in WORDS) + "\n")
+    assert result.stderr == f"lost the router at {first}; {second} went on\n"
 
 
 async def test_options_become_the_requests_fields(

@@ -173,7 +173,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
     ) -> None:
         try:
             async for response in self._answer(asked.start, lambda: _wait_cancelled(cancelled)):
-                responses.put_nowait(_in_slot(asked.slot, response))
+                responses.put_nowait(in_slot(asked.slot, response))
                 if self.break_session_after is not None and response.WhichOneof("message") == self.break_session_after:
                     responses.put_nowait(None)
         except (ServingError, ValueError) as error:
@@ -298,7 +298,7 @@ async def _wait_cancelled(cancelled: asyncio.Event) -> bool:
     return True
 
 
-def _in_slot(slot: int, response: router_pb2.GenerateResponse) -> router_pb2.SessionResponse:
+def in_slot(slot: int, response: router_pb2.GenerateResponse) -> router_pb2.SessionResponse:
     """One part of an answer as a message of a session."""
     match response.WhichOneof("message"):
         case "accepted":
@@ -311,8 +311,18 @@ def _in_slot(slot: int, response: router_pb2.GenerateResponse) -> router_pb2.Ses
             return router_pb2.SessionResponse(
                 finished=[router_pb2.SessionFinished(slot=slot, finished=response.finished)]
             )
-    delta = response.delta
+        case "prompt_logprobs":
+            report = router_pb2.SessionPromptLogprobs(slot=slot, prompt_logprobs=response.prompt_logprobs)
+            return router_pb2.SessionResponse(prompt_logprobs=[report])
+    delta, parsed = response.delta, []
+    if delta.reasoning or delta.tool_calls:
+        parsed.append(
+            router_pb2.SessionParsed(
+                slot=slot, choice=delta.choice, reasoning=delta.reasoning, tool_calls=delta.tool_calls
+            )
+        )
     return router_pb2.SessionResponse(
+        parsed=parsed,
         slots=[slot],
         choices=[delta.choice],
         num_tokens=[len(delta.token_ids)],

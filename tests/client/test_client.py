@@ -328,18 +328,6 @@ async def test_a_router_without_workers_is_not_asked_again_elsewhere(
     assert router.starts == []
 
 
-@pytest.mark.parametrize("path", _BY_ROUTER)
-async def test_no_other_router_takes_over_once_something_was_shown(
-    router: FakeRouter, start_router: StartRouter, path: RequestPath
-) -> None:
-    breaking = FakeRouter()
-    breaking.error_at_end = DrainingError("cut by the drain")
-    async with QuartetClient([await start_router(breaking), await start_router(router)]) as client:
-        with pytest.raises(DrainingError, match="cut by the drain"):
-            await client.complete("Hi", path=path)
-    assert router.starts == []
-
-
 @pytest.mark.parametrize("call", ["complete", "list_workers"])
 async def test_a_missing_router_is_reported_soon_and_by_address(
     free_port: Callable[[], int], call: str, path: RequestPath

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from quartet.client import QuartetClient
+from quartet.client import Delta, QuartetClient
 from quartet.client.discovery import find_routers
 from quartet.client.sync import SyncClient
 from quartet.discovery.base import CONTRACT_VERSION, RouterRecord
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
 from quartet.discovery.file import FileConfig, FileRegistry
-from quartet.errors import RouterUnavailableError
+from quartet.errors import DiscoveryError, RouterUnavailableError
+from tests.client.breaking_router import WORDS, BreakingRouter, KnownAnswer, Script, serving
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter
 from tests.discovery.records import make_router
@@ -58,6 +59,56 @@ async def test_a_client_goes_on_to_the_next_router_that_it_found(
     for _ in range(12):  # the one that is gone comes first half of the time
         async with await QuartetClient.discover(discovery) as client:
             assert (await client.complete("Hi")).router == address
+
+
+async def test_routers_that_come_later_are_found_once_the_known_ones_are_gone(
+    registry: FileRegistry, discovery: DiscoveryConfig
+) -> None:
+    script = Script(KnownAnswer([WORDS]))
+    async with asyncio.timeout(60), serving(BreakingRouter(script), BreakingRouter(script)) as served:
+        first, second = served.addresses
+        registration = await registry.register(record("first", first))
+        async with await QuartetClient.discover(discovery) as client:
+            assert (await client.complete("Hi")).router == first
+            await registration.close()
+            await registry.register(record("second", second))
+            await served.kill(0)
+            assert (await client.complete("Hi", path="session")).router == second
+            assert client.router_addresses == [second], "the other one is gone for good"
+
+
+async def test_an_answer_goes_on_at_a_router_that_came_later(
+    registry: FileRegistry, discovery: DiscoveryConfig
+) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[3])
+    async with asyncio.timeout(60), serving(BreakingRouter(script), BreakingRouter(script)) as served:
+        await registry.register(record("first", served.addresses[0]))
+        async with await QuartetClient.discover(discovery) as client:
+            stream = client.generate("Hi")
+            parts = [await anext(stream)]
+            await registry.register(record("second", served.addresses[1]))
+            await served.kill(0)
+            parts += [part async for part in stream]
+    assert stream.router == served.addresses[1]
+    assert [token for part in parts if isinstance(part, Delta) for token in part.token_ids] == list(range(100, 106))
+
+
+async def test_discovery_that_fails_changes_nothing(
+    discovery: DiscoveryConfig, registry: FileRegistry, start_router: StartRouter, free_port: Callable[[], int]
+) -> None:
+    num_asked = 0
+
+    async def find() -> list[str]:
+        nonlocal num_asked
+        num_asked += 1
+        raise DiscoveryError("no registry answers")
+
+    nobody = f"127.0.0.1:{free_port()}"
+    async with asyncio.timeout(60), QuartetClient(nobody, find=find) as client:
+        with pytest.raises(RouterUnavailableError, match=nobody):
+            await client.complete("Hi")
+        await asyncio.gather(*(client.complete("Hi") for _ in range(20)), return_exceptions=True)
+    assert num_asked < 20, "requests ask together"
 
 
 async def test_a_blocking_client_finds_them_too(

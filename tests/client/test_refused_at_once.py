@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -52,6 +52,7 @@ class RefusingRouter:
     """Its calls end with these statuses, one after the other, the last one again and again."""
 
     address = "127.0.0.1:1"
+    is_closed = False
 
     def __init__(self, *statuses: tuple[grpc.StatusCode, str]) -> None:
         self._statuses = list(statuses)
@@ -105,8 +106,11 @@ class OneRouter:
     def __init__(self, router: RefusingRouter) -> None:
         self._router = router
 
-    def in_order(self) -> Iterator[RefusingRouter]:
+    async def candidates(self) -> AsyncIterator[RefusingRouter]:
         yield self._router
+
+    def avoid(self, router: RefusingRouter) -> None:
+        """There is no other."""
 
     def prefer(self, router: RefusingRouter) -> None:
         """There is no other."""

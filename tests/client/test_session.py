@@ -12,8 +12,8 @@ from quartet.api.answer import Answer
 from quartet.api.session_client import SessionClient
 from quartet.client import ChoiceFinished, Delta, QuartetClient
 from quartet.client.request import make_start
-from quartet.client.routers import ClientClosedError, ResultT, Router
-from quartet.client.session import SessionRequest, Sessions
+from quartet.client.routers import ResultT, Router
+from quartet.client.session import SessionRequest
 from quartet.errors import (
     PermissionDeniedError,
     QueueFullError,
@@ -44,16 +44,6 @@ async def test_a_session_that_broke_is_opened_again(start_router: StartRouter) -
         assert (await client.complete("Hi", path="session")).text == "one two three"
         assert (await client.complete("Hi", path="session")).text == "one two three"
     assert router.num_sessions == 2
-
-
-async def test_a_session_that_breaks_after_something_was_shown_ends_its_requests(start_router: StartRouter) -> None:
-    router, other = FakeRouter(), FakeRouter()
-    router.break_session_after = "accepted"
-    addresses = [await start_router(router), await start_router(other)]
-    async with QuartetClient(addresses) as client, asyncio.timeout(WAIT_S):
-        with pytest.raises(RouterUnavailableError, match=addresses[0]):
-            await client.complete("Hi", path="session")
-    assert other.starts == []
 
 
 async def test_a_session_that_breaks_before_takes_its_requests_to_the_next_router(start_router: StartRouter) -> None:
@@ -99,7 +89,7 @@ class RefusingRouter:
     def __init__(self, *statuses: tuple[grpc.StatusCode, str]) -> None:
         self._statuses = list(statuses)
         self.num_calls = 0
-        self.stub = self
+        self._session = SessionClient(self.address, self, self._error)  # type: ignore[arg-type]
 
     async def connect(self) -> None:
         """Nothing to do."""
@@ -121,14 +111,18 @@ class RefusingRouter:
     def cancel(self) -> None:
         """Nothing to do."""
 
-    def error(self, error: grpc.aio.AioRpcError, *, is_begun: bool) -> ServingError:
-        return Router(self.address, None).error(error, is_begun=is_begun)
+    @property
+    def session(self) -> SessionClient:
+        return self._session
+
+    def _error(self, error: grpc.aio.AioRpcError) -> ServingError:
+        return Router(self.address, None).error(error, is_begun=True)
 
 
 async def test_the_routers_own_refusal_is_reported_though_gRPC_made_up_another_first() -> None:
     made_up = (grpc.StatusCode.INTERNAL, "Internal error from Core")
     router = RefusingRouter(made_up, made_up, (grpc.StatusCode.PERMISSION_DENIED, "not for strangers"))
-    request = SessionRequest(router, Sessions(), make_start("Hi"))  # type: ignore[arg-type]
+    request = SessionRequest(router, make_start("Hi"))  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(PermissionDeniedError, match="not for strangers"):
             await anext(request.parts())
@@ -146,13 +140,6 @@ async def test_a_stream_that_cannot_be_opened_ends_its_requests() -> None:
             with pytest.raises(RouterUnavailableError, match="closed"):
                 await answer.next()
         await session.close()
-
-
-async def test_sessions_that_were_closed_begin_no_more() -> None:
-    sessions = Sessions()
-    await sessions.close()
-    with pytest.raises(ClientClosedError):
-        sessions.at(Router("127.0.0.1:1", None))
 
 
 class ScriptedCall:

@@ -33,9 +33,9 @@ def make_start(**changes: object) -> pb.GenerateStart:
     return pb.GenerateStart(**fields)
 
 
-async def generate(stub: Stub, start: pb.GenerateStart) -> list[pb.GenerateResponse]:
+async def generate(stub: Stub, start: pb.GenerateStart, resume: pb.Resume | None = None) -> list[pb.GenerateResponse]:
     async def requests() -> AsyncIterator[pb.GenerateRequest]:
-        yield pb.GenerateRequest(start=start)
+        yield pb.GenerateRequest(start=start, resume=resume)
 
     async with asyncio.timeout(TIMEOUT_S):
         return [response async for response in stub.Generate(requests())]
@@ -53,9 +53,11 @@ def token_ids_of(responses: list[pb.GenerateResponse], choice: int = 0) -> list[
     return [token_id for delta in deltas if delta.choice == choice for token_id in delta.token_ids]
 
 
-async def fails(stub: Stub, start: pb.GenerateStart) -> tuple[grpc.StatusCode, errors.ServingError]:
+async def fails(
+    stub: Stub, start: pb.GenerateStart, resume: pb.Resume | None = None
+) -> tuple[grpc.StatusCode, errors.ServingError]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(stub, start)
+        await generate(stub, start, resume)
     return caught.value.code(), from_rpc_error(caught.value)
 
 
@@ -105,6 +107,72 @@ async def test_half_closing_and_keeping_open_are_the_same(served: tuple[System, 
         responses = [response async for response in call]
     assert token_ids_of(responses) == expected(PROMPT, 12)
     assert await call.code() == grpc.StatusCode.OK
+
+
+def make_resume(first: pb.Accepted, token_ids: list[int], **changes: object) -> pb.Resume:
+    fields = {
+        "request_id": first.request_id,
+        "attempt": 1_000_000,
+        "seed": first.seed,
+        "model_fingerprint": first.model_fingerprint,
+        "generated_token_ids": pb.TokenIds(ids=token_ids),
+        **changes,
+    }
+    return pb.Resume(**fields)
+
+
+@pytest.mark.parametrize("part", ["nothing", "some", "all"])
+async def test_one_choice_of_a_request_is_resumed_after_what_was_shown(served: tuple[System, Stub], part: str) -> None:
+    system, stub = served
+    start = make_start(num_choices=2)
+    whole = await generate(stub, start)
+    deltas = [response.delta for response in whole if response.HasField("delta") and response.delta.choice == 1]
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    text = "".join(delta.text for delta in deltas)
+    shown = deltas[: {"nothing": 0, "some": 2, "all": len(deltas)}[part]]
+    shown_ids = [token_id for delta in shown for token_id in delta.token_ids]
+    shown_text = "".join(delta.text for delta in shown)
+    resume = make_resume(whole[0].accepted, shown_ids, choice=1, num_text_bytes=len(shown_text.encode()))
+    rest = await generate(stub, start, resume)
+    accepted, finished = rest[0].accepted, rest[-1].finished
+    assert (accepted.request_id, accepted.seed) == (whole[0].accepted.request_id, whole[0].accepted.seed)
+    assert {response.delta.choice for response in rest if response.HasField("delta")} <= {1}
+    assert shown_ids + token_ids_of(rest, 1) == token_ids
+    assert shown_text + "".join(response.delta.text for response in rest) == text
+    assert (finished.choice, finished.usage.num_output_tokens) == (1, 12)
+    assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+    await system.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"request_id": "mine"}, "resume.request_id"),
+        ({"attempt": 0}, "resume.attempt"),
+        ({"attempt": 2**32 - 1}, "resume.attempt"),
+        ({"choice": 1}, "resume.choice"),
+        ({"generated_token_ids": pb.TokenIds(ids=[2**32 - 1])}, "resume.generated_token_ids"),
+        ({"generated_token_ids": pb.TokenIds(ids=[1] * 5000)}, "resume.generated_token_ids"),
+    ],
+)
+async def test_a_resume_that_no_router_can_have_begun_is_refused_and_the_router_serves_on(
+    served: tuple[System, Stub], changes: dict[str, object], field: str
+) -> None:
+    system, stub = served
+    [first, *_rest] = await generate(stub, make_start())
+    code, error = await fails(stub, make_start(), make_resume(first.accepted, [], **changes))
+    assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+    assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
+    await system.wait_idle()
+
+
+async def test_tokens_that_a_client_brings_count_for_max_tokens(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    [first, *_rest] = await generate(stub, make_start())
+    responses = await generate(stub, make_start(), make_resume(first.accepted, [7] * 40, num_text_bytes=2**60))
+    assert token_ids_of(responses) == []
+    assert responses[-1].finished.reason == types_pb2.FINISH_REASON_LENGTH
+    await system.wait_idle()
 
 
 async def test_text_and_chats_are_tokenized(served: tuple[System, Stub]) -> None:

@@ -263,6 +263,15 @@ def _from_time_breakdown(message: router_pb2.TimeBreakdown) -> TimeBreakdown:
     )
 
 
+def from_generate_request(message: router_pb2.GenerateRequest) -> tuple[AskedStart, Resume | None]:
+    """The request and what it resumes, of a message with a start.
+
+    Raises:
+        InvalidRequestError: ``field`` is its path within ``resume``.
+    """
+    return UnreadStart(message.start), from_resume(message.resume) if message.HasField("resume") else None
+
+
 # A session's messages: starts up; columns and side messages down.
 
 

@@ -1215,7 +1215,10 @@ type GenerateRequest struct {
 	//
 	//	*GenerateRequest_Start
 	//	*GenerateRequest_Cancel
-	Message       isGenerateRequest_Message `protobuf_oneof:"message"`
+	Message isGenerateRequest_Message `protobuf_oneof:"message"`
+	// Beside `start`: continues one choice after a break, at this router or an equal one; only that choice is answered.
+	// Absent: a new request.
+	Resume        *Resume `protobuf:"bytes,3,opt,name=resume,proto3" json:"resume,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1271,6 +1274,13 @@ func (x *GenerateRequest) GetCancel() *Cancel {
 		if x, ok := x.Message.(*GenerateRequest_Cancel); ok {
 			return x.Cancel
 		}
+	}
+	return nil
+}
+
+func (x *GenerateRequest) GetResume() *Resume {
+	if x != nil {
+		return x.Resume
 	}
 	return nil
 }
@@ -2498,20 +2508,22 @@ func (x *PlaceRequest) GetSentAtUnixNs() uint64 {
 	return 0
 }
 
-// Continues a request after an attempt that broke. It waits for room like a new request, and a full queue refuses it
-// too (RESOURCE_EXHAUSTED, with RetryInfo: ask again then): nothing proves that there was a first attempt, so
-// otherwise any request could evade the queue's limit. The router's own retries are never refused.
+// Continues one choice of a request after an attempt that broke: its worker was lost, or its router. It waits for room
+// like a new request, and a full queue refuses it too (RESOURCE_EXHAUSTED, with RetryInfo: ask again then): nothing
+// proves that there was a first attempt, so otherwise any request could evade the queue's limit. For limits of a minute
+// it is a request, too. The router's own retries are never refused.
 type Resume struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its name, from the first placement. Required.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The new attempt's number, above the last one's, so at least 1. Required.
+	// The new attempt's number, above the last one's, so at least 1. A client that does not know the last one, because its
+	// router is gone, leaves a million numbers to each router. Required.
 	Attempt uint32 `protobuf:"varint,2,opt,name=attempt,proto3" json:"attempt,omitempty"`
 	// The seed, from the first placement. Required.
 	Seed uint64 `protobuf:"varint,3,opt,name=seed,proto3" json:"seed,omitempty"`
 	// The choice that broke. Default 0.
 	Choice uint32 `protobuf:"varint,4,opt,name=choice,proto3" json:"choice,omitempty"`
-	// The tokens that it already gave. Absent: none.
+	// The tokens that it already gave; they count as output, for `max_tokens` too. Absent: none.
 	GeneratedTokenIds *TokenIds `protobuf:"bytes,5,opt,name=generated_token_ids,json=generatedTokenIds,proto3" json:"generated_token_ids,omitempty"`
 	// UTF-8 bytes of the text that it already gave: the router sends only what follows. Place makes no text and ignores
 	// it. 0: none.
@@ -4701,10 +4713,11 @@ const file_quartet_v1_router_proto_rawDesc = "" +
 	"\x0eomit_token_ids\x18\x04 \x01(\bR\fomitTokenIds\x12.\n" +
 	"\x13show_special_tokens\x18\x05 \x01(\bR\x11showSpecialTokens\x12\x19\n" +
 	"\braw_text\x18\x06 \x01(\bR\arawText\x122\n" +
-	"\x15stream_tool_arguments\x18\a \x01(\bR\x13streamToolArguments\"}\n" +
+	"\x15stream_tool_arguments\x18\a \x01(\bR\x13streamToolArguments\"\xa9\x01\n" +
 	"\x0fGenerateRequest\x121\n" +
 	"\x05start\x18\x01 \x01(\v2\x19.quartet.v1.GenerateStartH\x00R\x05start\x12,\n" +
-	"\x06cancel\x18\x02 \x01(\v2\x12.quartet.v1.CancelH\x00R\x06cancelB\t\n" +
+	"\x06cancel\x18\x02 \x01(\v2\x12.quartet.v1.CancelH\x00R\x06cancel\x12*\n" +
+	"\x06resume\x18\x03 \x01(\v2\x12.quartet.v1.ResumeR\x06resumeB\t\n" +
 	"\amessage\"\xb4\x02\n" +
 	"\x10GenerateResponse\x122\n" +
 	"\baccepted\x18\x01 \x01(\v2\x14.quartet.v1.AcceptedH\x00R\baccepted\x12)\n" +
@@ -5110,99 +5123,100 @@ var file_quartet_v1_router_proto_depIdxs = []int32{
 	10,  // 17: quartet.v1.ContentPart.media:type_name -> quartet.v1.MediaPart
 	4,   // 18: quartet.v1.GenerateRequest.start:type_name -> quartet.v1.GenerateStart
 	59,  // 19: quartet.v1.GenerateRequest.cancel:type_name -> quartet.v1.Cancel
-	15,  // 20: quartet.v1.GenerateResponse.accepted:type_name -> quartet.v1.Accepted
-	17,  // 21: quartet.v1.GenerateResponse.delta:type_name -> quartet.v1.Delta
-	19,  // 22: quartet.v1.GenerateResponse.finished:type_name -> quartet.v1.ChoiceFinished
-	16,  // 23: quartet.v1.GenerateResponse.placed:type_name -> quartet.v1.ChoicePlacement
-	60,  // 24: quartet.v1.GenerateResponse.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
-	16,  // 25: quartet.v1.Accepted.choices:type_name -> quartet.v1.ChoicePlacement
-	55,  // 26: quartet.v1.Accepted.encode:type_name -> quartet.v1.Rank
-	55,  // 27: quartet.v1.ChoicePlacement.prefill:type_name -> quartet.v1.Rank
-	55,  // 28: quartet.v1.ChoicePlacement.decode:type_name -> quartet.v1.Rank
-	61,  // 29: quartet.v1.Delta.logprobs:type_name -> quartet.v1.TokenLogprobs
-	18,  // 30: quartet.v1.Delta.tool_calls:type_name -> quartet.v1.ToolCallDelta
-	62,  // 31: quartet.v1.ChoiceFinished.reason:type_name -> quartet.v1.FinishReason
-	20,  // 32: quartet.v1.ChoiceFinished.usage:type_name -> quartet.v1.Usage
-	21,  // 33: quartet.v1.ChoiceFinished.time:type_name -> quartet.v1.TimeBreakdown
-	58,  // 34: quartet.v1.TimeBreakdown.tokenize:type_name -> google.protobuf.Duration
-	58,  // 35: quartet.v1.TimeBreakdown.router_queue:type_name -> google.protobuf.Duration
-	58,  // 36: quartet.v1.TimeBreakdown.prefill:type_name -> google.protobuf.Duration
-	58,  // 37: quartet.v1.TimeBreakdown.prefill_queue:type_name -> google.protobuf.Duration
-	58,  // 38: quartet.v1.TimeBreakdown.decode_queue:type_name -> google.protobuf.Duration
-	58,  // 39: quartet.v1.TimeBreakdown.transfer:type_name -> google.protobuf.Duration
-	58,  // 40: quartet.v1.TimeBreakdown.first_token:type_name -> google.protobuf.Duration
-	58,  // 41: quartet.v1.TimeBreakdown.total:type_name -> google.protobuf.Duration
-	58,  // 42: quartet.v1.TimeBreakdown.media:type_name -> google.protobuf.Duration
-	63,  // 43: quartet.v1.TimeBreakdown.transfer_way:type_name -> quartet.v1.TransferWay
-	58,  // 44: quartet.v1.TimeBreakdown.onboard:type_name -> google.protobuf.Duration
-	4,   // 45: quartet.v1.ExplainRequest.start:type_name -> quartet.v1.GenerateStart
-	24,  // 46: quartet.v1.ExplainResponse.options:type_name -> quartet.v1.RankOption
-	58,  // 47: quartet.v1.ExplainResponse.wait:type_name -> google.protobuf.Duration
-	55,  // 48: quartet.v1.RankOption.rank:type_name -> quartet.v1.Rank
-	64,  // 49: quartet.v1.RankOption.role:type_name -> quartet.v1.WorkerRole
-	51,  // 50: quartet.v1.RankOption.terms:type_name -> quartet.v1.RankOption.TermsEntry
-	4,   // 51: quartet.v1.PlaceRequest.start:type_name -> quartet.v1.GenerateStart
-	26,  // 52: quartet.v1.PlaceRequest.resume:type_name -> quartet.v1.Resume
-	11,  // 53: quartet.v1.Resume.generated_token_ids:type_name -> quartet.v1.TokenIds
-	29,  // 54: quartet.v1.PlaceResponse.choices:type_name -> quartet.v1.PlacedChoice
-	58,  // 55: quartet.v1.PlaceResponse.tokenize:type_name -> google.protobuf.Duration
-	28,  // 56: quartet.v1.PlaceResponse.parsing:type_name -> quartet.v1.OutputParsing
-	16,  // 57: quartet.v1.PlacedChoice.placement:type_name -> quartet.v1.ChoicePlacement
-	61,  // 58: quartet.v1.PlacedChoice.logprobs:type_name -> quartet.v1.TokenLogprobs
-	30,  // 59: quartet.v1.PlacedChoice.stream:type_name -> quartet.v1.SignedPlacement
-	19,  // 60: quartet.v1.PlacedChoice.finished:type_name -> quartet.v1.ChoiceFinished
-	58,  // 61: quartet.v1.PlacedChoice.router_queue:type_name -> google.protobuf.Duration
-	58,  // 62: quartet.v1.PlacedChoice.prefill:type_name -> google.protobuf.Duration
-	58,  // 63: quartet.v1.PlacedChoice.prefill_queue:type_name -> google.protobuf.Duration
-	32,  // 64: quartet.v1.SessionRequest.start:type_name -> quartet.v1.SessionStart
-	59,  // 65: quartet.v1.SessionRequest.cancel:type_name -> quartet.v1.Cancel
-	4,   // 66: quartet.v1.SessionStart.start:type_name -> quartet.v1.GenerateStart
-	26,  // 67: quartet.v1.SessionStart.resume:type_name -> quartet.v1.Resume
-	37,  // 68: quartet.v1.SessionResponse.logprobs:type_name -> quartet.v1.SessionLogprobs
-	38,  // 69: quartet.v1.SessionResponse.accepted:type_name -> quartet.v1.SessionAccepted
-	40,  // 70: quartet.v1.SessionResponse.finished:type_name -> quartet.v1.SessionFinished
-	41,  // 71: quartet.v1.SessionResponse.failures:type_name -> quartet.v1.SessionFailure
-	39,  // 72: quartet.v1.SessionResponse.placed:type_name -> quartet.v1.SessionPlaced
-	36,  // 73: quartet.v1.SessionResponse.parsed:type_name -> quartet.v1.SessionParsed
-	35,  // 74: quartet.v1.SessionResponse.prompt_logprobs:type_name -> quartet.v1.SessionPromptLogprobs
-	34,  // 75: quartet.v1.SessionResponse.first_tokens:type_name -> quartet.v1.SessionFirstToken
-	60,  // 76: quartet.v1.SessionPromptLogprobs.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
-	18,  // 77: quartet.v1.SessionParsed.tool_calls:type_name -> quartet.v1.ToolCallDelta
-	61,  // 78: quartet.v1.SessionLogprobs.tokens:type_name -> quartet.v1.TokenLogprobs
-	15,  // 79: quartet.v1.SessionAccepted.accepted:type_name -> quartet.v1.Accepted
-	16,  // 80: quartet.v1.SessionPlaced.placement:type_name -> quartet.v1.ChoicePlacement
-	19,  // 81: quartet.v1.SessionFinished.finished:type_name -> quartet.v1.ChoiceFinished
-	65,  // 82: quartet.v1.SessionFailure.failure:type_name -> quartet.v1.Failure
-	47,  // 83: quartet.v1.ListWorkersResponse.workers:type_name -> quartet.v1.WorkerStatus
-	47,  // 84: quartet.v1.WatchWorkersResponse.updated:type_name -> quartet.v1.WorkerStatus
-	46,  // 85: quartet.v1.WatchWorkersResponse.totals:type_name -> quartet.v1.FleetTotals
-	52,  // 86: quartet.v1.FleetTotals.outcomes:type_name -> quartet.v1.FleetTotals.OutcomesEntry
-	66,  // 87: quartet.v1.WorkerStatus.record:type_name -> quartet.v1.WorkerRecord
-	1,   // 88: quartet.v1.WorkerStatus.state:type_name -> quartet.v1.WorkerState
-	67,  // 89: quartet.v1.WorkerStatus.load:type_name -> quartet.v1.WorkerLoad
-	58,  // 90: quartet.v1.WorkerStatus.load_age:type_name -> google.protobuf.Duration
-	50,  // 91: quartet.v1.GetModelResponse.models:type_name -> quartet.v1.Model
-	13,  // 92: quartet.v1.RouterService.Generate:input_type -> quartet.v1.GenerateRequest
-	25,  // 93: quartet.v1.RouterService.Place:input_type -> quartet.v1.PlaceRequest
-	31,  // 94: quartet.v1.RouterService.Session:input_type -> quartet.v1.SessionRequest
-	42,  // 95: quartet.v1.RouterService.ListWorkers:input_type -> quartet.v1.ListWorkersRequest
-	44,  // 96: quartet.v1.RouterService.WatchWorkers:input_type -> quartet.v1.WatchWorkersRequest
-	22,  // 97: quartet.v1.RouterService.Explain:input_type -> quartet.v1.ExplainRequest
-	48,  // 98: quartet.v1.RouterService.GetModel:input_type -> quartet.v1.GetModelRequest
-	2,   // 99: quartet.v1.RouterService.PrefillFor:input_type -> quartet.v1.PrefillForRequest
-	14,  // 100: quartet.v1.RouterService.Generate:output_type -> quartet.v1.GenerateResponse
-	27,  // 101: quartet.v1.RouterService.Place:output_type -> quartet.v1.PlaceResponse
-	33,  // 102: quartet.v1.RouterService.Session:output_type -> quartet.v1.SessionResponse
-	43,  // 103: quartet.v1.RouterService.ListWorkers:output_type -> quartet.v1.ListWorkersResponse
-	45,  // 104: quartet.v1.RouterService.WatchWorkers:output_type -> quartet.v1.WatchWorkersResponse
-	23,  // 105: quartet.v1.RouterService.Explain:output_type -> quartet.v1.ExplainResponse
-	49,  // 106: quartet.v1.RouterService.GetModel:output_type -> quartet.v1.GetModelResponse
-	3,   // 107: quartet.v1.RouterService.PrefillFor:output_type -> quartet.v1.PrefillForResponse
-	100, // [100:108] is the sub-list for method output_type
-	92,  // [92:100] is the sub-list for method input_type
-	92,  // [92:92] is the sub-list for extension type_name
-	92,  // [92:92] is the sub-list for extension extendee
-	0,   // [0:92] is the sub-list for field type_name
+	26,  // 20: quartet.v1.GenerateRequest.resume:type_name -> quartet.v1.Resume
+	15,  // 21: quartet.v1.GenerateResponse.accepted:type_name -> quartet.v1.Accepted
+	17,  // 22: quartet.v1.GenerateResponse.delta:type_name -> quartet.v1.Delta
+	19,  // 23: quartet.v1.GenerateResponse.finished:type_name -> quartet.v1.ChoiceFinished
+	16,  // 24: quartet.v1.GenerateResponse.placed:type_name -> quartet.v1.ChoicePlacement
+	60,  // 25: quartet.v1.GenerateResponse.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
+	16,  // 26: quartet.v1.Accepted.choices:type_name -> quartet.v1.ChoicePlacement
+	55,  // 27: quartet.v1.Accepted.encode:type_name -> quartet.v1.Rank
+	55,  // 28: quartet.v1.ChoicePlacement.prefill:type_name -> quartet.v1.Rank
+	55,  // 29: quartet.v1.ChoicePlacement.decode:type_name -> quartet.v1.Rank
+	61,  // 30: quartet.v1.Delta.logprobs:type_name -> quartet.v1.TokenLogprobs
+	18,  // 31: quartet.v1.Delta.tool_calls:type_name -> quartet.v1.ToolCallDelta
+	62,  // 32: quartet.v1.ChoiceFinished.reason:type_name -> quartet.v1.FinishReason
+	20,  // 33: quartet.v1.ChoiceFinished.usage:type_name -> quartet.v1.Usage
+	21,  // 34: quartet.v1.ChoiceFinished.time:type_name -> quartet.v1.TimeBreakdown
+	58,  // 35: quartet.v1.TimeBreakdown.tokenize:type_name -> google.protobuf.Duration
+	58,  // 36: quartet.v1.TimeBreakdown.router_queue:type_name -> google.protobuf.Duration
+	58,  // 37: quartet.v1.TimeBreakdown.prefill:type_name -> google.protobuf.Duration
+	58,  // 38: quartet.v1.TimeBreakdown.prefill_queue:type_name -> google.protobuf.Duration
+	58,  // 39: quartet.v1.TimeBreakdown.decode_queue:type_name -> google.protobuf.Duration
+	58,  // 40: quartet.v1.TimeBreakdown.transfer:type_name -> google.protobuf.Duration
+	58,  // 41: quartet.v1.TimeBreakdown.first_token:type_name -> google.protobuf.Duration
+	58,  // 42: quartet.v1.TimeBreakdown.total:type_name -> google.protobuf.Duration
+	58,  // 43: quartet.v1.TimeBreakdown.media:type_name -> google.protobuf.Duration
+	63,  // 44: quartet.v1.TimeBreakdown.transfer_way:type_name -> quartet.v1.TransferWay
+	58,  // 45: quartet.v1.TimeBreakdown.onboard:type_name -> google.protobuf.Duration
+	4,   // 46: quartet.v1.ExplainRequest.start:type_name -> quartet.v1.GenerateStart
+	24,  // 47: quartet.v1.ExplainResponse.options:type_name -> quartet.v1.RankOption
+	58,  // 48: quartet.v1.ExplainResponse.wait:type_name -> google.protobuf.Duration
+	55,  // 49: quartet.v1.RankOption.rank:type_name -> quartet.v1.Rank
+	64,  // 50: quartet.v1.RankOption.role:type_name -> quartet.v1.WorkerRole
+	51,  // 51: quartet.v1.RankOption.terms:type_name -> quartet.v1.RankOption.TermsEntry
+	4,   // 52: quartet.v1.PlaceRequest.start:type_name -> quartet.v1.GenerateStart
+	26,  // 53: quartet.v1.PlaceRequest.resume:type_name -> quartet.v1.Resume
+	11,  // 54: quartet.v1.Resume.generated_token_ids:type_name -> quartet.v1.TokenIds
+	29,  // 55: quartet.v1.PlaceResponse.choices:type_name -> quartet.v1.PlacedChoice
+	58,  // 56: quartet.v1.PlaceResponse.tokenize:type_name -> google.protobuf.Duration
+	28,  // 57: quartet.v1.PlaceResponse.parsing:type_name -> quartet.v1.OutputParsing
+	16,  // 58: quartet.v1.PlacedChoice.placement:type_name -> quartet.v1.ChoicePlacement
+	61,  // 59: quartet.v1.PlacedChoice.logprobs:type_name -> quartet.v1.TokenLogprobs
+	30,  // 60: quartet.v1.PlacedChoice.stream:type_name -> quartet.v1.SignedPlacement
+	19,  // 61: quartet.v1.PlacedChoice.finished:type_name -> quartet.v1.ChoiceFinished
+	58,  // 62: quartet.v1.PlacedChoice.router_queue:type_name -> google.protobuf.Duration
+	58,  // 63: quartet.v1.PlacedChoice.prefill:type_name -> google.protobuf.Duration
+	58,  // 64: quartet.v1.PlacedChoice.prefill_queue:type_name -> google.protobuf.Duration
+	32,  // 65: quartet.v1.SessionRequest.start:type_name -> quartet.v1.SessionStart
+	59,  // 66: quartet.v1.SessionRequest.cancel:type_name -> quartet.v1.Cancel
+	4,   // 67: quartet.v1.SessionStart.start:type_name -> quartet.v1.GenerateStart
+	26,  // 68: quartet.v1.SessionStart.resume:type_name -> quartet.v1.Resume
+	37,  // 69: quartet.v1.SessionResponse.logprobs:type_name -> quartet.v1.SessionLogprobs
+	38,  // 70: quartet.v1.SessionResponse.accepted:type_name -> quartet.v1.SessionAccepted
+	40,  // 71: quartet.v1.SessionResponse.finished:type_name -> quartet.v1.SessionFinished
+	41,  // 72: quartet.v1.SessionResponse.failures:type_name -> quartet.v1.SessionFailure
+	39,  // 73: quartet.v1.SessionResponse.placed:type_name -> quartet.v1.SessionPlaced
+	36,  // 74: quartet.v1.SessionResponse.parsed:type_name -> quartet.v1.SessionParsed
+	35,  // 75: quartet.v1.SessionResponse.prompt_logprobs:type_name -> quartet.v1.SessionPromptLogprobs
+	34,  // 76: quartet.v1.SessionResponse.first_tokens:type_name -> quartet.v1.SessionFirstToken
+	60,  // 77: quartet.v1.SessionPromptLogprobs.prompt_logprobs:type_name -> quartet.v1.PromptLogprobs
+	18,  // 78: quartet.v1.SessionParsed.tool_calls:type_name -> quartet.v1.ToolCallDelta
+	61,  // 79: quartet.v1.SessionLogprobs.tokens:type_name -> quartet.v1.TokenLogprobs
+	15,  // 80: quartet.v1.SessionAccepted.accepted:type_name -> quartet.v1.Accepted
+	16,  // 81: quartet.v1.SessionPlaced.placement:type_name -> quartet.v1.ChoicePlacement
+	19,  // 82: quartet.v1.SessionFinished.finished:type_name -> quartet.v1.ChoiceFinished
+	65,  // 83: quartet.v1.SessionFailure.failure:type_name -> quartet.v1.Failure
+	47,  // 84: quartet.v1.ListWorkersResponse.workers:type_name -> quartet.v1.WorkerStatus
+	47,  // 85: quartet.v1.WatchWorkersResponse.updated:type_name -> quartet.v1.WorkerStatus
+	46,  // 86: quartet.v1.WatchWorkersResponse.totals:type_name -> quartet.v1.FleetTotals
+	52,  // 87: quartet.v1.FleetTotals.outcomes:type_name -> quartet.v1.FleetTotals.OutcomesEntry
+	66,  // 88: quartet.v1.WorkerStatus.record:type_name -> quartet.v1.WorkerRecord
+	1,   // 89: quartet.v1.WorkerStatus.state:type_name -> quartet.v1.WorkerState
+	67,  // 90: quartet.v1.WorkerStatus.load:type_name -> quartet.v1.WorkerLoad
+	58,  // 91: quartet.v1.WorkerStatus.load_age:type_name -> google.protobuf.Duration
+	50,  // 92: quartet.v1.GetModelResponse.models:type_name -> quartet.v1.Model
+	13,  // 93: quartet.v1.RouterService.Generate:input_type -> quartet.v1.GenerateRequest
+	25,  // 94: quartet.v1.RouterService.Place:input_type -> quartet.v1.PlaceRequest
+	31,  // 95: quartet.v1.RouterService.Session:input_type -> quartet.v1.SessionRequest
+	42,  // 96: quartet.v1.RouterService.ListWorkers:input_type -> quartet.v1.ListWorkersRequest
+	44,  // 97: quartet.v1.RouterService.WatchWorkers:input_type -> quartet.v1.WatchWorkersRequest
+	22,  // 98: quartet.v1.RouterService.Explain:input_type -> quartet.v1.ExplainRequest
+	48,  // 99: quartet.v1.RouterService.GetModel:input_type -> quartet.v1.GetModelRequest
+	2,   // 100: quartet.v1.RouterService.PrefillFor:input_type -> quartet.v1.PrefillForRequest
+	14,  // 101: quartet.v1.RouterService.Generate:output_type -> quartet.v1.GenerateResponse
+	27,  // 102: quartet.v1.RouterService.Place:output_type -> quartet.v1.PlaceResponse
+	33,  // 103: quartet.v1.RouterService.Session:output_type -> quartet.v1.SessionResponse
+	43,  // 104: quartet.v1.RouterService.ListWorkers:output_type -> quartet.v1.ListWorkersResponse
+	45,  // 105: quartet.v1.RouterService.WatchWorkers:output_type -> quartet.v1.WatchWorkersResponse
+	23,  // 106: quartet.v1.RouterService.Explain:output_type -> quartet.v1.ExplainResponse
+	49,  // 107: quartet.v1.RouterService.GetModel:output_type -> quartet.v1.GetModelResponse
+	3,   // 108: quartet.v1.RouterService.PrefillFor:output_type -> quartet.v1.PrefillForResponse
+	101, // [101:109] is the sub-list for method output_type
+	93,  // [93:101] is the sub-list for method input_type
+	93,  // [93:93] is the sub-list for extension type_name
+	93,  // [93:93] is the sub-list for extension extendee
+	0,   // [0:93] is the sub-list for field type_name
 }
 
 func init() { file_quartet_v1_router_proto_init() }

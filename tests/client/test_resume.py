@@ -1,0 +1,529 @@
+"""An answer whose router is lost goes on at another one, and nobody sees where."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.client import (
+    Accepted,
+    AnswerPart,
+    ChoiceFinished,
+    Delta,
+    FinishReason,
+    Placed,
+    PromptLogprobs,
+    QuartetClient,
+    RequestPath,
+)
+from quartet.client.routers import MADE_UP_DETAILS, ClientClosedError, Router, RouterLostError
+from quartet.client.sync import SyncClient
+from quartet.errors import (
+    ConfigError,
+    DrainingError,
+    ProtocolError,
+    QueueFullError,
+    RequestTimeoutError,
+    RouterUnavailableError,
+    ServingError,
+    WorkersLostError,
+)
+from quartet.text.parsed import ParsedBuilder, ToolCallDelta
+from quartet.v1 import router_pb2
+from tests.client.breaking_router import (
+    SEED,
+    WORDS,
+    BreakingRouter,
+    KnownAnswer,
+    Script,
+    Serving,
+    serving,
+    with_offsets,
+)
+from tests.client.conftest import StartRouter
+from tests.client.fake_router import FakeRouter
+
+WAIT_S = 60.0
+BY_ROUTER = (RequestPath.GENERATE, RequestPath.SESSION)
+by_router = pytest.mark.parametrize("path", BY_ROUTER)
+
+NUM_MESSAGES = len(WORDS) + 2
+
+
+@dataclass
+class Shown:
+    """What a caller has seen of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    parsed: ParsedBuilder = field(default_factory=ParsedBuilder)
+    finished: list[ChoiceFinished] = field(default_factory=list)
+    is_placed: bool = False
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return self.token_ids, self.text, self.parsed.reasoning, self.parsed.tool_calls
+
+
+@dataclass
+class Seen:
+    """What a caller has seen of an answer; it checks the order of what comes."""
+
+    choices: defaultdict[int, Shown] = field(default_factory=lambda: defaultdict(Shown))
+    accepted: list[Accepted] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    def take(self, part: AnswerPart) -> None:
+        match part:
+            case Accepted():
+                self.accepted.append(part)
+                for placement in part.choices:
+                    self._place(placement.choice)
+            case Placed():
+                self._place(part.placement.choice)
+            case PromptLogprobs():
+                assert not self.choices[0].token_ids
+                self.prompt_logprobs.append(part)
+            case ChoiceFinished():
+                self.choices[part.choice].finished.append(part)
+            case Delta():
+                choice = self.choices[part.choice]
+                assert choice.is_placed and not choice.finished
+                assert not part.token_ids or part.token_offset == len(choice.token_ids)
+                choice.token_ids += part.token_ids
+                choice.text += part.text
+                choice.parsed.add(part.reasoning, part.tool_calls)
+
+    def _place(self, choice: int) -> None:
+        assert not self.choices[choice].is_placed, "a choice was placed twice"
+        self.choices[choice].is_placed = True
+
+
+async def ask(
+    script: Script, path: RequestPath, *, num_choices: int = 1, omit_token_ids: bool = False, seed: int | None = None
+) -> tuple[Seen, Sequence[str]]:
+    """What the caller of one request sees, of two routers that follow ``script``, and the routers that were lost."""
+    seen = Seen()
+    async with (
+        asyncio.timeout(WAIT_S),
+        serving(BreakingRouter(script), BreakingRouter(script)) as served,
+        QuartetClient(served.addresses) as client,
+        client.generate("Hi", path=path, num_choices=num_choices, omit_token_ids=omit_token_ids, seed=seed) as stream,
+    ):
+        async for part in stream:
+            seen.take(part)
+        return seen, stream.lost_routers
+
+
+def check_whole(seen: Seen, answer: KnownAnswer, *, has_token_ids: bool = True) -> None:
+    """The caller saw the whole answer, once."""
+    [accepted] = seen.accepted
+    assert accepted.seed == SEED
+    assert len(seen.prompt_logprobs) == answer.has_prompt_logprobs
+    for number, deltas in enumerate(answer.choices):
+        shown, parsed = seen.choices[number], ParsedBuilder()
+        for delta in deltas:
+            calls = [
+                ToolCallDelta(call.index, call.id, call.name, call.arguments, call.is_complete)
+                for call in delta.tool_calls
+            ]
+            parsed.add(delta.reasoning, calls)
+        token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        text = "".join(delta.text for delta in deltas)
+        shown_ids = token_ids if has_token_ids else []
+        assert shown.content == (shown_ids, text, parsed.reasoning, parsed.tool_calls)
+        [finished] = shown.finished
+        assert finished.reason is FinishReason.LENGTH
+        assert finished.usage.num_output_tokens == len(token_ids)
+        assert finished.usage.num_prompt_tokens == 4
+
+
+@by_router
+@pytest.mark.parametrize("num_messages", range(NUM_MESSAGES))
+async def test_wherever_the_router_is_lost_the_answer_is_whole(path: RequestPath, num_messages: int) -> None:
+    answer = KnownAnswer([WORDS])
+    script = Script(answer, breaks=[num_messages])
+    seen, lost = await ask(script, path)
+    check_whole(seen, answer)
+    [finished] = seen.choices[0].finished
+    assert (script.resumes[0], len(script.resumes)) == (None, 2)
+    if not num_messages:  # nothing was there to be lost
+        assert (script.resumes[1], finished.usage.num_attempts, lost) == (None, 1, ())
+        return
+    assert len(lost) == 1
+    assert finished.usage.num_attempts == 2, "one at each router"
+    assert finished.time.total_s is not None and finished.time.total_s != 0.5, "the whole time, not the last router's"
+    assert finished.time.first_token_s is not None, "though the second router did not see it"
+
+
+@st.composite
+def deltas(draw: st.DrawFn) -> list[router_pb2.Delta]:
+    """Parts of one choice, none of them empty."""
+    pieces = st.builds(
+        router_pb2.Delta,
+        token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3),
+        text=st.text(max_size=3),
+        reasoning=st.text(max_size=3),
+    ).filter(lambda delta: bool(delta.token_ids or delta.text or delta.reasoning))
+    drawn, num_calls = draw(st.lists(pieces, min_size=1, max_size=5)), 0
+    for delta in drawn:
+        for _ in range(draw(st.integers(0, 2))):
+            is_new = not num_calls or draw(st.booleans())
+            num_calls += is_new
+            name, arguments = ("f" if is_new else ""), draw(st.text(min_size=1, max_size=3))
+            delta.tool_calls.add(index=num_calls - 1, name=name, arguments=arguments)
+    return drawn
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> KnownAnswer:
+    choices = draw(st.lists(deltas(), min_size=1, max_size=3))
+    later = draw(st.sets(st.integers(1, 2), max_size=2)) & set(range(len(choices)))
+    placed = [with_offsets(parts, number) for number, parts in enumerate(choices)]
+    return KnownAnswer(placed, placed_later=frozenset(later), has_prompt_logprobs=draw(st.booleans()))
+
+
+@given(
+    answer=answers(),
+    # The first two may not be lost before either has shown anything.
+    breaks=st.lists(st.integers(0, 20), max_size=2).filter(lambda breaks: breaks != [0, 0]),
+    path=st.sampled_from(BY_ROUTER),
+    omit_token_ids=st.booleans(),
+)
+def test_any_answer_is_whole_whatever_it_holds_and_whenever_routers_are_lost(
+    answer: KnownAnswer, breaks: list[int], path: RequestPath, omit_token_ids: bool
+) -> None:
+    script = Script(answer, breaks=breaks)
+    seen, _lost = asyncio.run(ask(script, path, num_choices=len(answer.choices), omit_token_ids=omit_token_ids))
+    check_whole(seen, answer, has_token_ids=not omit_token_ids)
+
+
+@by_router
+async def test_choices_that_have_ended_stay_so_and_the_others_go_on_alone(path: RequestPath) -> None:
+    short, long = WORDS[:1], with_offsets(WORDS, 1)
+    # Accepted, the short one's only part and its end, two parts of the long one.
+    script = Script(KnownAnswer([short, long]), breaks=[5])
+    seen, _lost = await ask(script, path, num_choices=2)
+    check_whole(seen, script.answer)
+    [_first, resume] = script.resumes
+    assert resume is not None and resume.choice == 1
+
+
+@by_router
+async def test_a_third_lost_router_ends_the_answer(path: RequestPath) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[2, 2, 2])
+    with pytest.raises(RouterUnavailableError, match="lost the router"):
+        await ask(script, path)
+    assert len(script.starts) == 3
+    attempts = [resume.attempt for resume in script.resumes if resume is not None]
+    assert attempts == [1_000_000, 2_000_000]
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "is_lost"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", True),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", True),
+        (grpc.StatusCode.CANCELLED, "Received RST_STREAM with error code 8", True),
+        # What gRPC makes up if the call ended while a cancel was written, or another request of the session.
+        (grpc.StatusCode.INTERNAL, MADE_UP_DETAILS, True),
+        (grpc.StatusCode.INTERNAL, "internal error", False),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", False),
+    ],
+)
+async def test_what_the_router_did_not_say_itself_counts_as_its_loss(
+    code: grpc.StatusCode, details: str, is_lost: bool
+) -> None:
+    router = Router("127.0.0.1:1", None)
+    error = router.error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details), is_begun=True)
+    assert isinstance(error, RouterLostError) == is_lost
+    await router.close()
+
+
+@by_router
+async def test_a_proxy_that_has_no_router_for_a_moment_is_asked_again(path: RequestPath) -> None:
+    """It answers itself, and its connection stays: nothing is lost with it."""
+    script = Script(KnownAnswer([WORDS]), breaks=[3, 0, 0, 0, 0])
+    async with scene(BreakingRouter(script)) as (_served, client):
+        completion = await client.complete("Hi", path=path)
+    assert completion.text == "".join(delta.text for delta in WORDS)
+    assert len(script.starts) == 6
+    assert completion.choices[0].finished.usage.num_attempts == 2
+
+
+@by_router
+async def test_who_wants_it_gets_the_error_at_once(path: RequestPath) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[3])
+    async with scene(BreakingRouter(script), resume_timeout_s=0) as (served, client):
+        with pytest.raises(RouterUnavailableError, match=served.addresses[0]):
+            await client.complete("Hi", path=path)
+    assert len(script.starts) == 1
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("inf"), float("nan")])
+def test_an_impossible_time_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="resume_timeout_s"):
+        SyncClient("127.0.0.1:1", resume_timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def scene(
+    *routers: BreakingRouter, resume_timeout_s: float = WAIT_S
+) -> AsyncIterator[tuple[Serving, QuartetClient]]:
+    """Routers, and a client of them."""
+    async with (
+        asyncio.timeout(2 * WAIT_S),
+        serving(*routers) as served,
+        QuartetClient(served.addresses, resume_timeout_s=resume_timeout_s) as client,
+    ):
+        yield served, client
+
+
+class Asking:
+    """One request that waits at its router, which a test then kills."""
+
+    def __init__(self, script: Script, served: Serving, client: QuartetClient, path: RequestPath, **ask: object):
+        self.seen = Seen()
+        self.stream = client.generate("Hi", path=path, **ask)  # type: ignore[arg-type]
+        self._script = script
+        self._served = served
+        self._has_shown = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def waits(self) -> None:
+        """Wait until it has all that comes before the wait."""
+        await self._has_shown.wait()
+
+    async def kill_router(self) -> None:
+        """Then kill its router; from now on none waits."""
+        await self.waits()
+        self._script.holds_after = None
+        await self._served.kill(0)
+
+    async def ended(self) -> Seen:
+        """Wait for its end."""
+        await self._reading
+        return self.seen
+
+    async def _read(self) -> None:
+        async for part in self.stream:
+            self.seen.take(part)
+            if len(self.seen.choices[0].token_ids) == NUM_SHOWN:
+                self._has_shown.set()
+
+
+NUM_SHOWN = 2
+
+
+def holding() -> Script:
+    """Its routers stop after the second word."""
+    return Script(KnownAnswer([WORDS]), holds_after=NUM_SHOWN + 1)
+
+
+@by_router
+async def test_the_same_router_goes_on_once_it_is_back(path: RequestPath) -> None:
+    script = holding()
+    async with scene(BreakingRouter(script)) as (served, client):
+        asking = Asking(script, served, client, path)
+        await asking.kill_router()
+        await served.add(BreakingRouter(script), served.addresses[0])
+        check_whole(await asking.ended(), script.answer)
+        assert asking.stream.router == served.addresses[0]
+        assert asking.stream.lost_routers == (served.addresses[0],)
+
+
+@by_router
+async def test_without_a_router_it_fails_after_its_time_and_names_them(path: RequestPath) -> None:
+    script = holding()
+    async with scene(BreakingRouter(script), resume_timeout_s=0.3) as (served, client):
+        asking = Asking(script, served, client, path)
+        await asking.kill_router()
+        with pytest.raises(RouterUnavailableError, match=rf"lost the router at {served.addresses[0]}.*; since then"):
+            await asking.ended()
+
+
+@by_router
+async def test_a_cancel_while_no_router_has_it_ends_each_choice_with_what_was_shown(path: RequestPath) -> None:
+    script = holding()
+    async with scene(BreakingRouter(script)) as (served, client):
+        asking = Asking(script, served, client, path)
+        await asking.kill_router()
+        await asking.stream.cancel()
+        [finished] = (await asking.ended()).choices[0].finished
+    assert finished.reason is FinishReason.CANCELLED
+    assert (finished.usage.num_output_tokens, finished.usage.num_attempts) == (NUM_SHOWN, 1)
+
+
+@by_router
+async def test_a_cancelled_answer_is_not_resumed(path: RequestPath) -> None:
+    script = holding()
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (served, client):
+        asking = Asking(script, served, client, path)
+        await asking.waits()
+        await asking.stream.cancel()  # which this router does not hear
+        await asking.kill_router()
+        [finished] = (await asking.ended()).choices[0].finished
+    assert finished.reason is FinishReason.CANCELLED
+    assert len(script.starts) == 1
+
+
+@by_router
+async def test_a_client_that_is_closed_resumes_nothing(path: RequestPath) -> None:
+    script = holding()
+    async with asyncio.timeout(WAIT_S), serving(BreakingRouter(script)) as served:
+        client = QuartetClient(served.addresses, resume_timeout_s=WAIT_S)
+        asking = Asking(script, served, client, path)
+        await asking.kill_router()
+        await client.close()
+        with pytest.raises(ClientClosedError):
+            await asking.ended()
+
+
+@by_router
+async def test_only_what_is_left_of_its_time_is_asked_for(path: RequestPath) -> None:
+    script = holding()
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (served, client):
+        asking = Asking(script, served, client, path, timeout_s=500.0)
+        await asking.kill_router()
+        await asking.ended()
+    first, second = [start.timeout.ToTimedelta().total_seconds() for start in script.starts]
+    assert first == 500.0
+    assert 400.0 < second < 500.0
+
+
+@by_router
+async def test_a_request_whose_time_is_up_waits_for_no_router(path: RequestPath) -> None:
+    script = holding()
+    async with scene(BreakingRouter(script)) as (served, client):
+        asking = Asking(script, served, client, path, timeout_s=2.0)
+        await asking.kill_router()
+        with pytest.raises(RequestTimeoutError):
+            await asking.ended()
+
+
+def words_router(error_at_end: Exception | None = None) -> FakeRouter:
+    router = FakeRouter()
+    router.error_at_end = error_at_end  # type: ignore[assignment]
+    return router
+
+
+@by_router
+async def test_an_error_that_the_router_gives_is_the_answers(start_router: StartRouter, path: RequestPath) -> None:
+    router, other = words_router(WorkersLostError("it lost three")), FakeRouter()
+    async with (
+        asyncio.timeout(WAIT_S),
+        QuartetClient([await start_router(router), await start_router(other)]) as client,
+    ):
+        with pytest.raises(WorkersLostError):
+            await client.complete("Hi", path=path)
+    assert other.starts == []
+
+
+@by_router
+async def test_an_answer_that_a_drain_cuts_goes_on_elsewhere(start_router: StartRouter, path: RequestPath) -> None:
+    router, script = words_router(DrainingError("cut by the drain")), Script(KnownAnswer([WORDS]))
+    address = await start_router(router)
+    async with (
+        asyncio.timeout(WAIT_S),
+        serving(BreakingRouter(script)) as served,
+        QuartetClient([address, *served.addresses]) as client,
+    ):
+        with pytest.raises(ServingError):  # the second one knows another answer
+            await client.complete("Hi", path=path)
+    [resume] = script.resumes
+    assert resume is not None
+    assert (list(resume.generated_token_ids.ids), resume.num_text_bytes) == ([100, 101, 102], len("one two three"))
+    assert resume.seed == 7, "the seed that the first router drew"
+
+
+@by_router
+async def test_a_router_that_does_nothing_but_drain_is_asked_a_few_times(
+    start_router: StartRouter, path: RequestPath
+) -> None:
+    router = words_router(DrainingError("as ever"))
+    router.words = []
+    async with asyncio.timeout(WAIT_S), QuartetClient(await start_router(router)) as client:
+        with pytest.raises(DrainingError):
+            await client.complete("Hi", path=path)
+    assert len(router.starts) == 3
+
+
+@by_router
+async def test_a_full_router_is_asked_again_when_it_says(path: RequestPath) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[3], refusals=[QueueFullError("full", retry_delay_s=0.2)] * 2)
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (_served, client):
+        completion = await client.complete("Hi", path=path)
+    assert completion.choices[0].token_ids == tuple(range(100, 106))
+    assert len(script.starts) == 4
+
+
+@by_router
+async def test_a_router_that_stays_full_ends_the_answer_in_time(path: RequestPath) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[3], refusals=[QueueFullError("full", retry_delay_s=WAIT_S)] * 9)
+    async with scene(BreakingRouter(script), BreakingRouter(script), resume_timeout_s=1.0) as (_served, client):
+        with pytest.raises(QueueFullError):
+            await client.complete("Hi", path=path)
+    assert len(script.starts) == 3, "each once"
+
+
+class Wrong(BreakingRouter):
+    """It goes on with the whole answer."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+
+    async def Generate(self, requests: Any, context: Any) -> AsyncIterator[router_pb2.GenerateResponse]:
+        await anext(requests)
+        for message in self.script.answer.messages(None):
+            yield message
+
+
+async def test_a_router_that_goes_on_elsewhere_in_the_answer_is_not_believed() -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[3])
+    async with scene(BreakingRouter(script), Wrong(script)) as (_served, client):
+        with pytest.raises(ProtocolError, match="token 0, not 2"):
+            await client.complete("Hi")
+
+
+async def test_a_router_that_answers_for_another_choice_is_not_believed() -> None:
+    script = Script(KnownAnswer([WORDS, with_offsets(WORDS, 1)]))
+    async with scene(BreakingRouter(script)) as (_served, client):
+        with pytest.raises(ProtocolError, match="choice 1 of 1"):
+            await client.complete("Hi")
+
+
+async def test_a_client_without_a_loop_goes_on_too() -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[4])
+
+    def use(addresses: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
+        with SyncClient(addresses) as client:
+            stream = client.generate("Hi")
+            text = "".join(part.text for part in stream if isinstance(part, Delta))
+            return text, stream.lost_routers, stream.router
+
+    async with asyncio.timeout(WAIT_S), serving(BreakingRouter(script), BreakingRouter(script)) as served:
+        text, lost, router = await asyncio.to_thread(use, served.addresses)
+    assert text == "".join(delta.text for delta in WORDS)
+    assert (list(lost), router) == ([served.addresses[0]], served.addresses[1])
+
+
+async def test_all_requests_of_a_killed_router_go_on_at_the_next() -> None:
+    script = holding()
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (served, client):
+        crowd = [Asking(script, served, client, RequestPath.GENERATE) for _ in range(16)]
+        for asking in crowd:
+            await asking.waits()
+        await crowd[0].kill_router()
+        for asking in crowd:
+            check_whole(await asking.ended(), script.answer)
+            assert asking.stream.router == served.addresses[1]
