@@ -82,7 +82,7 @@ def fleet(go: Path, start_stack: StartStack, tmp_path_factory: pytest.TempPathFa
     operator = issue("operator", "bob")
     config = StackConfig(
         num_encode=1,
-        routers={"router": REMOTE_PREFILL | {"stall_timeout_s": STALL_TIMEOUT_S}},
+        routers={"router": {**REMOTE_PREFILL, "stall_timeout_s": STALL_TIMEOUT_S}},
         worker={"transfer.ways": ["grpc"]},  # shared memory has no TLS
         tls=workers | {"router": issue("router", "router")},
         operator=operator,
