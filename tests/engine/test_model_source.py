@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -160,6 +161,16 @@ def test_a_cache_that_cannot_be_written_is_named(hub: Hub, tmp_path: Path) -> No
         fetch_model(Repository(REPOSITORY), needs_weights=False)
     with pytest.raises(ConfigError, match=r"^cache: .*found a file"):
         cached_models(tmp_path / "models")
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", write)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ConfigError, match=r"the Hub's cache can't be used: /.*/hub: No space left on device$"):
+        fetch_model(Repository(REPOSITORY), needs_weights=True)
 
 
 def test_a_repository_without_weights_is_found_and_one_without_a_small_file_is_not(hub: Hub, tmp_path: Path) -> None:
