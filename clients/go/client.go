@@ -115,6 +115,10 @@ func (c *Client) Close() error { return c.connection.Close() }
 // the answer: an *Error of the router, or of the connection to it; context.Cause(ctx) once ctx has ended.
 func (c *Client) Generate(ctx context.Context, request *Request) iter.Seq2[*Part, error] {
 	return func(yield func(*Part, error) bool) {
+		if err := check(request); err != nil {
+			yield(nil, err)
+			return
+		}
 		streamContext, cancel := context.WithCancel(ctx)
 		defer cancel()
 		stream, err := c.begin(streamContext, request)

@@ -3,12 +3,16 @@ package quartet_test
 import (
 	"context"
 	"errors"
+	"io"
+	"net"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
@@ -170,6 +174,92 @@ func TestLeavingTheLoopOrEndingTheContextCancelsTheRequest(t *testing.T) {
 		t.Errorf("got %v", last)
 	}
 	await(t, ended)
+}
+
+func TestTheRouterLearnsThatNothingFollowsTheRequest(t *testing.T) {
+	client := dial(t, &fakeRouter{generate: func(stream pb.RouterService_GenerateServer) error {
+		if _, err := stream.Recv(); err != nil {
+			return err
+		}
+		if _, err := stream.Recv(); !errors.Is(err, io.EOF) {
+			return err
+		}
+		return parts(acceptedPart(), finishedPart(0))(stream)
+	}})
+	if _, err := client.Complete(testContext(t), quartet.Text("x")); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestLongMessagesAreTaken(t *testing.T) {
+	text := strings.Repeat("x", 5<<20) // More than gRPC takes by default.
+	client := dial(t, &fakeRouter{generate: parts(acceptedPart(), deltaPart(&pb.Delta{Text: text}), finishedPart(0))})
+	completion, err := client.Complete(testContext(t), quartet.Text("x"))
+	if err != nil || completion.Text() != text {
+		t.Error(err)
+	}
+}
+
+func TestARouterWhoseHostIsGoneIsNoticed(t *testing.T) {
+	t.Parallel() // It waits for a ping and its answer, 15 s.
+	server := grpc.NewServer()
+	pb.RegisterRouterServiceServer(server, &fakeRouter{generate: func(stream pb.RouterService_GenerateServer) error {
+		err := stream.Send(acceptedPart())
+		<-stream.Context().Done()
+		return err
+	}})
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	mute := &muteListener{Listener: listener}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(mute) }()
+	defer func() {
+		server.Stop()
+		if err := await(t, served); err != nil {
+			t.Error(err)
+		}
+	}()
+	client, err := quartet.Dial(listener.Addr().String(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	var last error
+	for _, err := range client.Generate(testContext(t), quartet.Text("x")) {
+		mute.isMute.Store(true)
+		last = err
+	}
+	if reasonOf(last) != "ROUTER_UNAVAILABLE" {
+		t.Errorf("got %v", last)
+	}
+}
+
+// muteListener is a server's, whose connections stay open, but answer nothing once it is mute.
+type muteListener struct {
+	net.Listener
+	isMute atomic.Bool
+}
+
+func (l *muteListener) Accept() (net.Conn, error) {
+	connection, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &muteConn{Conn: connection, isMute: &l.isMute}, nil
+}
+
+type muteConn struct {
+	net.Conn
+	isMute *atomic.Bool
+}
+
+func (c *muteConn) Write(data []byte) (int, error) {
+	if c.isMute.Load() {
+		return len(data), nil
+	}
+	return c.Conn.Write(data)
 }
 
 func TestTheTraceparentOfTheContextIsSentOnBothPaths(t *testing.T) {

@@ -20,6 +20,9 @@ const (
 	reasonIdle        = "SESSION_IDLE"
 	reasonStalled     = "STREAM_STALLED"
 	reasonProtocol    = "PROTOCOL_VIOLATION"
+	reasonDraining    = "DRAINING"
+	reasonInvalid     = "INVALID_FIELD"
+	reasonTooLarge    = "MESSAGE_TOO_LARGE"
 )
 
 // Error is how a request failed.
@@ -97,6 +100,13 @@ func failureError(failure *pb.Failure) *Error {
 		Message:    failure.GetMessage(),
 		Field:      failure.GetField(),
 		RetryAfter: failure.GetRetryDelay().AsDuration(),
+	}
+}
+
+// invalid is the error of a request that no router could take.
+func invalid(field, format string, values ...any) *Error {
+	return &Error{
+		Code: codes.InvalidArgument, Reason: reasonInvalid, Message: fmt.Sprintf(format, values...), Field: field,
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -31,6 +32,8 @@ type live struct {
 	Question    string   `json:"question"`
 	PictureIDs  []uint32 `json:"picture_ids"`
 	PictureText string   `json:"picture_text"`
+	// For so long the router waits for who reads nothing, in seconds.
+	StallTimeout float64 `json:"stall_timeout_s"`
 }
 
 // dialLive connects to the fleet that the file in QUARTET_GO_LIVE names (see tests/e2e/test_go_client.py), by TLS.
@@ -204,6 +207,27 @@ func TestLiveCancelFreesTheWorkerOnBothPaths(t *testing.T) {
 		if err != nil || !slices.Equal(completion.Choices[0].TokenIDs, ids) {
 			t.Errorf("%q: got %+v, %v", prompt, completion, err)
 		}
+	}
+}
+
+func TestLiveSlowReaderOfGenerateIsWaitedForSoLong(t *testing.T) {
+	client, fleet := dialLive(t)
+	operator := dialAs(t, fleet, fleet.OperatorCert, fleet.OperatorKey)
+	request := endless()
+	request.Output = &pb.OutputOptions{Logprobs: proto.Uint32(20)} // So a few hundred tokens are all that is sent unread.
+	var waited time.Duration
+	var last error
+	for part, err := range client.Generate(testContext(t), request) {
+		if part.GetDelta() != nil && waited == 0 {
+			awaitRunning(t, operator, 1)
+			begin := time.Now()
+			awaitRunning(t, operator, 0)
+			waited = time.Since(begin)
+		}
+		last = err
+	}
+	if reasonOf(last) != "STREAM_STALLED" || waited.Seconds() < fleet.StallTimeout/2 {
+		t.Errorf("got %v after %v", last, waited)
 	}
 }
 

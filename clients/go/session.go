@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"iter"
+	"slices"
 	"sync"
 	"unicode/utf8"
 
@@ -24,25 +25,29 @@ const maxMergedBytes = 1 << 10
 // All methods may be called from any number of goroutines.
 //
 // The stream opens at the first request, and again at the next one after a break or after ten minutes without any. When
-// it breaks, requests fail that had begun to be answered; others are sent again, once.
+// it breaks, requests fail that had begun to be answered; others are sent again, once, and so are those that a router
+// does not begin because it goes away.
 type Session struct {
 	stub pb.RouterServiceClient
 
 	mutex    sync.Mutex
-	stream   *sessionStream // The last one that was opened, if any.
+	stream   *sessionStream          // The last one that was opened, if any.
+	open     map[*sessionStream]bool // It, and those before it whose requests still run.
 	isClosed bool
 	running  sync.WaitGroup
 }
 
 // Session makes a session with the router.
-func (c *Client) Session() *Session { return &Session{stub: c.stub} }
+func (c *Client) Session() *Session {
+	return &Session{stub: c.stub, open: map[*sessionStream]bool{}}
+}
 
 // Close ends all requests, and waits until nothing of the session runs any more.
 func (s *Session) Close() {
 	s.mutex.Lock()
 	s.isClosed = true
-	if s.stream != nil {
-		s.stream.end(&Error{Code: codes.Canceled, Reason: "CANCELLED", Message: "the session was closed"})
+	for stream := range s.open {
+		stream.end(closedError())
 	}
 	s.mutex.Unlock()
 	s.running.Wait()
@@ -55,17 +60,22 @@ func (s *Session) Close() {
 // fails with STREAM_STALLED; other requests don't notice.
 func (s *Session) Generate(ctx context.Context, request *Request) iter.Seq2[*Part, error] {
 	return func(yield func(*Part, error) bool) {
-		call, isFirst, err := s.start(ctx, request)
+		own, err := ownRequest(request)
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		call, err := s.start(ctx, own)
 		if err != nil {
 			yield(nil, err)
 			return
 		}
 		defer func() { call.drop() }()
-		for canRetry := !isFirst; ; {
+		for canRetry := true; ; {
 			parts, err := call.next(ctx)
 			if canRetry && isLost(err) {
 				canRetry = false
-				if again, _, startErr := s.start(ctx, request); startErr == nil {
+				if again, startErr := s.start(ctx, own); startErr == nil {
 					call = again
 					continue
 				}
@@ -92,38 +102,49 @@ func (s *Session) Complete(ctx context.Context, request *Request) (*Completion, 
 	return Collect(s.Generate(ctx, request))
 }
 
-// start sends the request; isFirst: on a stream that it has opened.
-func (s *Session) start(ctx context.Context, request *Request) (call *sessionCall, isFirst bool, err error) {
+// start sends the request, which nobody changes any more.
+func (s *Session) start(ctx context.Context, request *Request) (*sessionCall, error) {
 	if ctx.Err() != nil {
-		return nil, false, context.Cause(ctx)
+		return nil, context.Cause(ctx)
+	}
+	traceparent := traceparentOf(ctx)
+	if len(traceparent) > maxTraceparentBytes || !utf8.ValidString(traceparent) {
+		return nil, invalid(traceparentKey, "it is not the W3C's")
 	}
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
 	if s.isClosed {
-		return nil, false, &Error{Code: codes.Canceled, Reason: "CANCELLED", Message: "the session was closed"}
+		return nil, closedError()
 	}
 	if s.stream != nil {
-		if call := s.stream.start(ctx, request); call != nil {
-			return call, false, nil
+		if call := s.stream.start(request, traceparent); call != nil {
+			return call, nil
 		}
 	}
 	// Not of one request's context: the stream is for all of them.
 	streamContext, cancel := context.WithCancel(context.Background())
-	s.stream = &sessionStream{
-		cancel:      cancel,
-		calls:       map[uint32]*sessionCall{},
-		hasOutgoing: make(chan struct{}, 1),
-	}
-	call = s.stream.start(ctx, request)
-	stream := s.stream
-	s.running.Go(func() { stream.run(streamContext, s.stub) })
-	return call, true, nil
+	stream := newSessionStream(cancel)
+	call := stream.start(request, traceparent)
+	s.stream = stream
+	s.open[stream] = true
+	s.running.Go(func() {
+		stream.run(streamContext, s.stub)
+		s.mutex.Lock()
+		delete(s.open, stream)
+		s.mutex.Unlock()
+	})
+	return call, nil
 }
 
-// isLost tells whether a stream ended that may just have been old.
+func closedError() *Error {
+	return &Error{Code: codes.Canceled, Reason: "CANCELLED", Message: "the session was closed"}
+}
+
+// isLost tells whether a stream ended that may just have been old, or its router takes no request any more.
 func isLost(err error) bool {
 	var failure *Error
-	return errors.As(err, &failure) && (failure.Reason == reasonUnavailable || failure.Reason == reasonIdle)
+	lost := []string{reasonUnavailable, reasonIdle, reasonDraining}
+	return errors.As(err, &failure) && slices.Contains(lost, failure.Reason)
 }
 
 // sessionStream is one stream, from its opening to its end.
@@ -136,14 +157,24 @@ type sessionStream struct {
 	calls    map[uint32]*sessionCall // By slot, until the router has ended them.
 	free     []uint32                // Slots below len(calls) + len(free) that are not in use.
 	outgoing []*pb.SessionRequest
-	err      error // Why it has ended; nil: it has not.
+	// Its router goes away, and begins no more requests.
+	isDraining bool
+	err        error // Why it has ended; nil: it has not.
 }
 
-// start returns nil if the stream has ended.
-func (s *sessionStream) start(ctx context.Context, request *Request) *sessionCall {
+func newSessionStream(cancel context.CancelFunc) *sessionStream {
+	return &sessionStream{
+		cancel:      cancel,
+		calls:       map[uint32]*sessionCall{},
+		hasOutgoing: make(chan struct{}, 1),
+	}
+}
+
+// start returns nil if the stream takes no request any more.
+func (s *sessionStream) start(request *Request, traceparent string) *sessionCall {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
-	if s.err != nil {
+	if s.err != nil || s.isDraining {
 		return nil
 	}
 	slot := uint32(len(s.calls))
@@ -152,7 +183,7 @@ func (s *sessionStream) start(ctx context.Context, request *Request) *sessionCal
 	}
 	call := &sessionCall{stream: s, slot: slot, numUnfinished: numChoices(request), wake: make(chan struct{}, 1)}
 	s.calls[slot] = call
-	start := &pb.SessionStart{Slot: slot, Start: request, Traceparent: traceparentOf(ctx)}
+	start := &pb.SessionStart{Slot: slot, Start: request, Traceparent: traceparent}
 	s.enqueue(&pb.SessionRequest{Message: &pb.SessionRequest_Start{Start: start}})
 	return call
 }
@@ -259,6 +290,13 @@ func (s *sessionStream) release(slot uint32) {
 	}
 }
 
+// drain has other streams get the requests that come.
+func (s *sessionStream) drain() {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	s.isDraining = true
+}
+
 // take gives each call what is its own of a message, in the order that the contract names.
 func (s *sessionStream) take(response *pb.SessionResponse) error {
 	give := func(slot uint32, part *Part) error {
@@ -343,17 +381,24 @@ func (s *sessionStream) takeEnds(response *pb.SessionResponse) error {
 		if call == nil {
 			return unknownSlot(entry.GetSlot())
 		}
-		if call.finish(entry.GetFinished()) {
-			s.release(call.slot)
+		call.numUnfinished--
+		isLast := call.numUnfinished <= 0
+		if isLast {
+			s.release(call.slot) // Before its reader learns of the end, and sends the next request.
 		}
+		call.finish(entry.GetFinished(), isLast)
 	}
 	for _, entry := range response.GetFailures() {
 		call := s.call(entry.GetSlot())
 		if call == nil {
 			return unknownSlot(entry.GetSlot())
 		}
+		failure := failureError(entry.GetFailure())
+		if failure.Reason == reasonDraining {
+			s.drain()
+		}
 		s.release(call.slot)
-		call.end(failureError(entry.GetFailure()))
+		call.end(failure)
 	}
 	return nil
 }
@@ -458,15 +503,12 @@ func (c *sessionCall) tryAddDelta(delta *pb.Delta) bool {
 	return true
 }
 
-// finish returns whether it was the last choice.
-func (c *sessionCall) finish(finished *pb.ChoiceFinished) bool {
+// finish adds the end of a choice; isLast: the request is over with it.
+func (c *sessionCall) finish(finished *pb.ChoiceFinished, isLast bool) {
 	c.add(&Part{Message: &pb.GenerateResponse_Finished{Finished: finished}})
-	c.numUnfinished--
-	if c.numUnfinished > 0 {
-		return false
+	if isLast {
+		c.end(nil)
 	}
-	c.end(nil)
-	return true
 }
 
 func size(delta *pb.Delta) int {

@@ -313,6 +313,104 @@ func TestASessionThatIsOldIsOpenedAgainForARequest(t *testing.T) {
 	}
 }
 
+func failed(slot uint32, reason string) *pb.SessionResponse {
+	failure := &pb.Failure{Code: uint32(codes.Unavailable), Reason: reason, Message: reason}
+	return &pb.SessionResponse{Failures: []*pb.SessionFailure{{Slot: slot, Failure: failure}}}
+}
+
+func TestWhatARouterThatGoesAwayDoesNotBeginIsSentOnAnotherStream(t *testing.T) {
+	numStreams := make(chan struct{}, 2)
+	goOn := make(chan struct{})
+	session := newSession(t, dial(t, &fakeRouter{session: func(stream pb.RouterService_SessionServer) error {
+		numStreams <- struct{}{}
+		if len(numStreams) > 1 { // the next router
+			return answering(func(start *pb.SessionStart) *pb.SessionResponse {
+				return answered(start.GetSlot(), "next")
+			})(stream)
+		}
+		first, err := stream.Recv()
+		if err == nil {
+			err = stream.Send(tokens(first.GetStart().GetSlot(), 0, 1))
+		}
+		if err != nil {
+			return err
+		}
+		second, err := stream.Recv()
+		if err == nil {
+			err = stream.Send(failed(second.GetStart().GetSlot(), "DRAINING"))
+		}
+		if err != nil {
+			return err
+		}
+		<-goOn
+		finish := &pb.SessionFinished{Slot: first.GetStart().GetSlot(), Finished: finished(0)}
+		return stream.Send(&pb.SessionResponse{Finished: []*pb.SessionFinished{finish}})
+	}}))
+	numParts := 0
+	for _, err := range session.Generate(testContext(t), quartet.Text("begun")) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if numParts++; numParts > 1 {
+			continue
+		}
+		for range 2 {
+			completion, err := session.Complete(testContext(t), quartet.Text("x"))
+			if err != nil || completion.Text() != "next" {
+				t.Fatalf("got %+v, %v", completion, err)
+			}
+		}
+		close(goOn) // What had begun is answered to its end.
+	}
+	if numParts != 2 || len(numStreams) != 2 {
+		t.Errorf("got %d parts on %d streams", numParts, len(numStreams))
+	}
+}
+
+func TestWhatNoRouterBeginsIsSentTwiceAndNoMore(t *testing.T) {
+	for _, reason := range []string{"DRAINING", "QUEUE_FULL"} {
+		starts := make(chan string, 10)
+		session := newSession(t, dial(t, &fakeRouter{session: answering(func(start *pb.SessionStart) *pb.SessionResponse {
+			starts <- start.GetStart().GetText()
+			return failed(start.GetSlot(), reason)
+		})}))
+		_, err := session.Complete(testContext(t), quartet.Text("x"))
+		wanted := map[string]int{"DRAINING": 2, "QUEUE_FULL": 1}[reason]
+		if reasonOf(err) != reason || len(starts) != wanted {
+			t.Errorf("got %v after %d starts", err, len(starts))
+		}
+	}
+}
+
+func TestClosingASessionEndsStreamsOfRoutersThatGoAway(t *testing.T) {
+	begun := make(chan struct{}, 1)
+	session := dial(t, &fakeRouter{session: answering(func(start *pb.SessionStart) *pb.SessionResponse {
+		if start.GetStart().GetText() == "endless" {
+			begun <- struct{}{}
+			return nil
+		}
+		return failed(start.GetSlot(), "DRAINING")
+	})}).Session()
+	ended := make(chan error, 1)
+	go func() {
+		_, err := session.Complete(testContext(t), quartet.Text("endless"))
+		ended <- err
+	}()
+	await(t, begun)
+	if _, err := session.Complete(testContext(t), quartet.Text("x")); reasonOf(err) != "DRAINING" {
+		t.Errorf("got %v", err)
+	}
+	closed := make(chan struct{})
+	go func() {
+		session.Close()
+		close(closed)
+	}()
+	await(t, closed)
+	if err := await(t, ended); reasonOf(err) != "CANCELLED" {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestAStreamThatBreaksFailsWhatHadBegun(t *testing.T) {
 	session := newSession(t, dial(t, &fakeRouter{session: func(stream pb.RouterService_SessionServer) error {
 		request, err := stream.Recv()
@@ -325,8 +423,16 @@ func TestAStreamThatBreaksFailsWhatHadBegun(t *testing.T) {
 		return status.Error(codes.Unavailable, "gone")
 	}}))
 	for range 2 {
-		if _, err := session.Complete(testContext(t), quartet.Text("x")); reasonOf(err) != "ROUTER_UNAVAILABLE" {
-			t.Errorf("got %v", err)
+		numParts := 0
+		var last error
+		for part, err := range session.Generate(testContext(t), quartet.Text("x")) {
+			if part != nil {
+				numParts++
+			}
+			last = err
+		}
+		if reasonOf(last) != "ROUTER_UNAVAILABLE" || numParts != 1 {
+			t.Errorf("got %d parts and %v", numParts, last)
 		}
 	}
 }

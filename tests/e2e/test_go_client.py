@@ -18,7 +18,7 @@ from quartet.client import ChatMessage, QuartetClient, Sampling, read_media
 from quartet.rpc.channels import TlsConfig
 from tests.certificates import CertificateAuthority
 from tests.e2e.conftest import StartStack
-from tests.e2e.stack import Stack, StackConfig
+from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "models/tiny/pictures/shapes.jpg"
@@ -29,6 +29,7 @@ NUM_PICTURE_TOKENS = 72
 BUILD_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 150.0
 RETURN_S = 40.0
+STALL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def fleet(go: Path, start_stack: StartStack, tmp_path_factory: pytest.TempPathFa
     operator = issue("operator", "bob")
     config = StackConfig(
         num_encode=1,
+        routers={"router": {**REMOTE_PREFILL, "stall_timeout_s": STALL_TIMEOUT_S}},
         worker={"transfer.ways": ["grpc"]},  # shared memory has no TLS
         tls=workers | {"router": issue("router", "router")},
         operator=operator,
@@ -106,6 +108,7 @@ async def ask_in_python(address: str, identity: TlsConfig) -> dict[str, Any]:
         "cert": str(identity.cert_file),
         "key": str(identity.key_file),
         "answers": {prompt: answer.token_ids for prompt, answer in answers.items()},
+        "stall_timeout_s": STALL_TIMEOUT_S,
         "picture": str(PICTURE),
         "question": QUESTION,
         "picture_ids": caption.token_ids,
@@ -169,6 +172,7 @@ def test_its_own_tests_pass(programs: Programs) -> None:
         "GenerateGivesTheTokensOfThePythonClient",
         "SessionGivesThemForManyRequestsAtOnce",
         "ChatAboutAPictureIsAnsweredOnBothPaths",
+        "SlowReaderOfGenerateIsWaitedForSoLong",
         "RefusalsNameTheField",
         "RouterOfAnotherAuthorityIsNotTrusted",
     ],
