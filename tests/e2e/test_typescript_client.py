@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Live:
     async def start(
         self, command: str, address: str, argument: object, tls: TlsConfig | None = None
     ) -> asyncio.subprocess.Process:
-        files = None if tls is None else {"ca": str(tls.ca_file), "cert": str(tls.cert_file), "key": str(tls.key_file)}
+        files = tls and {"ca": tls.ca_file, "cert": tls.cert_file, "key": tls.key_file}
+        files = files and {name: str(file) for name, file in files.items() if file is not None}
         words = [command, address, json.dumps(argument), *([json.dumps(files)] if files else [])]
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
@@ -206,13 +207,21 @@ async def test_it_shows_a_picture_over_tls(live: Live, tls_fleet: TlsFleet) -> N
     assert results[0]["text"].startswith("A small blue circle at the top")
 
 
-@pytest.mark.parametrize("who", ["stranger", "plaintext"])
-async def test_a_router_with_tls_lets_no_other_in(live: Live, tls_fleet: TlsFleet, who: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "why"),
+    [("stranger", "want another certificate"), ("nobody", "want another certificate"), ("plaintext", "want TLS")],
+)
+async def test_a_router_with_tls_lets_no_other_in(live: Live, tls_fleet: TlsFleet, who: str, why: str) -> None:
     request = {"path": "generate", "prompt": "x"}
-    tls = tls_fleet.stranger if who == "stranger" else None
+    authority = tls_fleet.client.ca_file
+    tls = {
+        "stranger": replace(tls_fleet.stranger, ca_file=authority),
+        "nobody": TlsConfig(ca_file=authority),
+        "plaintext": None,
+    }[who]
     [result] = await live.complete(tls_fleet.stack.router_address, request, tls=tls)
     assert result["code"] == "Unavailable" and result["error"] == "ROUTER_UNAVAILABLE", result
-    assert tls_fleet.stack.router_address in result["message"]
+    assert tls_fleet.stack.router_address in result["message"] and why in result["message"], result
 
 
 async def test_the_example_and_the_lines_of_the_readme_run(

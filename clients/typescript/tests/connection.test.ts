@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { generateKeyPairSync } from "node:crypto";
 import { createServer as createHttpServer } from "node:http";
-import { createServer, type AddressInfo, type Server } from "node:net";
+import { createServer, type AddressInfo, type Server, type Socket } from "node:net";
 import { test } from "node:test";
 
 import { Code, FinishReason, QuartetClient, QuartetError, type TlsOptions } from "../src/index.js";
@@ -111,6 +111,17 @@ test("a router without TLS is named as such", OPTIONS, async () => {
     const client = new QuartetClient(address, { tls: {} });
     await assert.rejects(client.complete("x"), { message: `no router answers at ${address}: it does not speak TLS` });
     client.close();
+  });
+});
+
+test("a router that does not answer in time is given up", OPTIONS, async () => {
+  const sockets: Socket[] = [];
+  const server = createServer((socket) => void sockets.push(socket.on("error", () => {})));
+  await withServer(server, async (address) => {
+    const client = new QuartetClient(address, { tls: {} }); // which it never answers
+    await assert.rejects(client.complete("x"), { message: `no router answers at ${address} within 3 s` });
+    client.close();
+    sockets.forEach((socket) => socket.destroy());
   });
 });
 
